@@ -1,0 +1,106 @@
+"""What anyone who uses an engine sees of it, wherever it runs. The HTTP server knows an engine only through this.
+
+Text lives on this side: prompts are tokenised, ids become text and stop strings are found here, so that an engine
+that dies takes no text with it.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from penstock.engine.messages import EngineStats
+from penstock.outputs import RequestOutput
+from penstock.sampling_params import SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer
+
+# A string, token ids, or a mapping with `prompt` or `prompt_token_ids`.
+Prompt = str | list[int] | Mapping[str, Any]
+
+
+class EngineState(StrEnum):
+    """STARTING until the first engine is ready; RECOVERING after a death; DRAINING takes no new requests."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RECOVERING = "recovering"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What an engine says of its model once it is ready.
+
+    Attributes:
+        model: as the user named it.
+        system_fingerprint: names all that can change a bit: weights, dtype, quantisation, kernels, numerics version.
+        default_sampling: sampling fields set by the model's generation_config.json (temperature, top_p, ...).
+        choices_made: option -> the automatic choice and its reason, for the start-up message.
+    """
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    system_fingerprint: str
+    default_sampling: dict[str, Any] = field(default_factory=dict)
+    choices_made: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot for /status, /health and /metrics.
+
+    Attributes:
+        heartbeat_age_s: seconds since the engine was last heard of; None while there is none.
+        making_progress: ready, heard of lately, and no step has been running for too long.
+        journal_requests, journal_tokens: open requests and the tokens noted for them.
+        num_aborted_total: requests that ended because their caller went away.
+    """
+
+    state: EngineState
+    pid: int | None
+    restarts: int
+    heartbeat_age_s: float | None
+    making_progress: bool
+    stats: EngineStats = field(default_factory=EngineStats)
+    journal_requests: int = 0
+    journal_tokens: int = 0
+    num_aborted_total: int = 0
+
+
+class EngineClient(Protocol):
+    """An engine as AsyncLLM offers it."""
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Raises EngineDeadError until the engine has been ready once."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Loaded in this process; there before the engine is ready. Raises ModelLoadError if there is none."""
+
+    def status(self) -> EngineStatus:
+        """Never blocks, never raises."""
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream the request's outputs as SamplingParams.output_kind says; leaving the loop aborts the request.
+
+        The request is validated and handed over at the first `anext`.
+
+        Raises (inside the iteration):
+            InvalidRequestError: the prompt or a parameter is wrong.
+            EngineDeadError: there is no engine, or it died under the request.
+            EngineOverloadedError: the queue is full.
+            RequestFailedError: the computation of this request failed.
+        """
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new requests and wait until the open ones have ended, at most that long."""
+
+    async def shutdown(self) -> None:
+        """End the engine; open requests end with EngineDeadError."""

@@ -1,0 +1,242 @@
+"""EngineConfig: everything a user can set about an engine, as frozen values.
+
+Users write one flat list of options (`EngineConfig.from_options(model="demo", max_num_seqs=8)`, the same names on the
+command line); inside, each part of the engine gets its own small config. `resolve()` fills what was left open and
+returns a new config together with the reason of every automatic choice. This file knows no torch and reads no file.
+"""
+
+import os
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError, NotSupportedError
+
+if TYPE_CHECKING:
+    from penstock.model_config import ModelConfig
+
+DTYPES = ("auto", "bfloat16", "float32")
+QUANTIZATIONS = (None, "int8", "int8-x2", "int8-x3", "int4", "int4-a16")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8")
+LOAD_FORMATS = ("auto", "dummy")
+KERNELS = ("auto", "reference", "cpu", "triton")
+BLOCK_SIZE_UNIT = 16  # kernels read whole groups of 16 cached tokens
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+MAX_CONTEXT = 2**24
+
+
+def _not_built(name: str, value: Any) -> NotSupportedError:
+    return NotSupportedError(f"{name}: {check.shown(value)} is planned but not built yet", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The key/value cache.
+
+    Attributes:
+        block_size: tokens a block holds, a multiple of 16.
+        kv_cache_dtype: type of the cached keys and values; "auto" takes the model's.
+        kv_cache_memory_bytes: bytes for all layers together; None computes them (see `planner.memory`).
+        enable_prefix_caching: whole blocks are found again by content.
+    """
+
+    block_size: int | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        check.check_int("block_size", self.block_size, BLOCK_SIZE_UNIT, MAX_CONTEXT, optional=True)
+        if self.block_size is not None and self.block_size % BLOCK_SIZE_UNIT:
+            raise check.fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZE_UNIT}")
+        check.check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if self.kv_cache_dtype == "int8":
+            raise _not_built("kv_cache_dtype", self.kv_cache_dtype)
+        check.check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**50, optional=True)
+        check.check_bool("enable_prefix_caching", self.enable_prefix_caching)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who computes when.
+
+    Attributes:
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: most tokens computed in one step; a longer prompt is cut into chunks.
+        max_model_len: longest prompt plus output, in tokens; None takes the model's context.
+    """
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        check.check_int("max_num_seqs", self.max_num_seqs, 1, 2**16)
+        check.check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_CONTEXT, optional=True)
+        check.check_int("max_model_len", self.max_model_len, 2, MAX_CONTEXT, optional=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How the model is spread over processes. More than one is planned, not built."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            value = getattr(self, name)
+            check.check_int(name, value, 1, 4096)
+            if value > 1:
+                raise _not_built(name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsConfig:
+    """Everything that can change a bit of the answer.
+
+    Attributes:
+        dtype: type of weights and of what products read; "auto" takes the checkpoint's, float16 as bfloat16.
+        quantization: how the weights are stored and multiplied; None keeps dtype.
+        load_format: "dummy" makes random weights, so that a directory holding only config.json is enough.
+        kernels: which backend carries out the arithmetic.
+        threads: cores that compute; None takes those the process may use.
+        seed: of the engine; a request without a seed gets one made from it and its arrival number.
+    """
+
+    dtype: str = "auto"
+    quantization: str | None = None
+    quantization_group_size: int | None = None
+    load_format: str = "auto"
+    kernels: str = "auto"
+    threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check.check_choice("dtype", self.dtype, DTYPES)
+        check.check_choice("quantization", self.quantization, QUANTIZATIONS)
+        check.check_choice("quantization_group_size", self.quantization_group_size, (None, 32, 64, 128))
+        check.check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check.check_choice("kernels", self.kernels, KERNELS)
+        check.check_int("threads", self.threads, 1, 1024, optional=True)
+        check.check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.quantization is not None:
+            raise _not_built("quantization", self.quantization)
+        if self.quantization_group_size is not None:
+            raise _not_built("quantization_group_size", self.quantization_group_size)
+        if self.kernels in ("cpu", "triton"):
+            raise _not_built("kernels", self.kernels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All options of an engine.
+
+    Attributes:
+        model: a Hugging Face directory, a hub name, or "demo".
+        reasons: option -> why `resolve` chose its value; empty before.
+    """
+
+    model: str = "demo"
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check.check_str("model", self.model)
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """The config for one flat list of options.
+
+        Raises:
+            InvalidRequestError: an option is unknown, has the wrong type or is out of range; `param` names it.
+        """
+        parts: dict[str, Any] = {}
+        model = options.pop("model", "demo")
+        for part, part_class in PARTS.items():
+            names = [item.name for item in fields(part_class) if item.name in options]
+            parts[part] = part_class(**{name: options.pop(name) for name in names})
+        if options:
+            name = next(iter(options))
+            raise InvalidRequestError(f"{name}: unknown option; known are {', '.join(option_names())}", param=name)
+        return cls(model=model, **parts)
+
+    def resolve(self, model_config: "ModelConfig") -> "EngineConfig":
+        """A new config without "auto" and None (but for the cache's bytes), and why each was chosen.
+
+        Raises:
+            InvalidRequestError: max_model_len is beyond what the model was made for.
+        """
+        reasons: dict[str, str] = {}
+        numerics = _resolve_numerics(self.numerics, model_config, reasons)
+        scheduler = _resolve_scheduler(self.scheduler, model_config, reasons)
+        cache = _resolve_cache(self.cache, numerics.dtype, reasons)
+        return replace(self, numerics=numerics, scheduler=scheduler, cache=cache, reasons=reasons)
+
+
+PARTS: dict[str, type] = {
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+    "numerics": NumericsConfig,
+}
+
+
+def option_names() -> list[str]:
+    """Every flat option, as `from_options` and the command line spell it."""
+    return ["model", *(item.name for part in PARTS.values() for item in fields(part))]
+
+
+def available_threads() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _resolve_numerics(config: NumericsConfig, model: "ModelConfig", reasons: dict[str, str]) -> NumericsConfig:
+    dtype, kernels, threads = config.dtype, config.kernels, config.threads
+    if dtype == "auto":
+        dtype = "float32" if model.dtype == "float32" else "bfloat16"
+        reasons["dtype"] = f"{dtype}: the checkpoint is {model.dtype}"
+        if model.dtype == "float16":
+            reasons["dtype"] += ", which is served as bfloat16"
+    if kernels == "auto":
+        kernels = "reference"
+        reasons["kernels"] = "reference (plain torch; slow): no other backend is built yet"
+    if threads is None:
+        threads = available_threads()
+        reasons["threads"] = f"{threads}: the cores this process may use"
+    return replace(config, dtype=dtype, kernels=kernels, threads=threads)
+
+
+def _resolve_scheduler(config: SchedulerConfig, model: "ModelConfig", reasons: dict[str, str]) -> SchedulerConfig:
+    max_model_len, max_num_batched_tokens = config.max_model_len, config.max_num_batched_tokens
+    context = model.max_position_embeddings
+    if max_model_len is None:
+        max_model_len = context
+        reasons["max_model_len"] = f"{context}: the model's max_position_embeddings"
+    elif max_model_len > context:
+        raise check.fail("max_model_len", max_model_len, f"at most the model's max_position_embeddings = {context}")
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, config.max_num_seqs)
+        reasons["max_num_batched_tokens"] = f"{max_num_batched_tokens}: the default, at least one token a sequence"
+    max_num_seqs = min(config.max_num_seqs, max_num_batched_tokens)
+    if max_num_seqs < config.max_num_seqs:
+        reasons["max_num_seqs"] = f"{max_num_seqs}: no more run than max_num_batched_tokens gives a token each"
+    return SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens
+    )
+
+
+def _resolve_cache(config: CacheConfig, dtype: str, reasons: dict[str, str]) -> CacheConfig:
+    block_size, kv_cache_dtype = config.block_size, config.kv_cache_dtype
+    if block_size is None:
+        block_size = DEFAULT_BLOCK_SIZE
+        reasons["block_size"] = f"{block_size}: the default"
+    if kv_cache_dtype == "auto":
+        kv_cache_dtype = dtype
+        reasons["kv_cache_dtype"] = f"{dtype}: the model's dtype"
+    return replace(config, block_size=block_size, kv_cache_dtype=kv_cache_dtype)

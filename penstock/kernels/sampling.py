@@ -1,0 +1,47 @@
+"""SamplingTensors: the sampling parameters of the rows of one step, as arrays a kernel can read.
+
+The order in which a backend applies them is fixed and is vLLM's:
+
+    raw log-probabilities are taken first, from untouched logits;
+    mask        ids that may not be chosen (min_tokens, bad words)            -> -inf
+    bias        logit_bias is added
+    penalties   repetition, then frequency, then presence
+    greedy rows: highest logit, lowest id on a tie
+    others:     / temperature, min_p, top_k, top_p, then the Gumbel-max trick with counter-based noise
+
+Noise: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with
+key = the two 32-bit words of the seed (low word first) and counter = (choice index, output position,
+vocabulary index // 4, 0); the four words of a block serve four neighbouring vocabulary entries. A word w becomes the
+uniform u = ((w >> 9) + 0.5) * 2^-23, which is never 0 or 1 and exact in float32, and the noise -log(-log(u)).
+So noise is a function of (seed, choice, position, token) and of nothing that happened before.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """Parameters of M rows. A field that no row needs is None, so that its pass is skipped.
+
+    Attributes:
+        temperature: [M] float32; 0 is greedy.
+        top_k: [M] int64, V where off.    top_p: [M] float32, 1 where off.    min_p: [M] float32, 0 where off.
+        noise_key: [M, 3] int64: seed as unsigned 64 bits in two's complement, choice index, output position.
+        masked: [P, 2] int64 pairs (row, id) that may not be chosen.
+        bias: pairs [P, 2] int64 and their values [P] float32.
+        repetition: penalty [M] float32, and the distinct pairs (row, id) seen in prompt or output, [P, 2] int64.
+        counts: frequency and presence penalty [M] float32 each, and the distinct pairs (row, id) generated so far
+            [P, 2] int64 with how often [P] float32.
+    """
+
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    noise_key: Tensor | None
+    masked: Tensor | None
+    bias: tuple[Tensor, Tensor] | None
+    repetition: tuple[Tensor, Tensor] | None
+    counts: tuple[Tensor, Tensor, Tensor, Tensor] | None

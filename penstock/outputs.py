@@ -1,0 +1,72 @@
+"""What a caller gets back: RequestOutput with its CompletionOutputs, in vLLM's spelling."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended. Equal to, and printed as, the plain string."""
+
+    STOP = "stop"  # an end token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the end of the context
+    ABORT = "abort"  # the caller went away
+    ERROR = "error"  # the computation of this request failed
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of one token in the raw distribution (before penalties, bias and temperature).
+
+    `rank` is 1 for the most likely token.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsAt = dict[int, Logprob]  # the tokens reported at one position; the chosen one comes first
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of the `n` choices of a request.
+
+    Attributes:
+        token_ids: every generated id, an end token included (which the text leaves out).
+        stop_reason: the stop string or stop token that ended it; None for the model's own end token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[LogprobsAt] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request's state when something moved. What it carries follows SamplingParams.output_kind.
+
+    Attributes:
+        prompt_logprobs: one entry a prompt token; the first is None, since nothing comes before it.
+        num_cached_tokens: prompt tokens whose keys and values were found in the cache.
+        seed: the seed that was used, given or assigned: sending it again repeats the answer.
+        error: what went wrong where a choice finished with "error".
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    prompt_logprobs: list[LogprobsAt | None] | None = None
+    num_cached_tokens: int = 0
+    seed: int | None = None
+    error: str | None = None

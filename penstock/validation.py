@@ -1,0 +1,81 @@
+"""Checks of single values, shared by every frozen dataclass that a user can fill in.
+
+Each check raises InvalidRequestError with the field's name, the value and what is allowed, or returns nothing. It
+knows no field: names and ranges stand beside the fields.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.errors import InvalidRequestError
+
+MAX_SHOWN = 80  # characters of a wrong value that an error repeats
+
+
+def shown(value: Any) -> str:
+    """The value as an error message shows it: short, whatever was sent."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"  # repr() of a huge int is slow, or refused by Python
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def fail(name: str, value: Any, allowed: str) -> InvalidRequestError:
+    """The error for a value that is out of range or of the wrong type."""
+    return InvalidRequestError(f"{name}: {shown(value)} is not allowed; it must be {allowed}", param=name)
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise fail(name, value, "true or false")
+
+
+def check_str(name: str, value: Any, *, max_length: int = 4096, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, str) or not value or len(value) > max_length:
+        raise fail(name, value, f"a string of 1 to {max_length} characters")
+
+
+def check_int(name: str, value: Any, low: int, high: int, *, optional: bool = False) -> None:
+    """An integer in low..high, both allowed. A bool is not an integer here."""
+    if value is None and optional:
+        return
+    allowed = f"an integer from {low} to {high}" + (", or null" if optional else "")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise fail(name, value, allowed)
+
+
+def check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
+    """A finite number in low..high, both allowed; with `low_open` it must be greater than low."""
+    allowed = f"a number {'above' if low_open else 'from'} {low:g} {'and at most' if low_open else 'to'} {high:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise fail(name, value, allowed)
+    if not math.isfinite(value) or not low <= value <= high or (low_open and value == low):
+        raise fail(name, value, allowed)
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if isinstance(value, float | list | dict) or value not in allowed:
+        raise fail(name, value, "one of " + ", ".join("null" if item is None else str(item) for item in allowed))
+
+
+def string_tuple(name: str, value: Any, *, max_items: int, max_length: int) -> tuple[str, ...]:
+    """One string, a list of strings or None, as a tuple."""
+    items = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or len(items) > max_items:
+        raise fail(name, value, f"a string or a list of at most {max_items} strings")
+    for item in items:
+        check_str(name, item, max_length=max_length)
+    return tuple(items)
+
+
+def int_tuple(name: str, value: Any, *, low: int, high: int, max_items: int) -> tuple[int, ...]:
+    """A list of integers or None, as a tuple."""
+    items = [] if value is None else value
+    if not isinstance(items, list | tuple) or len(items) > max_items:
+        raise fail(name, value, f"a list of at most {max_items} integers")
+    for item in items:
+        check_int(name, item, low, high)
+    return tuple(items)
