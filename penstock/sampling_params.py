@@ -4,6 +4,7 @@ A frozen value: lists become tuples, everything is checked when it is made, and 
 Checks that need the model (is this id in the vocabulary?) are in `check_vocabulary`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -70,8 +71,8 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | tuple[str, ...] | list[str] | None = ()
-    stop_token_ids: tuple[int, ...] | list[int] | None = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -82,7 +83,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
-    bad_words: tuple[str, ...] | list[str] | None = ()
+    bad_words: Sequence[str] | None = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     structured_outputs: Any = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE

@@ -134,7 +134,9 @@ class Executor(Protocol):
     """Carries steps out, in the order submitted."""
 
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
-        """Start a step and return a handle for `collect`. May return before the step is done."""
+        """Start a step and return a handle for `collect`. May return before the step is done.
+
+        Whatever else goes wrong, forgotten_request_ids are forgotten."""
 
     def collect(self, handle: Any) -> StepOutput:
         """Wait for the step and return its results. Raises what the step raised as a whole; after that the

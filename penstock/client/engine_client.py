@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from penstock.engine.messages import EngineStats
+from penstock.engine.messages import EngineStats, ModelInfo
 from penstock.outputs import RequestOutput
 from penstock.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -26,27 +26,6 @@ class EngineState(StrEnum):
     RECOVERING = "recovering"
     DRAINING = "draining"
     FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What an engine says of its model once it is ready.
-
-    Attributes:
-        model: as the user named it.
-        system_fingerprint: names all that can change a bit: weights, dtype, quantisation, kernels, numerics version.
-        default_sampling: sampling fields set by the model's generation_config.json (temperature, top_p, ...).
-        choices_made: option -> the automatic choice and its reason, for the start-up message.
-    """
-
-    model: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    system_fingerprint: str
-    default_sampling: dict[str, Any] = field(default_factory=dict)
-    choices_made: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

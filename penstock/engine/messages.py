@@ -4,6 +4,7 @@ These values cross the process edge as they are (`frames` encodes them), so they
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.outputs import FinishReason
 from penstock.sampling_params import SamplingParams
@@ -77,3 +78,24 @@ class EngineStats:
     num_generated_tokens_total: int = 0
     num_preemptions_total: int = 0
     num_failed_steps_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What an engine says of its model once it is ready.
+
+    Attributes:
+        model: as the user named it.
+        system_fingerprint: names all that can change a bit: weights, dtype, quantisation, kernels, numerics version.
+        default_sampling: sampling fields set by the model's generation_config.json (temperature, top_p, ...).
+        choices_made: option -> the automatic choice and its reason, for the start-up message.
+    """
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    system_fingerprint: str
+    default_sampling: dict[str, Any] = field(default_factory=dict)
+    choices_made: dict[str, str] = field(default_factory=dict)

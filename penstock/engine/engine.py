@@ -1,0 +1,210 @@
+"""Engine: add, abort, step. Plans with the Scheduler, has an Executor do it, and commits what came back.
+
+It knows token ids and never text; it imports no torch, so tests drive it with a scripted executor in milliseconds.
+State changes only when a step's results are in: a step that fails as a whole ends its own requests with an error
+and leaves the others untouched.
+"""
+
+from penstock.engine.kv_cache_manager import KVCacheManager
+from penstock.engine.messages import EngineOutput, EngineRequest, EngineStats
+from penstock.engine.request import Request
+from penstock.engine.scheduler import Scheduler
+from penstock.errors import EngineError, InvalidRequestError
+from penstock.outputs import FinishReason
+from penstock.step import CacheGroup, Executor, RequestStepOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+
+MAX_FAILED_STEPS = 3  # in a row: then it is the engine that is broken, not a request
+
+
+class Engine:
+    """One model's requests.
+
+    Args:
+        executor: carries steps out.
+        groups: the cache groups that the executor was built with.
+        max_model_len: longest prompt plus output, in tokens.
+        vocab_size: ids of prompts are below it.
+        eos_token_ids: the model's own end tokens.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        groups: list[CacheGroup],
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.executor = executor
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.kv_cache = KVCacheManager(groups, enable_prefix_caching=enable_prefix_caching)
+        self.scheduler = Scheduler(
+            self.kv_cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
+        self._requests: dict[str, Request] = {}
+        self._early_outputs: list[EngineOutput] = []  # of requests that ended without a step
+        self._num_arrived = 0
+        self._num_steps = self._num_failed_steps = self._failed_in_a_row = 0
+        self._num_generated_tokens = 0
+
+    def add_request(self, source: EngineRequest) -> None:
+        """Queue a request. With output_token_ids it goes on after them.
+
+        Raises:
+            InvalidRequestError: it is empty, too long, has ids outside the vocabulary, or its id is in use.
+        """
+        self._check(source)
+        request = Request(source, self._num_arrived, self.max_model_len)
+        self._num_arrived += 1
+        if not self.kv_cache.fits_alone(request.max_total_tokens, self.scheduler.max_num_batched_tokens):
+            message = f"prompt and output of up to {request.max_total_tokens} tokens do not fit the cache"
+            raise InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
+        ending = request.ending(self.eos_token_ids)
+        if ending is not None:  # it was resumed at its very end
+            self._early_outputs.append(self._output(request, [], None, ending=ending))
+            return
+        self._requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def _check(self, source: EngineRequest) -> None:
+        if source.request_id in self._requests:
+            raise InvalidRequestError(f"request_id: {source.request_id!r} is in use", param="request_id")
+        length = len(source.prompt_token_ids)
+        if length == 0:
+            raise InvalidRequestError("prompt: it is empty", param="prompt")
+        if length + 1 > self.max_model_len:
+            message = f"prompt: {length} tokens and one output exceed the context of {self.max_model_len}"
+            raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
+        token_ids = [*source.prompt_token_ids, *source.output_token_ids]
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            raise InvalidRequestError(f"prompt: token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
+
+    def abort(self, request_id: str) -> bool:
+        """End a request without another output. False if it is not open (it may just have finished)."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        self.scheduler.remove(request)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._early_outputs)
+
+    def step(self) -> list[EngineOutput]:
+        """Compute one step. Returns an output for every request that moved; those that ended have finish_reason.
+
+        Raises:
+            EngineError: MAX_FAILED_STEPS steps in a row failed as a whole.
+        """
+        outputs, self._early_outputs = self._early_outputs, []
+        if not self.scheduler.has_work:
+            return outputs
+        plan = self.scheduler.schedule()
+        try:
+            results = self.executor.collect(self.executor.submit(plan)).results
+        except Exception as error:  # whatever went wrong in there must not reach the other requests
+            self._count_failure(error)
+            failure = RequestStepOutput([], error=f"{type(error).__name__}: {error}")
+            results = {item.request_id: failure for item in plan.scheduled}
+        else:
+            self._failed_in_a_row = 0
+        self._num_steps += 1
+        return outputs + self._commit(plan, results)
+
+    def _count_failure(self, error: Exception) -> None:
+        self._num_failed_steps += 1
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= MAX_FAILED_STEPS:
+            raise EngineError(f"{MAX_FAILED_STEPS} steps in a row failed; the last: {error}") from error
+
+    def _commit(self, plan: SchedulerOutput, results: dict[str, RequestStepOutput]) -> list[EngineOutput]:
+        outputs = (self._commit_one(item, results[item.request_id]) for item in plan.scheduled)
+        return [output for output in outputs if output is not None]
+
+    def _commit_one(self, item: ScheduledRequest, result: RequestStepOutput) -> EngineOutput | None:
+        request = self._requests[item.request_id]
+        if result.error is not None:
+            return self._finish(request, self._output(request, [], None, error=result.error))
+        request.num_computed_tokens += item.num_new_tokens
+        start, ending = request.num_output_tokens, None
+        for token_id in result.new_token_ids:
+            request.token_ids.append(token_id)
+            ending = request.ending(self.eos_token_ids)
+            if ending is not None:
+                break
+        self.kv_cache.commit(request)
+        new_ids = request.token_ids[request.num_prompt_tokens + start :]
+        self._num_generated_tokens += len(new_ids)
+        prompt_logprobs = self._new_prompt_logprobs(request, item, result.prompt_logprobs)
+        if not new_ids and not prompt_logprobs[1]:
+            return None
+        output = self._output(request, new_ids, result.logprobs, prompt_logprobs=prompt_logprobs, ending=ending)
+        return output if ending is None else self._finish(request, output)
+
+    def _new_prompt_logprobs(
+        self, request: Request, item: ScheduledRequest, found: list[TokenLogprobs] | None
+    ) -> tuple[int, list[TokenLogprobs]]:
+        """Position of the first one not delivered yet, and those from there on."""
+        first = item.num_computed_tokens + 1  # the logits of a position speak of the next token
+        start = request.num_prompt_logprobs + 1
+        fresh = (found or [])[max(0, start - first) :]
+        request.num_prompt_logprobs += len(fresh)
+        return start, fresh
+
+    def _finish(self, request: Request, output: EngineOutput) -> EngineOutput:
+        del self._requests[request.request_id]
+        self.scheduler.remove(request)
+        return output
+
+    def _output(
+        self,
+        request: Request,
+        new_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        *,
+        prompt_logprobs: tuple[int, list[TokenLogprobs]] = (1, []),
+        ending: tuple[FinishReason, int | None] | None = None,
+        error: str | None = None,
+    ) -> EngineOutput:
+        reason, stop_token = ending or (FinishReason.ERROR if error is not None else None, None)
+        return EngineOutput(
+            request_id=request.request_id,
+            start_index=request.num_output_tokens - len(new_ids),
+            new_token_ids=new_ids,
+            logprobs=logprobs[: len(new_ids)] if logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs[1] or None,
+            prompt_logprobs_start=prompt_logprobs[0],
+            finish_reason=reason,
+            stop_reason=stop_token,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            error=error,
+        )
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            kv_blocks_total=self.kv_cache.num_blocks,
+            kv_blocks_free=self.kv_cache.num_free,
+            kv_blocks_cached=self.kv_cache.num_cached,
+            num_steps_total=self._num_steps,
+            num_prompt_tokens_total=self.scheduler.num_prompt_tokens,
+            num_cached_tokens_total=self.scheduler.num_cached_tokens,
+            num_generated_tokens_total=self._num_generated_tokens,
+            num_preemptions_total=self.scheduler.num_preemptions,
+            num_failed_steps_total=self._num_failed_steps,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise PenstockError unless every block is accounted for."""
+        self.kv_cache.check_integrity()
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()

@@ -1,0 +1,237 @@
+"""KVCacheManager: which blocks hold which request's keys and values. Ids only; the memory is elsewhere.
+
+Every cache group (layers that look equally far back) has its own pool and gives every request one block table:
+
+    positions   0 ............................. num_computed ......... + num_new
+    table       [ -1  -1 | block | block | block  | block | block ]
+                  behind   shared or own, full      filled in this step
+                  window
+
+A table holds -1 where nothing is allocated: those are the blocks behind a sliding window, which go back to the pool
+as the window moves on. Whole blocks are found again by content hash (prefix reuse); a block is registered only after
+the step that filled it is known to have succeeded.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from penstock.engine.block_pool import NO_BLOCK, NO_PARENT, BlockPool, hash_block
+from penstock.engine.request import Request
+from penstock.errors import PenstockError
+from penstock.step import CacheGroup
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """One request's blocks in one group.
+
+    `num_sent` entries are known to the executor; `num_registered` leading ones have been offered to the prefix cache.
+    """
+
+    block_ids: list[int] = field(default_factory=list)
+    num_released: int = 0
+    num_sent: int = 0
+    num_registered: int = 0
+
+
+class KVCacheManager:
+    """Allocates, shares and frees the blocks of all groups. All groups have the same block size."""
+
+    def __init__(self, groups: list[CacheGroup], *, enable_prefix_caching: bool = True) -> None:
+        if len({group.block_size for group in groups}) != 1:
+            raise PenstockError("cache groups need one common block size")
+        self.groups = groups
+        self.block_size = groups[0].block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pools = [BlockPool(group.num_blocks) for group in groups]
+        self._tables: dict[str, list[BlockTable]] = {}
+        self._in_work: dict[bytes, str] = {}  # hash of a block being computed -> the request that computes it
+
+    # --- looking up ------------------------------------------------------------------------------------------------
+
+    def tables(self, request: Request) -> list[list[int]]:
+        """Copies of the request's block tables, one a group."""
+        return [list(table.block_ids) for table in self._tables[request.request_id]]
+
+    def take_updates(self, request: Request) -> tuple[list[list[int]], list[int]]:
+        """Per group, the ids appended since the last call and the number of released leading entries."""
+        tables = self._tables[request.request_id]
+        new_ids = [table.block_ids[table.num_sent :] for table in tables]
+        for table in tables:
+            table.num_sent = len(table.block_ids)
+        return new_ids, [table.num_released for table in tables]
+
+    def fits_alone(self, num_tokens: int, chunk: int) -> bool:
+        """Whether a request that grows to num_tokens could run if it had the whole cache to itself."""
+        return all(self._peak(group, num_tokens, chunk) <= group.num_blocks for group in self.groups)
+
+    def _peak(self, group: CacheGroup, num_tokens: int, chunk: int) -> int:
+        return peak_blocks(num_tokens, chunk, self.block_size, group.sliding_window)
+
+    def _first_needed(self, group: CacheGroup, num_computed: int) -> int:
+        """Index of the first block that a token at position num_computed or later can still see."""
+        if group.sliding_window is None:
+            return 0
+        return max(0, num_computed - group.sliding_window + 1) // self.block_size
+
+    # --- prefix reuse ----------------------------------------------------------------------------------------------
+
+    def _hashes(self, request: Request) -> list[bytes]:
+        """Hashes of the blocks that could be reused: whole ones, leaving at least one token to compute."""
+        if not self.enable_prefix_caching or request.params.prompt_logprobs is not None:
+            return []
+        self._extend_hashes(request, (request.num_tokens - 1) // self.block_size)
+        return request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+
+    def _extend_hashes(self, request: Request, count: int) -> None:
+        hashes, size = request.block_hashes, self.block_size
+        for index in range(len(hashes), count):
+            parent = hashes[-1] if hashes else NO_PARENT
+            hashes.append(hash_block(parent, request.token_ids[index * size : (index + 1) * size]))
+
+    def _reusable_blocks(self, hashes: list[bytes]) -> int:
+        """The largest number of leading blocks such that every group has those that its window still needs."""
+        runs = [self._cached_runs(pool, hashes) for pool in self.pools]
+        for count in range(len(hashes), 0, -1):
+            start = count * self.block_size
+            pairs = zip(self.groups, runs, strict=True)
+            if all(run[count - 1] >= count - self._first_needed(group, start) for group, run in pairs):
+                return count
+        return 0
+
+    @staticmethod
+    def _cached_runs(pool: BlockPool, hashes: list[bytes]) -> list[int]:
+        """For each block, how many blocks up to and including it are cached without a gap."""
+        runs, run = [], 0
+        for block_hash in hashes:
+            run = run + 1 if pool.lookup(block_hash) is not None else 0
+            runs.append(run)
+        return runs
+
+    def waits_for_other(self, request: Request) -> bool:
+        """Whether the next block this request lacks is being computed by another one right now.
+
+        Then it pays to wait: the choices of one prompt, sent together, compute it once.
+        """
+        hashes = self._hashes(request)
+        count = self._reusable_blocks(hashes)
+        return count < len(hashes) and hashes[count] in self._in_work
+
+    # --- admitting, growing, ending --------------------------------------------------------------------------------
+
+    def admit(self, request: Request, max_new_tokens: int) -> int | None:
+        """Give a waiting request what is cached of it, and blocks for up to max_new_tokens more.
+
+        Sets num_computed_tokens to the cached length. Returns how many tokens it may compute now, or None, with
+        nothing changed, where the blocks for all its tokens are not free.
+        """
+        hashes = self._hashes(request)
+        count = self._reusable_blocks(hashes)
+        num_cached = count * self.block_size
+        shared = [self._shared(group, pool, hashes, count) for group, pool in zip(self.groups, self.pools, strict=True)]
+        for group, pool, block_ids in zip(self.groups, self.pools, shared, strict=True):
+            revived = sum(1 for block_id in block_ids if block_id != NO_BLOCK and pool.is_free(block_id))
+            peak = self._peak(group, request.num_tokens, max_new_tokens)
+            if peak - (len(block_ids) - block_ids.count(NO_BLOCK)) + revived > pool.num_free:
+                return None
+        for pool, block_ids in zip(self.pools, shared, strict=True):
+            pool.share(block_id for block_id in block_ids if block_id != NO_BLOCK)
+        self._tables[request.request_id] = [
+            BlockTable(block_ids, num_released=block_ids.count(NO_BLOCK), num_registered=count) for block_ids in shared
+        ]
+        request.num_computed_tokens = num_cached
+        self._in_work.update((block_hash, request.request_id) for block_hash in hashes[count:])
+        num_new = min(max_new_tokens, request.num_missing_tokens)
+        if not self.grow(request, num_new):
+            raise PenstockError(f"request {request.request_id} was admitted without room")
+        return num_new
+
+    def _shared(self, group: CacheGroup, pool: BlockPool, hashes: list[bytes], count: int) -> list[int]:
+        """The reusable leading blocks as a table: -1 for those that lie behind the window."""
+        first = self._first_needed(group, count * self.block_size)
+        found = [pool.lookup(block_hash) for block_hash in hashes[first:count]]
+        return [NO_BLOCK] * first + [block_id for block_id in found if block_id is not None]
+
+    def grow(self, request: Request, num_new_tokens: int) -> bool:
+        """Blocks for num_new_tokens after the computed ones; those behind the window go back first.
+
+        False, with nothing allocated, where a group has too few free.
+        """
+        tables = self._tables[request.request_id]
+        needed = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
+        for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
+            self._release_behind(table, pool, self._first_needed(group, request.num_computed_tokens))
+        missing = [max(0, needed - len(table.block_ids)) for table in tables]
+        if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
+            return False
+        for count, pool, table in zip(missing, self.pools, tables, strict=True):
+            table.block_ids.extend(pool.allocate(count))
+        return True
+
+    @staticmethod
+    def _release_behind(table: BlockTable, pool: BlockPool, first_needed: int) -> None:
+        for index in range(table.num_released, min(first_needed, len(table.block_ids))):
+            pool.release([table.block_ids[index]])
+            table.block_ids[index] = NO_BLOCK
+            table.num_released = index + 1
+
+    def commit(self, request: Request) -> None:
+        """The request's computed tokens are really in the cache: its whole blocks may be found from now on."""
+        if not self.enable_prefix_caching:
+            return
+        num_full = request.num_computed_tokens // self.block_size
+        self._extend_hashes(request, num_full)
+        for pool, table in zip(self.pools, self._tables[request.request_id], strict=True):
+            for index in range(table.num_registered, num_full):
+                if table.block_ids[index] != NO_BLOCK:
+                    pool.register(table.block_ids[index], request.block_hashes[index])
+        start = self._tables[request.request_id][0].num_registered
+        self._finish_work(request, start, num_full)
+        for table in self._tables[request.request_id]:
+            table.num_registered = max(table.num_registered, num_full)
+
+    def _finish_work(self, request: Request, start: int, stop: int) -> None:
+        for block_hash in request.block_hashes[start:stop]:
+            if self._in_work.get(block_hash) == request.request_id:
+                del self._in_work[block_hash]
+
+    def free(self, request: Request) -> None:
+        """Give everything back. The last blocks are reused first, so that prefixes live longest."""
+        for pool, table in zip(self.pools, self._tables.pop(request.request_id), strict=True):
+            pool.release(block_id for block_id in reversed(table.block_ids) if block_id != NO_BLOCK)
+        self._finish_work(request, 0, len(request.block_hashes))
+        request.num_computed_tokens = 0
+
+    # --- books -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def num_free(self) -> int:
+        return sum(pool.num_free for pool in self.pools)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(pool.num_cached for pool in self.pools)
+
+    def check_integrity(self) -> None:
+        """Raise PenstockError unless every block is either free or in exactly the tables that count it."""
+        for group, pool in enumerate(self.pools):
+            ids = (i for tables in self._tables.values() for i in tables[group].block_ids if i != NO_BLOCK)
+            pool.check_integrity(Counter(ids))
+        strangers = set(self._in_work.values()) - set(self._tables)
+        if strangers:
+            raise PenstockError(f"blocks are being computed for unknown requests: {sorted(strangers)}")
+
+
+def peak_blocks(num_tokens: int, chunk: int, block_size: int, sliding_window: int | None) -> int:
+    """Most blocks of one group that a request of num_tokens holds at once, computed in chunks of that size.
+
+    Behind a window of W tokens at most W - 1 old ones and the chunk count; they may straddle one block more.
+    """
+    blocks = -(-num_tokens // block_size)
+    if sliding_window is None:
+        return blocks
+    return min(blocks, -(-(sliding_window - 1 + chunk) // block_size) + 1)

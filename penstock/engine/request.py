@@ -1,0 +1,69 @@
+"""Request: one choice of one user's request on its way through the engine. Token ids only; no text, no blocks.
+
+    token_ids:  [ prompt ............ | outputs ........ ]
+                0      num_prompt_tokens          num_tokens
+    computed:   [ keys and values cached |  to be computed ]
+                0          num_computed_tokens
+
+There is no prefill phase and no decode phase: num_computed_tokens chases num_tokens. A decode is a request that is
+one token behind; a preempted one is all behind again.
+"""
+
+from penstock.engine.messages import EngineRequest
+from penstock.outputs import FinishReason
+
+
+class Request:
+    """State of one request. The scheduler changes it; nobody else does.
+
+    Attributes:
+        arrival: order of arrival; the youngest is preempted first.
+        max_output_tokens: outputs after which it ends with "length".
+        block_hashes: content hashes of the whole blocks among token_ids, as far as computed.
+        num_cached_tokens: prompt tokens found in the cache at first admission; None before.
+        num_prompt_logprobs: how many were delivered, so that a recomputed prompt delivers none twice.
+    """
+
+    def __init__(self, source: EngineRequest, arrival: int, max_model_len: int) -> None:
+        self.request_id = source.request_id
+        self.params = source.params
+        self.choice = source.choice
+        self.arrival = arrival
+        self.token_ids = [*source.prompt_token_ids, *source.output_token_ids]
+        self.num_prompt_tokens = len(source.prompt_token_ids)
+        self.num_computed_tokens = 0
+        room = max_model_len - self.num_prompt_tokens
+        self.max_output_tokens = room if self.params.max_tokens is None else min(self.params.max_tokens, room)
+        self.block_hashes: list[bytes] = []
+        self.num_cached_tokens: int | None = None
+        self.num_prompt_logprobs = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens whose keys and values are not computed yet; the last one always is among them."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def max_total_tokens(self) -> int:
+        return self.num_prompt_tokens + self.max_output_tokens
+
+    def ending(self, eos_token_ids: frozenset[int]) -> tuple[FinishReason, int | None] | None:
+        """Why the request ends with its last output token, and the stop token if that is why; None if it goes on."""
+        count = self.num_output_tokens
+        if count == 0:
+            return None
+        last, params = self.token_ids[-1], self.params
+        if count >= params.min_tokens:
+            if last in eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP, None
+            if last in (params.stop_token_ids or ()):
+                return FinishReason.STOP, last
+        return (FinishReason.LENGTH, None) if count >= self.max_output_tokens else None

@@ -1,0 +1,160 @@
+"""Scheduler: who computes how many tokens in the next step. It knows tokens and blocks as numbers, nothing else.
+
+One loop serves chunked prefill, prefix hits, decode and resumption: every request has num_computed_tokens chase
+num_tokens, and a step gives each some tokens within max_num_batched_tokens:
+
+  1. running requests that are one token behind (decodes), oldest first, so that a long prompt never stalls a stream;
+  2. running requests that are further behind (chunks of prompts), oldest first;
+  3. waiting requests, strictly in order, as far as rows, tokens and blocks go.
+
+When blocks run out, the youngest running request is preempted: its blocks go back, and it waits at the head of the
+queue to be recomputed. Nothing starves: the oldest request can take every block, and no waiting one is overtaken
+(but by those that another's prefix is not holding back).
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from penstock.engine.kv_cache_manager import KVCacheManager
+from penstock.engine.request import Request
+from penstock.step import NewRequest, ScheduledRequest, SchedulerOutput
+
+MAX_HELD_BACK = 64  # waiting requests looked at in a step that wait for another's prefix
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step while it is being put together."""
+
+    budget: int
+    tokens: dict[str, int] = field(default_factory=dict)  # request id -> tokens computed in this step
+    new: set[str] = field(default_factory=set)
+    preempted: set[str] = field(default_factory=set)
+
+
+class Scheduler:
+    """Queues, and the plan of each step.
+
+    Attributes:
+        waiting: in order of arrival, preempted ones first.
+        running: hold blocks and a row each.
+        num_preemptions, num_prompt_tokens, num_cached_tokens: since the start; prompts count once, when admitted.
+    """
+
+    def __init__(self, kv_cache: KVCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.kv_cache = kv_cache
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = self.num_prompt_tokens = self.num_cached_tokens = 0
+        self._forgotten: list[str] = []  # since the last step, for the executor
+        self._next_step_id = 0
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """The request has ended, wherever it was."""
+        if request in self.running:
+            self.running.remove(request)
+            self._give_up(request)
+        else:
+            self.waiting.remove(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> SchedulerOutput:
+        """The next step. Blocks are taken for it; num_computed_tokens moves only when it has succeeded."""
+        plan = _Plan(self.max_num_batched_tokens)
+        for request in sorted(self.running, key=lambda item: (item.num_missing_tokens > 1, item.arrival)):
+            if request.request_id not in plan.preempted:  # by an older one, a moment ago
+                self._continue(request, plan)
+        self._admit(plan)
+        output = self._output(plan)
+        self._forgotten = []
+        self._next_step_id += 1
+        return output
+
+    def _continue(self, request: Request, plan: _Plan) -> None:
+        num_new = min(request.num_missing_tokens, plan.budget)
+        if num_new == 0:
+            return
+        while not self.kv_cache.grow(request, num_new):
+            victim = max(self.running, key=lambda item: item.arrival)
+            self._preempt(victim, plan)
+            if victim is request:
+                return
+        plan.tokens[request.request_id] = num_new
+        plan.budget -= num_new
+
+    def _preempt(self, request: Request, plan: _Plan) -> None:
+        plan.budget += plan.tokens.pop(request.request_id, 0)
+        plan.preempted.add(request.request_id)
+        self.running.remove(request)
+        self._give_up(request)
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def _give_up(self, request: Request) -> None:
+        self.kv_cache.free(request)
+        self._forgotten.append(request.request_id)
+
+    def _admit(self, plan: _Plan) -> None:
+        """Take in waiting requests in order. None in a step that had to preempt: there is no room."""
+        if plan.preempted:
+            return
+        held_back = 0
+        for request in list(self.waiting):
+            if plan.budget == 0 or len(self.running) >= self.max_num_seqs or held_back >= MAX_HELD_BACK:
+                return
+            if self.kv_cache.waits_for_other(request):
+                held_back += 1
+                continue
+            num_new = self.kv_cache.admit(request, plan.budget)
+            if num_new is None:
+                return
+            self.waiting.remove(request)
+            self._start(request, num_new, plan)
+
+    def _start(self, request: Request, num_new: int, plan: _Plan) -> None:
+        if request.num_cached_tokens is None:  # not when it comes back after a preemption
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            self.num_cached_tokens += request.num_cached_tokens
+            self.num_prompt_tokens += request.num_prompt_tokens
+        self.running.append(request)
+        plan.new.add(request.request_id)
+        plan.tokens[request.request_id] = num_new
+        plan.budget -= num_new
+
+    def _output(self, plan: _Plan) -> SchedulerOutput:
+        chosen = [request for request in self.running if request.request_id in plan.tokens]
+        new_requests = [self._introduce(request) for request in chosen if request.request_id in plan.new]
+        scheduled = [self._share(request, plan) for request in chosen]
+        return SchedulerOutput(self._next_step_id, new_requests, scheduled, self._forgotten)
+
+    def _introduce(self, request: Request) -> NewRequest:
+        tables = self.kv_cache.tables(request)
+        self.kv_cache.take_updates(request)
+        return NewRequest(
+            request_id=request.request_id,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            params=request.params,
+            choice=request.choice,
+            block_tables=tables,
+        )
+
+    def _share(self, request: Request, plan: _Plan) -> ScheduledRequest:
+        new_block_ids, num_released = self.kv_cache.take_updates(request)
+        num_new = plan.tokens[request.request_id]
+        return ScheduledRequest(
+            request_id=request.request_id,
+            num_computed_tokens=request.num_computed_tokens,
+            num_new_tokens=num_new,
+            new_block_ids=new_block_ids,
+            num_released_blocks=num_released,
+            num_samples=1 if num_new == request.num_missing_tokens else 0,
+        )
