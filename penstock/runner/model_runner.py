@@ -1,0 +1,167 @@
+"""ModelRunner: one step on one device, from a SchedulerOutput to a StepOutput.
+
+    scheduler_output -> InputBatch.update, pack -> model(input_ids, ctx) -> hidden [T, hidden]
+      -> logits at the M sampled positions -> Sampler -> ids, log-probabilities
+      -> logits at the P prompt positions, a slice at a time -> prompt log-probabilities
+
+A row whose logits are not finite costs its own request an error; the other requests of the step go on. It decides
+nothing about scheduling or blocks, and knows no text.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.config import EngineConfig
+from penstock.errors import EngineError
+from penstock.kernels.ops import AttentionMetadata, KVCache, Ops
+from penstock.layers.context import ForwardContext
+from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
+from penstock.runner.kv_cache import layer_groups
+from penstock.runner.sampler import Sampler, finite_rows, token_logprobs
+from penstock.step import CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
+
+PROMPT_LOGPROB_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+
+
+class CausalLM(Protocol):
+    """What the runner asks of a model."""
+
+    def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """input_ids [T] int64 -> hidden [T, hidden]; stores keys and values in the caches of ctx."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [M, hidden] -> [M, V] float32."""
+
+
+@dataclass(slots=True)
+class _Result:
+    """One request's RequestStepOutput in the making."""
+
+    new_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+    def finish(self) -> RequestStepOutput:
+        if self.error is not None:
+            return RequestStepOutput([], error=self.error)
+        return RequestStepOutput(self.new_token_ids, self.logprobs, self.prompt_logprobs)
+
+
+class ModelRunner:
+    """Carries out steps, one after the other.
+
+    Attributes:
+        batch: the requests it knows.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        ops: Ops,
+        groups: Sequence[CacheGroup],
+        config: EngineConfig,
+        *,
+        kv_caches: Sequence[KVCache],
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Take a resolved config and one cache a decoder layer.
+
+        Raises:
+            EngineError: groups and caches do not match, or the config is not resolved.
+        """
+        if config.scheduler.max_model_len is None:
+            raise EngineError("the runner needs a resolved config")
+        self._model = model
+        self._sampler = Sampler(ops)
+        self._ops = ops
+        self._groups = tuple(groups)
+        self._layer_group = layer_groups(groups)
+        self._kv_caches = tuple(kv_caches)
+        if len(self._kv_caches) != len(self._layer_group):
+            raise EngineError(f"{len(self._kv_caches)} caches for {len(self._layer_group)} layers")
+        max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.scheduler.max_model_len
+        self.batch = InputBatch(groups, max_num_seqs, max_model_len, eos_token_ids)
+
+    @torch.inference_mode()
+    def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
+        """Compute a step. A step without tokens only forgets.
+
+        Raises:
+            EngineError: scheduler and runner disagree. Whatever is raised, no token was appended, and later steps
+                work once the requests of this one have been forgotten.
+        """
+        self.batch.update(scheduler_output)
+        if not scheduler_output.scheduled:
+            return StepOutput(scheduler_output.step_id, {})
+        step = self.batch.pack(scheduler_output.scheduled)
+        hidden = self._model(torch.from_numpy(step.input_ids), self._context(step))
+        hidden = hidden[torch.from_numpy(step.logits_indices)]
+        results = [_Result() for _ in scheduler_output.scheduled]
+        num_sampled = len(step.sampled)
+        self._score_prompts(hidden[num_sampled:], step.prompt_pieces, results)
+        if num_sampled:
+            self._sample(self._model.compute_logits(hidden[:num_sampled]), step, results)
+        ids = (item.request_id for item in scheduler_output.scheduled)
+        finished = {request_id: result.finish() for request_id, result in zip(ids, results, strict=True)}
+        return StepOutput(scheduler_output.step_id, finished)
+
+    def _context(self, step: PackedStep) -> ForwardContext:
+        query_start_loc, seq_lens = torch.from_numpy(step.query_start_loc), torch.from_numpy(step.seq_lens)
+        attention = tuple(
+            AttentionMetadata(
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                block_table=torch.from_numpy(table),
+                slot_mapping=torch.from_numpy(slots),
+                block_size=group.block_size,
+                sliding_window=group.sliding_window,
+            )
+            for group, table, slots in zip(self._groups, step.block_tables, step.slot_mappings, strict=True)
+        )
+        return ForwardContext(torch.from_numpy(step.positions), self._kv_caches, attention, self._layer_group)
+
+    def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
+        """logits [M, V]: one new token for each sampled sequence that has no error."""
+        healthy = finite_rows(logits)
+        for index in step.sampled[~healthy.numpy()].tolist():
+            results[index].error = NOT_FINITE
+        sequences = [b for b in step.sampled.tolist() if results[b].error is None]
+        if not sequences:
+            return
+        if len(sequences) < len(step.sampled):
+            wanted = set(sequences)
+            logits = logits[torch.tensor([b in wanted for b in step.sampled.tolist()])]
+        rows = step.rows[sequences]
+        sampled = self._sampler.sample(logits, self.batch, rows)
+        self.batch.append(rows, sampled.token_ids)
+        for b, token_id, entry in zip(sequences, sampled.token_ids.tolist(), sampled.logprobs, strict=True):
+            results[b].new_token_ids = [token_id]
+            results[b].logprobs = None if entry is None else [entry]
+
+    def _score_prompts(self, hidden: Tensor, pieces: list[PromptPiece], results: list[_Result]) -> None:
+        """hidden [P, hidden] of the prompt positions: their log-probabilities, a bounded slice at a time."""
+        start = 0
+        for piece in pieces:
+            end = start + len(piece.targets)
+            entries = list(self._scored(hidden[start:end], piece))
+            if len(entries) < len(piece.targets):
+                results[piece.sequence].error = NOT_FINITE
+            results[piece.sequence].prompt_logprobs = entries
+            start = end
+
+    def _scored(self, hidden: Tensor, piece: PromptPiece) -> Iterator[TokenLogprobs]:
+        """hidden [n, hidden] -> n entries; fewer where logits are not finite."""
+        targets = torch.from_numpy(piece.targets)
+        for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            end = start + PROMPT_LOGPROB_ROWS
+            logits = self._model.compute_logits(hidden[start:end])
+            if not bool(finite_rows(logits).all()):
+                return
+            some = targets[start:end]
+            yield from token_logprobs(self._ops.log_softmax(logits), some, [piece.num_top] * len(some))

@@ -1,0 +1,86 @@
+"""Sampler: from logits to one token a row, and the log-probabilities that were asked for.
+
+Log-probabilities are of the raw distribution, so they are taken before masks, bias, penalties and temperature. The
+arithmetic is the backend's (`ops.log_softmax`, `ops.sample`); here tokens are only compared and picked. It does not
+know which request a row belongs to, beyond its parameters in the InputBatch.
+
+Order: higher log-probability first, the lower id first on a tie. Rank: 1 + the number of tokens with a strictly
+greater log-probability, so tied tokens share a rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.ops import Ops
+from penstock.runner.input_batch import InputBatch, Int64
+from penstock.runner.sampling_tensors import sampling_tensors
+from penstock.step import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the sampler chose for M rows.
+
+    Attributes:
+        token_ids: [M] int64.
+        logprobs: [M], None for a row that does not ask.
+    """
+
+    token_ids: Int64
+    logprobs: list[TokenLogprobs | None]
+
+
+class Sampler:
+    """Chooses tokens with the arithmetic of one backend."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def sample(self, logits: Tensor, batch: InputBatch, rows: Int64) -> Sampled:
+        """logits [M, V] float32, all rows finite somewhere and nowhere NaN; rows [M] of the batch. Changes neither."""
+        asking = np.flatnonzero(batch.num_logprobs[rows] >= 0)
+        raw = None
+        if asking.size:
+            raw = self._ops.log_softmax(logits if len(asking) == len(rows) else logits[torch.from_numpy(asking)])
+        token_ids = self._ops.sample(logits, sampling_tensors(batch, rows, logits.shape[1])).cpu()
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        if raw is not None:
+            found = token_logprobs(raw, token_ids[torch.from_numpy(asking)], batch.num_logprobs[rows[asking]].tolist())
+            for index, entry in zip(asking.tolist(), found, strict=True):
+                logprobs[index] = entry
+        return Sampled(token_ids.numpy(), logprobs)
+
+
+def finite_rows(logits: Tensor) -> Tensor:
+    """logits [M, V] -> [M] bool: no NaN, no +inf, and something above -inf to choose."""
+    return torch.isfinite(logits.amax(dim=-1))  # amax hands NaN on
+
+
+def top_ids(logprobs: Tensor, count: int) -> Tensor:
+    """logprobs [M, V] -> ids of the `count` greatest, [M, count] int64, best first, lowest id first on ties."""
+    values, ids = torch.topk(logprobs, count, dim=-1)  # in what order it takes equal values is not promised
+    least = values[:, -1:]
+    ids, order = ids.sort(dim=-1)
+    best = values.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices
+    ids = ids.gather(-1, best)
+    for row in ((logprobs >= least).sum(dim=-1) > count).nonzero().flatten().tolist():
+        tied = (logprobs[row] >= least[row]).nonzero().flatten()
+        ids[row] = tied[logprobs[row, tied].sort(descending=True, stable=True).indices[:count]]
+    return ids
+
+
+def token_logprobs(logprobs: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """logprobs [M, V], the token of each row [M] int64, how many of the most likely ones each row wants [M]."""
+    own = logprobs.gather(-1, token_ids[:, None])
+    ranks = ((logprobs > own).sum(dim=-1) + 1).tolist()
+    columns = token_ids[:, None]
+    most = min(max(num_top, default=0), logprobs.shape[1])
+    if most:
+        columns = torch.cat([columns, top_ids(logprobs, most)], dim=-1)
+    values = logprobs.gather(-1, columns).tolist()
+    rows = zip(columns.tolist(), values, ranks, num_top, strict=True)
+    return [TokenLogprobs(ids[: top + 1], found[: top + 1], rank) for ids, found, rank, top in rows]

@@ -1,0 +1,55 @@
+"""Worker: everything that one device holds for an engine: the model, its caches, and the runner that uses them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.config import EngineConfig
+from penstock.errors import EngineError
+from penstock.kernels.ops import Ops
+from penstock.runner.kv_cache import allocate_kv_caches
+from penstock.runner.model_runner import CausalLM, ModelRunner
+from penstock.step import CacheGroup, SchedulerOutput, StepOutput
+
+
+class Worker:
+    """One device's share of the work, which is all of it until there is more than one."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        ops: Ops,
+        groups: Sequence[CacheGroup],
+        config: EngineConfig,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Take a loaded model and a resolved config; allocate the caches and set torch's threads.
+
+        Raises:
+            EngineError: the config is not resolved, or the groups do not fit the layers.
+        """
+        if config.numerics.threads is None:
+            raise EngineError("the worker needs a resolved config")
+        torch.set_num_threads(config.numerics.threads)
+        caches = allocate_kv_caches(ops, groups, num_kv_heads, head_dim, config.cache.kv_cache_dtype)
+        self.cache_bytes = sum(cache.num_bytes for cache in caches)
+        self._runner: ModelRunner | None = ModelRunner(
+            model, ops, groups, config, kv_caches=caches, eos_token_ids=eos_token_ids
+        )
+
+    def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
+        """Carry out one step.
+
+        Raises:
+            EngineError: the step is impossible, or the worker was shut down.
+        """
+        if self._runner is None:
+            raise EngineError("the worker was shut down")
+        return self._runner.execute(scheduler_output)
+
+    def shutdown(self) -> None:
+        """Let go of the model and the caches. A second call does nothing."""
+        self._runner = None

@@ -1,0 +1,247 @@
+"""InputBatch against a packing that walks token by token."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import EngineError, NotSupportedError
+from penstock.runner.input_batch import InputBatch, PackedStep
+from penstock.sampling_params import SamplingParams
+from penstock.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
+
+MAX_SEQS, MAX_LEN = 5, 100
+GROUPS = [CacheGroup((0, 2), None, 64, 16), CacheGroup((1,), 20, 64, 32)]
+
+
+@dataclass
+class Book:
+    """One request as the scheduler knows it."""
+
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    tables: list[list[int]] = field(default_factory=lambda: [[] for _ in GROUPS])
+    released: list[int] = field(default_factory=lambda: [0 for _ in GROUPS])
+    computed: int = 0
+
+
+class RandomScheduler:
+    """Random but legal steps: joins, leaves, chunks, released blocks, preemption and return in one step."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.books: dict[str, Book] = {}
+        self.count = 0
+
+    def step(self, step_id: int) -> SchedulerOutput:
+        forgotten, new_ids = [], []
+        for name in list(self.books):
+            fate = self.rng.random()
+            if fate < 0.1:
+                forgotten.append(name)
+                del self.books[name]
+            elif fate < 0.2:  # preempted, and back at once
+                forgotten.append(name)
+                new_ids.append(name)
+                book = self.books[name]
+                self.books[name] = Book(book.tokens, book.num_prompt, book.params)
+        while len(self.books) < MAX_SEQS and self.rng.random() < 0.6:
+            new_ids.append(self._join())
+        names = [name for name in self.books if name in new_ids or self.rng.random() < 0.8]
+        self.rng.shuffle(names)
+        new, scheduled = [], []
+        for name in names:
+            item, request = self._share(name, name in new_ids)
+            scheduled.append(item)
+            new += [request] if request else []
+        return SchedulerOutput(step_id, new, scheduled, forgotten)
+
+    def _join(self) -> str:
+        name, self.count = f"r{self.count}", self.count + 1
+        num_prompt, num_outputs = self.rng.randint(1, MAX_LEN - 30), self.rng.choice([0, 0, 5])
+        tokens = [self.rng.randrange(2**31) for _ in range(num_prompt + num_outputs)]
+        logprobs = self.rng.choice([None, 0, 3])
+        self.books[name] = Book(tokens, num_prompt, SamplingParams(temperature=0.0, prompt_logprobs=logprobs))
+        return name
+
+    def _share(self, name: str, is_new: bool) -> tuple[ScheduledRequest, NewRequest | None]:
+        book = self.books[name]
+        if is_new and self.rng.random() < 0.3:
+            book.computed = self.rng.randrange(len(book.tokens))  # found in the prefix cache
+        left = len(book.tokens) - book.computed
+        count = self.rng.choice([left, self.rng.randint(1, left)])
+        new_block_ids = [self._grow(book, g, book.computed + count) for g in range(len(GROUPS))]
+        request = None
+        if is_new:
+            tables = [list(table) for table in book.tables]
+            request = NewRequest(name, list(book.tokens), book.num_prompt, book.params, 0, tables)
+            new_block_ids = [[] for _ in GROUPS]
+        released = list(book.released)
+        done = book.computed + count == len(book.tokens)
+        return ScheduledRequest(name, book.computed, count, new_block_ids, released, int(done)), request
+
+    def _grow(self, book: Book, g: int, length: int) -> list[int]:
+        size, table = GROUPS[g].block_size, book.tables[g]
+        new_ids = [self.rng.randrange(64) for _ in range(-(-length // size) - len(table))]
+        table.extend(new_ids)
+        if GROUPS[g].sliding_window is not None:
+            book.released[g] = max(book.released[g], self.rng.randint(0, book.computed // size))
+            table[: book.released[g]] = [-1] * book.released[g]
+        return new_ids
+
+
+def brute_force(books: dict[str, Book], output: SchedulerOutput) -> dict[str, list]:
+    """The flat batch, one token at a time."""
+    flat: dict[str, list] = {
+        key: [] for key in ("ids", "positions", "start", "lens", "slots0", "slots1", "sampled", "P")
+    }
+    flat["start"].append(0)
+    for item in output.scheduled:
+        book = books[item.request_id]
+        for position in range(item.num_computed_tokens, item.num_computed_tokens + item.num_new_tokens):
+            if book.params.prompt_logprobs is not None and position + 1 < book.num_prompt:
+                flat["P"].append((len(flat["ids"]), book.tokens[position + 1]))
+            for g, group in enumerate(GROUPS):
+                block = book.tables[g][position // group.block_size]
+                flat[f"slots{g}"].append(block * group.block_size + position % group.block_size)
+            flat["ids"].append(book.tokens[position])
+            flat["positions"].append(position)
+        flat["start"].append(len(flat["ids"]))
+        flat["lens"].append(item.num_computed_tokens + item.num_new_tokens)
+        flat["sampled"] += [len(flat["ids"]) - 1] if item.num_samples else []
+    return flat
+
+
+def check_packed(packed: PackedStep, books: dict[str, Book], output: SchedulerOutput) -> None:
+    flat = brute_force(books, output)
+    assert packed.input_ids.tolist() == flat["ids"]
+    assert packed.positions.tolist() == flat["positions"]
+    assert packed.query_start_loc.tolist() == flat["start"]
+    assert packed.seq_lens.tolist() == flat["lens"]
+    assert packed.logits_indices.tolist() == flat["sampled"] + [index for index, _ in flat["P"]]
+    assert [t for piece in packed.prompt_pieces for t in piece.targets.tolist()] == [target for _, target in flat["P"]]
+    for g, group in enumerate(GROUPS):
+        assert packed.slot_mappings[g].tolist() == flat[f"slots{g}"]
+        width = -(-max(flat["lens"]) // group.block_size)
+        for item, row in zip(output.scheduled, packed.block_tables[g].tolist(), strict=True):
+            table = books[item.request_id].tables[g]
+            assert row == (table + [-1] * width)[:width]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_packing_equals_brute_force(rng: random.Random) -> None:
+    """Guards against stale rows: a table, token or release left over from a request that had the row before."""
+    scheduler, batch = RandomScheduler(rng), InputBatch(GROUPS, MAX_SEQS, MAX_LEN)
+    for step_id in range(12):
+        output = scheduler.step(step_id)
+        batch.update(output)
+        assert batch.num_requests == len(scheduler.books)
+        if not output.scheduled:
+            continue
+        packed = batch.pack(output.scheduled)
+        check_packed(packed, scheduler.books, output)
+        finish_step(rng, scheduler, batch, packed, output)
+
+
+def finish_step(
+    rng: random.Random, scheduler: RandomScheduler, batch: InputBatch, packed: PackedStep, output: SchedulerOutput
+) -> None:
+    """Sample a random token for whoever has caught up."""
+    for item in output.scheduled:
+        scheduler.books[item.request_id].computed += item.num_new_tokens
+    rows, tokens = [], []
+    for index in packed.sampled.tolist():
+        name = output.scheduled[index].request_id
+        if len(scheduler.books[name].tokens) == MAX_LEN:
+            output.forgotten_request_ids.append(name)
+            batch.forget(name)
+            del scheduler.books[name]
+            continue
+        rows.append(int(packed.rows[index]))
+        tokens.append(rng.randrange(2**31))
+        scheduler.books[name].tokens.append(tokens[-1])
+    batch.append(np.array(rows, dtype=np.int64), np.array(tokens, dtype=np.int64))
+
+
+def one(num_tokens: int = 4, name: str = "a", **params: object) -> NewRequest:
+    return NewRequest(
+        name,
+        list(range(1, num_tokens + 1)),
+        num_tokens,
+        SamplingParams(**{"temperature": 0.0, **params}),
+        0,
+        [[0], [0]],
+    )
+
+
+def run(batch: InputBatch, new: list[NewRequest], *items: ScheduledRequest) -> PackedStep:
+    batch.update(SchedulerOutput(0, new, list(items)))
+    return batch.pack(items)
+
+
+@pytest.mark.parametrize(
+    ("item", "error"),
+    [
+        (ScheduledRequest("b", 0, 4, [[], []], [0, 0], 1), "never introduced"),
+        (ScheduledRequest("a", 0, 5, [[], []], [0, 0], 0), "beyond its last token"),
+        (ScheduledRequest("a", 0, 0, [[], []], [0, 0], 0), "without tokens"),
+        (ScheduledRequest("a", 0, 3, [[], []], [0, 0], 1), "has not caught up"),
+        (ScheduledRequest("a", 0, 4, [[], []], [1, 0], 1), "not allocated"),
+        (ScheduledRequest("a", 0, 4, [[1] * 9, []], [0, 0], 1), "block table holds"),
+    ],
+)
+def test_a_step_that_contradicts_the_batch_is_refused(item: ScheduledRequest, error: str) -> None:
+    """Guards against a scheduler bug that silently writes to slot -16 or computes tokens that do not exist."""
+    batch = InputBatch(GROUPS, MAX_SEQS, MAX_LEN)
+    with pytest.raises(EngineError, match=error):
+        run(batch, [one()], item)
+
+
+def test_drafts_are_refused_until_they_are_built() -> None:
+    """Guards against num_samples = 2 being accepted and ignored."""
+    with pytest.raises(NotSupportedError, match="num_samples"):
+        run(InputBatch(GROUPS, MAX_SEQS, MAX_LEN), [one()], ScheduledRequest("a", 0, 4, [[], []], [0, 0], 2))
+
+
+def test_new_requests_that_do_not_fit_are_refused() -> None:
+    """Guards against two requests in one row, and against a cryptic numpy error for a long one."""
+    item = ScheduledRequest("a", 0, 4, [[], []], [0, 0], 1)
+    batch = InputBatch(GROUPS, 1, MAX_LEN)
+    run(batch, [one()], item)
+    with pytest.raises(EngineError, match="introduced twice"):
+        batch.learn(one())
+    with pytest.raises(EngineError, match="max_num_seqs = 1"):
+        batch.learn(one(name="b"))
+    batch.forget("a")
+    with pytest.raises(EngineError, match="max_model_len = 100"):
+        batch.learn(one(MAX_LEN + 1))
+    with pytest.raises(EngineError, match="seed"):
+        batch.learn(one(temperature=1.0))
+
+
+def test_a_request_stops_at_max_model_len() -> None:
+    """Guards against a token written into the next request's row."""
+    batch = InputBatch(GROUPS, 2, 16)
+    batch.learn(one(16))
+    with pytest.raises(EngineError, match="max_model_len = 16"):
+        batch.append(np.array([batch.row("a")]), np.array([7]))
+
+
+def test_forgetting_a_stranger_is_harmless() -> None:
+    """Guards against a failed first step that makes every later step fail: its request was never learnt."""
+    batch = InputBatch(GROUPS, MAX_SEQS, MAX_LEN)
+    batch.update(SchedulerOutput(0, [], [], ["nobody"]))
+    assert batch.num_requests == 0
+
+
+@pytest.mark.parametrize("seed", [0, 5, -1, -(2**63), 2**63, 2**64 - 1])
+def test_seed_bits_survive(seed: int) -> None:
+    """Guards against seeds above 2**63 - 1 that overflow: the 64 bits are kept as two's complement."""
+    batch = InputBatch(GROUPS, MAX_SEQS, MAX_LEN)
+    batch.learn(one(temperature=1.0, seed=seed))
+    assert int(batch.noise_key[batch.row("a"), 0]) % 2**64 == seed % 2**64
