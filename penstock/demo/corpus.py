@@ -1,0 +1,109 @@
+"""The training corpus: an endless, seeded stream of documents, and the held-out text that is kept out of it.
+
+A document is text with the special tokens written out: a plain story is <|bos|>...<|eos|>, a conversation is what
+chats.render() gives. Standard library only. Does not know about token ids (bpe.py, packing.py) or how much of the
+stream is used (train.py).
+
+    python -m penstock.demo.corpus --seed 0 --documents 5          print some
+    python -m penstock.demo.corpus --write-heldout heldout.txt     write the held-out text again
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+from penstock.demo import HELDOUT_FILE, chats, stories, sums
+
+HELDOUT_SEED = "penstock held-out"
+HELDOUT_BYTES = 36_000
+HELDOUT_MIN_CHARS = 120  # a shorter document could be told again by chance
+
+
+def plain_story(rng: Random) -> str:
+    """A story as plain text, for completion."""
+    return chats.BOS + stories.tell(rng, once=0.7).text + chats.EOS
+
+
+def plain_sums(rng: Random) -> str:
+    """A page of sums as plain text."""
+    return chats.BOS + sums.sheet(rng) + chats.EOS
+
+
+def chat(make: Callable[[Random], list[chats.Turn]]) -> Callable[[Random], str]:
+    """A document maker from a conversation maker."""
+    return lambda rng: chats.render(chats.with_system(rng, make(rng)))
+
+
+# name: (weight by number of documents, maker)
+MIXTURE: dict[str, tuple[float, Callable[[Random], str]]] = {
+    "plain stories": (18, plain_story),
+    "pages of sums": (6, plain_sums),
+    "stories on request": (11, chat(chats.told_story)),
+    "stories on request, with questions": (4, chat(lambda rng: chats.told_story(rng, questions=2))),
+    "questions about a given story": (18, chat(chats.read_story)),
+    "sums": (20, chat(chats.sum_task)),
+    "JSON answers": (20, chat(chats.json_task)),
+    "lists": (8, chat(chats.list_task)),
+    "small facts": (8, chat(chats.fact_task)),
+    "small talk": (12, chat(chats.smalltalk)),
+    "questions out of reach": (4, chat(chats.unknown)),
+    "several short exchanges": (9, chat(chats.several)),
+}
+
+
+def stream(seed: str) -> Iterator[str]:
+    """Documents of all kinds for ever; equal seeds give equal streams."""
+    rng = Random(seed)
+    weights = [weight for weight, _ in MIXTURE.values()]
+    makers = [make for _, make in MIXTURE.values()]
+    while True:
+        yield rng.choices(makers, weights)[0](rng)
+
+
+@cache
+def heldout_documents() -> tuple[str, ...]:
+    """The held-out documents, generated anew (the shipped file holds the same ones)."""
+    chosen: list[str] = []
+    for document in stream(HELDOUT_SEED):
+        if len(document) >= HELDOUT_MIN_CHARS:
+            chosen.append(document)
+        if sum(len(one.encode()) + 1 for one in chosen) >= HELDOUT_BYTES:
+            return tuple(chosen)
+    raise AssertionError("the stream is endless")
+
+
+def training_documents(seed: int) -> Iterator[str]:
+    """The training stream: never one of the held-out documents."""
+    kept_out = frozenset(heldout_documents())
+    return (document for document in stream(f"training {seed}") if document not in kept_out)
+
+
+def read_heldout(path: Path = HELDOUT_FILE) -> list[str]:
+    """The documents of the shipped file: each begins with <|bos|>."""
+    parts = path.read_text(encoding="utf-8").removesuffix("\n").split("\n" + chats.BOS)
+    return [parts[0], *(chats.BOS + part for part in parts[1:])]
+
+
+def write_heldout(path: Path = HELDOUT_FILE) -> None:
+    """Write the held-out documents, one after another."""
+    path.write_text("\n".join(heldout_documents()) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Print documents, or write the held-out file."""
+    parser = argparse.ArgumentParser(description="The demo model's corpus.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--documents", type=int, default=10)
+    parser.add_argument("--write-heldout", type=Path)
+    args = parser.parse_args()
+    if args.write_heldout:
+        write_heldout(args.write_heldout)
+        return
+    print("\n---\n".join(islice(training_documents(args.seed), args.documents)))
+
+
+if __name__ == "__main__":
+    main()

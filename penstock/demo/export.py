@@ -1,0 +1,96 @@
+"""Writes a Hugging Face model directory: the configuration, generation settings, tokenizer and weights of the demo
+model.
+
+The files are plain and written by hand in the field's usual keys, so that they do not change with a library's
+version. SHAPE is the one place that states the architecture. Does not train and does not evaluate.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from penstock.demo import chats
+
+CONTEXT = 1024
+SHAPE: dict[str, int] = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, object]:
+    """The ids that config.json and generation_config.json both state. Text ends with <|eos|>, a turn with <|end|>."""
+    ids = {token: tokenizer.token_to_id(token) for token in chats.SPECIAL_TOKENS}
+    return {
+        "bos_token_id": ids[chats.BOS],
+        "eos_token_id": [ids[chats.EOS], ids[chats.END]],
+        "pad_token_id": ids["<|pad|>"],
+    }
+
+
+def model_config(tokenizer: Tokenizer) -> dict[str, object]:
+    """config.json."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tokenizer.get_vocab_size(),
+        **SHAPE,
+        "max_position_embeddings": CONTEXT,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": "bfloat16",
+        **special_ids(tokenizer),
+    }
+
+
+def tokenizer_config() -> dict[str, object]:
+    """tokenizer_config.json, with the chat template."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": chats.BOS,
+        "eos_token": chats.EOS,
+        "pad_token": "<|pad|>",
+        "additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>", chats.END],
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONTEXT,
+        "chat_template": chats.CHAT_TEMPLATE,
+    }
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Indented, in the order given, with a newline at the end."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_model(out: Path, tokenizer: Tokenizer, state: Mapping[str, torch.Tensor]) -> None:
+    """All files of the directory but the model card. Weights are stored as bfloat16, the tied head not at all."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "config.json", model_config(tokenizer))
+    write_json(out / "generation_config.json", special_ids(tokenizer))
+    write_json(out / "tokenizer_config.json", tokenizer_config())
+    tokenizer.save(str(out / "tokenizer.json"))
+    weights = {
+        name: value.detach().to(torch.bfloat16).contiguous()
+        for name, value in state.items()
+        if name != "lm_head.weight"
+    }
+    path = out / "model.safetensors"
+    save_file(weights, str(path), metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors writes files that only their owner may read

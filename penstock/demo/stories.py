@@ -1,0 +1,172 @@
+"""Stories: a scene (who, where, what) is drawn, a plot is chosen, and its lines are filled in.
+
+In: a random.Random and, if wanted, a length. Out: a Story, which is text and the questions that its text can answer.
+Does not know how a story is wrapped in a conversation (chats.py), nor how many are made (corpus.py).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+
+from penstock.demo import words
+
+HERE = Path(__file__).parent
+PRONOUNS = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her", "herself")}
+SHELTERS = ("cave", "barn", "hut", "hollow tree", "mill", "shed", "tent")
+GUIDES = ("river", "stars", "railway", "smoke", "fence", "footprints", "lights", "sound of the bells", "white stones")
+NOISES = ("Tap", "Bump", "Creak", "Rattle", "Squeak", "Knock", "Clack", "Swish", "Thump", "Boing", "Toot")
+MORAL_SHARE, PARAGRAPH_SHARE = 0.25, 0.2
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Topics a reader may ask for, lines as (optional, alternatives), and question/answer templates."""
+
+    topics: tuple[str, ...]
+    beats: tuple[tuple[bool, tuple[str, ...]], ...]
+    questions: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Story:
+    """A finished story, what it could have been asked for (topics, hero, kind), and (question, answer) pairs."""
+
+    text: str
+    hero: str
+    kind: str
+    topics: tuple[str, ...]
+    questions: tuple[tuple[str, str], ...]
+
+
+def read_plot(block: str) -> Plot:
+    """One paragraph of plots.txt."""
+    topics: tuple[str, ...] = ()
+    beats, questions = [], []
+    for line in block.splitlines():
+        if line.startswith("plot: "):
+            topics = tuple(line.removeprefix("plot: ").split(", "))
+        elif line.startswith("Q: "):
+            question, answer = line.removeprefix("Q: ").split(" = ")
+            questions.append((question, answer))
+        else:
+            beats.append((line.startswith("? "), tuple(line.removeprefix("? ").split(" | "))))
+    return Plot(topics, tuple(beats), tuple(questions))
+
+
+@cache
+def plots() -> tuple[Plot, ...]:
+    """All plots of plots.txt, in file order."""
+    blocks = (HERE / "plots.txt").read_text(encoding="utf-8").strip().split("\n\n")
+    return tuple(read_plot(block) for block in blocks if block.startswith("plot: "))
+
+
+@cache
+def extras() -> Mapping[str, tuple[str, ...]]:
+    """The pools of extras.txt by name."""
+    parts = re.split(r"^\[(\w+)\]\n", (HERE / "extras.txt").read_text(encoding="utf-8"), flags=re.M)[1:]
+    return {name: tuple(body.strip().splitlines()) for name, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def article(noun: str) -> str:
+    """`noun` with a or an."""
+    return ("an " if noun[0].lower() in "aeiou" else "a ") + noun
+
+
+def capital(text: str) -> str:
+    """`text` with its first letter in upper case."""
+    return text[:1].upper() + text[1:]
+
+
+def sentence_case(text: str) -> str:
+    """Capitals at the start and after each full stop; text after a closing quote is left as it is."""
+    return re.sub(r"(?<=[.] )[a-zé]", lambda m: m.group().upper(), capital(text))
+
+
+def food_phrase(food: str) -> str:
+    """ "an apple pie", but "some plum jam"."""
+    return f"some {food}" if food.endswith(words.MASS_FOODS) else article(food)
+
+
+def character(rng: Random, child_share: float) -> tuple[str, str, str]:
+    """(name, kind, pronoun family)."""
+    if rng.random() < child_share:
+        girl = rng.random() < 0.5
+        return rng.choice(words.GIRLS if girl else words.BOYS), "girl" if girl else "boy", "she" if girl else "he"
+    return rng.choice(words.PET_NAMES), rng.choice(words.KINDS), rng.choice(("he", "she"))
+
+
+def people(rng: Random) -> dict[str, str]:
+    """Slots of the hero (N, he, ...), the friend (F, fhe, ...) and the elder (E, ehe, ...)."""
+    name, kind, family = character(rng, 0.5)
+    friend, fkind, ffamily = character(rng, 0.4)
+    while friend == name:
+        friend, fkind, ffamily = character(rng, 0.4)
+    elder, efamily = rng.choice(words.ELDERS)
+    he, him, his, himself = PRONOUNS[family]
+    fhe, fhim, fhis, _ = PRONOUNS[ffamily]
+    return {
+        "N": name, "kind": kind, "a_hero": article(f"{rng.choice(words.HERO_WORDS)} {kind}"),
+        "he": he, "him": him, "his": his, "himself": himself, "He": capital(he), "His": capital(his),
+        "F": friend, "fkind": fkind, "a_friend": article(f"{rng.choice(words.FRIEND_WORDS)} {fkind}"),
+        "fhe": fhe, "fhim": fhim, "fhis": fhis,
+        "E": elder, "Ecap": capital(elder), "ehe": PRONOUNS[efamily][0], "ehis": PRONOUNS[efamily][2],
+    }  # fmt: skip
+
+
+def props(rng: Random) -> dict[str, str]:
+    """Slots of places, things, food, weather and feelings."""
+    in_place, to_place, place = rng.choice(words.PLACES)
+    color, color2 = rng.sample(words.COLORS, 2)
+    food, food2 = rng.sample(words.FOODS, 2)
+    thing, small, shelter = rng.choice(words.THINGS), rng.choice(words.SMALL_ANIMALS), rng.choice(SHELTERS)
+    skill, skill_place = rng.choice(words.SKILLS)
+    plant = rng.choice(words.PLANTS)
+    game, game2 = rng.sample(words.GAMES, 2)
+    return {
+        "in_place": in_place, "to_place": to_place, "place": place, "home": rng.choice(words.HOMES),
+        "thing": thing, "color": color, "a_color2": article(color2), "cthing": f"{color} {thing}",
+        "a_cthing": article(f"{color} {thing}"), "a_cthingcap": capital(article(f"{color} {thing}")),
+        "food": food, "a_food": food_phrase(food), "food2": food2, "game": game, "game2": game2,
+        "small": small, "a_small": article(small), "a_smallcap": capital(article(small)),
+        "shelter": shelter, "a_shelter": article(shelter), "spot": rng.choice(words.SPOTS), "guide": rng.choice(GUIDES),
+        "build": rng.choice(words.BUILDS), "plant": plant, "a_plantcap": capital(article(plant)),
+        "instrument": rng.choice(words.INSTRUMENTS),
+        "skill": skill, "skill_place": skill_place, "sound": rng.choice(NOISES),
+        "bad": rng.choice(words.BAD_FEELINGS), "good": rng.choice(words.GOOD_FEELINGS),
+        "when": rng.choice(words.WHENS), "when2": rng.choice(("one day", "one morning", "that day", "one afternoon")),
+    }  # fmt: skip
+
+
+def frame(rng: Random, fullness: float, once: float) -> tuple[list[str], list[str]]:
+    """Templates before and after the plot; `fullness` 0..1 is the chance of each extra sentence."""
+    pool = extras()
+    before = [rng.choice(pool["opening_once" if rng.random() < once else "opening"])]
+    before += [rng.choice(pool[name]) for name in ("about", "weather") if rng.random() < fullness]
+    after = [rng.choice(pool["closing"])] if rng.random() < fullness else []
+    after += [rng.choice(pool["moral"])] if rng.random() < MORAL_SHARE * fullness else []
+    return before, after
+
+
+def tell(rng: Random, fullness: float | None = None, once: float = 0.6) -> Story:
+    """A story. `fullness` 0 is the shortest, 1 the longest, None draws it; `once`: the chance of "Once upon a time"."""
+    full = rng.choice((0.0, 0.3, 0.6, 1.0)) if fullness is None else fullness
+    scene = people(rng) | props(rng)
+    plot = rng.choice(plots())
+    before, after = frame(rng, full, once)
+    middle = [rng.choice(lines) for optional, lines in plot.beats if not optional or rng.random() < full]
+    parts = [sentence_case(line.format_map(scene)) for line in before + middle + after]
+    questions = (("Who is the story about?", "The story is about {a_hero} named {N}."), *plot.questions)
+    filled = tuple((q.format_map(scene), a.format_map(scene)) for q, a in questions)
+    topics = tuple(topic.format_map(scene) for topic in plot.topics)
+    return Story(paragraphs(rng, parts), scene["N"], scene["kind"], topics, filled)
+
+
+def paragraphs(rng: Random, parts: list[str]) -> str:
+    """One block of text, or now and then two."""
+    if rng.random() >= PARAGRAPH_SHARE or len(parts) < 6:
+        return " ".join(parts)
+    cut = rng.randrange(3, len(parts) - 2)
+    return " ".join(parts[:cut]) + "\n\n" + " ".join(parts[cut:])
