@@ -45,7 +45,8 @@ class AttentionMetadata:
         query_start_loc: [B+1] int32, where each sequence's new tokens begin; the last entry is T.
         seq_lens: [B] int32, cached plus new tokens.
         block_table: [B, max_blocks] int32, block ids by position // block_size; -1 where nothing is allocated.
-        slot_mapping: [T] int64, block id * block_size + offset: where each new token's key and value are stored.
+        slot_mapping: [T] int64, block id * block_size + offset: where each new token's key and value are stored;
+            -1: nowhere, because no later token will see it.
         block_size: tokens a block holds.
         sliding_window: a token sees itself and the sliding_window - 1 before it; None sees all.
     """
@@ -76,6 +77,7 @@ class Ops(Protocol):
 
     name: str
     dtype: torch.dtype
+    device: torch.device
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, leaves: int = 1) -> PackedLinear:
         """Take a weight [N, K] (and bias [N]) of any float type, rounded to `dtype` first.

@@ -1,0 +1,104 @@
+"""Typed reads of one JSON object: every key is asked for by type and range, and keys nobody asked for are found.
+
+It knows no key and no model. Every complaint is a ModelLoadError that names file, key, value and what is allowed.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from enum import Enum
+from typing import Any
+
+from penstock.errors import ModelLoadError
+from penstock.validation import shown
+
+MAX_SIZE = 2**31 - 1  # larger than any size in a config.json
+
+
+class Required(Enum):
+    """Stands where a default would: the key has to be there."""
+
+    REQUIRED = "required"
+
+
+REQUIRED = Required.REQUIRED
+
+
+class ConfigReader:
+    """Reads one JSON object. A key that is null counts as absent wherever it has a default.
+
+    Attributes:
+        where: what error messages call this object, "config.json" for instance.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.where = where
+        self._values = values
+        self._read: set[str] = set()
+
+    def fail(self, key: str, allowed: str) -> ModelLoadError:
+        """The error for a key whose value is not allowed."""
+        if key not in self._values:
+            return ModelLoadError(f"{self.where}: {key} is missing; it must be {allowed}")
+        return ModelLoadError(f"{self.where}: {key} = {shown(self._values[key])} is not allowed; it must be {allowed}")
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null. It counts as read."""
+        return self.raw(key) is not None
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there and says null. It counts as read."""
+        return key in self._values and self.raw(key) is None
+
+    def raw(self, key: str) -> Any:
+        """The value as it stands, None if absent."""
+        self._read.add(key)
+        return self._values.get(key)
+
+    def integer(self, key: str, low: int, high: int, default: int | Required = REQUIRED) -> int:
+        value = self._value_or(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.fail(key, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, low: float, high: float, default: float | Required = REQUIRED) -> float:
+        """A finite number in low..high, both allowed."""
+        value = self._value_or(key, default)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not low <= value <= high:
+            raise self.fail(key, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._value_or(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return value
+
+    def choice(self, key: str, allowed: Collection[str], default: str | Required = REQUIRED) -> str:
+        value = self._value_or(key, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise self.fail(key, "one of " + ", ".join(sorted(allowed)))
+        return value
+
+    def section(self, key: str) -> "ConfigReader | None":
+        """A nested object, with a reader of its own; None if absent."""
+        value = self.raw(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.fail(key, "an object")
+        return ConfigReader(value, f"{self.where}: {key}")
+
+    def finish(self, harmless: Collection[str]) -> None:
+        """Raise unless every key was read, is harmless, or starts with an underscore (private bookkeeping)."""
+        unknown = [key for key in self._values if key not in self._read and key not in harmless and key[:1] != "_"]
+        if unknown:
+            key = sorted(unknown)[0]
+            raise ModelLoadError(
+                f"{self.where}: {key} = {shown(self._values[key])} is unknown, and it may change what the model "
+                f"computes; remove it if it does not (unknown keys: {', '.join(sorted(unknown))})"
+            )
+
+    def _value_or(self, key: str, default: Any) -> Any:
+        value = self.raw(key)
+        return default if value is None and default is not REQUIRED else value

@@ -1,0 +1,81 @@
+"""Sampling in plain torch: the steps and their order are those of kernels/sampling.py."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.reference.philox import gumbel_noise
+from penstock.kernels.sampling import SamplingTensors
+
+NEVER = float("-inf")
+
+
+def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """logits [M, V] float32 -> one id a row, [M] int64."""
+    logits = adjust(logits, params)
+    chosen = logits.argmax(dim=-1)  # of equals the first
+    if params.noise_key is None:
+        return chosen
+    random = params.temperature > 0
+    rows = random.nonzero().flatten()
+    if len(rows):
+        chosen[rows] = _draw(logits[rows], params, params.noise_key[rows], rows)
+    return chosen
+
+
+def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:
+    """Mask, bias and penalties: what also changes the greedy choice. Returns a new tensor."""
+    logits = logits.clone()
+    if params.masked is not None:
+        logits[params.masked[:, 0], params.masked[:, 1]] = NEVER
+    if params.bias is not None:
+        pairs, values = params.bias
+        logits[pairs[:, 0], pairs[:, 1]] += values
+    if params.repetition is not None:
+        penalty, pairs = params.repetition
+        row, token = pairs[:, 0], pairs[:, 1]
+        seen = logits[row, token]
+        logits[row, token] = torch.where(seen > 0, seen / penalty[row], seen * penalty[row])
+    if params.counts is not None:
+        frequency, presence, pairs, times = params.counts
+        row, token = pairs[:, 0], pairs[:, 1]
+        logits[row, token] -= frequency[row] * times
+        logits[row, token] -= presence[row]
+    return logits
+
+
+def _draw(logits: Tensor, params: SamplingTensors, noise_key: Tensor, rows: Tensor) -> Tensor:
+    """One id for each of these rows, which all have a temperature."""
+    logits = logits / params.temperature[rows, None]
+    logits = truncate(
+        logits,
+        None if params.top_k is None else params.top_k[rows],
+        None if params.top_p is None else params.top_p[rows],
+        None if params.min_p is None else params.min_p[rows],
+    )
+    return (logits + gumbel_noise(noise_key, logits.shape[1])).argmax(dim=-1)
+
+
+def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
+    """min_p, then top_k, then top_p: each sees what the one before has left, and -inf stands for what is gone.
+
+    logits [M, V] float32 after the temperature; the others [M]. Of equal logits the lowest ids stay first, and the
+    most likely token always stays.
+    """
+    if min_p is not None:
+        probabilities = logits.softmax(dim=-1)
+        threshold = min_p[:, None] * probabilities.amax(dim=-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < threshold, NEVER)
+    if top_k is None and top_p is None:
+        return logits
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        rank = torch.arange(logits.shape[1], device=logits.device)
+        ordered = ordered.masked_fill(rank >= top_k[:, None].clamp(min=1), NEVER)
+    if top_p is not None:
+        probabilities = ordered.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities  # the sum of all that are more likely
+        gone = before >= top_p[:, None]
+        gone[:, 0] = False
+        gone &= top_p[:, None] < 1
+        ordered = ordered.masked_fill(gone, NEVER)
+    return torch.empty_like(logits).scatter_(1, ids, ordered)

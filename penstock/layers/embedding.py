@@ -1,0 +1,26 @@
+"""Token embedding: rows of a table, as the first values of the residual stream."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from penstock.kernels.ops import Ops
+from penstock.layers.weights import WeightLayer
+
+
+class Embedding(WeightLayer):
+    """ids [T] int64 -> [T, hidden] float32."""
+
+    weight: nn.Parameter
+
+    def __init__(self, ops: Ops, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.ops = ops
+        self.declare("weight", shape, ops.dtype)
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        weight = values["weight"].to(self.ops.device, self.ops.dtype).contiguous()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.ops.embedding(ids, self.weight)

@@ -1,0 +1,19 @@
+"""The gated feed-forward branch: down(activation(gate(y)) * up(y))."""
+
+from torch import Tensor, nn
+
+from penstock.layers.factory import LayerFactory
+
+
+class GatedMLP(nn.Module):
+    """Gate and up are one product, with the activation in the same call."""
+
+    def __init__(self, make: LayerFactory, activation: str) -> None:
+        super().__init__()
+        self.gate_up_proj = make.gated_linear("gate_up_proj", activation)
+        self.down_proj = make.linear("down_proj")
+
+    def forward(self, y: Tensor) -> Tensor:
+        """y [T, hidden] dtype -> [T, hidden] float32."""
+        branch: Tensor = self.down_proj(self.gate_up_proj(y))
+        return branch

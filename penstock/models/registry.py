@@ -1,0 +1,78 @@
+"""Which class computes which architecture. `register` also works from a user's own file."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from penstock.errors import InvalidRequestError
+from penstock.layers.context import ForwardContext
+from penstock.model_config import ARCHITECTURES, find_architecture
+from penstock.models.param_table import ParamTable
+
+ModelClass = TypeVar("ModelClass", bound=type[nn.Module])
+
+
+class CausalLM(Protocol):
+    """How a model is called. Its class takes (ModelConfig, LayerFactory)."""
+
+    def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T] int64 -> [T, hidden] dtype, after the final norm."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[M, hidden] dtype -> [M, V] float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredModel:
+    """A model class and the file of its parameter table."""
+
+    model_class: type[nn.Module]
+    table_file: Path
+
+    def read_table(self) -> ParamTable:
+        return ParamTable.from_file(self.table_file)
+
+
+MODELS: dict[str, RegisteredModel] = {}
+
+
+def register(
+    *architectures: str, table: str, config_like: str = "LlamaForCausalLM"
+) -> Callable[[ModelClass], ModelClass]:
+    """Class decorator: this class computes these architectures.
+
+    table: the YAML file of its parameters, beside the file of the class.
+    config_like: for an architecture that is new to Penstock, whose rules its config.json follows.
+
+    Raises:
+        InvalidRequestError: another class has registered one of them.
+    """
+
+    def decorate(model_class: ModelClass) -> ModelClass:
+        entry = RegisteredModel(model_class, Path(inspect.getfile(model_class)).parent / table)
+        for name in architectures:
+            known = MODELS.get(name)
+            if known is not None and known.model_class.__qualname__ != model_class.__qualname__:
+                raise InvalidRequestError(f"{name} is already registered by {known.model_class.__qualname__}")
+            if name not in ARCHITECTURES:
+                ARCHITECTURES[name] = replace(find_architecture(config_like), model_type=None)
+            MODELS[name] = entry
+        return model_class
+
+    return decorate
+
+
+def lookup(architecture: str) -> RegisteredModel:
+    """The model for an architecture; the module of a built-in family is imported when it is first asked for.
+
+    Raises:
+        ModelLoadError: nobody has registered it; the message names the nearest one.
+    """
+    if architecture not in MODELS:
+        importlib.import_module(f"penstock.models.{find_architecture(architecture).family}")
+    return MODELS[architecture]

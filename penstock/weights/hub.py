@@ -1,0 +1,42 @@
+"""Where a model's files are: the bundled demo, a directory, or a name on the Hugging Face hub."""
+
+from pathlib import Path
+
+from penstock.errors import ModelLoadError
+from penstock.validation import shown
+
+FILES = ["*.json", "*.safetensors", "*.jinja"]  # what is fetched: no pickles, no code
+
+
+def resolve_model(name: str) -> Path:
+    """The directory for "demo", a path or a hub name such as "owner/model".
+
+    Raises:
+        ModelLoadError: there is no such directory, or the hub cannot be asked or does not answer.
+    """
+    if name == "demo":
+        from penstock.demo import MODEL_DIR
+
+        return MODEL_DIR
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelLoadError(f"model: {shown(name)} is a file; it must be a directory, a hub name or demo")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelLoadError(f"model: there is no directory {shown(name)}, and it is no hub name (owner/model)")
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise ModelLoadError(
+            f"model: there is no directory {shown(name)}; to fetch a hub name, install penstock[hub]"
+        ) from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelLoadError(f"model: there is no directory {shown(name)}, and the hub says: {error}") from None

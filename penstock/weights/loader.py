@@ -1,0 +1,158 @@
+"""The loader: a family's parameter table, a checkpoint and a backend make a model that computes.
+
+Tensor by tensor: each is read, joined with its neighbours where the table says so, handed to its layer, which packs
+it, and forgotten. So there are never two copies of a model in memory.
+"""
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ModelLoadError
+from penstock.kernels.ops import Ops
+from penstock.layers.factory import LayerFactory
+from penstock.layers.weights import WeightLayer
+from penstock.model_config import ModelConfig
+from penstock.models.param_table import Parameter, ParamTable
+from penstock.models.registry import CausalLM, lookup
+from penstock.weights.safetensors import Checkpoint
+
+MAX_LISTED = 8  # names that an error lists
+
+
+class TensorSource(Protocol):
+    """Where the value of a parameter comes from."""
+
+    def read(self, parameter: Parameter) -> Tensor:
+        """The whole parameter, joined, of its shape and of any float type."""
+
+
+class CheckpointSource:
+    """Parameters from safetensors files."""
+
+    def __init__(self, checkpoint: Checkpoint, parameters: Mapping[str, Parameter], table: ParamTable) -> None:
+        """Hold the checkpoint against the table before anything is read.
+
+        Raises:
+            ModelLoadError: a tensor is missing, of another shape, or claimed by nobody; or a tied one differs.
+        """
+        self._checkpoint = checkpoint
+        self._parameters = parameters
+        _check_names(checkpoint, parameters, table)
+        _check_shapes(checkpoint, parameters)
+        for parameter in parameters.values():
+            self._check_tied(parameter)
+
+    def read(self, parameter: Parameter) -> Tensor:
+        if parameter.tied_to is not None:
+            parameter = self._parameters[parameter.tied_to]
+        return self._join(parameter)
+
+    def _join(self, parameter: Parameter) -> Tensor:
+        tensors = [self._checkpoint.read(name) for name in parameter.sources]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=parameter.join_axis)
+
+    def _check_tied(self, parameter: Parameter) -> None:
+        """A tied tensor may be stored a second time, but not with other values."""
+        if parameter.tied_to is None or not all(name in self._checkpoint.entries for name in parameter.sources):
+            return
+        if not torch.equal(self._join(parameter), self.read(parameter)):
+            raise ModelLoadError(
+                f"tie_word_embeddings = true is not allowed: the checkpoint holds {parameter.name} with other values "
+                f"than {parameter.tied_to}"
+            )
+
+
+class DummySource:
+    """Random parameters, each a function of its name alone: for speed tests, and to try a config without weights.
+
+    Products keep the size of what goes through them: normal with standard deviation 1 / sqrt(K). Norms are 1, biases
+    small.
+    """
+
+    def read(self, parameter: Parameter) -> Tensor:
+        name = parameter.tied_to or parameter.name
+        if name.endswith("norm.weight"):
+            return torch.ones(parameter.shape)
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+        generator = torch.Generator().manual_seed(seed)
+        scale = 0.02 if len(parameter.shape) == 1 else parameter.shape[-1] ** -0.5
+        return torch.randn(parameter.shape, generator=generator) * scale
+
+
+def load_model(
+    directory: str | Path,
+    model_config: ModelConfig,
+    ops: Ops,
+    load_format: str = "auto",
+    *,
+    max_model_len: int | None = None,
+) -> CausalLM:
+    """The model of a directory, ready to compute.
+
+    load_format: "auto" reads safetensors; "dummy" makes random weights, so config.json is enough.
+    max_model_len: positions that will be asked for; None takes the model's max_position_embeddings.
+
+    Raises:
+        ModelLoadError: the checkpoint does not fit the architecture, and how.
+    """
+    entry = lookup(model_config.architecture)
+    table = entry.read_table()
+    parameters = table.parameters(model_config)
+    source: TensorSource = DummySource()
+    if load_format != "dummy":
+        source = CheckpointSource(Checkpoint(Path(directory)), parameters, table)
+    make = LayerFactory.single_device(ops, parameters, max_positions=max_model_len)
+    model = entry.model_class(model_config, make)
+    fill(model, parameters, source)
+    return cast(CausalLM, model.eval())
+
+
+def fill(model: nn.Module, parameters: Mapping[str, Parameter], source: TensorSource) -> None:
+    """Give every layer of the model its values.
+
+    Raises:
+        ModelLoadError: the model and its table do not have the same parameters.
+    """
+    expected = set(parameters) ^ set(model.state_dict())
+    if expected:
+        raise ModelLoadError(f"the model and its parameter table differ in {_listed(sorted(expected))}")
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, WeightLayer):
+            names = [name for name, _ in layer.named_parameters(recurse=False)]
+            layer.load({name: source.read(parameters[f"{prefix}.{name}"]) for name in names})
+
+
+def _check_names(checkpoint: Checkpoint, parameters: Mapping[str, Parameter], table: ParamTable) -> None:
+    claimed = {name: item.tied_to for item in parameters.values() for name in item.sources}
+    missing = [name for name, tied_to in claimed.items() if tied_to is None and name not in checkpoint.entries]
+    unused = [name for name in checkpoint.entries if name not in claimed and not table.ignores(name)]
+    problems = []
+    if missing:
+        near = difflib.get_close_matches(missing[0], unused, n=1)
+        hint = f" (is {near[0]} meant?)" if near else ""
+        problems.append(f"missing: {_listed(missing)}{hint}")
+    if unused:
+        problems.append(f"unknown: {_listed(unused)}")
+    if problems:
+        raise ModelLoadError(f"the checkpoint does not fit the architecture; tensors {'; '.join(problems)}")
+
+
+def _check_shapes(checkpoint: Checkpoint, parameters: Mapping[str, Parameter]) -> None:
+    for parameter in parameters.values():
+        for name, shape in parameter.sources.items():
+            entry = checkpoint.entries.get(name)
+            if entry is not None and entry.shape != shape:
+                raise ModelLoadError(
+                    f"{entry.file.name}: {name} has the shape {list(entry.shape)}; config.json makes it {list(shape)}"
+                )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

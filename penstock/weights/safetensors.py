@@ -1,0 +1,164 @@
+"""A checkpoint of safetensors files, single or sharded: names and shapes at once, tensors when they are asked for.
+
+Needs no torch until a tensor is read. Pickled checkpoints are refused, because reading one runs code from it.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from penstock.errors import ModelLoadError
+from penstock.validation import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+MAX_HEADER = 100_000_000  # bytes, the format's own limit
+SAMPLES = 16  # places in each file that a fingerprint reads
+SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor is and what it looks like. `dtype` is in the format's spelling, BF16 for instance."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """All tensors of a model directory, by name.
+
+    Attributes:
+        entries: every tensor in any of the files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Read the headers.
+
+        Raises:
+            ModelLoadError: no safetensors, a shard that is missing or outside the directory, a tensor that is in two
+                shards or in none, a damaged header.
+        """
+        self.files = find_files(directory)
+        self.entries: dict[str, TensorEntry] = {}
+        for file in self.files:
+            for name, entry in _read_entries(file).items():
+                if name in self.entries:
+                    first = self.entries[name].file.name
+                    raise ModelLoadError(f"{directory}: {name} is in two files, {first} and {file.name}")
+                self.entries[name] = entry
+        self._open: tuple[Path, Any] | None = None
+
+    def read(self, name: str) -> "Tensor":
+        """One tensor, as it is stored. One file is kept open, so ask file by file where it matters."""
+        entry = self.entries[name]
+        if entry.dtype not in FLOATS:
+            raise ModelLoadError(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(FLOATS)}")
+        try:
+            if self._open is None or self._open[0] != entry.file:
+                self._open = entry.file, safe_open(entry.file, framework="pt")
+            tensor: Tensor = self._open[1].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{entry.file}: {name} cannot be read: {error}") from None
+        return tensor
+
+
+def find_files(directory: Path) -> list[Path]:
+    """The weight files of a model directory, sorted by name. Transformers' names; the single file goes first."""
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    if (directory / INDEX).is_file():
+        return _shards(directory)
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
+    if pickles:
+        raise ModelLoadError(
+            f"{directory}: {pickles[0]} is a pickle, and reading a pickle runs code from it; only safetensors are "
+            f"read. Convert it with Transformers' save_pretrained"
+        )
+    raise ModelLoadError(f"{directory}: no weights; it must hold {SINGLE}, or {INDEX} and its shards")
+
+
+def fingerprint(directory: Path) -> str:
+    """A short word for these weights, the same on every machine, without reading them all.
+
+    A hash of each file's name, size, header (names, shapes, offsets) and 16 samples of 4 KiB spread evenly over it.
+    It tells checkpoints apart; it does not protect against somebody who changes a byte between the samples on purpose.
+    """
+    digest = hashlib.sha256()
+    for file in find_files(directory):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        digest.update(_read_header(file))
+        with file.open("rb") as stream:
+            for index in range(SAMPLES):
+                stream.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def _shards(directory: Path) -> list[Path]:
+    """The files an index names. Each must be there, hold the tensors it is said to hold, and be in the directory."""
+    weight_map = _read_json(directory / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelLoadError(f"{directory / INDEX}: weight_map = {shown(weight_map)} must map tensors to files")
+    for name in weight_map.values():
+        plain = isinstance(name, str) and name == os.path.basename(name) and "\\" not in name
+        if not plain or not name.endswith(".safetensors"):
+            raise ModelLoadError(f"{directory / INDEX}: {shown(name)} must be the plain name of a .safetensors file")
+    files = [directory / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        if not file.is_file():
+            raise ModelLoadError(f"{directory}: shard {file.name} is missing, though {INDEX} names it")
+    held = {file.name: _read_entries(file) for file in files}
+    for tensor, name in weight_map.items():
+        if tensor not in held[name]:
+            raise ModelLoadError(f"{directory}: {tensor} is not in {name}, though {INDEX} says so")
+    return files
+
+
+def _read_entries(file: Path) -> dict[str, TensorEntry]:
+    header = _parse(file, lambda: json.loads(_read_header(file)))
+    entries = {}
+    for name, item in header.items():
+        if name == "__metadata__":
+            continue
+        if not isinstance(item, dict) or not isinstance(item.get("shape"), list) or "dtype" not in item:
+            raise ModelLoadError(f"{file}: the header's entry for {shown(name)} is damaged")
+        entries[name] = TensorEntry(file, tuple(item["shape"]), str(item["dtype"]))
+    return entries
+
+
+def _read_header(file: Path) -> bytes:
+    """The JSON at the beginning of a safetensors file, after its length in 8 bytes."""
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= MAX_HEADER or length + 8 > file.stat().st_size:
+            raise ModelLoadError(f"{file}: not a safetensors file, or cut short")
+        return stream.read(length)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return _parse(file, lambda: json.loads(file.read_bytes()))
+
+
+def _parse(file: Path, load: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        value = load()
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{file}: must hold an object")
+    return value

@@ -1,0 +1,76 @@
+"""Runs a loaded model over a paged cache with shuffled blocks, without engine or runner.
+
+It writes the contract down once more: metadata from the lengths alone, a table per cache group, NaN in every slot
+that nobody has written.
+"""
+
+import random
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.ops import AttentionMetadata, load_ops
+from penstock.layers.context import ForwardContext
+from penstock.model_config import ModelConfig
+from penstock.weights.loader import load_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class PagedModel:
+    """A model, its caches full of NaN, and a block table for each sequence."""
+
+    def __init__(
+        self, directory: Path, *, dtype: str = "float32", num_seqs: int = 1, max_len: int = 256, block_size: int = 16
+    ) -> None:
+        self.config = ModelConfig.from_directory(directory)
+        self.ops = load_ops("reference", DTYPES[dtype])
+        self.model = load_model(directory, self.config, self.ops)
+        self.block_size = block_size
+        self.lengths = [0] * num_seqs
+        blocks_each = -(-max_len // block_size)
+        num_blocks = num_seqs * blocks_each + 3
+        ids = list(range(num_blocks))
+        random.Random(0).shuffle(ids)
+        self.tables = torch.tensor(ids[: num_seqs * blocks_each], dtype=torch.int32).view(num_seqs, blocks_each)
+        heads, head_dim = self.config.num_key_value_heads, self.config.head_dim
+        self.caches = tuple(
+            self.ops.new_kv_cache(num_blocks, block_size, heads, head_dim, DTYPES[dtype])
+            for _ in range(self.config.num_hidden_layers)
+        )
+        for cache in self.caches:
+            cache.keys.fill_(float("nan"))
+            cache.values.fill_(float("nan"))
+
+    def step(self, work: dict[int, list[int]]) -> dict[int, Tensor]:
+        """Compute these new tokens of these sequences in one packed step -> log-probabilities after each, [n, V]."""
+        rows = list(work)
+        counts = [len(work[row]) for row in rows]
+        positions = torch.cat([torch.arange(self.lengths[row], self.lengths[row] + len(work[row])) for row in rows])
+        for row in rows:
+            self.lengths[row] += len(work[row])
+        owner = torch.repeat_interleave(torch.tensor(rows), torch.tensor(counts))
+        blocks = self.tables[owner, positions // self.block_size].long()
+        slots = blocks * self.block_size + positions % self.block_size
+        groups = self.config.cache_groups()
+        attention = tuple(self._metadata(rows, counts, slots, window) for _, window in groups)
+        layer_group = tuple(
+            next(index for index, (layers, _) in enumerate(groups) if layer in layers)
+            for layer in range(self.config.num_hidden_layers)
+        )
+        ctx = ForwardContext(positions, self.caches, attention, layer_group)
+        ids = torch.tensor([token for row in rows for token in work[row]])
+        with torch.no_grad():
+            logits = self.model.compute_logits(self.model(ids, ctx))
+        assert logits.dtype == torch.float32
+        return dict(zip(rows, self.ops.log_softmax(logits).split(counts), strict=True))
+
+    def _metadata(self, rows: list[int], counts: list[int], slots: Tensor, window: int | None) -> AttentionMetadata:
+        tables = self.tables[rows].clone()
+        if window is not None:  # blocks that no later token will see are released
+            for row, count, table in zip(rows, counts, tables, strict=True):
+                table[: max(0, self.lengths[row] - count - window + 1) // self.block_size] = -1
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        lengths = torch.tensor([self.lengths[row] for row in rows], dtype=torch.int32)
+        return AttentionMetadata(starts, lengths, tables, slots, self.block_size, window)
