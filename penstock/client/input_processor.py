@@ -1,0 +1,165 @@
+"""A user's prompt and SamplingParams to what an engine takes: checked, tokenised, one EngineRequest a choice.
+
+In: text or ids as a user gives them. Out: a PreparedRequest, in which nothing is left open: ids, lengths and seed are
+settled, so the same PreparedRequest gives the same tokens on any engine. It knows no engine and keeps no request;
+`process` may run in several threads at once (tokenising a long text takes a while).
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+from penstock import validation as check
+from penstock.engine.messages import EngineRequest
+from penstock.errors import InvalidRequestError
+from penstock.sampling_params import SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
+
+MAX_REQUEST_ID_LENGTH = 128
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """One user's request, ready to run.
+
+    Attributes:
+        request_id: the user's, or one made up; unique among the open ones is the caller's concern.
+        prompt: the text, where one was given.
+        params: as the user gave them (stop strings included), with max_tokens and seed settled.
+        engine_requests: one a choice, in order. Their ids are never used twice, even if a request_id is.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    engine_requests: tuple[EngineRequest, ...]
+
+    @property
+    def seed(self) -> int | None:
+        return self.params.seed
+
+
+class InputProcessor:
+    """Makes PreparedRequests for one model.
+
+    Args:
+        tokenizer: None takes prompts as ids only.
+        seed: the engine's; requests without a seed of their own get one from it and their arrival number.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int, seed: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._arrivals = itertools.count()
+
+    def process(self, prompt: Any, params: SamplingParams, request_id: str | None = None) -> PreparedRequest:
+        """Check and prepare a request.
+
+        Args:
+            prompt: a text, a list of ids, or a mapping with `prompt` or `prompt_token_ids`; with both, the ids are
+                the prompt and the text only names them in the output.
+
+        Raises InvalidRequestError; code "context_length_exceeded" where the prompt leaves no room for an answer.
+        """
+        if request_id is not None:
+            check.check_str("request_id", request_id, max_length=MAX_REQUEST_ID_LENGTH)
+            _check_unicode("request_id", request_id)
+        params.check_vocabulary(self._vocab_size)
+        text, ids = self._read_prompt(prompt)
+        arrival = next(self._arrivals)
+        request_id = request_id or f"request-{arrival}"
+        params = self._settle(params, len(ids), arrival)
+        return PreparedRequest(request_id, text, ids, params, self._choices(f"{request_id}#{arrival}", ids, params))
+
+    # ---- the prompt
+
+    def _read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._ids_of_text(prompt)
+        if isinstance(prompt, Mapping):
+            return self._read_mapping(prompt)
+        return None, self._checked_ids("prompt", prompt)
+
+    def _read_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        unknown = [key for key in prompt if key not in PROMPT_KEYS]
+        if unknown or not prompt:
+            raise check.fail("prompt", unknown[0] if unknown else {}, f"a mapping with {' or '.join(PROMPT_KEYS)}")
+        text = prompt.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise check.fail("prompt", text, "a text")
+        if prompt.get("prompt_token_ids") is None:
+            return text, self._ids_of_text(text or "")
+        if text is not None:
+            _check_unicode("prompt", text)
+        return text, self._checked_ids("prompt_token_ids", prompt["prompt_token_ids"])
+
+    def _ids_of_text(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequestError("prompt: there is no tokenizer, so the prompt must be token ids", param="prompt")
+        if not text:
+            raise check.fail("prompt", text, "a text of at least one character")
+        check_prompt_length(text, self._max_model_len)
+        _check_unicode("prompt", text)
+        return self._checked_ids("prompt", self._tokenizer.encode(text))
+
+    def _checked_ids(self, name: str, ids: Any) -> list[int]:
+        if not isinstance(ids, list | tuple) or not ids:
+            raise check.fail(name, ids, "a text, or a list of at least one token id")
+        if len(ids) >= self._max_model_len:
+            raise InvalidRequestError(
+                f"{name}: {len(ids)} tokens are too many; the context of {self._max_model_len} tokens must hold the "
+                "prompt and at least one token of the answer",
+                param=name,
+                code="context_length_exceeded",
+            )
+        for token_id in ids:
+            check.check_int(name, token_id, 0, self._vocab_size - 1)
+        return list(ids)
+
+    # ---- the parameters
+
+    def _settle(self, params: SamplingParams, num_prompt_tokens: int, arrival: int) -> SamplingParams:
+        room = self._max_model_len - num_prompt_tokens
+        max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        seed = assigned_seed(self._seed, arrival) if params.seed is None else params.seed
+        words = params.bad_words_token_ids + self._bad_words(params)
+        return replace(params, max_tokens=max_tokens, seed=seed, bad_words_token_ids=words)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is written at the start of a text and after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            _check_unicode("bad_words", word)
+            if self._tokenizer is None or not word.strip():
+                raise check.fail("bad_words", word, "a word (and the engine must have a tokenizer)")
+            for text in (word.lstrip(), " " + word.lstrip()):
+                found[tuple(self._tokenizer.encode(text, add_special_tokens=False))] = None
+        return tuple(ids for ids in found if ids)
+
+    def _choices(self, prefix: str, ids: list[int], params: SamplingParams) -> tuple[EngineRequest, ...]:
+        """What the engine gets holds no text. The prompt's log-probabilities are computed for the first choice only."""
+        first = replace(params, stop=(), bad_words=())
+        later = replace(first, prompt_logprobs=None)
+        return tuple(
+            EngineRequest(f"{prefix}-{choice}", ids, later if choice else first, choice) for choice in range(params.n)
+        )
+
+
+def assigned_seed(engine_seed: int, arrival: int) -> int:
+    """64 bits that look random and repeat with the engine's seed and the order of arrival."""
+    digest = blake2b(f"{engine_seed}:{arrival}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """A lone surrogate is no character: it can be neither tokenised nor sent anywhere."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{name}: holds a lone surrogate at character {error.start}", param=name) from error

@@ -1,0 +1,154 @@
+"""Token ids to text while they are still coming.
+
+IncrementalDetokenizer shows text as soon as it can no longer change, never half a character, in linear time. It knows
+nothing of stop strings or requests. Joined, its pieces are the text that the ids add to the prompt:
+
+- byte-level vocabularies: exactly decode(ids), for every sequence of ids;
+- vocabularies of pieces: decode(prompt + ids) without the leading decode(prompt), so that the first token keeps its
+  space. One exception: within one run of byte tokens (<0xE2>) decode() turns *all* bytes into U+FFFD when one is wrong,
+  also characters that were complete and shown before. Those stay here; the bytes after them become U+FFFD as there;
+- clean_up_tokenization_spaces is not applied to streams.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.tokenizer.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 4  # what stands before a token decides its leading space only
+MAX_BYTES_OF_CHAR = 4
+
+
+class IncrementalDetokenizer:
+    """Text of one sequence of ids.
+
+    Args:
+        prompt_token_ids: what stands before the ids; its tail is the context of the first.
+        skip_special_tokens, spaces_between_special_tokens: as in `Tokenizer.decode`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._reader: _Reader
+        if tokenizer.joins_bytes:
+            self._reader = _ByteReader(tokenizer)
+        else:
+            tail = [token_id for token_id in prompt_token_ids[-8 * CONTEXT_TOKENS :] if token_id not in self._skipped]
+            self._reader = _PieceReader(tokenizer, tail, skip_special_tokens, spaces_between_special_tokens)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take the next ids and return the text that became certain."""
+        return "".join([self._reader.push(token_id) for token_id in ids if token_id not in self._skipped])
+
+    def prime(self, ids: Sequence[int]) -> None:
+        """Take ids whose text was shown before; what was still held back of them comes with the next piece."""
+        self.push(ids)
+
+    def finish(self) -> str:
+        """The rest: what was held back as half a character. No push may follow."""
+        return self._reader.finish()
+
+
+class _Reader(Protocol):
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class _ByteReader:
+    """Tokens are bytes and nothing else: a streaming UTF-8 decoder does it all."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._token_to_bytes = tokenizer.token_to_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._token_to_bytes(token_id))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _PieceReader:
+    """Pieces of text, some of which may be single bytes.
+
+        ids:   ... | context | pending |
+                     shown      read, but its text may still change
+
+    Pending are the bytes of an unfinished character, or (for decoders of another kind) tokens that end in half a
+    character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int], skip_special: bool, spaces_between: bool) -> None:
+        self._tokenizer = tokenizer
+        self._options = {"skip_special_tokens": skip_special, "spaces_between_special_tokens": spaces_between}
+        self._context = prompt_tail[-CONTEXT_TOKENS:]
+        self._pending: list[int] = []
+        self._broken_run = False  # a wrong byte came: the other bytes of this run are U+FFFD, as decode() has them
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._tokenizer.byte_fallback_ids:
+            return self._push_byte(token_id)
+        if not self._tokenizer.token_to_bytes(token_id):
+            return ""  # no such id (rows that pad the model's vocabulary): it does not even end a run of bytes
+        rest = self._give_up_bytes()
+        self._broken_run = False
+        self._pending.append(token_id)
+        if self._text_of_pending().endswith(REPLACEMENT) and len(self._pending) < MAX_BYTES_OF_CHAR:
+            return rest
+        return rest + self._show_pending()
+
+    def finish(self) -> str:
+        return self._give_up_bytes() + self._show_pending()
+
+    def _push_byte(self, token_id: int) -> str:
+        before = "" if self._pending_is_bytes() else self._show_pending()
+        self._pending.append(token_id)
+        if self._broken_run:
+            return before + self._give_up_bytes()
+        state = _utf8_state(b"".join(map(self._tokenizer.token_to_bytes, self._pending)))
+        if state == "wrong":
+            return before + self._give_up_bytes()
+        return before if state == "unfinished" else before + self._show_pending()
+
+    def _pending_is_bytes(self) -> bool:
+        return bool(self._pending) and self._pending[0] in self._tokenizer.byte_fallback_ids
+
+    def _give_up_bytes(self) -> str:
+        """Pending bytes that are no character: one U+FFFD each."""
+        if not self._pending_is_bytes():
+            return ""
+        text = REPLACEMENT * len(self._pending)
+        self._context, self._pending, self._broken_run = self._pending[-1:], [], True
+        return text
+
+    def _text_of_pending(self) -> str:
+        before = self._tokenizer.decode(self._context, **self._options)
+        return self._tokenizer.decode(self._context + self._pending, **self._options)[len(before) :]
+
+    def _show_pending(self) -> str:
+        """The context afterwards is the last character's bytes, or the last pieces: never the end of a character."""
+        if not self._pending:
+            return ""
+        text = self._text_of_pending()
+        context = self._pending if self._pending_is_bytes() else self._context + self._pending
+        self._context, self._pending = context[-CONTEXT_TOKENS:], []
+        return text
+
+
+def _utf8_state(data: bytes) -> str:
+    """ "character", "unfinished" (more bytes may make it one) or "wrong"."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        return "character" if decoder.decode(data) else "unfinished"
+    except UnicodeDecodeError:
+        return "wrong"
