@@ -24,6 +24,7 @@ BLOCK_SIZE_UNIT = 16  # kernels read whole groups of 16 cached tokens
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 MAX_CONTEXT = 2**24
+SMALL_MATRIX = 2**19  # elements of an MLP matrix below which torch's threads only cost
 
 
 def _not_built(name: str, value: Any) -> NotSupportedError:
@@ -207,8 +208,12 @@ def _resolve_numerics(config: NumericsConfig, model: "ModelConfig", reasons: dic
         kernels = "reference"
         reasons["kernels"] = "reference (plain torch; slow): no other backend is built yet"
     if threads is None:
-        threads = available_threads()
-        reasons["threads"] = f"{threads}: the cores this process may use"
+        small = model.hidden_size * model.intermediate_size < SMALL_MATRIX
+        threads = 1 if small else available_threads()
+        why = (
+            "the matrices are so small that sharing them costs more than it brings" if small else "the cores there are"
+        )
+        reasons["threads"] = f"{threads}: {why}"
     return replace(config, dtype=dtype, kernels=kernels, threads=threads)
 
 

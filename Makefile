@@ -1,0 +1,44 @@
+# Each target is enough on a fresh machine with Python >= 3.11, pip, make and a C++ compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := CMakeLists.txt $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h)
+SOURCES := penstock tests
+
+.PHONY: demo test check format bench clean
+
+demo: $(VENV)/.installed
+	@$(BIN)/python -m penstock.cli.demo
+
+test: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-test
+	@$(BIN)/ruff format --check $(SOURCES)
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest tests/test_architecture.py
+
+format: $(VENV)/.installed-test
+	@$(BIN)/ruff format $(SOURCES)
+	@$(BIN)/ruff check --fix $(SOURCES)
+
+bench: $(VENV)/.installed-test
+	@$(BIN)/python -m penstock.bench.startup
+	@$(BIN)/penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps make a second run start at once; what is built from them is only rebuilt when its sources change.
+$(VENV)/.installed: pyproject.toml $(NATIVE)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Penstock into $(VENV) (a few minutes the first time: torch is large)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "installing what the tests need"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
+	@touch $@

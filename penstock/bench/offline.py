@@ -1,0 +1,209 @@
+"""Throughput and latency of an engine in this process, on random token ids.
+
+Every step is attributed to prefill (it computed prompt tokens, perhaps beside decodes) or decode (it did not). A
+figure that needs limits of the machine which are not measured yet is null, and `reason` says so.
+"""
+
+import random
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock import validation as check
+from penstock.build import build_engine
+from penstock.cli.terminal import progress
+from penstock.client.in_process import InProcessClient
+from penstock.config import EngineConfig
+from penstock.engine.messages import ModelInfo
+from penstock.errors import InvalidRequestError
+from penstock.sampling_params import RequestOutputKind, SamplingParams
+from penstock.step import Executor, SchedulerOutput, StepOutput
+
+NO_LIMITS = "the machine's limits are not measured yet (bench ops is not built)"
+NO_KERNEL_TIMES = "kernels are not timed one by one yet, so Python's own share is unknown"
+REASONS = {
+    "bandwidth_fraction": NO_LIMITS,
+    "compute_fraction": NO_LIMITS,
+    "python_overhead_fraction": NO_KERNEL_TIMES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """num_prompts requests of input_len random ids, output_len tokens generated for each, `warmup` runs before."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+    warmup: int
+
+    def __post_init__(self) -> None:
+        for name, low in (("num_prompts", 1), ("input_len", 1), ("output_len", 1), ("warmup", 0)):
+            check.check_int(name, getattr(self, name), low, 10**6)
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Time and tokens of the steps of one kind."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+    def figures(self) -> dict[str, Any]:
+        tokens = self.input_tokens + self.output_tokens
+        return {
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "output_tokens_per_s": _rate(self.output_tokens, self.seconds),
+            "total_tokens_per_s": _rate(tokens, self.seconds),
+            **dict.fromkeys(REASONS),
+        }
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if seconds else None
+
+
+class _RecordingExecutor:
+    """Passes steps on to the real executor and keeps the last plan, to tell what a step was."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self.last: SchedulerOutput | None = None
+
+    def submit(self, scheduler_output: SchedulerOutput) -> Any:
+        self.last = scheduler_output
+        return self._inner.submit(scheduler_output)
+
+    def collect(self, handle: Any) -> StepOutput:
+        return self._inner.collect(handle)
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is observed of one run."""
+
+    prefill: _Phase = field(default_factory=_Phase)
+    decode: _Phase = field(default_factory=_Phase)
+    seconds: float = 0.0
+    first_token: dict[str, float] = field(default_factory=dict)  # request -> seconds from the start
+    last_token: dict[str, float] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)  # between the tokens of a request
+
+
+def measure_offline(
+    options: dict[str, Any], workload: Workload, *, announce: Callable[[ModelInfo], None] | None = None
+) -> dict[str, Any]:
+    """Build an engine from EngineConfig options, run the workload, return the figures.
+
+    Raises:
+        InvalidRequestError: an option is wrong, or the workload does not fit the context.
+    """
+    built = build_engine(EngineConfig.from_options(**options))
+    if workload.input_len + workload.output_len > built.info.max_model_len:
+        message = f"input_len + output_len exceed max_model_len = {built.info.max_model_len}"
+        raise InvalidRequestError(f"input_len: {message}", param="input_len")
+    if announce is not None:
+        announce(built.info)
+    recorder = _RecordingExecutor(built.engine.executor)
+    built.engine.executor = recorder
+    client = InProcessClient(built.engine, built.info, None)
+    with progress("steps", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
+        for index in range(workload.warmup):
+            _run(client, recorder, workload, index, advance)
+        run = _run(client, recorder, workload, workload.warmup, advance)
+    client.shutdown()
+    return _figures(run, workload, built.info, built.config)
+
+
+def _run(
+    client: InProcessClient,
+    recorder: _RecordingExecutor,
+    workload: Workload,
+    index: int,
+    advance: Callable[[int], None],
+) -> _Run:
+    """One run, on prompts of its own, so that no run finds another's prefixes."""
+    rng = random.Random(index)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=workload.output_len,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    run = _Run()
+    started = time.perf_counter()
+    for _ in range(workload.num_prompts):
+        client.add_request(None, rng.choices(range(client.model_info.vocab_size), k=workload.input_len), params)
+    while client.has_unfinished_requests:
+        begun = time.perf_counter()
+        outputs = client.step()
+        now = time.perf_counter()
+        _attribute(run, recorder, now - begun, len(outputs))
+        for output in outputs:
+            _note_token(run, output.request_id, now - started)
+        advance(len(outputs))
+    run.seconds = time.perf_counter() - started
+    return run
+
+
+def _attribute(run: _Run, recorder: _RecordingExecutor, seconds: float, num_outputs: int) -> None:
+    scheduled = recorder.last.scheduled if recorder.last is not None else []
+    # A decode computes the token that the last step produced; everything else is prompt.
+    prompt_tokens = sum(item.num_new_tokens for item in scheduled) - sum(
+        1 for item in scheduled if item.num_computed_tokens and item.num_samples and item.num_new_tokens == 1
+    )
+    phase = run.prefill if prompt_tokens else run.decode
+    phase.seconds += seconds
+    phase.steps += 1
+    phase.input_tokens += prompt_tokens
+    phase.output_tokens += num_outputs
+
+
+def _note_token(run: _Run, request_id: str, at: float) -> None:
+    if request_id in run.last_token:
+        run.gaps.append(at - run.last_token[request_id])
+    else:
+        run.first_token[request_id] = at
+    run.last_token[request_id] = at
+
+
+def _figures(run: _Run, workload: Workload, info: ModelInfo, config: EngineConfig) -> dict[str, Any]:
+    output_tokens = workload.num_prompts * workload.output_len
+    total_tokens = output_tokens + workload.num_prompts * workload.input_len
+    return {
+        "model": info.model,
+        "system_fingerprint": info.system_fingerprint,
+        "threads": config.numerics.threads,
+        "num_prompts": workload.num_prompts,
+        "input_len": workload.input_len,
+        "output_len": workload.output_len,
+        "seconds": run.seconds,
+        "output_tokens_per_s": output_tokens / run.seconds,
+        "total_tokens_per_s": total_tokens / run.seconds,
+        "ttft_ms": _percentiles(list(run.first_token.values())),
+        "itl_ms": _percentiles(run.gaps),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **dict.fromkeys(REASONS),
+        "reason": REASONS,
+        "prefill": run.prefill.figures(),
+        "decode": run.decode.figures(),
+    }
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float | None]:
+    """p50 and p99 in milliseconds, by nearest rank; null where there is nothing to rank."""
+    ranked = sorted(seconds)
+    if not ranked:
+        return {"p50": None, "p99": None}
+    return {f"p{q}": 1000 * ranked[max(0, -(-len(ranked) * q // 100) - 1)] for q in (50, 99)}

@@ -1,0 +1,141 @@
+"""`penstock generate`: from prompts to text in the terminal, or to one JSON object a prompt. Flags -> LLM, no more."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.options import (
+    add_engine_options,
+    add_model,
+    add_sampling_options,
+    engine_options,
+    sampling_options,
+)
+from penstock.cli.terminal import StreamPrinter, progress, tell, tell_choices
+from penstock.errors import InvalidRequestError
+from penstock.sampling_params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from penstock.llm import LLM
+    from penstock.outputs import RequestOutput
+
+EXAMPLES = """examples:
+  penstock generate -p "Once upon a time" --temperature 0
+  penstock generate /models/llama -p "The capital of France is" --max-tokens 8 --json
+  penstock generate demo --prompts prompts.jsonl --json > answers.jsonl
+
+FILE.jsonl holds one prompt a line: a JSON string, or an object with "prompt" or "prompt_token_ids".
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Generate text from prompts, streaming to the terminal."
+    parser.epilog = EXAMPLES
+    add_model(parser)
+    parser.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)")
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help="a file of prompts, one a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt, and nothing else")
+    add_sampling_options(parser)
+    add_engine_options(parser, seed=False)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    prompts = [*args.prompt, *(read_prompts(Path(args.prompts)) if args.prompts else [])]
+    if not prompts:
+        raise InvalidRequestError("give a prompt with -p TEXT or --prompts FILE.jsonl")
+    from penstock.llm import LLM
+
+    with LLM(**engine_options(args, seed=False)) as llm:
+        tell_choices(llm.engine.model_info)
+        params = llm.default_params(**sampling_options(args))
+        started = time.perf_counter()
+        outputs = _print_json(llm, prompts, params) if args.json else _print_text(llm, prompts, params)
+        seconds = time.perf_counter() - started
+    count = sum(outputs)
+    tell(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s")
+    return 0
+
+
+def read_prompts(path: Path) -> list[Any]:
+    """The prompts of a JSONL file.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, or a line is not a prompt; the message says which.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"prompts: cannot read {str(path)!r}: {error}", param="prompts") from error
+    return [_read_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _read_prompt(path: Path, number: int, line: str) -> Any:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"prompts: {path}, line {number} is not JSON: {error}", param="prompts") from error
+    if not isinstance(value, str | dict):
+        message = f"prompts: {path}, line {number} must be a string or an object with prompt or prompt_token_ids"
+        raise InvalidRequestError(message, param="prompts")
+    return value
+
+
+def _print_text(llm: "LLM", prompts: list[Any], params: Any) -> Iterable[int]:
+    """Stream: the first unfinished prompt's text as it comes, the others' when their turn is.
+
+    Several choices of a prompt cannot share a terminal while they grow: they are printed when they are complete.
+    """
+    params = replace(params, output_kind=RequestOutputKind.DELTA if params.n == 1 else RequestOutputKind.FINAL_ONLY)
+    printer = StreamPrinter([prompt if isinstance(prompt, str) else prompt.get("prompt", "") for prompt in prompts])
+    counts = [0] * len(prompts)
+    for index, output in llm.stream(prompts, params):
+        counts[index] += sum(len(choice.token_ids) for choice in output.outputs)
+        printer.show(index, output)
+    return counts
+
+
+def _print_json(llm: "LLM", prompts: list[Any], params: Any) -> Iterable[int]:
+    final = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+    results: list[RequestOutput | None] = [None] * len(prompts)
+    with progress("prompts", len(prompts)) as advance:
+        for index, output in llm.stream(prompts, final):
+            results[index] = output
+            advance(1)
+    found = [output for output in results if output is not None]
+    for output in found:
+        print("\n".join(json_lines(output)))
+    sys.stdout.flush()
+    return [sum(len(choice.token_ids) for choice in output.outputs) for output in found]
+
+
+def json_lines(output: "RequestOutput") -> list[str]:
+    """One JSON object a choice (there is one, unless --n asks for more)."""
+    return [json.dumps(_json_object(output, index), ensure_ascii=False) for index in range(len(output.outputs))]
+
+
+def _json_object(output: "RequestOutput", index: int) -> dict[str, Any]:
+    choice = output.outputs[index]
+    found: dict[str, Any] = {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": choice.token_ids,
+        "text": choice.text,
+        "finish_reason": choice.finish_reason,
+        "num_cached_tokens": output.num_cached_tokens,
+        "stop_reason": choice.stop_reason,
+        "seed": output.seed,
+    }
+    if len(output.outputs) > 1:
+        found["index"] = choice.index
+    if output.error is not None:
+        found["error"] = output.error
+    if choice.logprobs is not None:
+        positions = [{str(key): value.logprob for key, value in position.items()} for position in choice.logprobs]
+        found["logprobs"] = positions
+    return found

@@ -1,0 +1,114 @@
+"""The command `penstock`: picks a command and turns errors into one line and an exit code.
+
+    0 done      1 something failed      2 bad input: one line names the option, the value and what is allowed
+
+Nothing heavy is imported here: `--version` and `--help` answer without torch.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+from penstock import __version__
+from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
+
+COMMANDS = {
+    "generate": "generate text from prompts",
+    "chat": "talk to a model in the terminal",
+    "serve": "serve a model over the OpenAI API",
+    "bench": "measure throughput and latency",
+}
+PLANNED = {
+    "check": "compare a model with Transformers, layer by layer",
+    "convert": "pack and quantise a checkpoint once",
+    "table": "print a parameter table for a new architecture",
+    "plan": "predict memory and speed before loading",
+    "simulate": "run the real scheduler on a virtual clock",
+}
+EPILOG = """examples:
+  penstock generate -p "Once upon a time"          the bundled demo model tells a story
+  penstock chat                                    talk to it
+  penstock serve /models/llama --port 8000         the OpenAI API on http://127.0.0.1:8000/v1
+  penstock bench offline /models/llama --json out.json
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"penstock: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def version_text() -> str:
+    from penstock.kernels.cpu.library import cpu_features
+
+    features = cpu_features()
+    native = "no native library" if features is None else f"native library: {' '.join(features) or 'portable'}"
+    return f"penstock {__version__} ({native})"
+
+
+def build_parser(argv: list[str]) -> argparse.ArgumentParser:
+    """The parser; only the command that argv names gets its own flags, so that the others cost no import."""
+    raw = argparse.RawDescriptionHelpFormatter
+    description = "An inference and serving engine for language models."
+    parser = Parser(prog="penstock", description=description, epilog=EPILOG, formatter_class=raw)
+    parser.add_argument("--version", action="store_true", help="print the version and what the processor can do")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, help_text in COMMANDS.items():
+        command = commands.add_parser(name, help=help_text, formatter_class=raw)
+        if name == chosen:
+            importlib.import_module(f"penstock.cli.{name}").configure(command)
+    for name, help_text in PLANNED.items():
+        commands.add_parser(name, help=f"(not built yet) {help_text}", add_help=False)
+    return parser
+
+
+def option_message(error: InvalidRequestError) -> str:
+    """The error with its field spelt as the flag: "max_num_seqs: 0 ..." becomes "--max-num-seqs: 0 ..."."""
+    if error.param and error.message.startswith(f"{error.param}:") and error.param not in ("prompt", "model"):
+        return f"--{error.param.replace('_', '-')}{error.message[len(error.param) :]}"
+    return error.message
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line. Returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    parser = build_parser(words)
+    if words[:1] and words[0] in PLANNED:
+        parser.error(f"{words[0]} is planned but not built yet")
+    args = parser.parse_args(words)
+    if args.version:
+        print(version_text())
+        return 0
+    if args.command is None:
+        parser.print_help()
+        return 0
+    return _guarded(args)
+
+
+def _guarded(args: argparse.Namespace) -> int:
+    try:
+        return int(args.run(args))
+    except InvalidRequestError as error:
+        print(f"penstock: {option_message(error)}", file=sys.stderr)
+        return 2
+    except ModelLoadError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
+    except EngineError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone: `penstock generate | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Flags shared by the commands: engine options and sampling fields, spelt as in vLLM.
+
+Flags only: they become the same names in EngineConfig.from_options and SamplingParams, which check the values. A flag
+that was not given is left out, so that every default stands in one place.
+"""
+
+import argparse
+import re
+from typing import Any
+
+from penstock.config import DTYPES, KERNELS, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, option_names
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
+POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+UNSET = argparse.SUPPRESS
+
+
+def parse_size(text: str) -> int:
+    """A number with an optional unit: 4096, 4k (1000s), 4K or 4KiB (1024s), 2GiB, 1.5GB (1000s).
+
+    Raises:
+        argparse.ArgumentTypeError: it is none of these.
+    """
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give a number with a unit, like 4096, 4k or 2GiB")
+    number, unit, suffix = match.groups()
+    decimal = unit.islower() if suffix is None else not suffix.startswith("i")
+    return int(float(number) * (1000 if decimal else 1024) ** POWERS[unit.lower()])
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    help_text = "a Hugging Face directory, a hub name, or demo, the bundled model (default: demo)"
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=help_text)
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, seed: bool = True) -> None:
+    """Every option of EngineConfig. `seed` says whether --seed is the engine's."""
+    group = parser.add_argument_group("engine")
+    _add_choice(group, "--dtype", DTYPES, "type of weights and products")
+    _add_choice(group, "--quantization", QUANTIZATIONS[1:], "how weights are stored and multiplied")
+    group.add_argument("--quantization-group-size", type=int, default=UNSET, metavar="N", help="32, 64 or 128")
+    _add_choice(group, "--kv-cache-dtype", KV_CACHE_DTYPES, "type of the cached keys and values")
+    _add_choice(group, "--load-format", LOAD_FORMATS, "dummy: random weights, only config.json is needed")
+    _add_size(group, "--max-model-len", "longest prompt plus output, in tokens")
+    _add_size(group, "--max-num-seqs", "most requests that run at once (default: 32)")
+    _add_size(group, "--max-num-batched-tokens", "most tokens computed in one step")
+    _add_size(group, "--block-size", "tokens in a cache block, a multiple of 16")
+    _add_size(group, "--kv-cache-memory-bytes", "memory for the cache, like 2GiB")
+    action = argparse.BooleanOptionalAction
+    help_text = "find computed prefixes again (default: on)"
+    group.add_argument("--enable-prefix-caching", action=action, default=UNSET, help=help_text)
+    _add_size(group, "--tensor-parallel-size", "processes that share each layer")
+    _add_size(group, "--pipeline-parallel-size", "processes that share the layers")
+    group.add_argument("--threads", type=int, default=UNSET, metavar="N", help="cores that compute (default: all)")
+    _add_choice(group, "--kernels", KERNELS, "which backend carries out the arithmetic")
+    if seed:
+        group.add_argument("--seed", type=int, default=UNSET, metavar="N", help="of the engine (default: 0)")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The fields of SamplingParams that make sense on a command line; --seed is the request's."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens generated (default: 256)")
+    group.add_argument("--min-tokens", type=int, default=UNSET, metavar="N", help="no end before this many")
+    for name, help_text in (
+        ("--temperature", "0 is greedy"),
+        ("--top-p", "keep the most likely tokens up to this probability"),
+        ("--min-p", "keep tokens at least this likely relative to the best"),
+        ("--presence-penalty", "for tokens generated before"),
+        ("--frequency-penalty", "for each time a token was generated before"),
+        ("--repetition-penalty", "for tokens seen in prompt or output"),
+    ):
+        group.add_argument(name, type=float, default=UNSET, metavar="X", help=help_text)
+    group.add_argument("--top-k", type=int, default=UNSET, metavar="N", help="keep so many most likely tokens")
+    group.add_argument("--n", type=int, default=UNSET, metavar="N", help="choices made from each prompt")
+    group.add_argument("--seed", type=int, default=UNSET, metavar="N", help="of the request: repeats the answer")
+    group.add_argument(
+        "--stop", action="append", default=UNSET, metavar="TEXT", help="end before this text (repeatable)"
+    )
+    group.add_argument("--stop-token-ids", type=int, nargs="+", default=UNSET, metavar="ID", help="tokens that end")
+    group.add_argument("--logprobs", type=int, default=UNSET, metavar="N", help="report log-probabilities (--json)")
+    group.add_argument("--ignore-eos", action="store_true", default=UNSET, help="go on after the end token")
+    group.add_argument("--include-stop-str-in-output", action="store_true", default=UNSET, help="keep the stop string")
+
+
+SAMPLING_NAMES = """
+    max_tokens min_tokens temperature top_p min_p presence_penalty frequency_penalty repetition_penalty top_k n seed
+    stop stop_token_ids logprobs ignore_eos include_stop_str_in_output
+"""
+
+
+def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, Any]:
+    """What EngineConfig.from_options takes, of the flags that were given."""
+    names = [name for name in option_names() if seed or name != "seed"]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What SamplingParams takes, of the flags that were given."""
+    return {name: getattr(args, name) for name in SAMPLING_NAMES.split() if hasattr(args, name)}
+
+
+def _add_choice(group: Any, name: str, choices: tuple[Any, ...], help_text: str) -> None:
+    allowed = "{" + ",".join(str(choice) for choice in choices) + "}"
+    group.add_argument(name, default=UNSET, metavar=allowed, help=help_text)
+
+
+def _add_size(group: Any, name: str, help_text: str) -> None:
+    group.add_argument(name, type=parse_size, default=UNSET, metavar="N", help=help_text)

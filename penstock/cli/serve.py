@@ -1,0 +1,51 @@
+"""`penstock serve`: the OpenAI API of one model. Flags -> AsyncLLM and ServerOptions, no more. Imports no torch."""
+
+import argparse
+import asyncio
+import time
+
+from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options
+
+EXAMPLES = """examples:
+  penstock serve                                        the demo model on http://127.0.0.1:8000
+  penstock serve /models/llama --port 9000 --api-key secret --served-model-name llama
+  curl http://127.0.0.1:8000/v1/models
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve a model over the OpenAI API. SIGTERM lets open requests finish."
+    parser.epilog = EXAMPLES
+    add_model(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
+    group.add_argument("--api-key", metavar="KEY", help="every request has to carry it")
+    group.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="what requests call the model (default: MODEL)"
+    )
+    group.add_argument(
+        "--drain-timeout", type=float, default=UNSET, metavar="S", help="seconds to finish after SIGTERM"
+    )
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    started_at = time.monotonic()
+    from penstock.async_llm import AsyncLLM
+    from penstock.server.options import ServerOptions
+
+    drain = {"drain_timeout_s": args.drain_timeout} if hasattr(args, "drain_timeout") else {}
+    options = ServerOptions(
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key,
+        served_model_names=tuple(args.served_model_name) if args.served_model_name else None,
+        started_at=started_at,
+        **drain,
+    )
+    llm = AsyncLLM(**engine_options(args))  # its engine loads while the server's own imports are under way
+    from penstock.server.serve import run_server
+
+    return asyncio.run(run_server(llm, options))

@@ -1,0 +1,80 @@
+"""What the commands write: text on standard output, everything else on standard error."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.engine.messages import ModelInfo
+    from penstock.outputs import RequestOutput
+
+DIM, RESET = "\033[2m", "\033[0m"
+
+
+def tell(text: str) -> None:
+    """A remark on standard error, dimmed on a terminal."""
+    plain = not sys.stderr.isatty()
+    print(text if plain else f"{DIM}{text}{RESET}", file=sys.stderr, flush=True)
+
+
+def tell_choices(info: "ModelInfo") -> None:
+    """What was chosen automatically, and why."""
+    tell(f"penstock: {info.model}, {info.dtype}, {info.system_fingerprint}")
+    for option, reason in info.choices_made.items():
+        tell(f"  {option} = {reason}")
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error while a terminal watches, nothing otherwise."""
+    if not sys.stderr.isatty() or total < 2:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+class StreamPrinter:
+    """Prints several streams one after the other: the first unfinished one live, the others from a buffer."""
+
+    def __init__(self, prompts: Sequence[str | None]) -> None:
+        self._prompts = prompts
+        self._texts: list[list[str]] = [[] for _ in prompts]
+        self._done = [False] * len(prompts)
+        self._current = 0
+        self._begun = False
+
+    def show(self, index: int, output: "RequestOutput") -> None:
+        """Take in a DELTA output of the stream `index`."""
+        several = len(output.outputs) > 1  # these come whole
+        self._texts[index] += [
+            f"\n[{choice.index}]{choice.text}" if several else choice.text for choice in output.outputs
+        ]
+        if output.error is not None:
+            self._texts[index].append(f"\n(failed: {output.error})")
+        self._done[index] = output.finished
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._current < len(self._texts):
+            self._begin()
+            texts = self._texts[self._current]
+            sys.stdout.write("".join(texts))
+            texts.clear()
+            sys.stdout.flush()
+            if not self._done[self._current]:
+                return
+            sys.stdout.write("\n")
+            self._current += 1
+            self._begun = False
+
+    def _begin(self) -> None:
+        if not self._begun:
+            gap = "\n" if self._current and len(self._prompts) > 1 else ""
+            sys.stdout.write(gap + (self._prompts[self._current] or ""))
+            self._begun = True

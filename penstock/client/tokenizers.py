@@ -1,0 +1,27 @@
+"""Finds the tokenizer that belongs to a model. Imports no torch."""
+
+from penstock.tokenizer.hf import load_tokenizer
+from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.weights.hub import resolve_model
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "special_tokens_map.json",
+)
+
+
+def tokenizer_for(model: str) -> Tokenizer | None:
+    """The tokenizer of a model directory, hub name or "demo"; None where the directory has no tokenizer file at all.
+
+    A model without one takes prompts as token ids and gives no text.
+
+    Raises:
+        ModelLoadError: there is no such model, or its tokenizer files are of no use.
+    """
+    directory = resolve_model(model)
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        return None
+    return load_tokenizer(directory)

@@ -1,0 +1,125 @@
+"""The engine process: build, then loop. Started by `client.process` with one end of a socket pair; nothing else.
+
+    reader thread: frames -> inbox; at the end of the connection the process ends at once, whatever it was doing,
+                   so that no engine outlives its client
+    main thread:   take what is in the inbox, make a step, send its outputs
+
+The step loop itself sends the heartbeats, so that a heartbeat means progress.
+"""
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+
+from penstock.client import frames
+from penstock.engine.engine import Engine
+from penstock.errors import InvalidRequestError, PenstockError
+
+HEARTBEAT_S = 0.5
+EXIT_CLIENT_GONE = 0
+EXIT_CANNOT_START = 2
+
+
+class EngineServer:
+    """Serves one engine to one client over one socket."""
+
+    def __init__(self, engine: Engine, epoch: int, sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
+        self.engine = engine
+        self.epoch = epoch
+        self.sock = sock
+        self.inbox = inbox
+        self.stopping = False
+        self._checked = True  # the books, since the last step
+
+    def run(self) -> None:
+        """Until told to stop."""
+        while not self.stopping:
+            self._take_frames(0.0 if self.engine.has_work else HEARTBEAT_S)
+            if self.engine.has_work:
+                outputs = self.engine.step()
+                self._checked = False
+                self._send(frames.Outputs(self.epoch, outputs, self.engine.stats()))
+            else:
+                self._check_books()
+                self._send(frames.Heartbeat(self.epoch, self.engine.stats()))
+
+    def _check_books(self) -> None:
+        """Once each time the engine falls idle."""
+        if not self._checked:
+            self.engine.check_integrity()
+            self._checked = True
+
+    def _take_frames(self, wait_s: float) -> None:
+        """Everything that has arrived; waits for a first frame if there is none."""
+        try:
+            body = self.inbox.get(timeout=wait_s) if wait_s else self.inbox.get_nowait()
+            while True:
+                self._handle(frames.unpack_to_engine(body))
+                body = self.inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _handle(self, frame: frames.ToEngine) -> None:
+        match frame:
+            case frames.AddRequest(request):
+                try:
+                    self.engine.add_request(request)
+                except InvalidRequestError as error:
+                    rejected = frames.Rejected(self.epoch, request.request_id, error.message, error.param, error.code)
+                    self._send(rejected)
+            case frames.Abort(request_ids):
+                for request_id in request_ids:
+                    self.engine.abort(request_id)
+            case frames.Shutdown():
+                self.stopping = True
+            case frames.Start():
+                raise PenstockError("a second Start frame")
+
+    def _send(self, frame: frames.FromEngine) -> None:
+        self.sock.sendall(frames.pack(frame))
+
+
+def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
+    """Reader thread. The client's end means ours: at once, even in the middle of a step."""
+    while (body := frames.receive(sock)) is not None:
+        inbox.put(body)
+    os._exit(EXIT_CLIENT_GONE)
+
+
+def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServer | None:
+    """Build what the first frame asks for; None, with the reason sent, where that is not possible."""
+    first = frames.unpack_to_engine(inbox.get())
+    if not isinstance(first, frames.Start):
+        raise PenstockError("the first frame is not Start")
+    from penstock.build import build_engine  # the one import that brings torch in
+    from penstock.config import EngineConfig
+
+    try:
+        built = build_engine(EngineConfig.from_options(**first.options))
+    except PenstockError as error:
+        param, code = getattr(error, "param", None), getattr(error, "code", None)
+        user_error = isinstance(error, InvalidRequestError)
+        sock.sendall(frames.pack(frames.Failed(first.epoch, str(error), param, code, user_error)))
+        return None
+    sock.sendall(frames.pack(frames.Ready(first.epoch, built.info)))
+    return EngineServer(built.engine, first.epoch, sock, inbox)
+
+
+def main(argv: list[str]) -> int:
+    """argv[0] is the number of the inherited socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the client, which then drains
+    sock = socket.socket(fileno=int(argv[0]))
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sock, inbox), name="frames", daemon=True).start()
+    server = _start(sock, inbox)
+    if server is None:
+        return EXIT_CANNOT_START
+    server.run()
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))  # nothing to tidy up: the client holds all state that matters

@@ -1,0 +1,176 @@
+"""LLM: the offline Python API, on an engine in this process."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from penstock.build import build_engine
+from penstock.client.engine_client import Prompt
+from penstock.client.in_process import InProcessClient
+from penstock.client.tokenizers import tokenizer_for
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.outputs import RequestOutput
+from penstock.sampling_params import RequestOutputKind, SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model to call from Python.
+
+        with LLM(model="demo") as llm:
+            outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=32))
+            print(outputs[0].outputs[0].text)
+
+    Args:
+        model: a Hugging Face directory, a hub name, or "demo".
+        tokenizer: instead of the one in the model's directory.
+        options: EngineConfig.from_options' own: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
+            kv_cache_memory_bytes, enable_prefix_caching, kernels, threads, seed, ...
+
+    Attributes:
+        engine: the client below: add_request, step, abort.
+
+    Raises:
+        InvalidRequestError: an option is unknown, wrong or does not fit the model.
+        ModelLoadError: the model cannot be served.
+    """
+
+    def __init__(self, model: str = "demo", *, tokenizer: Tokenizer | None = None, **options: Any) -> None:
+        if not isinstance(model, str):
+            raise NotSupportedError(
+                "model: instances of Transformers classes are planned but not built yet", param="model"
+            )
+        config = EngineConfig.from_options(model=model, **options)
+        found = tokenizer_for(model) if tokenizer is None else tokenizer
+        built = build_engine(config)
+        self.config = built.config
+        self.engine = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)
+
+    def default_params(self, **fields: Any) -> SamplingParams:
+        """SamplingParams with the model's own defaults (its generation_config.json), then these fields."""
+        return SamplingParams(**{**self.engine.model_info.default_sampling, **fields})
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """One RequestOutput a prompt, in the order given.
+
+        Args:
+            prompts: a string, a mapping with `prompt` or `prompt_token_ids`, or a list of these.
+            sampling_params: one for all, or one a prompt; None takes the model's defaults.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong; nothing is generated then.
+        """
+        listed = _listed(prompts)
+        results: list[RequestOutput | None] = [None] * len(listed)
+        for index, output in self.stream(listed, _final(self._params(sampling_params, len(listed)))):
+            results[index] = output
+        return [output for output in results if output is not None]
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """(index of the prompt, output) whenever one moved, as its output_kind says. Leaving early aborts the rest."""
+        params = self._params(sampling_params, len(prompts))
+        indices: dict[str, int] = {}
+        try:
+            for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True)):
+                indices[self.engine.add_request(None, prompt, choice)] = index
+            while indices:
+                for output in self.engine.step():
+                    index = indices[output.request_id]
+                    if output.finished:
+                        del indices[output.request_id]
+                    yield index, output
+        finally:
+            for request_id in indices:
+                self.engine.abort(request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them, through the model's chat template.
+
+        Raises:
+            InvalidRequestError: the messages or parameters are wrong, or the model has no chat template.
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        prompts = [self._chat_prompt(list(item), add_generation_prompt) for item in conversations]
+        return self.generate(prompts, sampling_params)
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
+        """The answer to a conversation, piece by piece. Leaving early aborts it.
+
+        Raises:
+            InvalidRequestError: as `chat`.
+        """
+        delta = replace(params, output_kind=RequestOutputKind.DELTA)
+        for _, output in self.stream([self._chat_prompt(list(messages), True)], delta):
+            yield output.outputs[0].text
+
+    def _chat_prompt(self, messages: list[Message], add_generation_prompt: bool) -> Prompt:
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise InvalidRequestError("messages: the model has no chat template", param="messages")
+        text = _run(tokenizer.chat_template.render(messages, add_generation_prompt=add_generation_prompt))
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None:
+            return [self.default_params()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            message = f"sampling_params: {len(given)} for {count} prompts; give one, or one a prompt"
+            raise InvalidRequestError(message, param="sampling_params")
+        return list(given)
+
+    def shutdown(self) -> None:
+        """Free the model. A second call does nothing."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+
+def _final(params: list[SamplingParams]) -> list[SamplingParams]:
+    return [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in params]
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list. A list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise InvalidRequestError(
+            f"prompts: {type(prompts).__name__} is not a prompt or a list of prompts", param="prompts"
+        )
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _run(coroutine: Coroutine[Any, Any, str]) -> str:
+    """The coroutine's result, also where an event loop runs already (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()

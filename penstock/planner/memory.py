@@ -1,0 +1,130 @@
+"""How much memory the key/value cache gets, decided before anything is allocated. No torch.
+
+    bytes of a block = layers of its group x 2 (keys, values) x block_size x Hkv x head_dim x bytes of the type
+
+Without an explicit size the cache gets what max_num_seqs sequences of max_model_len need, at most MAX_SHARE of the
+memory that is free. A cache that cannot hold one sequence of max_model_len is refused with the numbers.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import EngineConfig
+from penstock.engine.kv_cache_manager import peak_blocks
+from penstock.errors import InvalidRequestError
+from penstock.model_config import ModelConfig
+from penstock.step import CacheGroup
+
+MAX_SHARE = 0.4  # of the free memory, unless the user says how much
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """The cache groups with their numbers of blocks, what they take, and why as many."""
+
+    groups: list[CacheGroup]
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupNeed:
+    layers: tuple[int, ...]
+    sliding_window: int | None
+    block_bytes: int
+    minimum: int  # blocks that one sequence of max_model_len needs
+    wanted: int  # blocks that max_num_seqs of them need together
+
+
+def free_memory_bytes() -> int:
+    """Memory this process could still take: the machine's, or its control group's if that is less."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, _cgroup_free_bytes())
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_free_bytes() -> int:
+    """What the control group leaves, or an endless amount where it sets no limit."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except OSError:
+        return 2**62
+    return 2**62 if limit == "max" else max(0, int(limit) - used)
+
+
+def plan_kv_cache(config: EngineConfig, model: ModelConfig, free_bytes: int) -> CachePlan:
+    """Blocks for every cache group of a resolved config.
+
+    Raises:
+        InvalidRequestError: the memory given, or the share of the free one, cannot hold one longest sequence.
+    """
+    needs = [_need(config, model, layers, window) for layers, window in model.cache_groups()]
+    wanted = sum(need.wanted * need.block_bytes for need in needs)
+    minimum = sum(need.minimum * need.block_bytes for need in needs)
+    given = config.cache.kv_cache_memory_bytes
+    limit = given if given is not None else int(free_bytes * MAX_SHARE)
+    if limit < minimum:
+        raise _too_small(config, limit, minimum)
+    counts = [_share_out(need, needs, limit, minimum, fill=given is not None) for need in needs]
+    block_size = _block_size(config)
+    groups = [
+        CacheGroup(need.layers, need.sliding_window, count, block_size)
+        for need, count in zip(needs, counts, strict=True)
+    ]
+    num_bytes = sum(need.block_bytes * count for need, count in zip(needs, counts, strict=True))
+    return CachePlan(groups, num_bytes, _reason(config, num_bytes, wanted, limit))
+
+
+def _block_size(config: EngineConfig) -> int:
+    if config.cache.block_size is None:
+        raise InvalidRequestError("block_size: the config is not resolved", param="block_size")
+    return config.cache.block_size
+
+
+def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], window: int | None) -> _GroupNeed:
+    scheduler, block_size = config.scheduler, _block_size(config)
+    length, chunk = scheduler.max_model_len or 0, scheduler.max_num_batched_tokens or 0
+    token_bytes = 2 * model.num_key_value_heads * model.head_dim * DTYPE_BYTES[config.cache.kv_cache_dtype]
+    minimum = peak_blocks(length, chunk, block_size, window)
+    # Behind a window only one step's worth of new tokens is shared out among all sequences.
+    at_rest = peak_blocks(length, 1, block_size, window)
+    wanted = max(minimum, scheduler.max_num_seqs * at_rest + (0 if window is None else -(-chunk // block_size)))
+    return _GroupNeed(layers, window, len(layers) * block_size * token_bytes, minimum, wanted)
+
+
+def _share_out(need: _GroupNeed, needs: list[_GroupNeed], limit: int, minimum: int, *, fill: bool) -> int:
+    """Blocks of one group: the minimum, and of the rest a part in proportion to what the groups want beyond it."""
+    extra = sum((item.wanted - item.minimum) * item.block_bytes for item in needs)
+    if extra == 0:
+        extra, part = sum(item.minimum * item.block_bytes for item in needs), need.minimum
+    else:
+        part = need.wanted - need.minimum
+    scale = (limit - minimum) / extra
+    return need.minimum + int(part * (scale if fill else min(scale, need.wanted > need.minimum)))
+
+
+def _too_small(config: EngineConfig, limit: int, minimum: int) -> InvalidRequestError:
+    length = config.scheduler.max_model_len
+    return InvalidRequestError(
+        f"kv_cache_memory_bytes: {_mib(limit)} cannot hold one sequence of max_model_len = {length}, which needs "
+        f"{_mib(minimum)}; give more, or a smaller max_model_len",
+        param="kv_cache_memory_bytes",
+    )
+
+
+def _reason(config: EngineConfig, num_bytes: int, wanted: int, limit: int) -> str:
+    scheduler = config.scheduler
+    full = f"{scheduler.max_num_seqs} sequences of {scheduler.max_model_len} tokens"
+    if config.cache.kv_cache_memory_bytes is not None:
+        return f"{_mib(num_bytes)}: as given; {full} would need {_mib(wanted)}"
+    if num_bytes < wanted:
+        return f"{_mib(num_bytes)}: {MAX_SHARE:.0%} of the free memory; {full} would need {_mib(wanted)}"
+    return f"{_mib(num_bytes)}: what {full} need"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
