@@ -42,6 +42,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+torch.set_num_threads(1)  # tiny products gain nothing from more, and tests often run beside other work
+
 Made = tuple[PreTrainedModel, Path]
 
 

@@ -46,7 +46,7 @@ class AttentionMetadata:
         seq_lens: [B] int32, cached plus new tokens.
         block_table: [B, max_blocks] int32, block ids by position // block_size; -1 where nothing is allocated.
         slot_mapping: [T] int64, block id * block_size + offset: where each new token's key and value are stored;
-            -1: nowhere, because no later token will see it.
+            a negative one: nowhere, because no later token will see it.
         block_size: tokens a block holds.
         sliding_window: a token sees itself and the sliding_window - 1 before it; None sees all.
     """

@@ -1,0 +1,205 @@
+"""The reference attention: who sees whom, what is read and what is stored."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.kernels.ops import AttentionMetadata
+from penstock.kernels.reference import ReferenceOps, attention
+
+torch.set_num_threads(1)
+OPS = ReferenceOps(torch.float32)
+NAN = float("nan")
+
+
+class Sequences:
+    """Random keys, values and queries of some sequences, and a cache of shuffled blocks that starts full of NaN."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        window: int | None = None,
+        heads: tuple[int, int, int] = (4, 2, 8),
+        block_size: int = 4,
+        cache_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        num_heads, num_kv_heads, head_dim = heads
+        self.window, self.block_size, self.scale = window, block_size, head_dim**-0.5
+        self.q = [torch.randn(n, num_heads, head_dim, generator=generator) for n in lengths]
+        self.k = [torch.randn(n, num_kv_heads, head_dim, generator=generator) for n in lengths]
+        self.v = [torch.randn(n, num_kv_heads, head_dim, generator=generator) for n in lengths]
+        self.done = [0] * len(lengths)
+        blocks_each = -(-max(lengths) // block_size)
+        ids = list(range(len(lengths) * blocks_each + 2))
+        random.Random(seed).shuffle(ids)
+        self.tables = torch.tensor(ids[:-2], dtype=torch.int32).view(len(lengths), blocks_each)
+        self.cache: Any = OPS.new_kv_cache(len(ids), block_size, num_kv_heads, head_dim, cache_dtype)
+        self.cache.keys.fill_(NAN)
+        self.cache.values.fill_(NAN)
+
+    def step(self, counts: dict[int, int]) -> dict[int, Tensor]:
+        """Attend for the next tokens of these sequences in one call -> [n, H, D] for each."""
+        rows = list(counts)
+        spans = {row: slice(self.done[row], self.done[row] + counts[row]) for row in rows}
+        for row in rows:
+            self.done[row] += counts[row]
+        positions = torch.cat([torch.arange(span.start, span.stop) for span in spans.values()])
+        owner = torch.repeat_interleave(torch.tensor(rows), torch.tensor([counts[row] for row in rows]))
+        slots = self.tables[owner, positions // self.block_size].long() * self.block_size + positions % self.block_size
+        meta = AttentionMetadata(
+            query_start_loc=torch.tensor([0, *counts.values()]).cumsum(0).int(),
+            seq_lens=torch.tensor([self.done[row] for row in rows], dtype=torch.int32),
+            block_table=self.tables[rows],
+            slot_mapping=slots,
+            block_size=self.block_size,
+            sliding_window=self.window,
+        )
+        q, k, v = (torch.cat([part[row][span] for row, span in spans.items()]) for part in (self.q, self.k, self.v))
+        out = OPS.attend(q, k, v, self.cache, meta, scale=self.scale)
+        parts = out.view(q.shape).split(list(counts.values()))
+        return dict(zip(rows, parts, strict=True))
+
+    def expected(self, row: int) -> Tensor:
+        """By the formula, in float64, query by query: [n, H, D]."""
+        q, k, v = self.q[row].double(), self.k[row].double(), self.v[row].double()
+        group = q.shape[1] // k.shape[1]
+        out = torch.zeros_like(q)
+        for i in range(len(q)):
+            first = 0 if self.window is None else max(0, i - self.window + 1)
+            for head in range(q.shape[1]):
+                keys, values = k[first : i + 1, head // group], v[first : i + 1, head // group]
+                out[i, head] = ((keys @ q[i, head]) * self.scale).softmax(0) @ values
+        return out.float()
+
+
+def seen_by(window: int | None, chunks: list[int]) -> list[list[int]]:
+    """Which positions each query weighs, read off the result: all keys are 0, values are one-hot in the position."""
+    total = sum(chunks)
+    sequences = Sequences([total], window=window, heads=(1, 1, total))
+    sequences.k[0].zero_()
+    sequences.v[0] = torch.eye(total)[:, None, :]
+    rows = torch.cat([sequences.step({0: count})[0][:, 0] for count in chunks])
+    seen = [row.nonzero().flatten().tolist() for row in rows]
+    for row, positions in zip(rows, seen, strict=True):
+        torch.testing.assert_close(row[positions], torch.full((len(positions),), 1 / len(positions)))
+    return seen
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=4),
+    window=st.one_of(st.none(), st.integers(1, 30)),
+    heads=st.sampled_from([(1, 1, 2), (6, 2, 4), (8, 1, 4), (3, 3, 6)]),
+    seed=st.integers(0, 2**16),
+)
+@pytest.mark.covers("M23", "M24", "M25")
+def test_any_packing_and_any_chunks_give_the_formula(
+    lengths: list[int], window: int | None, heads: tuple[int, int, int], seed: int
+) -> None:
+    """Guards against a wrong mask, a wrong block or a mix-up of sequences. Slots nobody wrote are NaN throughout, so
+    reading one would show."""
+    sequences = Sequences(lengths, window=window, heads=heads, seed=seed)
+    choose = random.Random(seed)
+    parts: list[list[Tensor]] = [[] for _ in lengths]
+    while any(done < length for done, length in zip(sequences.done, lengths, strict=True)):
+        left = {row: length - sequences.done[row] for row, length in enumerate(lengths)}
+        counts = {row: choose.choice([1, 1, choose.randint(1, rest)]) for row, rest in left.items() if rest}
+        for row, part in sequences.step(counts).items():
+            parts[row].append(part)
+    for row in range(len(lengths)):
+        torch.testing.assert_close(torch.cat(parts[row]), sequences.expected(row), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.covers("M4", "M5")
+def test_window_of_three_over_six_tokens() -> None:
+    """Guards against a window that is one too wide or too narrow: it includes the token itself."""
+    assert seen_by(3, [6]) == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
+
+
+@pytest.mark.covers("M5")
+@pytest.mark.parametrize(
+    ("window", "first"), [(1, lambda i: i), (6, lambda i: 0), (99, lambda i: 0), (None, lambda i: 0)]
+)
+def test_edges_of_the_window(window: int | None, first: Any) -> None:
+    """Guards against special cases: a window of one token, and windows the sequence never fills."""
+    assert seen_by(window, [6]) == [list(range(first(i), i + 1)) for i in range(6)]
+
+
+@pytest.mark.covers("M10", "M11", "M12")
+def test_chunks_see_what_the_whole_prompt_sees() -> None:
+    """Guards against storing before attending: 11 tokens through a window of 4 in chunks of 4, 4 and 3 weigh 4 x 4,
+    4 x 8 and 3 x 7 scores, and the first query of a chunk still sees the three tokens before it."""
+    whole = [list(range(max(0, i - 3), i + 1)) for i in range(11)]
+    assert seen_by(4, [11]) == seen_by(4, [4, 4, 3]) == seen_by(4, [1] * 11) == whole
+    for size in range(1, 9):
+        assert seen_by(4, [min(size, 11 - start) for start in range(0, 11, size)]) == whole
+
+
+def test_long_prompts_are_scored_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a slip between two blocks of query rows, with and without a window, also behind a prefix."""
+    monkeypatch.setattr(attention, "QUERY_ROWS", 5)
+    for window in (None, 7):
+        sequences = Sequences([24], window=window)
+        out = torch.cat([sequences.step({0: 11})[0], sequences.step({0: 13})[0]])
+        torch.testing.assert_close(out, sequences.expected(0), atol=2e-5, rtol=1e-4)
+
+
+def test_many_decoding_sequences_are_split_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a sequence lost or doubled when the gathered keys would be too many for one group."""
+    monkeypatch.setattr(attention, "CACHED_ROWS", 20)
+    lengths = [9, 1, 14, 3, 9, 22, 2]
+    sequences = Sequences(lengths)
+    sequences.step({row: length - 1 for row, length in enumerate(lengths) if length > 1})
+    last = sequences.step(dict.fromkeys(range(len(lengths)), 1))
+    for row in range(len(lengths)):
+        torch.testing.assert_close(last[row][0], sequences.expected(row)[-1], atol=2e-5, rtol=1e-4)
+
+
+def test_released_blocks_are_never_looked_up() -> None:
+    """Guards against reading through a table entry of -1 behind the window; the memory there is NaN."""
+    sequences = Sequences([20], window=5)
+    sequences.step({0: 19})
+    sequences.tables[0, :3] = -1  # positions 0 .. 11; the next query sees 15 .. 19
+    sequences.cache.keys[-1], sequences.cache.values[-1] = NAN, NAN
+    torch.testing.assert_close(sequences.step({0: 1})[0][0], sequences.expected(0)[-1], atol=2e-5, rtol=1e-4)
+
+
+def test_tokens_without_a_slot_are_not_stored() -> None:
+    """Guards against a negative slot wrapping around to the end of the cache."""
+    cache: Any = OPS.new_kv_cache(2, 4, 1, 2, torch.float32)
+    cache.keys.fill_(7.0)
+    cache.store(torch.ones(3, 1, 2), torch.ones(3, 1, 2), torch.tensor([-1, 2, -4]))
+    assert (cache.keys == 1).sum() == 2
+    assert (cache.keys.flatten(0, 1)[2] == 1).all()
+
+
+def test_new_tokens_are_rounded_like_cached_ones() -> None:
+    """Guards against a result that depends on the cut: with a bfloat16 cache, a key read from the step must be the
+    key read from the cache."""
+    whole, cut = (Sequences([12], cache_dtype=torch.bfloat16) for _ in range(2))
+    rounded = replace_with_rounded(Sequences([12]))
+    expected = rounded.expected(0)
+    torch.testing.assert_close(whole.step({0: 12})[0], expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.cat([cut.step({0: 5})[0], cut.step({0: 7})[0]]), expected, atol=2e-5, rtol=1e-4)
+
+
+def replace_with_rounded(sequences: Sequences) -> Sequences:
+    sequences.k = [part.bfloat16().float() for part in sequences.k]
+    sequences.v = [part.bfloat16().float() for part in sequences.v]
+    return sequences
+
+
+def test_sequences_without_new_tokens_are_left_out() -> None:
+    """Guards against a crash on an empty share of a step."""
+    sequences = Sequences([4, 4])
+    out = sequences.step({0: 0, 1: 4})
+    assert out[0].shape == (0, 4, 8)
+    torch.testing.assert_close(out[1], sequences.expected(1), atol=2e-5, rtol=1e-4)

@@ -1,0 +1,151 @@
+"""The element-wise operations and products of the reference backend: formulas, rounding points, buffers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.errors import NotSupportedError
+from penstock.kernels.ops import AttentionMetadata, load_ops
+from penstock.kernels.reference import ReferenceOps
+
+T, H, HKV, D, HIDDEN = 5, 4, 2, 6, 24
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(shape))).to(dtype)
+
+
+def table(positions: int) -> Tensor:
+    angles = torch.outer(torch.arange(positions).double(), 100.0 ** -(torch.arange(0, D, 2).double() / D))
+    return torch.cat([angles.cos(), angles.sin()], dim=1).float()
+
+
+def meta() -> AttentionMetadata:
+    return AttentionMetadata(
+        torch.tensor([0, 2, T], dtype=torch.int32),
+        torch.tensor([2, 3], dtype=torch.int32),
+        torch.tensor([[1], [0]], dtype=torch.int32),
+        torch.tensor([4, 5, 0, 1, 2]),
+        4,
+        None,
+    )
+
+
+def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Each operation with an `out=`, and arguments for it."""
+    ops = ReferenceOps(dtype)
+    weight, bias = draw(16, HIDDEN), draw(16)
+    x = draw(T, HIDDEN, dtype=dtype)
+    q, k, v = (draw(T, heads, D, dtype=dtype) for heads in (H, HKV, HKV))
+    cache = ops.new_kv_cache(2, 4, HKV, D, dtype)
+    rotary = {"positions": torch.arange(T), "cos_sin": table(T), "heads": (H, HKV, D), "eps": 1e-6}
+    return {
+        "linear": (ops.linear, {"x": x, "weight": ops.pack_linear(weight, bias)}),
+        "gated_linear": (ops.gated_linear, {"x": x, "weight": ops.pack_linear(weight, bias), "activation": "silu"}),
+        "embedding": (ops.embedding, {"ids": torch.tensor([3, 0, 3]), "weight": weight.to(dtype)}),
+        "rms_norm": (ops.rms_norm, {"x": draw(T, HIDDEN), "weight": draw(HIDDEN), "eps": 1e-5}),
+        "rotary_qkv": (
+            ops.rotary_qkv,
+            {"qkv": draw(T, (H + 2 * HKV) * D), "q_norm": draw(D), "k_norm": draw(D)} | rotary,
+        ),
+        "attend": (ops.attend, {"q": q, "k_new": k, "v_new": v, "cache": cache, "meta": meta(), "scale": 0.5}),
+    }
+
+
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", calls(torch.float32))
+def test_out_is_filled_and_returned(name: str, dtype: torch.dtype) -> None:
+    """Guards against a buffer that is ignored: a recorded program of native calls reads it, not the return value.
+    And no argument is written to."""
+    function, arguments = calls(dtype)[name]
+    before = {key: value.clone() for key, value in arguments.items() if isinstance(value, Tensor)}
+    expected = as_tuple(function(**arguments))
+    buffers = tuple(torch.full_like(item, 99.0) for item in expected)
+    returned = as_tuple(function(**arguments, out=buffers if len(buffers) > 1 else buffers[0]))
+    for buffer, item, value in zip(buffers, returned, expected, strict=True):
+        assert item is buffer
+        assert torch.equal(buffer, value)
+        assert value.is_contiguous()
+    for key, value in before.items():
+        assert torch.equal(arguments[key], value), key
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_types_of_the_results(dtype: torch.dtype) -> None:
+    """Guards against a rounding point that moves: the contract lists which results are float32."""
+    wide = {"linear", "embedding"}
+    for name, (function, arguments) in calls(dtype).items():
+        for item in as_tuple(function(**arguments)):
+            assert item.dtype == (torch.float32 if name in wide else dtype), name
+
+
+def test_add_rms_norm_adds_in_place_and_norms_the_sum() -> None:
+    """Guards against a residual stream that is copied, or normed before it is added."""
+    ops = ReferenceOps(torch.bfloat16)
+    x, h, weight = draw(T, HIDDEN), draw(T, HIDDEN, seed=9), draw(HIDDEN)
+    total = x + h
+    out = torch.empty(T, HIDDEN, dtype=torch.bfloat16)
+    stream, normed = ops.add_rms_norm(x, h, weight, 1e-5, out=out)
+    assert stream is x
+    assert torch.equal(x, total)
+    assert normed is out
+    assert torch.equal(normed, ops.rms_norm(total, weight, 1e-5))
+
+
+def test_bfloat16_products_round_the_operands_and_nothing_else() -> None:
+    """Guards against a rounded product or a rounded bias: against float64 only the float32 sum may differ."""
+    ops = ReferenceOps(torch.bfloat16)
+    weight, bias, x = draw(64, 256), draw(64), draw(3, 256, dtype=torch.bfloat16)
+    exact = x.double() @ weight.bfloat16().double().T + bias.bfloat16().double()
+    torch.testing.assert_close(ops.linear(x, ops.pack_linear(weight, bias)).double(), exact, atol=1e-4, rtol=1e-5)
+    gate, up = exact.chunk(2, dim=-1)
+    gated = ops.gated_linear(x, ops.pack_linear(weight, bias), "silu")
+    assert (
+        torch.equal(gated, (gate * torch.sigmoid(gate) * up).bfloat16())
+        or (gated.double() - gate * torch.sigmoid(gate) * up).abs().max() < 0.05
+    )
+
+
+def test_norm_and_rotary_by_the_formula() -> None:
+    """Guards against eps inside the wrong root, a turned sign, or pairs taken as neighbours instead of halves."""
+    ops = ReferenceOps(torch.float32)
+    x, weight = draw(T, HIDDEN).double(), draw(HIDDEN).double()
+    expected = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
+    torch.testing.assert_close(ops.rms_norm(x.float(), weight.float(), 0.1).double(), expected, atol=1e-6, rtol=1e-6)
+
+    qkv, positions = draw(T, (H + 2 * HKV) * D), torch.tensor([0, 3, 1, 7, 7])
+    q, k, v = ops.rotary_qkv(qkv, positions, table(8), (H, HKV, D))
+    heads = qkv.view(T, H + 2 * HKV, D)
+    for t, position in enumerate(positions.tolist()):
+        for pair in range(D // 2):
+            turn = torch.polar(torch.tensor(1.0), torch.tensor(position * 100.0 ** (-2 * pair / D)))
+            before = torch.complex(heads[t, :, pair], heads[t, :, pair + D // 2]) * turn
+            after = torch.cat([q[t], k[t]])
+            torch.testing.assert_close(after[:, pair], before[: H + HKV].real, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(after[:, pair + D // 2], before[: H + HKV].imag, atol=1e-5, rtol=1e-5)
+    assert torch.equal(v, heads[:, H + HKV :])
+
+
+def test_rotary_leaves_what_its_table_does_not_cover() -> None:
+    """Guards against models that rotate a part of each head, and models that rotate nothing."""
+    ops = ReferenceOps(torch.float32)
+    qkv = draw(T, (H + 2 * HKV) * D)
+    part = ops.rotary_qkv(qkv, torch.arange(T), table(T)[:, [0, 3]], (H, HKV, D))[0]
+    assert torch.equal(part[..., 2:], qkv.view(T, -1, D)[:, :H, 2:])
+    none = ops.rotary_qkv(qkv, torch.arange(T), None, (H, HKV, D))[0]
+    assert torch.equal(none, qkv.view(T, -1, D)[:, :H])
+
+
+def test_an_unbuilt_backend_is_refused_by_name() -> None:
+    """Guards against a silent fallback."""
+    assert load_ops("reference", torch.float32).name == "reference"
+    with pytest.raises(NotSupportedError, match="tpu"):
+        load_ops("tpu", torch.float32)
