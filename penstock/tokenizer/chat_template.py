@@ -27,7 +27,7 @@ RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Arith
 TOO_LARGE_ERRORS = (RecursionError, MemoryError)
 OWN_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # the first is the one that templates read
-MARK = "\ue000END OF THE FINAL MESSAGE\ue001"  # followed by a space: whether that survives tells if the template trims
+MARK = "END_OF_FINAL_MESSAGE_MARK"  # followed by a space: whether that survives tells if the template trims
 
 
 class ChatTemplate:

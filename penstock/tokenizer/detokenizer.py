@@ -91,9 +91,23 @@ class _PieceReader:
     def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int], skip_special: bool, spaces_between: bool) -> None:
         self._tokenizer = tokenizer
         self._options = {"skip_special_tokens": skip_special, "spaces_between_special_tokens": spaces_between}
-        self._context = prompt_tail[-CONTEXT_TOKENS:]
+        self._context = self._begin_after(prompt_tail)
         self._pending: list[int] = []
         self._broken_run = False  # a wrong byte came: the other bytes of this run are U+FFFD, as decode() has them
+
+    def _begin_after(self, tail: list[int]) -> list[int]:
+        """The prompt's last tokens. Where it ends in bytes: its last whole character; failing that, no bytes at all."""
+        is_byte = self._tokenizer.byte_fallback_ids.__contains__
+        if not tail or not is_byte(tail[-1]):
+            return tail[-CONTEXT_TOKENS:]
+        for length in range(1, MAX_BYTES_OF_CHAR + 1):
+            last = tail[-length:]
+            if all(map(is_byte, last)) and self._state_of(last) == "character":
+                return last
+        return [token_id for token_id in tail if not is_byte(token_id)][-CONTEXT_TOKENS:]
+
+    def _state_of(self, byte_ids: list[int]) -> str:
+        return _utf8_state(b"".join(map(self._tokenizer.token_to_bytes, byte_ids)))
 
     def push(self, token_id: int) -> str:
         if token_id in self._tokenizer.byte_fallback_ids:
@@ -115,7 +129,7 @@ class _PieceReader:
         self._pending.append(token_id)
         if self._broken_run:
             return before + self._give_up_bytes()
-        state = _utf8_state(b"".join(map(self._tokenizer.token_to_bytes, self._pending)))
+        state = self._state_of(self._pending)
         if state == "wrong":
             return before + self._give_up_bytes()
         return before if state == "unfinished" else before + self._show_pending()

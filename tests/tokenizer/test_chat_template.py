@@ -1,0 +1,233 @@
+"""ChatTemplate against Transformers' apply_chat_template."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.tokenizer.chat_template import ChatTemplate
+from tests.tokenizer import templates
+from tests.tokenizer import vocabularies as voc
+
+TOKENS = {"bos_token": voc.BOS, "eos_token": voc.EOS}
+USER = {"role": "user", "content": '  What is 1 < 2 & "3"?\n'}
+ANSWER = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nTrue, é 🙂 "}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Füge <x>", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": [1, 2.5, None, True], "a": "ü"}}}
+
+CONVERSATIONS = {
+    "one turn": [USER],
+    "system": [{"role": "system", "content": "Be brief."}, USER],
+    "three turns": [USER, ANSWER, USER],
+    "ends with the assistant": [USER, ANSWER],
+    "bad order": [ANSWER, USER],
+    "two users": [USER, USER],
+    "odd role": [USER, {"role": "critic", "content": "hm"}],
+    "tool call": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3"}],
+    "reasoning": [USER, {"role": "assistant", "content": "Yes.", "reasoning": "Hm.", "tool_calls": None}, USER, ANSWER],
+    "thinking": [USER, {"role": "assistant", "content": "Yes.", "thinking": "Hm.", "reasoning_content": "Ha."}],
+    "parts": [
+        {
+            "role": "user",
+            "content": [{"type": "image"}, {"type": "text", "text": "See "}, {"type": "text", "text": "it?"}],
+        }
+    ],
+    "no content": [{"role": "user"}],
+    "long": [USER, ANSWER] * 4,
+}
+OPTIONS = [
+    {},
+    {"add_generation_prompt": True},
+    {"add_generation_prompt": True, "tools": [TOOL], "documents": [{"title": "t", "text": "x"}]},
+    {"continue_final_message": True},
+]
+VARIABLES = {"enable_thinking": False, "date_string": "26 Jul 2024", "pad_token": "<pad>"}
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return PreTrainedTokenizerFast(tokenizer_object=voc.byte_level(), **TOKENS)
+
+
+def theirs(oracle, source, messages, options, variables):
+    """Their text, or None where they raise."""
+    try:
+        return oracle.apply_chat_template(messages, chat_template=source, tokenize=False, **options, **variables)
+    except Exception:  # the oracle raises all kinds of things for what a template refuses
+        return None
+
+
+def ours(template, messages, options, variables):
+    """Our text, or None where a template refuses. `add_generation_prompt` is on by default here, off there."""
+    try:
+        return template.render_sync(messages, template_kwargs=variables, **{"add_generation_prompt": False, **options})
+    except InvalidRequestError:
+        return None
+
+
+@pytest.mark.parametrize("name", templates.ALL)
+def test_equals_transformers(oracle, name):
+    """Guards against a prompt that the model was not trained on: one wrong newline costs quality and shows nowhere."""
+    source = templates.ALL[name]
+    template = ChatTemplate(source, TOKENS)
+    rendered = 0
+    for messages in CONVERSATIONS.values():
+        for options in OPTIONS:
+            for variables in ({}, VARIABLES):
+                expected = theirs(oracle, source, messages, options, variables)
+                assert ours(template, messages, options, variables) == expected
+                rendered += expected is not None
+    assert rendered or name == "UNDEFINED"
+
+
+CONTENT = st.text(alphabet="ab \n{}%<é", max_size=8)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": CONTENT}), max_size=4
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(name=st.sampled_from(list(templates.ALL)), messages=MESSAGES, options=st.sampled_from(OPTIONS))
+def test_any_conversation(oracle, name, messages, options):
+    """Guards against differences in rare texts: braces, spaces at the ends, a final message without text."""
+    source = templates.ALL[name]
+    assert ours(ChatTemplate(source, TOKENS), messages, options, {}) == theirs(oracle, source, messages, options, {})
+
+
+class TestErrors:
+    def test_the_templates_own_message(self):
+        """Guards against hiding why a conversation was refused."""
+        with pytest.raises(InvalidRequestError, match=r"^System role not supported$") as caught:
+            ChatTemplate(templates.GEMMA, TOKENS).render_sync(CONVERSATIONS["system"])
+        assert caught.value.param == "messages"
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{% if %}",
+            "{{ x",
+            "{% nonsense %}",
+            "{% generation %}",
+            "{{ x | no_such_filter }}",
+            "{{ " + "(" * 6000 + "1" + ")" * 6000 + " }}",
+            5,
+            [],
+            [{"name": "rag", "template": "x"}],
+            [{"name": "default"}],
+            {"default": 5},
+        ],
+        ids=lambda source: repr(source)[:20],
+    )
+    def test_broken_templates(self, source):
+        """Guards against a RecursionError or a traceback at start-up for a malformed template."""
+        with pytest.raises(ModelLoadError, match="chat_template"):
+            ChatTemplate(source)
+
+    @pytest.mark.parametrize("messages", [[], None, "hi", {}, [5], ["hi"], [[]], [None], [{"content": object()}]])
+    def test_wrong_messages(self, messages):
+        """Guards against a TypeError for what a user sends."""
+        with pytest.raises(InvalidRequestError) as caught:
+            ChatTemplate(templates.CHATML, TOKENS).render_sync(messages)
+        assert caught.value.param == "messages"
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            *("{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ [][0].x }}", "{{ '%d' % 'x' }}", "{{ {}['k'].k }}", "{{ x() }}"),
+            *("{{ range(10**9) | list }}", "{{ messages.append(1) }}", "{{ messages | tojson(indent=messages) }}"),
+            *("{{ raise_exception() }}", "{{ strftime_now(5) }}"),
+            "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        ],
+    )
+    def test_python_errors(self, source):
+        """Guards against Python's own exceptions out of a template becoming a 500."""
+        with pytest.raises(InvalidRequestError):
+            ChatTemplate(source).render_sync([USER])
+
+    def test_deep_messages(self):
+        """Guards against a RecursionError for messages nested thousands deep."""
+        deep = []
+        for _ in range(5000):
+            deep = [deep]
+        with pytest.raises(InvalidRequestError, match="deep"):
+            ChatTemplate("x").render_sync([{"role": "user", "content": deep}])
+
+    @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "add_generation_prompt"])
+    def test_reserved_names(self, name):
+        """Guards against a request that brings its own template or messages in chat_template_kwargs."""
+        with pytest.raises(InvalidRequestError, match=name):
+            ChatTemplate("x").render_sync([USER], template_kwargs={name: "x"})
+
+    def test_both_ends(self):
+        """Guards against one of two contradicting options being ignored."""
+        with pytest.raises(InvalidRequestError) as caught:
+            ChatTemplate("x").render_sync([USER], continue_final_message=True)
+        assert caught.value.param == "continue_final_message"
+
+
+class TestSandbox:
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ lipsum.__globals__['os'].popen('id').read() }}",
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "{{ messages.__class__.__base__.__subclasses__() }}",
+            "{{ cycler.__init__.__globals__.os }}",
+            "{{ raise_exception.__globals__ }}",
+            "{{ strftime_now.__globals__['datetime'] }}",
+            "{{ dict.__call__.__globals__ }}",
+            "{{ dict.fromkeys.__func__.__globals__ }}",
+            "{{ namespace.__init__.__globals__ }}",
+            "{{ '{0.__class__}'.format(1) }}",
+            "{{ ('%s' | attr('__class__')) }}",
+            "{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns }}",
+            "{{ namespace(__class__=1) }}",
+            "{{ self.__init__.__globals__ }}",
+            "{% include '/etc/passwd' %}",
+            "{% import 'os' as os %}{{ os }}",
+        ],
+    )
+    def test_attribute_attacks_do_nothing(self, source):
+        """Guards against code execution by a template (CVE-2024-34359, CVE-2026-5760): it gets nothing or an error."""
+        try:
+            text = ChatTemplate(source, TOKENS).render_sync([USER])
+        except InvalidRequestError:
+            return
+        assert text.strip() in ("", "{}")
+
+    def test_messages_are_not_changed(self):
+        """Guards against the mark of continue_final_message, or a template, writing into the caller's messages."""
+        messages = [USER, {"role": "assistant", "content": [{"type": "text", "text": "Ye"}], "name": None}]
+        before = repr(messages)
+        text = ChatTemplate(templates.PARTS, TOKENS).render_sync(
+            messages, add_generation_prompt=False, continue_final_message=True
+        )
+        assert text.endswith("assistant: Ye")
+        assert repr(messages) == before
+
+    def test_attributes_of_strings(self):
+        """Guards against objects with methods (an Enum, say) reaching the template."""
+
+        class Loud(str):
+            def shout(self):
+                return "no"
+
+        template = ChatTemplate("{{ messages[0].role.shout is defined }}")
+        assert template.render_sync([{"role": Loud("user")}]) == "False"
+
+
+def test_named_templates():
+    """Guards against the tool template used without tools, and the other way round."""
+    template = ChatTemplate([{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}])
+    assert template.render_sync([USER]) == "d"
+    assert template.render_sync([USER], tools=[TOOL]) == "t"
+
+
+def test_render_is_async():
+    """Guards against the two ways to render drifting apart."""
+    template = ChatTemplate(templates.QWEN3, TOKENS)
+    options = {"tools": [TOOL], "template_kwargs": {"enable_thinking": False}}
+    assert asyncio.run(template.render([USER], **options)) == template.render_sync([USER], **options)
