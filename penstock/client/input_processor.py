@@ -15,7 +15,7 @@ from penstock import validation as check
 from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidRequestError
 from penstock.sampling_params import SamplingParams
-from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
 
 MAX_REQUEST_ID_LENGTH = 128
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -69,7 +69,7 @@ class InputProcessor:
         """
         if request_id is not None:
             check.check_str("request_id", request_id, max_length=MAX_REQUEST_ID_LENGTH)
-            _check_unicode("request_id", request_id)
+            check_unicode(request_id, param="request_id")
         params.check_vocabulary(self._vocab_size)
         text, ids = self._read_prompt(prompt)
         arrival = next(self._arrivals)
@@ -96,7 +96,7 @@ class InputProcessor:
         if prompt.get("prompt_token_ids") is None:
             return text, self._ids_of_text(text or "")
         if text is not None:
-            _check_unicode("prompt", text)
+            check_unicode(text, param="prompt")
         return text, self._checked_ids("prompt_token_ids", prompt["prompt_token_ids"])
 
     def _ids_of_text(self, text: str) -> list[int]:
@@ -105,7 +105,7 @@ class InputProcessor:
         if not text:
             raise check.fail("prompt", text, "a text of at least one character")
         check_prompt_length(text, self._max_model_len)
-        _check_unicode("prompt", text)
+        check_unicode(text, param="prompt")
         return self._checked_ids("prompt", self._tokenizer.encode(text))
 
     def _checked_ids(self, name: str, ids: Any) -> list[int]:
@@ -135,7 +135,7 @@ class InputProcessor:
         """Each word as it is written at the start of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
-            _check_unicode("bad_words", word)
+            check_unicode(word, param="bad_words")
             if self._tokenizer is None or not word.strip():
                 raise check.fail("bad_words", word, "a word (and the engine must have a tokenizer)")
             for text in (word.lstrip(), " " + word.lstrip()):
@@ -155,11 +155,3 @@ def assigned_seed(engine_seed: int, arrival: int) -> int:
     """64 bits that look random and repeat with the engine's seed and the order of arrival."""
     digest = blake2b(f"{engine_seed}:{arrival}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def _check_unicode(name: str, text: str) -> None:
-    """A lone surrogate is no character: it can be neither tokenised nor sent anywhere."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{name}: holds a lone surrogate at character {error.start}", param=name) from error

@@ -56,11 +56,13 @@ class OutputProcessor:
         return list(self._requests)
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Open a request. Raises InvalidRequestError where its id is open already or it needs a tokenizer."""
+        """Open a request. Without a tokenizer its texts stay empty.
+
+        Raises InvalidRequestError where its id is open already, or where it has stop strings and no tokenizer."""
         if prepared.request_id in self._requests:
             raise InvalidRequestError(f"request_id: {prepared.request_id!r} is in use", param="request_id")
-        if self._tokenizer is None and prepared.params.detokenize:
-            raise InvalidRequestError("detokenize: must be false without a tokenizer", param="detokenize")
+        if self._tokenizer is None and prepared.params.stop:
+            raise InvalidRequestError("stop: stop strings need a tokenizer, and there is none", param="stop")
         request = _Request(prepared, self._tokenizer)
         self._requests[prepared.request_id] = request
         self._choices |= {choice.engine_request_id: (request, choice) for choice in request.choices}

@@ -14,8 +14,9 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import ModelLoadError
 from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.tokenizer import check_unicode
 from penstock.tokenizer.vocabulary import TokenBytes
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -54,8 +55,7 @@ class HFTokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-            raise InvalidRequestError("the text holds a lone surrogate, which is no Unicode character", param="prompt")
+        check_unicode(text)
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(

@@ -4,10 +4,12 @@ This file knows no library: `hf` implements the protocol over tokenizer.json, te
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import InvalidRequestError
-from penstock.tokenizer.chat_template import ChatTemplate
+
+if TYPE_CHECKING:  # keeps Jinja out of processes that only talk to an engine
+    from penstock.tokenizer.chat_template import ChatTemplate
 
 MAX_CHARS_PER_TOKEN = 8  # a longer text than this many characters for each token of context is not even tokenised
 MAX_CHARS_SLACK = 64
@@ -31,7 +33,7 @@ class Tokenizer(Protocol):
     special_ids: frozenset[int]
     joins_bytes: bool
     byte_fallback_ids: frozenset[int]
-    chat_template: ChatTemplate | None
+    chat_template: "ChatTemplate | None"
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of the text, begun as the model was trained (with its BOS, say) if add_special_tokens.
@@ -70,3 +72,13 @@ def check_prompt_length(text: str, max_model_len: int, *, param: str = "prompt")
             param=param,
             code="context_length_exceeded",
         )
+
+
+def check_unicode(text: str, *, param: str = "prompt") -> None:
+    """Refuse a text with a lone surrogate: that is no character, it can be neither tokenised nor sent anywhere."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param}: holds a lone surrogate (\\u{ord(text[error.start]):x}) at character {error.start}", param=param
+        ) from error

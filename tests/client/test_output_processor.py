@@ -158,8 +158,8 @@ class TestText:
         choice = session.step(out(name, 0, [5], **fields)).outputs[0].outputs[0]
         assert (choice.text, choice.token_ids) == ("", [5])
         assert choice.logprobs[0][5].decoded_token is None
-        with pytest.raises(InvalidRequestError, match="detokenize"):
-            session.add("other", prompt=[1])
+        with pytest.raises(InvalidRequestError, match="stop"):
+            session.add("other", prompt=[1], stop=["x"])
 
 
 class TestOrder:
