@@ -7,13 +7,13 @@ figure that needs limits of the machine which are not measured yet is null, and 
 import random
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock import validation as check
 from penstock.build import build_engine
-from penstock.cli.terminal import progress
 from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
 from penstock.engine.messages import ModelInfo
@@ -100,10 +100,24 @@ class _Run:
     gaps: list[float] = field(default_factory=list)  # between the tokens of a request
 
 
+@contextmanager
+def no_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows nothing."""
+    yield lambda count: None
+
+
 def measure_offline(
-    options: dict[str, Any], workload: Workload, *, announce: Callable[[ModelInfo], None] | None = None
+    options: dict[str, Any],
+    workload: Workload,
+    *,
+    announce: Callable[[ModelInfo], None] = lambda info: None,
+    progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]] = no_progress,
 ) -> dict[str, Any]:
     """Build an engine from EngineConfig options, run the workload, return the figures.
+
+    Args:
+        announce: called with what the engine says of its model, before anything runs.
+        progress: (what is counted, how many) -> a context that yields `advance(count)`.
 
     Raises:
         InvalidRequestError: an option is wrong, or the workload does not fit the context.
@@ -112,12 +126,11 @@ def measure_offline(
     if workload.input_len + workload.output_len > built.info.max_model_len:
         message = f"input_len + output_len exceed max_model_len = {built.info.max_model_len}"
         raise InvalidRequestError(f"input_len: {message}", param="input_len")
-    if announce is not None:
-        announce(built.info)
+    announce(built.info)
     recorder = _RecordingExecutor(built.engine.executor)
     built.engine.executor = recorder
     client = InProcessClient(built.engine, built.info, None)
-    with progress("steps", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
+    with progress("tokens", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
         for index in range(workload.warmup):
             _run(client, recorder, workload, index, advance)
         run = _run(client, recorder, workload, workload.warmup, advance)

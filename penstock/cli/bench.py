@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
-from penstock.cli.terminal import tell_choices
+from penstock.cli.terminal import progress, tell_choices
 from penstock.errors import NotSupportedError
 
 EXAMPLES = """examples:
@@ -42,7 +42,7 @@ def run_offline(args: argparse.Namespace) -> int:
     from penstock.bench.report import print_offline
 
     workload = Workload(args.num_prompts, args.input_len, args.output_len, args.warmup)
-    result = measure_offline(engine_options(args), workload, announce=tell_choices)
+    result = measure_offline(engine_options(args), workload, announce=tell_choices, progress=progress)
     text = json.dumps(result, indent=2)
     if args.json == "-":
         print(text)

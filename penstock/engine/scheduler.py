@@ -93,6 +93,10 @@ class Scheduler:
     def _preempt(self, request: Request, plan: _Plan) -> None:
         plan.budget += plan.tokens.pop(request.request_id, 0)
         plan.preempted.add(request.request_id)
+        self.preempt(request)
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it waits at the head of the queue to be recomputed."""
         self.running.remove(request)
         self._give_up(request)
         self.waiting.appendleft(request)

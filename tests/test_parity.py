@@ -1,0 +1,197 @@
+"""The whole engine against Transformers: the same tokens and log-probabilities, however a request is computed.
+
+Tiny random models in float32. Every way of computing a request must give Transformers' greedy tokens; where the two
+best tokens differ by less than NEAR_TIE either passes (the reference kernels promise a tolerance, not bits), and such
+sequences are counted: at most 1 % of all.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock import LLM, SamplingParams
+from penstock.engine.messages import EngineRequest
+from tests.hf_models import LLAMA3_ROPE, MAKERS
+
+NEAR_TIE = 1e-4
+LENGTHS = [5, 17, 33, 48, 1, 64]  # Mistral's window is 16 tokens: prompts of three windows and more
+NUM_TOKENS = 64
+CASES = {
+    "llama": {},
+    "llama-tied-scaled": {"family": "llama", "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+
+
+@dataclass
+class Case:
+    """A model, prompts, and what Transformers makes of them."""
+
+    directory: Path
+    model: torch.nn.Module
+    prompts: list[list[int]]
+    expected: list[list[int]]
+    compared: int = 0
+    near_ties: int = 0
+
+    def llm(self, **options) -> LLM:
+        options = {"max_num_seqs": 8, "threads": 1, **options}
+        return LLM(model=str(self.directory), dtype="float32", **options)
+
+    def check(self, index: int, token_ids: list[int], start: int = 0) -> None:
+        """The tokens after `start` outputs are the expected ones, or leave them at a near tie."""
+        expected = self.expected[index][start:]
+        assert len(token_ids) == len(expected)
+        self.compared += 1
+        for position, (ours, theirs) in enumerate(zip(token_ids, expected, strict=True)):
+            if ours != theirs:
+                context = self.prompts[index] + self.expected[index][: start + position]
+                logprobs = self.model(torch.tensor([context])).logits[0, -1].log_softmax(-1)
+                assert abs(float(logprobs[ours] - logprobs[theirs])) < NEAR_TIE, f"token {position} of prompt {index}"
+                self.near_ties += 1
+                return
+
+
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=NUM_TOKENS,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory) -> Case:
+    overrides = dict(CASES[request.param])
+    family = overrides.pop("family", request.param)
+    model, directory = MAKERS[family](tmp_path_factory.mktemp(request.param), seed=11, **overrides)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 199, (length,), generator=generator).tolist() for length in LENGTHS]
+    made = Case(directory, model, prompts, [])
+    with torch.inference_mode():
+        made.expected = [greedy(model, prompt) for prompt in prompts]
+        yield made
+    assert 100 * made.near_ties <= made.compared
+
+
+def run(case: Case, llm: LLM, prompts=None) -> list:
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts or case.prompts], GREEDY)
+    llm.engine.engine.check_integrity()
+    return outputs
+
+
+def test_alone(case):
+    with case.llm() as llm:
+        for index, prompt in enumerate(case.prompts):
+            case.check(index, run(case, llm, [prompt])[0].outputs[0].token_ids)
+
+
+def test_in_a_batch_of_mixed_lengths(case):
+    with case.llm() as llm:
+        for index, output in enumerate(run(case, llm)):
+            case.check(index, output.outputs[0].token_ids)
+
+
+@pytest.mark.covers("M10", "M11", "J2")
+def test_in_chunks_of_7(case):
+    with case.llm(max_num_batched_tokens=7) as llm:
+        for index, output in enumerate(run(case, llm)):
+            case.check(index, output.outputs[0].token_ids)
+
+
+def test_with_a_warm_prefix(case):
+    with case.llm() as llm:
+        run(case, llm)
+        outputs = run(case, llm)
+        assert [output.num_cached_tokens for output in outputs] == [0, 16, 32, 32, 0, 48]
+        for index, output in enumerate(outputs):
+            case.check(index, output.outputs[0].token_ids)
+
+
+def test_after_forced_preemptions(case):
+    """Every few steps a running request loses its blocks, in the middle of its prompt or of its answer."""
+    with case.llm(max_num_batched_tokens=40, enable_prefix_caching=False) as llm:
+        scheduler, outputs = llm.engine.engine.scheduler, {}
+        for index, prompt in enumerate(case.prompts):
+            llm.engine.add_request(str(index), {"prompt_token_ids": prompt}, GREEDY)
+        for step in range(10_000):
+            if not llm.engine.has_unfinished_requests:
+                break
+            if step % 7 == 3 and scheduler.running:
+                scheduler.preempt(scheduler.running[step % len(scheduler.running)])
+            outputs.update((output.request_id, output) for output in llm.engine.step())
+        assert scheduler.num_preemptions > 10
+        llm.engine.engine.check_integrity()
+    for index in range(len(case.prompts)):
+        case.check(index, outputs[str(index)].outputs[0].token_ids)
+
+
+def test_resumed_half_way(case):
+    """Tokens come back as outputs: the rest follows, as if nothing had happened."""
+    half = NUM_TOKENS // 2
+    params = replace(GREEDY, seed=0)
+    with case.llm() as llm:
+        engine, outputs = llm.engine.engine, {}
+        for index, prompt in enumerate(case.prompts):
+            engine.add_request(EngineRequest(str(index), prompt, params, output_token_ids=case.expected[index][:half]))
+        while engine.has_work:
+            for output in engine.step():
+                outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
+        for index in range(len(case.prompts)):
+            case.check(index, outputs[str(index)], start=half)
+
+
+def test_prompt_logprobs_agree_with_transformers(case):
+    with case.llm(max_num_batched_tokens=40) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in case.prompts], params)
+    for prompt, output in zip(case.prompts, outputs, strict=True):
+        expected = case.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(prompt)
+        for position, found in enumerate(output.prompt_logprobs[1:], 1):
+            assert next(iter(found)) == prompt[position]
+            for token_id, entry in found.items():
+                assert math.isclose(entry.logprob, float(expected[position - 1, token_id]), abs_tol=1e-4)
+
+
+def test_what_was_generated_scores_as_reported(case):
+    """Generated by decode in a crowd, scored again in one pass: proves cache, positions, masks and batching at once."""
+    with case.llm(max_num_batched_tokens=24) as llm:
+        outputs = run(case, llm)
+        texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(case.prompts, outputs, strict=True)]
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        scored = llm.generate([{"prompt_token_ids": text} for text in texts], params)
+    for prompt, output, score in zip(case.prompts, outputs, scored, strict=True):
+        reported = [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs]
+        again = [next(iter(entry.values())).logprob for entry in score.prompt_logprobs[len(prompt) :]]
+        torch.testing.assert_close(torch.tensor(reported), torch.tensor(again), atol=1e-4, rtol=0)
+        assert math.isclose(output.outputs[0].cumulative_logprob, sum(reported), abs_tol=1e-3)
+
+
+def test_64_requests_through_16_rows(case):
+    """Lengths 1 to 400 at once, more than fit: all right, nothing lost."""
+    generator = torch.Generator().manual_seed(9)
+    lengths = [1 + (index * 53) % 400 for index in range(64)]
+    prompts = [torch.randint(3, 199, (length,), generator=generator).tolist() for length in lengths]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    with case.llm(max_num_seqs=16, max_num_batched_tokens=256) as llm:
+        crowd = llm.generate(asked, params)
+        llm.engine.engine.check_integrity()
+        stats = llm.engine.engine.stats()
+        assert stats.kv_blocks_free == stats.kv_blocks_total
+    with case.llm(enable_prefix_caching=False) as llm:
+        for index in range(0, 64, 9):
+            assert llm.generate(asked[index], params)[0].outputs[0].token_ids == crowd[index].outputs[0].token_ids
