@@ -92,6 +92,7 @@ class _PieceReader:
         self._tokenizer = tokenizer
         self._options = {"skip_special_tokens": skip_special, "spaces_between_special_tokens": spaces_between}
         self._context = self._begin_after(prompt_tail)
+        self._context_text: str | None = None  # decode(context), once it is needed
         self._pending: list[int] = []
         self._broken_run = False  # a wrong byte came: the other bytes of this run are U+FFFD, as decode() has them
 
@@ -117,9 +118,11 @@ class _PieceReader:
         rest = self._give_up_bytes()
         self._broken_run = False
         self._pending.append(token_id)
-        if self._text_of_pending().endswith(REPLACEMENT) and len(self._pending) < MAX_BYTES_OF_CHAR:
+        text = self._text_of_pending()
+        if text.endswith(REPLACEMENT) and len(self._pending) < MAX_BYTES_OF_CHAR:
             return rest
-        return rest + self._show_pending()
+        self._keep_as_context()
+        return rest + text
 
     def finish(self) -> str:
         return self._give_up_bytes() + self._show_pending()
@@ -142,21 +145,25 @@ class _PieceReader:
         if not self._pending_is_bytes():
             return ""
         text = REPLACEMENT * len(self._pending)
-        self._context, self._pending, self._broken_run = self._pending[-1:], [], True
+        self._context, self._context_text, self._pending = self._pending[-1:], None, []
+        self._broken_run = True
         return text
 
     def _text_of_pending(self) -> str:
-        before = self._tokenizer.decode(self._context, **self._options)
-        return self._tokenizer.decode(self._context + self._pending, **self._options)[len(before) :]
+        if self._context_text is None:
+            self._context_text = self._tokenizer.decode(self._context, **self._options)
+        return self._tokenizer.decode(self._context + self._pending, **self._options)[len(self._context_text) :]
 
     def _show_pending(self) -> str:
-        """The context afterwards is the last character's bytes, or the last pieces: never the end of a character."""
-        if not self._pending:
-            return ""
-        text = self._text_of_pending()
-        context = self._pending if self._pending_is_bytes() else self._context + self._pending
-        self._context, self._pending = context[-CONTEXT_TOKENS:], []
+        text = self._text_of_pending() if self._pending else ""
+        self._keep_as_context()
         return text
+
+    def _keep_as_context(self) -> None:
+        """Pending tokens are shown now. Of bytes, the context is the last character: never the end of one."""
+        if self._pending:
+            context = self._pending if self._pending_is_bytes() else self._context + self._pending
+            self._context, self._context_text, self._pending = context[-CONTEXT_TOKENS:], None, []
 
 
 def _utf8_state(data: bytes) -> str:

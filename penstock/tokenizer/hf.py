@@ -8,6 +8,7 @@ tokenizer_config.json are history. Nothing here converts other formats (tokenize
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,17 @@ class HFTokenizer:
         self._token_bytes = TokenBytes(backend)
         added = backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.bos_token_id = self._id_of(named.get("bos_token"))
         self.eos_token_id = self._id_of(named.get("eos_token"))
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.joins_bytes = self._token_bytes.joins
         self.byte_fallback_ids = self._token_bytes.fallback_ids
         self.chat_template = chat_template
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Looked up when asked for: it takes 0.2 s for 128k tokens."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)

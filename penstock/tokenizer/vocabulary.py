@@ -51,9 +51,10 @@ class TokenBytes:
 
     def _byte_level(self, token: str) -> bytes:
         """A token with a character outside the alphabet stands for its own text."""
-        values = [self._alphabet.get(char) for char in token]
-        known = [value for value in values if value is not None]
-        return bytes(known) if len(known) == len(values) else token.encode()
+        try:
+            return bytes([self._alphabet[char] for char in token])
+        except KeyError:
+            return token.encode()
 
 
 def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:

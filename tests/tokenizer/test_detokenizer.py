@@ -5,8 +5,10 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from penstock.tokenizer.detokenizer import IncrementalDetokenizer
+from penstock.tokenizer.hf import HFTokenizer
 from tests.tokenizer import vocabularies as voc
 
 KINDS = list(voc.KINDS)
@@ -145,6 +147,21 @@ class TestBytes:
         assert "".join(stream(tok, answer, prompt)) == " fox"
         assert "".join(stream(tok, answer, [*prompt, tok.eos_token_id])) == " fox"
         assert "".join(stream(tok, answer, [tok.bos_token_id])) == "fox"
+
+
+def test_another_kind_of_decoder():
+    """Guards against half characters where a decoder does more than join bytes. No known model has one."""
+    backend = voc.byte_level()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("~", "-")])
+    tok = HFTokenizer(backend)
+    assert not tok.joins_bytes
+    for text in ("naïve ~ 你好 🙂🙃~", "ends in half \U0001f642"):
+        ids = tok.encode(text, add_special_tokens=False)
+        pieces = stream(tok, ids)
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert "".join(pieces) == tok.decode(ids)
+        for cut in range(len(ids)):
+            assert "".join(stream(tok, ids[:cut])) == tok.decode(ids[:cut])
 
 
 class _CountingTokenizer:
