@@ -22,11 +22,18 @@ class PagedModel:
     """A model, its caches full of NaN, and a block table for each sequence."""
 
     def __init__(
-        self, directory: Path, *, dtype: str = "float32", num_seqs: int = 1, max_len: int = 256, block_size: int = 16
+        self,
+        directory: Path,
+        *,
+        dtype: str = "float32",
+        num_seqs: int = 1,
+        max_len: int = 256,
+        block_size: int = 16,
+        load_format: str = "auto",
     ) -> None:
         self.config = ModelConfig.from_directory(directory)
         self.ops = load_ops("reference", DTYPES[dtype])
-        self.model = load_model(directory, self.config, self.ops)
+        self.model = load_model(directory, self.config, self.ops, load_format)
         self.block_size = block_size
         self.lengths = [0] * num_seqs
         blocks_each = -(-max_len // block_size)

@@ -23,7 +23,7 @@ One entry a parameter; `*` stands for the layer number:
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class ParamTable:
             ModelLoadError: an unknown field or a value that a field cannot have.
         """
         try:
-            entries = yaml.safe_load(text)
+            entries = yaml.load(text, UniqueKeys)
         except yaml.YAMLError as error:
             raise ModelLoadError(f"{where}: not YAML: {error}") from None
         if not isinstance(entries, dict):
@@ -133,7 +133,7 @@ class ParamTable:
         """Every parameter of this model by name, in the order of the table.
 
         Raises:
-            ModelLoadError: two parameters claim one checkpoint tensor.
+            ModelLoadError: two parameters claim one checkpoint tensor, or one is tied to nothing of its shape.
         """
         present = [row for row in self.rows if row.when is None or CONDITIONS[row.when](config)]
         expanded = [item for row in present for item in _expand(row, config)]
@@ -142,12 +142,26 @@ class ParamTable:
         twice = [name for name, count in claims.items() if count > 1]
         if twice:
             raise ModelLoadError(f"parameter table: {twice[0]} is claimed by two parameters")
+        for item in expanded:
+            if item.tied_to is not None and (item.tied_to not in result or result[item.tied_to].shape != item.shape):
+                raise ModelLoadError(f"parameter table: {item.name} is tied to {item.tied_to}, which is no such tensor")
         return result
 
     def ignores(self, name: str) -> bool:
         """Whether this checkpoint tensor carries nothing."""
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         return pattern in self.ignore
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """The safe loader, which would let the second of two equal keys win, made to refuse them."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = Counter(key.value for key, _ in node.value)
+        name, count = names.most_common(1)[0] if names else ("", 0)
+        if count > 1:
+            raise yaml.YAMLError(f"{name} stands there twice")
+        return super().construct_mapping(node, deep)
 
 
 def num_elements(parameters: Iterable[Parameter]) -> int:

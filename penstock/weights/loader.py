@@ -20,6 +20,7 @@ from penstock.layers.weights import WeightLayer
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter, ParamTable
 from penstock.models.registry import CausalLM, lookup
+from penstock.validation import check_choice
 from penstock.weights.safetensors import Checkpoint
 
 MAX_LISTED = 8  # names that an error lists
@@ -101,6 +102,7 @@ def load_model(
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture, and how.
     """
+    check_choice("load_format", load_format, ("auto", "dummy"))
     entry = lookup(model_config.architecture)
     table = entry.read_table()
     parameters = table.parameters(model_config)

@@ -100,7 +100,7 @@ def seen_by(window: int | None, chunks: list[int]) -> list[list[int]]:
     heads=st.sampled_from([(1, 1, 2), (6, 2, 4), (8, 1, 4), (3, 3, 6)]),
     seed=st.integers(0, 2**16),
 )
-@pytest.mark.covers("M23", "M24", "M25")
+@pytest.mark.covers("M24", "M25")
 def test_any_packing_and_any_chunks_give_the_formula(
     lengths: list[int], window: int | None, heads: tuple[int, int, int], seed: int
 ) -> None:
@@ -133,7 +133,7 @@ def test_edges_of_the_window(window: int | None, first: Any) -> None:
     assert seen_by(window, [6]) == [list(range(first(i), i + 1)) for i in range(6)]
 
 
-@pytest.mark.covers("M10", "M11", "M12")
+@pytest.mark.covers("M12")
 def test_chunks_see_what_the_whole_prompt_sees() -> None:
     """Guards against storing before attending: 11 tokens through a window of 4 in chunks of 4, 4 and 3 weigh 4 x 4,
     4 x 8 and 3 x 7 scores, and the first query of a chunk still sees the three tokens before it."""
@@ -141,6 +141,21 @@ def test_chunks_see_what_the_whole_prompt_sees() -> None:
     assert seen_by(4, [11]) == seen_by(4, [4, 4, 3]) == seen_by(4, [1] * 11) == whole
     for size in range(1, 9):
         assert seen_by(4, [min(size, 11 - start) for start in range(0, 11, size)]) == whole
+
+
+@pytest.mark.covers("M11")
+def test_every_prompt_length_through_every_chunk_size() -> None:
+    """Guards against a first, last or exactly full chunk treated differently: lengths 1 to 3W + 1 side by side in
+    chunks of 1 to 2W, for W = 4."""
+    lengths = list(range(1, 14))
+    for size in range(1, 9):
+        sequences = Sequences(lengths, window=4)
+        parts: list[list[Tensor]] = [[] for _ in lengths]
+        while left := {row: n - sequences.done[row] for row, n in enumerate(lengths) if n > sequences.done[row]}:
+            for row, part in sequences.step({row: min(size, rest) for row, rest in left.items()}).items():
+                parts[row].append(part)
+        for row in range(len(lengths)):
+            torch.testing.assert_close(torch.cat(parts[row]), sequences.expected(row), atol=2e-5, rtol=1e-4)
 
 
 def test_long_prompts_are_scored_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,112 @@
+"""The parameter table: one truth for names, shapes and axes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import ModelLoadError
+from penstock.kernels.reference import ReferenceOps
+from penstock.layers.factory import LayerFactory
+from penstock.model_config import ModelConfig
+from penstock.models.param_table import ParamTable, num_elements
+from penstock.models.registry import lookup
+from tests.hf_models import MAKERS
+
+LINE = "model.layers.*.a.weight: {shape: [hidden, hidden]}\n"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("family", MAKERS)
+def test_table_and_model_have_the_same_parameters(family: str, biased: bool, tied: bool, tmp_path: Path) -> None:
+    """Guards against drift: a parameter in the model that the table does not list would be neither loaded nor sharded
+    nor counted. On the meta device: neither side has memory. Names and sizes are also those of Transformers."""
+    switches = {"attention_bias": biased} if family in ("llama", "qwen3") else {}
+    hf_model, directory = MAKERS[family](tmp_path, tie_word_embeddings=tied, **switches)
+    config = ModelConfig.from_directory(directory)
+    entry = lookup(config.architecture)
+    parameters = entry.read_table().parameters(config)
+    model = entry.model_class(config, LayerFactory.single_device(ReferenceOps(torch.float32), parameters))
+    state = model.state_dict()
+    assert set(state) == set(parameters)
+    assert all(value.device.type == "meta" for value in state.values())
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        name: parameter.shape for name, parameter in parameters.items()
+    }
+    theirs = {name: tuple(value.shape) for name, value in hf_model.named_parameters()}
+    ours = {name: shape for item in parameters.values() if not item.tied_to for name, shape in item.sources.items()}
+    assert ours == theirs
+    assert num_elements(parameters.values()) == sum(value.numel() for value in hf_model.parameters())
+
+
+def test_planner_reads_the_table_without_torch(tmp_path: Path) -> None:
+    """Guards against an import of torch on the planner's way to the sizes of a model."""
+    _, directory = MAKERS["qwen3"](tmp_path)
+    program = f"""
+import sys
+sys.modules["torch"] = None
+from penstock.model_config import ModelConfig
+from penstock.models.param_table import ParamTable, num_elements
+from penstock.weights.safetensors import Checkpoint, fingerprint
+config = ModelConfig.from_directory({str(directory)!r})
+table = ParamTable.for_architecture(config.architecture)
+print(num_elements(table.parameters(config).values()))
+from pathlib import Path
+Checkpoint(Path({str(directory)!r}))
+fingerprint(Path({str(directory)!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("a.weight: {shape: [hidden], shrad: 0}", "shrad"),
+        ("a.weight: {shape: [hidden], shard: 1}", "shard"),
+        ("a.weight: {shape: [hidden], shard: true}", "shard"),
+        ("a.weight: {shape: [huge]}", "shape"),
+        ("a.weight: {}", "shape"),
+        ("a.weight:", "shape"),
+        ("a.weight: {shape: [[q, kv], [q, kv]], from: [b, c]}", "shape"),
+        ("a.weight: {shape: [[q, kv, kv], hidden], from: [b, c]}", "from"),
+        ("a.weight: {shape: [hidden], from: b}", "from"),
+        ("a.weight: {shape: [hidden], quant: int3}", "quant"),
+        ("a.weight: {shape: [hidden], unit: head}", "unit"),
+        ("a.weight: {shape: [hidden], leaves: 3}", "leaves"),
+        ("a.weight: {shape: [hidden], when: sunny}", "when"),
+        ("a.weight: {shape: [hidden], tied_to: 3}", "tied_to"),
+        ("a.weight: {shape: [hidden]}\na.weight: {shape: [vocab]}", "twice"),
+        ("ignore: a", "ignore"),
+        ("- a", "map"),
+        ("a: [", "YAML"),
+    ],
+)
+def test_mistakes_in_a_table_are_named(text: str, named: str) -> None:
+    """Guards against a misspelt field that is accepted and ignored."""
+    with pytest.raises(ModelLoadError, match=named):
+        ParamTable.from_text(text, "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (LINE + "model.layers.*.b.weight: {shape: [hidden], from: [a]}", "two parameters"),
+        (LINE + "head.weight: {shape: [hidden], tied_to: nothing}", "nothing"),
+    ],
+)
+def test_contradictions_in_a_table_are_named(text: str, named: str, tmp_path: Path) -> None:
+    """Guards against two parameters that would both take one tensor, and against a tie to nowhere."""
+    _, directory = MAKERS["llama"](tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ModelLoadError, match=named):
+        ParamTable.from_text(text, "mine.yaml").parameters(ModelConfig.from_directory(directory))
+
+
+def test_shard_minus_one_is_replicated() -> None:
+    """Guards against two spellings of one meaning."""
+    rows = ParamTable.from_text("a.weight: {shape: [hidden], shard: -1}\nb.weight: {shape: [hidden]}", "mine.yaml").rows
+    assert [row.shard for row in rows] == [None, None]

@@ -1,0 +1,257 @@
+"""ModelConfig: what Transformers means by a config.json, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from penstock.errors import ModelLoadError, NotSupportedError
+from penstock.model_config import ARCHITECTURES, ModelConfig
+
+CLASSES: dict[str, type[PreTrainedConfig]] = {
+    "LlamaForCausalLM": LlamaConfig,
+    "MistralForCausalLM": MistralConfig,
+    "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config,
+}
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+def saved(architecture: str, **fields: Any) -> dict[str, Any]:
+    """config.json as Transformers writes it, with every default spelt out."""
+    config = CLASSES[architecture](architectures=[architecture], **fields)
+    contents: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return contents
+
+
+@pytest.mark.parametrize("architecture", CLASSES)
+@pytest.mark.parametrize("diff", [True, False])
+def test_reads_what_transformers_writes(architecture: str, diff: bool) -> None:
+    """Guards against a key of Transformers that we call unknown, and against a number read from the wrong key."""
+    theirs = CLASSES[architecture](
+        architectures=[architecture], dtype="bfloat16", num_hidden_layers=5, num_key_value_heads=4, head_dim=96
+    )
+    ours = ModelConfig.from_dict(json.loads(theirs.to_json_string(use_diff=diff)))
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        assert getattr(ours, key) == getattr(theirs, key)
+    for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"):
+        assert getattr(ours, key) == getattr(theirs, key)
+    assert (ours.architecture, ours.model_type, ours.dtype) == (architecture, theirs.model_type, "bfloat16")
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.qk_norm == (architecture == "Qwen3ForCausalLM")
+    assert ours.attention_bias == (architecture == "Qwen2ForCausalLM")
+    window = 4096 if architecture == "MistralForCausalLM" else None
+    assert ours.layer_windows == (window,) * 5
+
+
+def test_defaults_of_an_old_file() -> None:
+    """Guards against Llama 2's files, which name no key/value heads, no head_dim and no rope_theta."""
+    config = ModelConfig.from_dict(LLAMA)
+    assert (config.num_key_value_heads, config.head_dim, config.rope.theta) == (4, 8, 10000.0)
+    assert (config.dtype, config.tie_word_embeddings, config.hidden_act) == ("float32", False, "silu")
+    assert ModelConfig.from_dict(LLAMA | {"torch_dtype": "float16"}).dtype == "float16"
+    assert ModelConfig.from_dict(LLAMA | {"torch_dtype": "float16", "dtype": "bfloat16"}).dtype == "bfloat16"
+    assert ModelConfig.from_dict(LLAMA | {"use_cache": True, "num_beams": 4, "_name_or_path": "x"}) == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [None] * 4),
+        ({"use_sliding_window": True}, [None] * 4),  # max_window_layers is 28
+        ({"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
+        ({"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 8}, [None, None, None, 8]),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, [None] * 4),
+        ({"use_sliding_window": False, "max_window_layers": 0, "sliding_window": 8}, [None] * 4),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            [8, None, 8, None],
+        ),
+    ],
+)
+def test_windows_of_qwen(fields: dict[str, Any], expected: list[int | None]) -> None:
+    """Guards against windows on the wrong layers: the same keys are given to Transformers."""
+    theirs = Qwen2Config(num_hidden_layers=4, **fields)
+    ours = ModelConfig.from_dict(QWEN2 | {"num_hidden_layers": 4} | fields).layer_windows
+    assert list(ours) == expected
+    assert [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types] == expected
+
+
+def test_windows_of_mistral() -> None:
+    """Guards against 7B v0.1 (4096) and v0.2 (null) being read alike."""
+    assert ModelConfig.from_dict(MISTRAL).layer_windows == (4096,) * 3
+    assert ModelConfig.from_dict(MISTRAL | {"sliding_window": None}).layer_windows == (None,) * 3
+    assert ModelConfig.from_dict(MISTRAL | {"sliding_window": 7}).layer_windows == (7,) * 3
+
+
+def test_cache_groups() -> None:
+    """Guards against a group order that depends on the window instead of the first layer."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    fields = {"use_sliding_window": True, "sliding_window": 8, "layer_types": kinds}
+    assert ModelConfig.from_dict(QWEN2 | fields).cache_groups() == [((0, 2), 8), ((1,), None)]
+    assert ModelConfig.from_dict(LLAMA).cache_groups() == [((0, 1, 2), None)]
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("kind", ["llama3", "linear", "default"])
+def test_both_spellings_of_rotary_scaling(kind: str) -> None:
+    """Guards against a checkpoint of one age being served without its scaling."""
+    numbers = {"llama3": LLAMA3, "linear": {"factor": 2.0}, "default": {}}[kind]
+    older = ModelConfig.from_dict(LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": kind} | numbers})
+    newer = ModelConfig.from_dict(LLAMA | {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5} | numbers})
+    both = ModelConfig.from_dict(
+        LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind, "type": kind} | numbers}
+    )
+    assert older.rope == newer.rope == both.rope
+    assert (older.rope.rope_type, older.rope.theta) == (kind, 5e5)
+    assert older.rope.factor == numbers.get("factor", 1.0)
+
+
+def test_generation_config_goes_first() -> None:
+    """Guards against chat models that end only at config.json's token: their own end token stands in
+    generation_config.json."""
+    generation = {"eos_token_id": [7, 2, 7], "bos_token_id": 5, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    config = ModelConfig.from_dict(LLAMA, generation)
+    assert (config.eos_token_ids, config.bos_token_id) == ((7, 2), 5)
+    assert config.default_sampling == {"temperature": 0.6, "top_p": 0.9}
+    alone = ModelConfig.from_dict(LLAMA, {})
+    assert (alone.eos_token_ids, alone.bos_token_id, alone.default_sampling) == ((2,), 1, {})
+
+
+def test_sampling_defaults_count_only_where_transformers_samples() -> None:
+    """Guards against a temperature taken from a file whose author generates greedily. The repetition penalty is no
+    part of sampling and counts always."""
+    fields = {"temperature": 0.6, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    assert ModelConfig.from_dict(LLAMA, fields).default_sampling == {"repetition_penalty": 1.1}
+    assert ModelConfig.from_dict(LLAMA, fields | {"do_sample": True}).default_sampling == fields
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": None}, "hidden_size"),
+    ({"hidden_size": "32"}, "hidden_size"),
+    ({"hidden_size": True}, "hidden_size"),
+    ({"hidden_size": 33}, "hidden_size"),
+    ({"vocab_size": 0}, "vocab_size"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"num_key_value_heads": 8}, "num_key_value_heads"),
+    ({"head_dim": 7}, "head_dim"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ({"hidden_act": "relu"}, "hidden_act"),
+    ({"dtype": "float8"}, "dtype"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+    ({"attention_bias": "yes"}, "attention_bias"),
+    ({"sliding_window": 8}, "sliding_window"),
+    ({"use_sliding_window": True}, "use_sliding_window"),
+    ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+    ({"eos_token_id": 100}, "eos_token_id"),
+    ({"eos_token_id": [1, None]}, "eos_token_id"),
+    ({"bos_token_id": -1}, "bos_token_id"),
+    ({"model_type": "mistral"}, "model_type"),
+    ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "architectures"),
+    ({"architectures": None}, "architectures"),
+    ({"rope_theta": 0}, "rope_theta"),
+    ({"rope_scaling": {"type": "magic"}}, "rope_scaling: type"),
+    ({"rope_scaling": {"type": "linear"}}, "factor"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling: beta"),
+    ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "type"),
+    ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
+    ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "default"}}, "rope_scaling"),
+    ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ({"num_local_experts": 8}, "num_local_experts"),
+    ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+]
+
+
+@pytest.mark.parametrize(("fields", "named"), REFUSED)
+def test_wrong_values_are_named(fields: dict[str, Any], named: str) -> None:
+    """Guards against a checkpoint that is computed wrongly instead of refused."""
+    with pytest.raises(ModelLoadError) as caught:
+        ModelConfig.from_dict(LLAMA | fields)
+    assert named in str(caught.value)
+    assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [key for key in LLAMA if not key.endswith("token_id")])
+def test_missing_keys_are_named(key: str) -> None:
+    """Guards against a default that stands in for a number only the file can know."""
+    with pytest.raises(ModelLoadError, match=key):
+        ModelConfig.from_dict({name: value for name, value in LLAMA.items() if name != key})
+
+
+def test_keys_an_architecture_does_not_have_may_only_agree() -> None:
+    """Guards against a bias that the file announces and the architecture leaves out."""
+    for architecture, model_type in (("MistralForCausalLM", "mistral"), ("Qwen3ForCausalLM", "qwen3")):
+        base = LLAMA | {"architectures": [architecture], "model_type": model_type, "head_dim": 8}
+        assert not ModelConfig.from_dict(base | {"mlp_bias": False}).mlp_bias
+        with pytest.raises(ModelLoadError, match="mlp_bias"):
+            ModelConfig.from_dict(base | {"mlp_bias": True})
+    with pytest.raises(ModelLoadError, match="attention_bias"):
+        ModelConfig.from_dict(QWEN2 | {"attention_bias": False})
+    with pytest.raises(ModelLoadError, match="layer_types"):
+        ModelConfig.from_dict(QWEN2 | {"layer_types": ["sliding_attention"] * 3})
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+    ],
+)
+def test_what_is_planned_is_refused_as_such(fields: dict[str, Any], named: str) -> None:
+    """Guards against an error that calls a well-formed checkpoint broken."""
+    with pytest.raises(NotSupportedError, match=named):
+        ModelConfig.from_dict(LLAMA | fields)
+
+
+def test_unknown_architectures_and_remote_code() -> None:
+    """Guards against running code of a checkpoint, and against an error that leaves the reader guessing."""
+    with pytest.raises(ModelLoadError, match=r"Qwen9ForCausalLM.*supported are .*Mistral.*nearest: Qwen[23]For"):
+        ModelConfig.from_dict(LLAMA | {"architectures": ["Qwen9ForCausalLM"]})
+    with pytest.raises(ModelLoadError, match="auto_map"):
+        ModelConfig.from_dict(LLAMA | {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}})
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("{", "JSON"), ("[1]", "object"), ('{"architectures": []}', "architectures"), (None, "no such")],
+)
+def test_bad_files_are_named(content: str | None, named: str, tmp_path: Path) -> None:
+    """Guards against a traceback where the name of the file is wanted."""
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=named) as caught:
+        ModelConfig.from_directory(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_every_architecture_has_a_family() -> None:
+    """Guards against an architecture that is accepted and then has no module."""
+    assert set(CLASSES) == {name for name, item in ARCHITECTURES.items() if item.model_type is not None}

@@ -1,0 +1,160 @@
+"""The loader: what fits is loaded, what does not is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.errors import ModelLoadError
+from penstock.kernels.reference import ReferenceOps
+from penstock.model_config import ModelConfig
+from penstock.weights import loader
+from penstock.weights.loader import load_model
+from penstock.weights.safetensors import SINGLE, Checkpoint
+from tests.hf_models import hf_logprobs, make_llama, make_qwen2, make_qwen3, random_ids
+from tests.paged import PagedModel
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def load(directory: Path, **options: Any) -> Any:
+    return load_model(directory, ModelConfig.from_directory(directory), ReferenceOps(torch.float32), **options)
+
+
+def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Replace, add or (None) remove tensors of a checkpoint."""
+    tensors = load_file(directory / SINGLE) | change
+    save_file({name: value for name, value in tensors.items() if value is not None}, directory / SINGLE)
+
+
+def test_sharded_checkpoints_of_transformers(tmp_path: Path) -> None:
+    """Guards against q in one shard and k in the next: they are joined all the same."""
+    hf_model, _ = make_qwen2(tmp_path)
+    directory = tmp_path / "sharded"
+    hf_model.save_pretrained(directory, max_shard_size="20KB")
+    assert len(Checkpoint(directory).files) > 3
+    ids = random_ids(20)
+    torch.testing.assert_close(PagedModel(directory).step({0: ids})[0], hf_logprobs(hf_model, ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({Q: None}, rf"missing: {Q}"),
+        ({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, r"unknown: model\.layers\.0\.self_attn\.q_norm"),
+        ({"model.layers.7.mlp.up_proj.weight": torch.ones(8)}, r"unknown: model\.layers\.7"),
+        ({Q: None, Q.replace("q_proj", "query"): torch.ones(8)}, r"is .*query.weight meant"),
+        ({Q: torch.ones(48, 47)}, rf"{Q} has the shape \[48, 47\]; config\.json makes it \[48, 48\]"),
+        ({"lm_head.weight": None}, "missing: lm_head"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, torch.Tensor | None], message: str, tmp_path: Path) -> None:
+    """Guards against a model that is served with a random or a forgotten tensor."""
+    _, directory = make_llama(tmp_path)
+    rewrite(directory, change)
+    with pytest.raises(ModelLoadError, match=message):
+        load(directory)
+
+
+def test_leftovers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+    """Guards against refusing Llama 2 files, which hold the rotary frequencies as tensors."""
+    _, directory = make_llama(tmp_path)
+    rewrite(directory, {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    load(directory)
+
+
+def test_tied_heads_may_be_stored_but_not_differ(tmp_path: Path) -> None:
+    """Guards against a checkpoint whose file says tied while its head was trained by itself."""
+    _, directory = make_llama(tmp_path, tie_word_embeddings=True)
+    embedding = load_file(directory / SINGLE)["model.embed_tokens.weight"]
+    assert "lm_head.weight" not in load_file(directory / SINGLE)
+    rewrite(directory, {"lm_head.weight": embedding.clone()})
+    load(directory)
+    rewrite(directory, {"lm_head.weight": embedding + 1})
+    with pytest.raises(ModelLoadError, match="tie_word_embeddings"):
+        load(directory)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.float64])
+def test_other_float_types_are_rounded_once(stored: torch.dtype, tmp_path: Path) -> None:
+    """Guards against float16 files that keep float16's range or pass through a second rounding."""
+    _, directory = make_qwen3(tmp_path)
+    tensors = {name: value.to(stored) for name, value in load_file(directory / SINGLE).items()}
+    save_file(tensors, directory / SINGLE)
+    config = ModelConfig.from_directory(directory)
+    model: Any = load_model(directory, config, ReferenceOps(torch.bfloat16))
+    expected = tensors["model.layers.1.mlp.down_proj.weight"].bfloat16().float()
+    assert torch.equal(model.model.layers[1].mlp.down_proj.packed.weight, expected)
+    assert torch.equal(model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"].bfloat16())
+
+
+def test_tensors_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a loader that holds the whole checkpoint: nothing is read before its layer takes it."""
+    _, directory = make_llama(tmp_path)
+    events: list[str] = []
+    read, pack = Checkpoint.read, ReferenceOps.pack_linear
+
+    def noting_read(self: Checkpoint, name: str) -> torch.Tensor:
+        events.append("read")
+        return read(self, name)
+
+    def noting_pack(self: ReferenceOps, *args: Any, **options: Any) -> Any:
+        events.append("pack")
+        return pack(self, *args, **options)
+
+    monkeypatch.setattr(Checkpoint, "read", noting_read)
+    monkeypatch.setattr(ReferenceOps, "pack_linear", noting_pack)
+    load(directory)
+    longest = max(len(run) for run in "".join("r" if event == "read" else "p" for event in events).split("p"))
+    assert longest <= 5  # q, k, v with the norms or the embedding before them
+
+
+def test_dummy_weights_need_only_a_config_and_are_always_the_same(tmp_path: Path) -> None:
+    """Guards against dummy runs that cannot be compared, and against activations that vanish or explode: the logits
+    of a deep dummy model are finite and differ. Another layer count leaves the other layers' weights as they are."""
+    _, directory = make_qwen3(tmp_path, num_hidden_layers=12)
+    config_text = (directory / "config.json").read_text()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text(config_text)
+    first, second = load(bare, load_format="dummy"), load(bare, load_format="dummy")
+    (bare / "config.json").write_text(
+        json.dumps(json.loads(config_text) | {"num_hidden_layers": 3, "layer_types": None})
+    )
+    shallow = load(bare, load_format="dummy")
+    for layer in range(3):
+        expected = first.model.layers[layer].mlp.gate_up_proj.packed.weight
+        assert torch.equal(second.model.layers[layer].mlp.gate_up_proj.packed.weight, expected)
+        assert torch.equal(shallow.model.layers[layer].mlp.gate_up_proj.packed.weight, expected)
+    assert not torch.equal(
+        first.model.layers[0].mlp.gate_up_proj.packed.weight, first.model.layers[1].mlp.gate_up_proj.packed.weight
+    )
+    (bare / "config.json").write_text(config_text)
+    logprobs = PagedModel(bare, load_format="dummy").step({0: random_ids(40)})[0]
+    assert torch.isfinite(logprobs).all()
+    assert 0.3 < logprobs.std() < 3
+
+
+def test_rotary_tables_end_where_they_are_needed(tmp_path: Path) -> None:
+    """Guards against 500 MB of tables for a context of a million tokens that nobody asked for."""
+    _, directory = make_llama(tmp_path)
+    assert load(directory).model.layers[0].self_attn.rotary.cos_sin.shape[0] == 512
+    model = load(directory, max_model_len=100)
+    assert model.model.layers[0].self_attn.rotary.cos_sin.shape[0] == 100
+    assert model.model.layers[0].self_attn.rotary is model.model.layers[1].self_attn.rotary
+
+
+def test_a_model_that_differs_from_its_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a parameter in a user's table that his model never takes."""
+    _, directory = make_llama(tmp_path)
+    table = tmp_path / "llama.yaml"
+    original = loader.lookup("LlamaForCausalLM")
+    table.write_text(original.table_file.read_text() + "\nmodel.extra.weight: {shape: [hidden]}\n")
+    monkeypatch.setattr(loader, "lookup", lambda name: type(original)(original.model_class, table))
+    with pytest.raises(ModelLoadError, match=r"differ in model\.extra\.weight"):
+        load(directory, load_format="dummy")
+    with pytest.raises(ModelLoadError, match=r"missing: model\.extra\.weight"):
+        load(directory)
