@@ -120,6 +120,7 @@ class TestText:
         ids = [ids_of(char)[0] for char in "abab"]
         assert session.step(out(name, 0, ids)).outputs[0].outputs[0].text == "aba"
 
+    @pytest.mark.covers("M27")
     @pytest.mark.parametrize(
         ("include", "skip", "text"), [(False, False, "a"), (True, False, "a</s>"), (True, True, "a")]
     )
@@ -160,6 +161,38 @@ class TestText:
         assert choice.logprobs[0][5].decoded_token is None
         with pytest.raises(InvalidRequestError, match="stop"):
             session.add("other", prompt=[1], stop=["x"])
+
+
+class SubstringTokenizer:
+    """Every part of one text is a token of its own, so that the text can be cut into tokens in every way."""
+
+    special_ids = byte_fallback_ids = frozenset()
+    joins_bytes = True
+
+    def __init__(self, text):
+        self.words = sorted({text[i:j] for i in range(len(text)) for j in range(i + 1, len(text) + 1)})
+
+    def token_to_bytes(self, token_id):
+        return self.words[token_id].encode()
+
+
+@pytest.mark.covers("F11")
+@pytest.mark.parametrize(("include", "text"), [(False, "ab\n"), (True, "ab\n\n\r\n")])
+def test_stop_string_over_all_splits_into_tokens(include, text):
+    """Guards against a stop string that is found only when it begins or ends where a token does."""
+    whole, stop = "ab\n\n\r\ncd", "\n\r\n"
+    tok = SubstringTokenizer(whole)
+    for places in range(2 ** (len(whole) - 1)):
+        cuts = [0, *(i for i in range(1, len(whole)) if places >> (i - 1) & 1), len(whole)]
+        ids = [tok.words.index(whole[i:j]) for i, j in pairwise(cuts)]
+        session = Session(tok)
+        (name,) = session.add(prompt=[1], stop=[stop], include_stop_str_in_output=include, output_kind=DELTA)
+        steps = [session.step(out(name, position, [token_id])) for position, token_id in enumerate(ids)]
+        told = [output.outputs[0] for step in steps for output in step.outputs]
+        assert "".join(choice.text for choice in told) == text
+        assert told[-1].stop_reason == stop
+        assert [choice.token_ids for choice in told] == [[i] for i in ids[: len(told)]]
+        assert cuts[len(told) - 1] < 6 <= cuts[len(told)]
 
 
 class TestOrder:

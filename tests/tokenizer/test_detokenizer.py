@@ -50,6 +50,7 @@ def _breaks(tok, ids):
     return False
 
 
+@pytest.mark.covers("F8")
 @pytest.mark.parametrize("kind", KINDS)
 class TestPiecesAreTheWhole:
     @settings(max_examples=150, deadline=None)

@@ -33,6 +33,7 @@ def both(request, tmp_path_factory):
 
 
 class TestOracle:
+    @pytest.mark.covers("M27")
     def test_encode(self, both):
         """Guards against a lost BOS, a truncation setting left on, an added token not seen."""
         ours, theirs = both

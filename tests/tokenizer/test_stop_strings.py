@@ -62,6 +62,7 @@ def test_holds_back_just_enough(text, stops):
         assert len(found._held) == longest
 
 
+@pytest.mark.covers("F11")
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stops", [["\n\n"], ["STOP"], ["</s>", "s>x"], ["abab", "ba"]])
 def test_all_splits(stops, include):
