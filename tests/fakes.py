@@ -59,6 +59,7 @@ class FakeOps:
         return torch.log_softmax(logits, dim=-1)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        assert bool(torch.isfinite(logits.amax(dim=-1)).all()), "the runner samples healthy rows only"
         rows = adjusted(logits, params)
         return torch.tensor([self._choose(row, params, m) for m, row in enumerate(rows)], dtype=torch.int64)
 

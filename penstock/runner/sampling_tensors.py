@@ -14,37 +14,36 @@ from penstock.runner.logits_processors import FloatArray, IntArray, RowProcessor
 
 
 class PairList:
-    """Collects (row, id) pairs with an optional value, dropping ids that the vocabulary does not have.
+    """Collects (row, id) pairs, each with a value where values are given."""
 
-    It is false while it is empty.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._rows: list[IntArray] = []
+    def __init__(self) -> None:
+        self._rows: list[int] = []
         self._ids: list[IntArray] = []
         self._values: list[FloatArray] = []
 
     def add(self, row: int, ids: IntArray, values: FloatArray | None = None) -> None:
-        """Take ids [P] for a row, and their values [P]."""
-        if ids.size and int(ids.max()) >= self._vocab_size:
-            inside = ids < self._vocab_size
-            ids, values = ids[inside], None if values is None else values[inside]
-        if ids.size:
-            self._rows.append(np.full(ids.size, row, dtype=np.int64))
-            self._ids.append(ids)
-            self._values.extend([] if values is None else [values])
+        """Take ids [P] for a row, and their values [P]; the arrays must not change before `collect`."""
+        self._rows.append(row)
+        self._ids.append(ids)
+        if values is not None:
+            self._values.append(values)
 
-    def __bool__(self) -> bool:
-        return bool(self._ids)
+    def collect(self, vocab_size: int) -> tuple[Tensor, Tensor] | None:
+        """All pairs [P, 2] int64 and their values [P] float32 (or none at all), as copies; None where P is 0.
 
-    def pairs(self) -> Tensor:
-        """[P, 2] int64, a copy of everything added (at least one pair)."""
-        return torch.from_numpy(np.stack([np.concatenate(self._rows), np.concatenate(self._ids)], axis=1))
-
-    def values(self) -> Tensor:
-        """[P] float32, a copy."""
-        return torch.from_numpy(np.concatenate(self._values))
+        Ids that the vocabulary does not have are left out: no logit is theirs.
+        """
+        if not self._ids:
+            return None
+        ids = np.concatenate(self._ids)
+        pairs = np.empty((len(ids), 2), dtype=np.int64)
+        pairs[:, 0] = np.repeat(self._rows, [len(part) for part in self._ids])
+        pairs[:, 1] = ids
+        values = np.concatenate(self._values) if self._values else np.zeros(0, dtype=np.float32)
+        inside = ids < vocab_size
+        if not inside.all():
+            pairs, values = pairs[inside], values[inside] if self._values else values
+        return (torch.from_numpy(pairs), torch.from_numpy(values)) if len(pairs) else None
 
 
 class StepProcessors:
@@ -55,14 +54,14 @@ class StepProcessors:
         masked, bias, seen, counts: the pairs that SamplingTensors describes.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
+    def __init__(self, num_rows: int) -> None:
         self.repetition: FloatArray = np.ones(num_rows, dtype=np.float32)
         self.frequency: FloatArray = np.zeros(num_rows, dtype=np.float32)
         self.presence: FloatArray = np.zeros(num_rows, dtype=np.float32)
-        self.masked = PairList(vocab_size)
-        self.bias = PairList(vocab_size)
-        self.seen = PairList(vocab_size)
-        self.counts = PairList(vocab_size)
+        self.masked = PairList()
+        self.bias = PairList()
+        self.seen = PairList()
+        self.counts = PairList()
 
     def add(self, index: int, processors: RowProcessors, history: Int32, num_outputs: int) -> None:
         """Take in row `index` of the step, with its tokens so far [num_tokens] int32."""
@@ -84,32 +83,30 @@ def sampling_tensors(batch: InputBatch, rows: Int64, vocab_size: int) -> Samplin
     temperature = batch.temperature[rows]
     top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
     limited = (top_k > 0) & (top_k < vocab_size)
-    step = _step_processors(batch, rows, vocab_size)
+    step = _step_processors(batch, rows)
+    masked, bias, seen, counts = (
+        pairs.collect(vocab_size) for pairs in (step.masked, step.bias, step.seen, step.counts)
+    )
     return SamplingTensors(
         temperature=torch.from_numpy(temperature),
         top_k=torch.from_numpy(np.where(limited, top_k, vocab_size)) if limited.any() else None,
         top_p=torch.from_numpy(top_p) if (top_p < 1.0).any() else None,
         min_p=torch.from_numpy(min_p) if (min_p > 0.0).any() else None,
         noise_key=_noise_key(batch, rows) if temperature.any() else None,
-        masked=step.masked.pairs() if step.masked else None,
-        bias=(step.bias.pairs(), step.bias.values()) if step.bias else None,
-        repetition=(torch.from_numpy(step.repetition), step.seen.pairs()) if step.seen else None,
-        counts=_counts(step) if step.counts else None,
+        masked=None if masked is None else masked[0],
+        bias=bias,
+        repetition=None if seen is None else (torch.from_numpy(step.repetition), seen[0]),
+        counts=None if counts is None else (torch.from_numpy(step.frequency), torch.from_numpy(step.presence), *counts),
     )
 
 
-def _step_processors(batch: InputBatch, rows: Int64, vocab_size: int) -> StepProcessors:
-    step = StepProcessors(len(rows), vocab_size)
+def _step_processors(batch: InputBatch, rows: Int64) -> StepProcessors:
+    step = StepProcessors(len(rows))
     for index, row in enumerate(rows.tolist()):
         processors = batch.processors[row]
         if processors is not None:
             step.add(index, processors, batch.history(row), batch.num_outputs(row))
     return step
-
-
-def _counts(step: StepProcessors) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    penalties = torch.from_numpy(step.frequency), torch.from_numpy(step.presence)
-    return *penalties, step.counts.pairs(), step.counts.values()
 
 
 def _noise_key(batch: InputBatch, rows: Int64) -> Tensor:

@@ -202,6 +202,13 @@ def test_a_step_that_contradicts_the_batch_is_refused(item: ScheduledRequest, er
         run(batch, [one()], item)
 
 
+def test_a_request_twice_in_a_step_is_refused() -> None:
+    """Guards against one request computed by two rows of a batch."""
+    items = [ScheduledRequest("a", start, 2, [[], []], [0, 0], 0) for start in (0, 2)]
+    with pytest.raises(EngineError, match="twice"):
+        run(InputBatch(GROUPS, MAX_SEQS, MAX_LEN), [one()], *items)
+
+
 def test_drafts_are_refused_until_they_are_built() -> None:
     """Guards against num_samples = 2 being accepted and ignored."""
     with pytest.raises(NotSupportedError, match="num_samples"):

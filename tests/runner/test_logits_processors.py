@@ -136,3 +136,11 @@ def test_min_tokens_holds_through_the_runner(bench: Callable[..., Any]) -> None:
     assert 3 not in tokens[:2]
     assert tokens[2] == 3
     assert bench(eos_token_ids=EOS).generate("b", [1, 2], 1, min_tokens=2, ignore_eos=True, **wants_end) == [3]
+
+
+def test_a_row_does_not_inherit(bench: Callable[..., Any]) -> None:
+    """Guards against a bias or penalty left behind by the request that had the row before."""
+    made = bench(max_num_seqs=1)
+    plain = made.generate("a", [1, 2], 4)
+    assert made.generate("b", [1, 2], 2, logit_bias={9: 100.0}, repetition_penalty=50.0) == [9, 9]
+    assert made.generate("c", [1, 2], 4) == plain

@@ -13,7 +13,7 @@ from penstock.layers.context import ForwardContext
 from penstock.runner import model_runner
 from penstock.runner.kv_cache import allocate_kv_caches, layer_groups
 from penstock.runner.model_runner import ModelRunner
-from penstock.step import CacheGroup, SchedulerOutput
+from penstock.step import CacheGroup, SchedulerOutput, TokenLogprobs
 from tests.fakes import CacheModel, FakeOps, TinyModel, resolved_config
 
 PROMPTS = {"a": [7, 3, 11], "b": list(range(1, 40)), "c": [20]}
@@ -60,21 +60,27 @@ def test_prompt_logprobs_in_chunks_equal_whole(
     """Guards against a prompt token scored twice or never at a chunk's edge, and against unbounded logits."""
     monkeypatch.setattr(model_runner, "PROMPT_LOGPROB_ROWS", 4)
     made = bench()
-    prompt = [5, 1, 8, 8, 2, 30, 17, 3, 9, 11, 12, 13]
-    made.scheduler.add("a", prompt, prompt_logprobs=2)
-    made.scheduler.add("b", prompt[:3])
-    found = []
-    for _ in range(len(prompt)):
-        results = made.step(chunk=chunk)
-        found += results["a"].prompt_logprobs or []
-        assert results["b"].prompt_logprobs is None
+    prompts = {"a": [5, 1, 8, 8, 2, 30, 17, 3, 9, 11, 12, 13], "b": [4, 1, 8], "c": [21, 22, 23, 24, 25, 26, 27]}
+    asked = {"a": 2, "b": None, "c": 0}
+    for name, prompt in prompts.items():
+        made.scheduler.add(name, prompt, prompt_logprobs=asked[name])
+    found: dict[str, list[TokenLogprobs]] = {name: [] for name in prompts}
+    for _ in range(len(prompts["a"])):
+        for name, result in made.step(chunk=chunk).items():
+            found[name] += result.prompt_logprobs or []
+    assert found["b"] == []
+    check_scores(made.model, prompts["a"], found["a"], 2)
+    check_scores(made.model, prompts["c"], found["c"], 0)
+    assert max(made.model.logits_rows) <= 4
+
+
+def check_scores(model: TinyModel, prompt: list[int], found: list[TokenLogprobs], num_top: int) -> None:
     assert [entry.token_ids[0] for entry in found] == prompt[1:]
     for position, entry in enumerate(found):
-        raw = torch.log_softmax(made.model.logits(prompt[position], position), -1)
+        raw = torch.log_softmax(model.logits(prompt[position], position), -1)
         assert entry.logprobs == pytest.approx(raw[entry.token_ids].tolist(), abs=1e-6)
-        assert entry.token_ids[1:] == raw.topk(2).indices.tolist()
+        assert entry.token_ids[1:] == raw.topk(num_top).indices.tolist()
         assert entry.rank == 1 + int((raw > raw[prompt[position + 1]]).sum())
-    assert max(made.model.logits_rows) <= 4
 
 
 def test_logits_only_where_somebody_looks(bench: Callable[..., Any]) -> None:

@@ -46,10 +46,10 @@ def test_logprobs_are_raw(bench: Callable[..., Any]) -> None:
     """Guards against log-probabilities taken after bias, penalties or temperature."""
     made = bench()
     made.scheduler.add("a", [5, 6], logprobs=3, logit_bias={9: 100.0}, repetition_penalty=2.0)
-    made.scheduler.add("b", [5, 6])
-    made.scheduler.add("c", [5, 6], logprobs=0, temperature=3.0, seed=1)
+    made.scheduler.add("b", [5, 7])
+    made.scheduler.add("c", [5, 8], logprobs=0, temperature=3.0, seed=1)
     results = made.step()
-    raw = torch.log_softmax(made.model.logits(6, 1), -1)
+    raw, raw_c = (torch.log_softmax(made.model.logits(token, 1), -1) for token in (6, 8))
     assert results["a"].new_token_ids == [9]
     entry = results["a"].logprobs[0]
     assert entry.token_ids == [9, *raw.topk(3).indices.tolist()]
@@ -58,7 +58,7 @@ def test_logprobs_are_raw(bench: Callable[..., Any]) -> None:
     assert results["b"].logprobs is None
     chosen = results["c"].new_token_ids[0]
     assert results["c"].logprobs[0].token_ids == [chosen]
-    assert results["c"].logprobs[0].logprobs == pytest.approx([float(raw[chosen])], abs=1e-6)
+    assert results["c"].logprobs[0].logprobs == pytest.approx([float(raw_c[chosen])], abs=1e-6)
 
 
 def test_choices_of_one_seed_differ_and_repeat(bench: Callable[..., Any]) -> None:

@@ -1,0 +1,184 @@
+"""The real engine on the TorchExecutor: blocks shared, released, preempted and reused, all at once.
+
+With CacheModel every token is computed from what the caches hold, so a slot that is wrong in any way is a wrong token.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine.engine import Engine
+from penstock.engine.messages import EngineOutput, EngineRequest
+from penstock.kernels.reference import ReferenceOps
+from penstock.model_config import ModelConfig
+from penstock.runner.executor import TorchExecutor
+from penstock.runner.worker import Worker
+from penstock.sampling_params import SamplingParams
+from penstock.step import CacheGroup
+from penstock.weights.loader import load_model
+from tests.fakes import CacheModel, FakeOps, resolved_config
+
+VOCAB = 50
+LIMITS = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 128}
+
+
+def engine_for(
+    model: Any, ops: Any, groups: list[CacheGroup], *, num_kv_heads: int = 1, head_dim: int = 1, **limits: int
+) -> Engine:
+    limits = {**LIMITS, **limits}
+    worker = Worker(model, ops, groups, resolved_config(**limits), num_kv_heads=num_kv_heads, head_dim=head_dim)
+    return Engine(TorchExecutor(worker), groups, vocab_size=VOCAB, **limits)
+
+
+def run(engine: Engine) -> dict[str, list[EngineOutput]]:
+    outputs: dict[str, list[EngineOutput]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    engine.kv_cache.check_integrity()
+    assert engine.kv_cache.num_free == engine.kv_cache.num_blocks
+    return outputs
+
+
+def tokens_of(outputs: Sequence[EngineOutput]) -> list[int]:
+    assert all(output.error is None for output in outputs)
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+def expected(model: CacheModel, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(model.expected(tokens))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("windows", [(None,), (20,), (None, 20, None, 7)])
+@pytest.mark.parametrize("num_blocks", [10, 40])
+def test_a_crowd_gets_the_right_tokens(windows: tuple[int | None, ...], num_blocks: int) -> None:
+    """Guards against rows and blocks mixed up by preemption, prefix hits or released window blocks.
+
+    Ten blocks are too few for five requests, so some are preempted; the shared prefix makes cache hits.
+    """
+    model = CacheModel(windows, VOCAB)
+    groups = [
+        CacheGroup(tuple(i for i, w in enumerate(windows) if w == window), window, num_blocks, 16)
+        for window in dict.fromkeys(windows)
+    ]
+    engine, rng = engine_for(model, FakeOps(), groups), random.Random(3)
+    prefix = [rng.randrange(VOCAB) for _ in range(40)]
+    prompts = {
+        str(i): prefix[: rng.choice([0, 20, 40])] + [rng.randrange(VOCAB)] * rng.randint(1, 30) for i in range(16)
+    }
+    outputs: dict[str, list[EngineOutput]] = {}
+    for name, prompt in prompts.items():  # they join while others run
+        engine.add_request(EngineRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=25)))
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    for name, more in run(engine).items():
+        outputs.setdefault(name, []).extend(more)
+    for name, prompt in prompts.items():
+        assert tokens_of(outputs[name]) == expected(model, prompt, 25), name
+    if num_blocks == 10 and None in windows:
+        assert engine.stats().num_preemptions_total > 0
+
+
+def test_aborts_free_the_rows() -> None:
+    """Guards against rows that leak: 40 requests through 5 rows, a third of them aborted."""
+    model = CacheModel([None], VOCAB)
+    engine = engine_for(model, FakeOps(), [CacheGroup((0,), None, 40, 16)])
+    for i in range(40):
+        engine.add_request(EngineRequest(str(i), [i], SamplingParams(temperature=0.0, max_tokens=4)))
+        engine.step()
+        if i % 3 == 0:
+            engine.abort(str(i))
+    run(engine)
+    engine.add_request(EngineRequest("last", [1, 2], SamplingParams(temperature=0.0, max_tokens=4)))
+    assert tokens_of(run(engine)["last"]) == expected(model, [1, 2], 4)
+
+
+# --- a real model ----------------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+
+
+def llama_engine(directory: Path, num_blocks: int = 40, **limits: int) -> Engine:
+    """A two-layer Llama with dummy weights, which are the same every time."""
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    config, ops = ModelConfig.from_directory(directory), ReferenceOps(torch.float32)
+    model = load_model(directory, config, ops, "dummy")
+    groups = [CacheGroup((0, 1), None, num_blocks, 16)]
+    return engine_for(model, ops, groups, num_kv_heads=2, head_dim=8, **limits)
+
+
+def requests(seeds: Sequence[int], **params: Any) -> list[EngineRequest]:
+    """Prompts of mixed lengths; odd ones are sampled, even ones greedy."""
+    made = []
+    for seed in seeds:
+        prompt = [random.Random(seed).randrange(VOCAB) for _ in range(1 + 9 * seed % 45)]
+        temperature = 0.8 * (seed % 2)
+        made.append(
+            EngineRequest(str(seed), prompt, SamplingParams(temperature=temperature, seed=seed, logprobs=1, **params))
+        )
+    return made
+
+
+def test_generated_tokens_scored_in_one_pass(tmp_path: Path) -> None:
+    """Guards against wrong positions, masks or slots anywhere: a decode's log-probabilities must be a prompt's.
+
+    Generated in a crowd with chunks of 7 and preemptions, then scored as one prompt in one step.
+    """
+    engine = llama_engine(tmp_path, num_blocks=14, max_num_batched_tokens=7)
+    asked = requests(range(10), max_tokens=40)
+    for item in asked:
+        engine.add_request(item)
+    outputs = run(engine)
+    assert engine.stats().num_preemptions_total > 0
+    for item in asked:
+        tokens = tokens_of(outputs[item.request_id])
+        whole = llama_engine(tmp_path, max_num_batched_tokens=128)
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        whole.add_request(EngineRequest("whole", [*item.prompt_token_ids, *tokens], params))
+        scored = [entry for output in run(whole)["whole"] for entry in output.prompt_logprobs or []]
+        reported = [entry for output in outputs[item.request_id] for entry in output.logprobs or []]
+        assert [entry.token_ids[0] for entry in scored[-len(tokens) :]] == tokens
+        found = [entry.logprobs[0] for entry in reported]
+        assert found == pytest.approx([entry.logprobs[0] for entry in scored[-len(tokens) :]], abs=1e-4)
+
+
+def test_a_resumed_request_goes_on(tmp_path: Path) -> None:
+    """Guards against outputs that come back as a prompt: penalties, minimum length and noise would start afresh."""
+    params = {"max_tokens": 20, "min_tokens": 18, "frequency_penalty": 0.7, "presence_penalty": 0.3}
+    asked = requests(range(4), repetition_penalty=1.2, **params)
+    engine = llama_engine(tmp_path)
+    for item in asked:
+        engine.add_request(item)
+    whole = {name: tokens_of(outputs) for name, outputs in run(engine).items()}
+    engine = llama_engine(tmp_path)
+    for item in asked:
+        half = whole[item.request_id][:9]
+        engine.add_request(EngineRequest(item.request_id, item.prompt_token_ids, item.params, output_token_ids=half))
+    rest = {name: tokens_of(outputs) for name, outputs in run(engine).items()}
+    assert {name: tokens[:9] + rest[name] for name, tokens in whole.items()} == whole
