@@ -1,0 +1,200 @@
+"""What every request passes through, as plain ASGI: the boundary (id, log, last resort), the key, the body limits.
+
+The key is asked for by default: only a path that is exactly one of OPEN_PATHS goes without, compared as the router
+compares it. Nothing here looks at the Host header or at a URL put together from it.
+"""
+
+import asyncio
+import base64
+import binascii
+import hmac
+import logging
+from collections.abc import Callable
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.server.api_errors import ApiError, ClientGoneError, internal_error
+from penstock.server.metrics import Metrics
+from penstock.server.options import ServerOptions
+from penstock.server.request_log import RequestLog
+from penstock.server.sse import CONTENT_TYPE, data
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
+MAX_REQUEST_ID = 128
+CLIENT_GONE = 499  # logged only; nobody is there to read it
+
+access_logger = logging.getLogger("penstock.access")
+logger = logging.getLogger("penstock.server")
+
+
+class _SentResponse:
+    """Watches what goes out: the status, whether it streams, whether it ended. Adds the request id to the headers."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self.status: int | None = None
+        self.streams = False
+        self.ended = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-Id"] = self._request_id
+            headers["X-Content-Type-Options"] = "nosniff"
+            self.status = message["status"]
+            self.streams = headers.get("content-type") == CONTENT_TYPE.decode()
+        elif not message.get("more_body", False):
+            self.ended = True
+        await self._send(message)
+
+
+class BoundaryMiddleware:
+    """The outermost layer: gives the request an id, catches what nobody caught, writes the log line."""
+
+    def __init__(self, app: ASGIApp, *, options: ServerOptions, metrics: Metrics) -> None:
+        self._app = app
+        self._options = options
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await _refuse_websocket(scope, send)
+        log = RequestLog(visible_request_id(Headers(scope=scope).get("x-request-id")))
+        scope.setdefault("state", {})["log"] = log
+        sent = _SentResponse(send, log.request_id)
+        status = CLIENT_GONE
+        try:
+            await self._app(scope, receive, sent)
+            status = sent.status or CLIENT_GONE
+        except (ClientGoneError, ClientDisconnect):
+            _cut_off(scope)
+        except Exception:
+            status = 500
+            logger.exception("%s %s failed", scope["method"], ascii(scope["path"])[:200])
+            await _last_words(sent, scope, receive)
+        finally:
+            self._record(scope, status, log)
+
+    def _record(self, scope: Scope, status: int, log: RequestLog) -> None:
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.requests.labels(route, str(status)).inc()
+        if not self._options.access_log:
+            return
+        parts = [scope["method"], ascii(scope["path"])[1:-1][:200], str(status), f"{log.age_s() * 1000:.0f}ms"]
+        parts += [part for part in (log.tokens(), log.labels) if part]
+        access_logger.info("%s id=%s", " ".join(parts), log.request_id)
+
+
+async def _refuse_websocket(scope: Scope, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+
+
+def _cut_off(scope: Scope) -> None:
+    """Drop the connection at once, with what is still buffered for a client that does not read."""
+    abort: Callable[[], None] | None = scope["state"].get("abort_connection")
+    if abort is not None:
+        abort()
+
+
+async def _last_words(sent: _SentResponse, scope: Scope, receive: Receive) -> None:
+    """Say that something went wrong, as far as the response still allows it."""
+    if sent.status is None:
+        await internal_error().response()(scope, receive, sent)
+    elif not sent.ended:
+        body = data(internal_error().body) if sent.streams else b""
+        await sent({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def visible_request_id(given: str | None) -> str:
+    """The caller's id if it is visible ASCII, cut to MAX_REQUEST_ID characters; else a new one."""
+    cut = (given or "")[:MAX_REQUEST_ID]
+    return cut if cut and all("!" <= char <= "~" for char in cut) else uuid4().hex
+
+
+class KeyMiddleware:
+    """401 unless the request carries the key, as a bearer token or, for browsers, as a Basic password."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        self._app = app
+        self._key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS or self._is_right(Headers(scope=scope).getlist("authorization")):
+            return await self._app(scope, receive, send)
+        # a browser asks its user for the key only where the page itself is refused
+        challenge = 'Basic realm="penstock: the API key as password", Bearer' if scope["path"] == "/" else "Bearer"
+        message = 'The API key is missing or wrong; send it as "Authorization: Bearer KEY".'
+        error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
+        await error.response()(scope, receive, send)
+
+    def _is_right(self, headers: list[str]) -> bool:
+        given = _sent_key(headers[0]) if len(headers) == 1 else b""
+        return hmac.compare_digest(given, self._key)
+
+
+def _sent_key(header: str) -> bytes:
+    """The key in an Authorization header, b"" where there is none."""
+    scheme, _, value = header.partition(" ")
+    sent = value.strip().encode("latin-1", "replace")
+    if scheme.lower() == "bearer":
+        return sent
+    if scheme.lower() != "basic":
+        return b""
+    try:
+        return base64.b64decode(sent, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+class BodyLimitMiddleware:
+    """413 for a body that is too long, announced or not; 408 for one that does not arrive in time.
+
+    The rest of a refused body is left to the server, which drops it.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = Headers(scope=scope).get("content-length", "0")
+        if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > self._max_bytes:
+            return await self._too_large().response()(scope, receive, send)
+        await self._app(scope, _LimitedBody(receive, self._max_bytes, self._timeout_s, self._too_large()), send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The request body is larger than {self._max_bytes} bytes.", code="request_too_large")
+
+
+class _LimitedBody:
+    """A `receive` that counts and is impatient until the body has ended, and then lets everything pass."""
+
+    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float, too_large: ApiError) -> None:
+        self._receive = receive
+        self._left = max_bytes
+        self._timeout_s = timeout_s
+        self._too_large = too_large
+        self._deadline: float | None = None
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        if self._deadline is None:
+            self._deadline = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise self._too_large
+        self._complete = not message.get("more_body", False)
+        return message

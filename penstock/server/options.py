@@ -1,0 +1,70 @@
+"""ServerOptions: every knob of the HTTP side, checked when it is made. Knows no engine option."""
+
+from dataclasses import dataclass
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """How the server listens and what it refuses.
+
+    Attributes:
+        port: 0 lets the system choose; the start-up line says which.
+        api_key: with a key, every route but /health, /ping, /live and /ready asks for it.
+        served_model_names: the names requests may use; the first is the one answers carry. None: the model as the
+            user named it.
+        max_body_bytes: a longer request body is refused with 413.
+        max_choices: most choices one call may ask for: prompts times n.
+        max_parallel_tokenizations: long texts that are tokenised at a time; more wait.
+        receive_timeout_s: how long a client may take to send its headers, and again its body.
+        keep_alive_s: a stream that has been silent for so long sends a comment.
+        stall_timeout_s: a client that takes nothing of its stream for so long is cut off.
+        drain_timeout_s: how long open requests may go on after SIGTERM.
+        allowed_origins: web origins that may call from a browser page; none by default.
+        access_log: write one line per request to the logger `penstock.access`.
+        started_at: time.monotonic() when the process began, for the "ready in" of the start-up line.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_model_names: tuple[str, ...] | None = None
+    max_body_bytes: int = 8 * MIB
+    max_choices: int = 256
+    max_parallel_tokenizations: int = 2
+    receive_timeout_s: float = 30.0
+    keep_alive_s: float = 5.0
+    stall_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+    allowed_origins: tuple[str, ...] = ()
+    access_log: bool = True
+    started_at: float | None = None
+
+    def __post_init__(self) -> None:
+        check.check_str("host", self.host)
+        check.check_int("port", self.port, 0, 65535)
+        self._check_names()
+        check.check_int("max_body_bytes", self.max_body_bytes, 1, 2**40)
+        check.check_int("max_choices", self.max_choices, 1, 65536)
+        check.check_int("max_parallel_tokenizations", self.max_parallel_tokenizations, 1, 256)
+        for name in ("receive_timeout_s", "keep_alive_s", "stall_timeout_s"):
+            check.check_float(name, getattr(self, name), 0.0, 86400.0, low_open=True)
+        check.check_float("drain_timeout_s", self.drain_timeout_s, 0.0, 86400.0)
+        check.check_bool("access_log", self.access_log)
+
+    def _check_names(self) -> None:
+        check.check_str("api_key", self.api_key, optional=True)
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise InvalidRequestError(
+                "api_key: only printable ASCII characters can be sent in a header", param="api_key"
+            )
+        for name in ("served_model_names", "allowed_origins"):
+            values = getattr(self, name)
+            if values is not None:
+                check.string_tuple(name, values, max_items=64, max_length=1024)
+        if self.served_model_names is not None and not self.served_model_names:
+            raise check.fail("served_model_names", self.served_model_names, "null or at least one name")

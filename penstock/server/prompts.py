@@ -1,0 +1,181 @@
+"""From a request body to prompts as token ids. Knows the tokenizer through ServerContext, and no engine.
+
+Lengths are checked before any text is tokenised, and ids before anything is computed for them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock import validation as check
+from penstock.engine.messages import ModelInfo
+from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.server.context import ServerContext
+from penstock.server.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    Message,
+    TokenizeRequest,
+    refusal,
+    refuse_planned,
+)
+from penstock.tokenizer.tokenizer import check_prompt_length
+
+MAX_MESSAGES = 4096
+MESSAGE_PLANNED = ("tool_calls", "tool_call_id", "function_call", "audio", "annotations", "refusal")
+PLANNED_PARTS = frozenset({"image_url", "input_audio", "file", "video_url"})
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as the engine takes it; the text only where the answer may repeat it."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+async def completion_prompts(context: ServerContext, body: CompletionRequest, info: ModelInfo) -> list[EncodedPrompt]:
+    """The prompts of a call, in order: a text, ids, or a list of either."""
+    items = _split(body.prompt)
+    limit = context.options.max_choices
+    if len(items) * (body.n or 1) > limit:
+        name = "n" if len(items) == 1 else "prompt"
+        message = f"{name}: {len(items)} prompts times n = {body.n or 1} are too many; at most {limit} choices a call"
+        raise InvalidRequestError(message, param=name)
+    add_special_tokens = body.add_special_tokens is not False
+    for item in items:
+        if not isinstance(item, str):
+            _check_ids(item, info)
+    return [await _encoded(context, item, info, body, add_special_tokens) for item in items]
+
+
+def _split(prompt: str | list[Any]) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str) or (prompt and type(prompt[0]) is int):
+        return [prompt]
+    kind = type(prompt[0]) if prompt else None
+    if kind not in (str, list) or not all(type(item) is kind for item in prompt):
+        raise check.fail(
+            "prompt", prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids"
+        )
+    return prompt
+
+
+def _check_ids(ids: list[Any], info: ModelInfo) -> None:
+    if not ids:
+        raise check.fail("prompt", ids, "at least one token id")
+    if len(ids) >= info.max_model_len:
+        raise _too_long("prompt", len(ids), info)
+    for token_id in ids:
+        check.check_int("prompt", token_id, 0, info.vocab_size - 1)
+
+
+async def _encoded(
+    context: ServerContext, item: str | list[int], info: ModelInfo, body: CompletionRequest, add_special_tokens: bool
+) -> EncodedPrompt:
+    if isinstance(item, str):
+        ids = await _encode(context, item, info, "prompt", add_special_tokens=add_special_tokens)
+        return EncodedPrompt(ids, item)
+    return EncodedPrompt(
+        item,
+        await context.decode(item, skip_special_tokens=body.skip_special_tokens is not False) if body.echo else None,
+    )
+
+
+async def _encode(
+    context: ServerContext, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool
+) -> list[int]:
+    if not text:
+        raise check.fail(param, text, "a text of at least one character")
+    check_prompt_length(text, info.max_model_len, param=param)
+    ids = await context.encode(text, add_special_tokens=add_special_tokens)
+    if not ids:
+        raise InvalidRequestError(f"{param}: the text has no tokens", param=param)
+    if len(ids) >= info.max_model_len:
+        raise _too_long(param, len(ids), info)
+    return ids
+
+
+def _too_long(param: str, length: int, info: ModelInfo) -> InvalidRequestError:
+    message = (
+        f"{param}: {length} tokens are too many; the context of {info.max_model_len} tokens must hold the prompt and "
+        "at least one token of the answer"
+    )
+    return InvalidRequestError(message, param=param, code="context_length_exceeded")
+
+
+async def chat_prompt(context: ServerContext, body: ChatRequest, info: ModelInfo) -> EncodedPrompt:
+    """The conversation in the model's own template."""
+    continue_final = bool(body.continue_final_message)
+    add_generation = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
+    text = await render(
+        context, body.messages, info, add_generation_prompt=add_generation, continue_final=continue_final
+    )
+    ids = await _encode(context, text, info, "messages", add_special_tokens=bool(body.add_special_tokens))
+    return EncodedPrompt(ids)
+
+
+async def render(
+    context: ServerContext,
+    messages: list[Message],
+    info: ModelInfo,
+    *,
+    add_generation_prompt: bool,
+    continue_final: bool,
+) -> str:
+    """The prompt text of a conversation, or an error that names `messages`."""
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise check.fail("messages", f"a list of {len(messages)}", f"a list of 1 to {MAX_MESSAGES} messages")
+    turns = [_turn(message) for message in messages]
+    check_prompt_length("".join(turn["content"] for turn in turns), info.max_model_len, param="messages")
+    template = context.tokenizer().chat_template
+    if template is None:
+        message = "messages: the model has no chat template; use /v1/completions"
+        raise InvalidRequestError(message, param="messages", code="no_chat_template")
+    return await template.render(
+        turns, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final
+    )
+
+
+def _turn(message: Message) -> dict[str, str]:
+    """What the template sees. `developer` is the newer name of `system`, which is the one that templates know."""
+    refuse_planned(message, *MESSAGE_PLANNED)
+    if message.role in ("tool", "function"):
+        raise NotSupportedError(
+            f"messages: the role {message.role} is not supported; tools are not built yet", param="messages"
+        )
+    turn = {"role": "system" if message.role == "developer" else message.role, "content": _content(message)}
+    return turn if message.name is None else {**turn, "name": message.name}
+
+
+def _content(message: Message) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if not message.content:
+        raise InvalidRequestError(f"messages: the content of a {message.role} message is missing", param="messages")
+    return "\n".join(_part_text(part) for part in message.content)
+
+
+def _part_text(part: ContentPart) -> str:
+    """The text of a part; nothing but text is ever fetched or read."""
+    if part.type in PLANNED_PARTS:
+        raise refusal("messages", {"type": part.type})
+    if part.type != "text" or part.text is None:
+        raise InvalidRequestError(
+            f"messages: {check.shown(part.type)}: a part must be a text with type text", param="messages"
+        )
+    return part.text
+
+
+async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:
+    """Ids for POST /tokenize. Longer texts than a prompt may be are refused, like a prompt."""
+    refuse_planned(body, "chat_template", "chat_template_kwargs")
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
+    if body.messages is None:
+        check_prompt_length(body.prompt or "", info.max_model_len)
+        return await context.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+    add_generation = body.add_generation_prompt is not False
+    text = await render(context, body.messages, info, add_generation_prompt=add_generation, continue_final=False)
+    check_prompt_length(text, info.max_model_len, param="messages")
+    return await context.encode(text, add_special_tokens=bool(body.add_special_tokens))

@@ -1,0 +1,125 @@
+"""Who may come in: every route asks for the key but the four that orchestrators poll."""
+
+import base64
+import hmac
+
+import pytest
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from penstock.server import middleware
+from penstock.server.app import create_app
+from penstock.server.middleware import OPEN_PATHS
+from penstock.server.options import ServerOptions
+from tests.server.fakes import FakeEngineClient
+from tests.server.harness import app_client
+
+KEY = "sk-right"
+OPTIONS = ServerOptions(api_key=KEY, access_log=False)
+
+
+@pytest.fixture
+def client() -> TestClient:
+    return app_client(options=OPTIONS)
+
+
+def test_every_route_needs_the_key(client: TestClient) -> None:
+    """Guards against a route that was added without thinking of the key: all of the app's are enumerated."""
+    routes = [route for route in create_app(FakeEngineClient(), OPTIONS).routes if isinstance(route, Route)]
+    assert len(routes) > 20
+    for route in routes:
+        for method in sorted(route.methods or ()):
+            path = route.path.replace("{model:path}", "fake").replace("{id}", "a")
+            status = client.request(method, path).status_code
+            assert (status == 401) != (path in OPEN_PATHS), f"{method} {path} gave {status}"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/nope", "/metrics?x=/health", "/health/../metrics", "/metrics#/health", "/%6Detrics", "/health%2F..%2Fmetrics"],
+)
+def test_tricks_with_the_path(client: TestClient, path: str) -> None:
+    """Guards against a check that looks at another string than the router (CVE-2026-48746)."""
+    assert client.get(path).status_code == 401
+
+
+@pytest.mark.parametrize("host", ["a/health?x=", "localhost/health#", "", "x" * 5000])
+def test_tricks_with_the_host(client: TestClient, host: str) -> None:
+    """Guards against a check on a URL that was put together from the Host header."""
+    assert client.get("/metrics", headers={"Host": host}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer sk-wrong",
+        f"Bearer {KEY}x",
+        f"Bearer {KEY[:-1]}",
+        KEY,
+        f"Token {KEY}",
+        "Basic",
+        "Basic !!!",
+        "Basic c2s=",
+        "Bearer \u00e4",
+    ],
+)
+def test_wrong_keys(client: TestClient, header: str) -> None:
+    """Guards against a key that nearly fits, or a header that crashes the check."""
+    response = client.get("/v1/models", headers={b"Authorization": header.encode("latin-1")})
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+    assert KEY not in response.text
+
+
+def test_right_keys(client: TestClient) -> None:
+    """Guards against a scheme that only works in one spelling, and a web page no browser can open."""
+    basic = base64.b64encode(f"anyone:{KEY}".encode()).decode()
+    for header in (f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY} ", f"Basic {basic}"):
+        assert client.get("/v1/models", headers={"Authorization": header}).status_code == 200
+    assert "Basic" in client.get("/").headers["www-authenticate"]
+
+
+def test_two_keys_are_none(client: TestClient) -> None:
+    """Guards against a second header that a proxy in front has not looked at."""
+    headers = [("Authorization", f"Bearer {KEY}"), ("Authorization", "Bearer x")]
+    assert client.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_keys_are_compared_in_constant_time(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against `==`, whose time tells how many characters were right."""
+    compared = []
+
+    class Watched:
+        @staticmethod
+        def compare_digest(a: bytes, b: bytes) -> bool:
+            compared.append((a, b))
+            return hmac.compare_digest(a, b)
+
+    monkeypatch.setattr(middleware, "hmac", Watched)
+    client.get("/v1/models", headers={"Authorization": "Bearer guess"})
+    assert compared == [(b"guess", KEY.encode())]
+
+
+def test_no_cors_by_default() -> None:
+    """Guards against a web page on another origin that may read answers."""
+    client = app_client()
+    headers = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    preflight = client.options("/v1/completions", headers=headers)
+    answer = client.get("/v1/models", headers=headers)
+    assert preflight.status_code == 405
+    assert not any(name.startswith("access-control") for name in (*preflight.headers, *answer.headers))
+
+
+def test_cors_for_named_origins() -> None:
+    """Guards against preflights that fail for want of a key, and against other origins getting in."""
+    client = app_client(options=ServerOptions(api_key=KEY, allowed_origins=("http://ui.example",), access_log=False))
+    headers = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    good = client.options("/v1/completions", headers={**headers, "Origin": "http://ui.example"})
+    bad = client.options("/v1/completions", headers={**headers, "Origin": "http://evil.example"})
+    assert good.headers["access-control-allow-origin"] == "http://ui.example"
+    assert bad.status_code == 400

@@ -1,0 +1,214 @@
+"""Every failure is OpenAI's error object with the right status, and shows nothing of the inside."""
+
+import logging
+from typing import Any
+
+import pytest
+
+from penstock.client.engine_client import EngineState
+from penstock.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError, RequestFailedError
+from penstock.server.options import ServerOptions
+from tests.server.fakes import Behaviour, FakeEngineClient
+from tests.server.harness import app_client
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+TEXT = {"prompt": "Hi", "max_tokens": 4}
+CALLS = [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)]
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize(("path", "body"), CALLS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (InvalidRequestError("prompt: bad", param="prompt", code="odd"), 400, "odd"),
+        (EngineOverloadedError("full", retry_after_s=0.2), 429, "engine_overloaded"),
+        (EngineDeadError("it died"), 503, "engine_unavailable"),
+        (RequestFailedError("bad numbers\n  at /secret/file.py"), 500, "request_failed"),
+        (RuntimeError("/secret/file.py exploded"), 500, "internal_error"),
+    ],
+)
+def test_failures_before_the_first_byte(
+    path: str, body: dict[str, Any], stream: bool, failure: Exception, status: int, code: str
+) -> None:
+    """Guards against a 200 (or a 500 for everything) when a request fails before anything was sent."""
+    client = app_client(FakeEngineClient(Behaviour(failure=failure)))
+    response = client.post(path, json={**body, "stream": stream})
+    error = error_of(response, status)
+    assert error["code"] == code
+    assert "secret" not in response.text
+    if status in (429, 503):
+        assert response.headers["retry-after"] == "1"
+    if status == 429:
+        assert response.headers["retry-after-ms"] == "200"
+
+
+@pytest.mark.parametrize(("path", "body"), CALLS)
+@pytest.mark.parametrize("failure", [EngineDeadError("it died"), RuntimeError("/secret exploded")])
+def test_failures_after_the_first_byte(path: str, body: dict[str, Any], failure: Exception) -> None:
+    """Guards against a stream that ends with [DONE], or with half an event, although it failed."""
+    client = app_client(FakeEngineClient(Behaviour(failure=failure, fail_at=2)))
+    response = client.post(path, json={**body, "stream": True})
+    assert response.status_code == 200
+    last = response.text.strip().split("\n\n")[-1]
+    assert last.startswith('data: {"error":{"message":')
+    assert "[DONE]" not in response.text
+    assert "secret" not in response.text
+
+
+def test_unexpected_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against an internal error that nobody ever hears of."""
+    with caplog.at_level(logging.ERROR, "penstock.server"):
+        app_client(FakeEngineClient(Behaviour(failure=RuntimeError("boom")))).post("/v1/completions", json=TEXT)
+    assert "boom" in caplog.text
+
+
+@pytest.mark.parametrize(("path", "body"), CALLS)
+def test_no_engine_yet(path: str, body: dict[str, Any]) -> None:
+    """Guards against a crash, or a 400, for a request that comes before the engine is ready."""
+    fake = FakeEngineClient()
+    fake.state = EngineState.STARTING
+    client = app_client(fake)
+    assert error_of(client.post(path, json=body), 503)["code"] == "engine_unavailable"
+    assert error_of(client.get("/health"), 503)["message"] == "the engine is starting"
+    assert client.get("/live").status_code == 200
+    assert client.get("/status").json()["engine"]["state"] == "starting"
+    assert error_of(client.get("/v1/models"), 503)
+
+
+@pytest.mark.parametrize(("path", "body"), CALLS)
+def test_unknown_model(path: str, body: dict[str, Any]) -> None:
+    """Guards against answering for a model that is not there, by path or by a name that looks like ours."""
+    client = app_client(options=ServerOptions(served_model_names=("a", "b"), access_log=False))
+    for name in ("fake", "../fake", "", "a\u0430", "x" * 5000):
+        error = error_of(client.post(path, json={**body, "model": name}), 404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert client.post(path, json={**body, "model": "b"}).json()["model"] == "b"
+    assert client.post(path, json=body).json()["model"] == "a"
+    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["a", "b"]
+
+
+def test_unknown_routes_and_methods() -> None:
+    """Guards against Starlette's plain-text 404 and 405, and against redirects to a similar path."""
+    client = app_client()
+    for path in ("/nope", "/v1", "/v1/models/", "//v1//models", "/v1/../metrics/x", "/health/"):
+        assert error_of(client.get(path, follow_redirects=False), 404)
+    response = client.get("/v1/completions")
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
+    assert error_of(client.request("BREW", "/v1/models"), 405)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/responses", "/v1/messages", "/rerank", "/v1/responses/a/cancel"]
+)
+def test_planned_routes(path: str) -> None:
+    """Guards against a planned route that looks like a typing mistake."""
+    assert error_of(app_client().post(path, json={}), 404)["code"] == "not_implemented"
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Content-Type": "application/x-www-form-urlencoded"}, "unsupported_media_type"),
+        ({"Content-Type": "text/plain"}, "unsupported_media_type"),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, "unsupported_media_type"),
+        ({}, "unsupported_media_type"),
+        ({"Content-Type": "application/json", "Content-Encoding": "gzip"}, "unsupported_encoding"),
+    ],
+)
+def test_wrong_content_type(headers: dict[str, str], code: str) -> None:
+    """Guards against reading a form, a simple cross-origin request or a compressed bomb as JSON."""
+    response = app_client().post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert error_of(response, 415)["code"] == code
+
+
+def test_content_type_with_charset() -> None:
+    """Guards against refusing the header as browsers send it."""
+    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert app_client().post("/v1/completions", content=b'{"prompt": "a"}', headers=headers).status_code == 200
+
+
+def test_body_over_the_limit() -> None:
+    """Guards against buffering a body of any size, announced or not."""
+    client = app_client(options=ServerOptions(max_body_bytes=1000, access_log=False))
+    headers = {"Content-Type": "application/json"}
+    big = b'{"prompt": "%s"}' % (b"a" * 1000)
+    assert error_of(client.post("/v1/completions", content=big, headers=headers), 413)
+    pieces = (big[i : i + 100] for i in range(0, len(big), 100))  # sent without a Content-Length
+    assert error_of(client.post("/v1/completions", content=pieces, headers=headers), 413)
+    assert error_of(client.post("/v1/completions", content=b"{}", headers={**headers, "Content-Length": "9" * 30}), 413)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b'"a"',
+        b"{",
+        b'{"prompt": "a"} x',
+        b'\xef\xbb\xbf{"prompt": "a"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\xc0\xaf"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "max_tokens": %s}' % (b"9" * 5000),
+        b'{"prompt": "a", "logit_bias": %s}' % (b"[" * 100_000),
+        b'{"prompt": "a", "metadata": %s}' % (b'{"a":' * 100_000),
+        b'{"prompt": %s' % (b"[" * 100_000),
+    ],
+)
+def test_hostile_json(body: bytes) -> None:
+    """Guards against a parser that dies of depth, of digits, or of what only looks like JSON."""
+    response = app_client().post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert error_of(response, 400)
+
+
+def test_error_message_is_bounded() -> None:
+    """Guards against an error that sends a large value back."""
+    response = app_client().post("/v1/completions", json={"prompt": "a", "x" * 100_000: 1})
+    assert error_of(response, 400)
+    assert len(response.content) < 2000
+
+
+def test_request_id() -> None:
+    """Guards against an id that splits a header, fills the log, or becomes the engine's own key."""
+    fake = FakeEngineClient()
+    client = app_client(fake)
+
+    def echoed(value: bytes) -> str:
+        response = client.post("/v1/completions", json=TEXT, headers={b"X-Request-Id": value})
+        return response.headers["x-request-id"]
+
+    assert echoed(b"abc-1") == "abc-1"
+    assert echoed(b"x" * 100_000) == "x" * 128
+    assert "\u00e4" not in echoed("\u00e4".encode("latin-1"))
+    assert len(echoed(b"a b")) == 32
+    ids = [request_id for _, _, request_id in fake.seen]
+    assert len(set(ids)) == len(ids)
+    assert not any("abc" in request_id or "xxx" in request_id for request_id in ids)
+
+
+def test_access_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a log without status or tokens, and against a label that forges a line of its own."""
+    client = app_client(options=ServerOptions())
+    with caplog.at_level(logging.INFO, "penstock.access"):
+        client.post("/v1/completions", json={**TEXT, "user": "eve\nGET /fake 200", "metadata": {"a": 1}})
+        client.get("/no%0Awhere")
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("POST /v1/completions 200 ")
+    assert "prompt=3 cached=0 completion=4 user='eve\\nGET /fake 200' metadata={'a': 1} id=" in first
+    assert "\n" not in first + second
+    assert " 404 " in second

@@ -1,0 +1,156 @@
+"""run_server as a process sees it: one line when ready, draining, exit codes."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.client.engine_client import EngineState
+from penstock.errors import EngineDeadError
+from penstock.server.options import ServerOptions
+from penstock.server.serve import run_server
+from tests.server.fakes import Behaviour, FakeEngineClient
+from tests.server.harness import QUIET, running, wait_until
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+    import asyncio, sys
+    from penstock.server.options import ServerOptions
+    from penstock.server.serve import run_server
+    from tests.server.fakes import Behaviour, FakeEngineClient
+    client = FakeEngineClient(Behaviour(text="x" * 30, delay_s=0.02))
+    sys.exit(asyncio.run(run_server(client, ServerOptions(port=0))))
+"""
+
+
+@contextlib.contextmanager
+def process() -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """A server process, and its URL from the line it prints."""
+    program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as started:
+        assert started.stdout is not None
+        line = started.stdout.readline()
+        found = re.fullmatch(r"penstock \S+ serving fake at (http://127\.0\.0\.1:\d+)  \(ready in \d+\.\d s\)\n", line)
+        assert found, line or (started.stderr and started.stderr.read())
+        try:
+            yield started, found.group(1)
+        finally:
+            started.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_drains(number: signal.Signals) -> None:
+    """Guards against a restart that cuts off the answers under way, and a code other than 0 for a clean end."""
+    with process() as (started, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 99}) as r:
+            lines = r.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(started.pid, number)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        out, err = started.communicate(timeout=10)
+        assert (started.returncode, out) == (0, "")
+        assert "POST /v1/completions 200" in err
+        assert "Traceback" not in err
+
+
+def test_draining_refuses_new_requests() -> None:
+    """Guards against a load balancer that keeps sending to a server that is about to end."""
+    fake = FakeEngineClient(Behaviour(text="x" * 400, delay_s=0.02))
+    body = {"prompt": "a", "max_tokens": 400, "stream": True}
+    with running(fake, dataclasses.replace(QUIET, drain_timeout_s=0.5)) as server, httpx.Client() as client:
+        with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server._loop.call_soon_threadsafe(server._serving.stop)
+            wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+            assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 503
+            assert httpx.get(f"{server.url}/ready").status_code == 503
+            assert httpx.get(f"{server.url}/live").status_code == 200
+            assert httpx.get(f"{server.url}/status").json()["engine"]["state"] == "draining"
+        server.join()
+    assert server.exit_code == 0
+
+
+def test_health_follows_the_engine() -> None:
+    """Guards against a /health that says 200 while nothing moves, or before the engine is ready."""
+    fake = FakeEngineClient()
+    fake.state = EngineState.STARTING
+    with running(fake) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        fake.state = EngineState.READY
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        fake.making_progress = False
+        assert httpx.get(f"{server.url}/health").json()["error"]["message"] == "the engine is stuck"
+        fake.making_progress, fake.state = True, EngineState.RECOVERING
+        assert httpx.get(f"{server.url}/health").json()["error"]["message"] == "the engine is recovering"
+        fake.state = EngineState.READY
+    assert server.exit_code == 0
+
+
+def test_failed_engine_ends_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a server that lives on without an engine, so that nobody restarts it."""
+    fake = FakeEngineClient()
+    fake.state = EngineState.STARTING
+    with running(fake) as server:
+        fake.state = EngineState.FAILED
+        server.join()
+    assert server.exit_code == 70
+    assert capsys.readouterr().err == "penstock: the engine is failed\n"
+
+
+def test_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a traceback, and an engine left running, when the port is taken."""
+    fake = FakeEngineClient()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert asyncio.run(run_server(fake, ServerOptions(port=port))) == 1
+    assert capsys.readouterr().err == f"penstock: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert fake.state is EngineState.FAILED
+
+
+def test_unknown_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a traceback for a host name that does not exist."""
+    assert asyncio.run(run_server(FakeEngineClient(), ServerOptions(host="no.such.host.invalid"))) == 1
+    assert "cannot listen on no.such.host.invalid" in capsys.readouterr().err
+
+
+class DyingClient(FakeEngineClient):
+    """Its open requests end with the engine."""
+
+    async def shutdown(self) -> None:
+        self.behaviour.failure, self.behaviour.fail_at = EngineDeadError("the engine was shut down"), -1
+        await super().shutdown()
+
+    async def _wait(self, step: int) -> None:
+        if self.state is EngineState.FAILED and self.behaviour.failure is not None:
+            raise self.behaviour.failure
+        await super()._wait(step)
+
+
+def test_streams_left_after_the_drain_are_told() -> None:
+    """Guards against a stream that just breaks off when the drain takes too long."""
+    fake = DyingClient(Behaviour(text="x" * 400, delay_s=0.02))
+    body = {"prompt": "a", "max_tokens": 400, "stream": True}
+    with running(fake, dataclasses.replace(QUIET, drain_timeout_s=0.1)) as server:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            stopper = threading.Thread(target=server.stop)
+            stopper.start()
+            assert "engine_unavailable" in [line for line in lines if line][-1]
+        stopper.join()
+    assert server.exit_code == 0

@@ -1,0 +1,212 @@
+"""What only real connections show: hanging up, slow and rude clients, streaming while the engine works."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from penstock.server.options import ServerOptions
+from tests.server.fakes import Behaviour, FakeEngineClient
+from tests.server.harness import RunningServer, running, wait_until
+
+OPTIONS = ServerOptions(
+    port=0, access_log=False, keep_alive_s=0.1, receive_timeout_s=0.5, stall_timeout_s=0.5, max_body_bytes=100_000
+)
+BODY = {"prompt": "a", "max_tokens": 400}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RunningServer]:
+    with running(FakeEngineClient(), OPTIONS) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: RunningServer) -> RunningServer:
+    shared.client.behaviour = Behaviour()
+    shared.client.aborted.clear()
+    return shared
+
+
+def raw(server: RunningServer, data: bytes, *, receive_buffer: int | None = None) -> socket.socket:
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.connect(("127.0.0.1", server.port))
+    sock.settimeout(5)
+    sock.sendall(data)
+    return sock
+
+
+def post(body: bytes, headers: str = "") -> bytes:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{headers}"
+    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    with sock:
+        parts = []
+        with contextlib.suppress(ConnectionResetError):
+            while part := sock.recv(65536):
+                parts.append(part)
+        return b"".join(parts)
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+@pytest.mark.parametrize("hang_at", [0, 3])
+def test_hanging_up_aborts(server: RunningServer, stream: bytes, hang_at: int) -> None:
+    """Guards against generating for nobody: Starlette does not cancel a plain handler when its client leaves."""
+    server.client.behaviour = Behaviour(hang_at=hang_at)
+    sock = raw(server, post(b'{"prompt": ["a", "b"], "n": 2, "stream": %s}' % stream))
+    wait_until(lambda: len(server.client.open) == 2)
+    sock.close()
+    wait_until(lambda: not server.client.open)
+    assert len(server.client.aborted) == 2
+
+
+def test_hanging_up_while_the_body_is_sent(server: RunningServer) -> None:
+    """Guards against a handler that waits for ever, or logs an error, for a body that will not come."""
+    raw(server, post(b'{"prompt": "a"}')[:-5]).close()
+    assert httpx.get(f"{server.url}/live").status_code == 200
+    assert not server.client.open
+
+
+def test_many_disconnects_leave_nothing(server: RunningServer) -> None:
+    """Guards against a request table that grows with every client that gives up."""
+    server.client.behaviour = Behaviour(delay_s=0.001)
+    for _ in range(50):
+        raw(server, post(b'{"prompt": "a", "max_tokens": 400, "stream": true}')).close()
+    wait_until(lambda: not server.client.open)
+    server.client.behaviour = Behaviour()
+    assert httpx.post(f"{server.url}/v1/completions", json=BODY).status_code == 200
+
+
+def test_stream_arrives_piece_by_piece(server: RunningServer) -> None:
+    """Guards against an answer that is collected first and "streamed" at the end."""
+    server.client.behaviour = Behaviour(text="abc", hang_at=2)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["cache-control"] == "no-cache"
+        assert response.headers["x-accel-buffering"] == "no"
+        texts = (line for line in response.iter_lines() if '"text"' in line)
+        assert ['"text":"a"' in next(texts), '"text":"b"' in next(texts)] == [True, True]
+
+
+@pytest.mark.parametrize("hang_at", [0, 1])
+def test_keep_alive_comments(server: RunningServer, hang_at: int) -> None:
+    """Guards against proxies that cut a stream which is silent while it waits: before its first token, or between."""
+    server.client.behaviour = Behaviour(hang_at=hang_at)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}) as response:
+        comments = (line for line in response.iter_lines() if line.startswith(":"))
+        assert [next(comments), next(comments)] == [": keep-alive"] * 2
+
+
+def test_slow_reader_is_cut_off(server: RunningServer) -> None:
+    """Guards against a client that asks for much, reads nothing, and holds its blocks and buffers for ever."""
+    body = b'{"prompt": [%s], "n": 8, "max_tokens": 500, "stream": true}' % b",".join([b'"a"'] * 32)
+    with raw(server, post(body), receive_buffer=4096) as sock:
+        wait_until(lambda: bool(server.client.open))
+        wait_until(lambda: not server.client.open, timeout_s=20)
+        assert server.client.aborted
+        sock.setblocking(True)
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(1 << 20):
+                pass
+
+
+@pytest.mark.parametrize(
+    "start", [b"", b"POST /v1/completions HTTP/1.1\r\nHost:", post(b'{"prompt": "aaa"}')[:-3], post(b"{}" * 99)[:-1]]
+)
+def test_slow_sender_is_cut_off(server: RunningServer, start: bytes) -> None:
+    """Guards against slow-loris, in the headers and in the body; uvicorn has no deadline for receiving."""
+    begin = time.monotonic()
+    answer = read_all(raw(server, start))
+    assert time.monotonic() - begin < 4
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"request_timeout"' in answer
+
+
+def test_trickling_headers_do_not_extend_the_deadline(server: RunningServer) -> None:
+    """Guards against a deadline that starts again with every byte."""
+    sock = raw(server, b"GET /live HTTP/1.1\r\n")
+    begin = time.monotonic()
+    with sock, contextlib.suppress(ConnectionError):
+        while time.monotonic() - begin < 4:
+            sock.sendall(b"X: y\r\n")
+            time.sleep(0.05)
+    assert time.monotonic() - begin < 3
+
+
+def test_idle_keep_alive_connection_is_reused(server: RunningServer) -> None:
+    """Guards against the receive deadline of one request hitting the next one on the same connection."""
+    with httpx.Client(base_url=server.url) as client:
+        for _ in range(3):
+            assert client.get("/live").status_code == 200
+            time.sleep(0.25)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /live HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 10_000 + b"\r\n",
+        b"GET /live HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 1_000_000 + b"\r\n\r\n",
+        b"GET /live?" + b"y" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+    ],
+)
+def test_large_heads_are_refused(server: RunningServer, data: bytes) -> None:
+    """Guards against headers without end (CVE-2025-48956)."""
+    sock = socket.create_connection(("127.0.0.1", server.port))
+    with contextlib.suppress(ConnectionError):
+        sock.sendall(data)
+    answer = read_all(sock)
+    assert not answer or answer.startswith(b"HTTP/1.1 431 ")
+    assert httpx.get(f"{server.url}/live").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x00\x05hello",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n{}\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost : a\r\n\r\n",
+    ],
+)
+def test_malformed_http_is_refused(server: RunningServer, data: bytes) -> None:
+    """Guards against request smuggling, and against a plain-text answer to what the parser refuses."""
+    answer = read_all(raw(server, data))
+    assert answer.startswith(b"HTTP/1.1 4")
+    assert b'{"error":{"message":' in answer
+    assert httpx.get(f"{server.url}/live").status_code == 200
+
+
+def test_large_body_is_refused_before_it_is_sent(server: RunningServer) -> None:
+    """Guards against reading a gigabyte to say that it is too much."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000\r\n\r\n"
+    with raw(server, head) as sock:
+        assert sock.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+def test_large_body_in_chunks_is_refused(server: RunningServer) -> None:
+    """Guards against a body without a length that goes on for ever; the client can read the answer while it sends."""
+    pieces = (b" " * 10_000 for _ in range(100))
+    response = httpx.post(f"{server.url}/v1/completions", content=pieces, headers={"Content-Type": "application/json"})
+    assert response.status_code == 413
+
+
+def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None:
+    """Guards against the deadline or the head cap confusing two requests that arrive in one packet."""
+    answer = read_all(raw(server, post(b'{"prompt": "a"}') + post(b'{"prompt": 1}', "Connection: close\r\n")))
+    assert answer.index(b"HTTP/1.1 200") < answer.index(b"HTTP/1.1 400")
+
+
+def test_other_requests_go_on_beside_a_long_stream(server: RunningServer) -> None:
+    """Guards against an event loop that one stream, or one large prompt, holds."""
+    server.client.behaviour = Behaviour(hang_at=5)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}):
+        assert httpx.get(f"{server.url}/health", timeout=1).status_code == 200
