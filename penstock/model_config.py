@@ -32,7 +32,8 @@ HARMLESS_KEYS = """
     output_hidden_states output_attentions return_dict chunk_size_feed_forward pretraining_tp torchscript
     use_bfloat16 gradient_checkpointing finetuning_task task_specific_params problem_type id2label label2id num_labels
     name_or_path tokenizer_class tokenizer_max_length prefix pad_token_id sep_token_id decoder_start_token_id
-    attn_implementation experts_implementation tf_legacy_loss unsloth_version unsloth_fixed
+    attn_implementation experts_implementation tf_legacy_loss unsloth_version unsloth_fixed transformers.js_config
+    is_llama_config max_sequence_length
 
     max_length min_length do_sample num_beams temperature top_k top_p min_p typical_p repetition_penalty
     length_penalty diversity_penalty num_beam_groups num_return_sequences no_repeat_ngram_size early_stopping
@@ -50,6 +51,7 @@ NEUTRAL: dict[str, Any] = {
     "tie_encoder_decoder": False,
     "pruned_heads": {},
     "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
     "use_mrope": False,
     "per_layer_config": None,
 }
@@ -288,7 +290,10 @@ def _read_windows(read: ConfigReader, architecture: Architecture, num_layers: in
         if read.has("sliding_window"):
             raise read.fail("sliding_window", "null for this architecture, or absent")
         return (None,) * num_layers
-    return (_read_window(read),) * num_layers
+    window = _read_window(read)
+    if window is not None and not read.boolean("use_sliding_window", True):
+        raise read.fail("use_sliding_window", f"true or absent beside sliding_window = {window}")
+    return (window,) * num_layers
 
 
 def _read_window(read: ConfigReader) -> int | None:

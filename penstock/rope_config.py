@@ -3,7 +3,8 @@
 Knows the numbers only; the tables are made in layers/rotary.py.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from penstock.config_reader import MAX_SIZE, ConfigReader
 from penstock.errors import NotSupportedError
@@ -15,8 +16,12 @@ class RopeConfig:
     """Rotary embedding: frequencies theta^(-2i/D), scaled as `rope_type` says.
 
     Attributes:
-        rope_type: "default"; "linear" divides all by factor; "llama3" divides the long wavelengths only.
-        original_max_position_embeddings: context before scaling ("llama3").
+        rope_type: "default"; "linear" divides all frequencies by factor; "llama3" and "yarn" divide the slow ones only.
+        original_max_position_embeddings: context before scaling.
+        low_freq_factor, high_freq_factor: "llama3": turns within that context below which a frequency is divided, and
+            above which it stays.
+        beta_slow, beta_fast: "yarn": the same two bounds; `truncate` widens them to whole dimensions.
+        attention_factor: "yarn": what cosines and sines are multiplied by.
     """
 
     theta: float = 10000.0
@@ -25,11 +30,15 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_slow: float = 1.0
+    beta_fast: float = 32.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
 
 def read_rope(read: ConfigReader, max_position_embeddings: int) -> RopeConfig:
     """From `rope_parameters`, or from `rope_scaling` and `rope_theta`, as older files spell it."""
-    theta = read.number("rope_theta", 1.0, MAX_SIZE, 10000.0)
+    theta = read.number("rope_theta", 1.001, MAX_SIZE, 10000.0)
     if read.has("rope_parameters") and read.has("rope_scaling"):
         raise read.fail("rope_scaling", "absent beside rope_parameters")
     scaling = read.section("rope_parameters") or read.section("rope_scaling")
@@ -37,7 +46,7 @@ def read_rope(read: ConfigReader, max_position_embeddings: int) -> RopeConfig:
         return RopeConfig(theta=theta)
     if read.has("rope_theta") and scaling.has("rope_theta") and scaling.raw("rope_theta") != read.raw("rope_theta"):
         raise scaling.fail("rope_theta", f"the same as rope_theta beside it, {read.raw('rope_theta')}")
-    rope = _read_scaling(scaling, scaling.number("rope_theta", 1.0, MAX_SIZE, theta), max_position_embeddings)
+    rope = _read_scaling(scaling, scaling.number("rope_theta", 1.001, MAX_SIZE, theta), max_position_embeddings)
     scaling.finish(())
     return rope
 
@@ -46,9 +55,9 @@ def _read_scaling(read: ConfigReader, theta: float, max_position_embeddings: int
     if read.has("type") and read.has("rope_type") and read.raw("type") != read.raw("rope_type"):
         raise read.fail("type", f"the same as rope_type, {shown(read.raw('rope_type'))}")
     key = "rope_type" if read.has("rope_type") else "type"
-    if read.raw(key) in ("dynamic", "yarn", "longrope", "mrope", "proportional"):
+    if read.raw(key) in ("dynamic", "longrope", "mrope", "proportional"):
         raise NotSupportedError(f"{read.where}: {key} = {read.raw(key)} is not supported yet", param="model")
-    kind = read.choice(key, ("default", "linear", "llama3"), "default")
+    kind = read.choice(key, ("default", "linear", "llama3", "yarn"), "default")
     if read.has("partial_rotary_factor") and read.raw("partial_rotary_factor") != 1:
         raise read.fail("partial_rotary_factor", "1, or absent")
     if kind == "default":
@@ -56,16 +65,30 @@ def _read_scaling(read: ConfigReader, theta: float, max_position_embeddings: int
     factor = read.number("factor", 1e-6, MAX_SIZE)
     if kind == "linear":
         return RopeConfig(theta=theta, rope_type=kind, factor=factor)
-    rope = RopeConfig(
-        theta=theta,
-        rope_type=kind,
-        factor=factor,
-        low_freq_factor=read.number("low_freq_factor", 1e-6, MAX_SIZE),
-        high_freq_factor=read.number("high_freq_factor", 1e-6, MAX_SIZE),
-        original_max_position_embeddings=read.integer(
-            "original_max_position_embeddings", 1, MAX_SIZE, max_position_embeddings
-        ),
+    context = read.integer("original_max_position_embeddings", 1, MAX_SIZE, max_position_embeddings)
+    make = _read_llama3 if kind == "llama3" else _read_yarn
+    return make(read, RopeConfig(theta=theta, rope_type=kind, factor=factor, original_max_position_embeddings=context))
+
+
+def _read_llama3(read: ConfigReader, rope: RopeConfig) -> RopeConfig:
+    low, high = (read.number(key, 1e-6, MAX_SIZE) for key in ("low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise read.fail("high_freq_factor", f"above low_freq_factor = {low:g}")
+    return replace(rope, low_freq_factor=low, high_freq_factor=high)
+
+
+def _read_yarn(read: ConfigReader, rope: RopeConfig) -> RopeConfig:
+    """Where attention_factor is absent it follows from the factor, in one of two ways (YaRN, and DeepSeek's)."""
+    slow, fast = read.number("beta_slow", 1e-6, MAX_SIZE, 1.0), read.number("beta_fast", 1e-6, MAX_SIZE, 32.0)
+    if fast <= slow:
+        raise read.fail("beta_fast", f"above beta_slow = {slow:g}")
+    scales = [read.number(key, 0.0, MAX_SIZE, 0.0) for key in ("mscale", "mscale_all_dim")]
+    growth = 0.1 * math.log(max(rope.factor, 1.0))
+    by_factor = (growth * scales[0] + 1) / (growth * scales[1] + 1) if all(scales) else growth + 1
+    return replace(
+        rope,
+        beta_slow=slow,
+        beta_fast=fast,
+        truncate=read.boolean("truncate", True),
+        attention_factor=read.number("attention_factor", 0.0, MAX_SIZE, by_factor),
     )
-    if rope.high_freq_factor <= rope.low_freq_factor:
-        raise read.fail("high_freq_factor", f"above low_freq_factor = {rope.low_freq_factor:g}")
-    return rope

@@ -97,6 +97,54 @@ def test_windows_of_qwen(fields: dict[str, Any], expected: list[int | None]) -> 
     assert [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types] == expected
 
 
+# Shapes and switches as published with well-known checkpoints, bookkeeping included.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama 2 7B": {
+        "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
+        "torch_dtype": "float16", "transformers_version": "4.31.0", "use_cache": True, "vocab_size": 32000,
+    },
+    "Llama 3.2 1B": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True,
+        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+    },
+    "Qwen2.5 0.5B": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+        "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 21, "model_type": "qwen2",
+        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3 0.6B": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
+        "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 1024,
+        "initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960,
+        "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_read(name: str) -> None:
+    """Guards against strictness that refuses the checkpoints people have."""
+    config = ModelConfig.from_dict(PUBLISHED[name])
+    assert config.layer_windows == (None,) * PUBLISHED[name]["num_hidden_layers"]
+    assert config.dtype == PUBLISHED[name]["torch_dtype"]
+
+
 def test_windows_of_mistral() -> None:
     """Guards against 7B v0.1 (4096) and v0.2 (null) being read alike."""
     assert ModelConfig.from_dict(MISTRAL).layer_windows == (4096,) * 3
@@ -178,6 +226,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling: beta"),
     ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "type"),
     ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 1}}, "beta_fast"),
     ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "default"}}, "rope_scaling"),
     ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
@@ -211,6 +260,8 @@ def test_keys_an_architecture_does_not_have_may_only_agree() -> None:
         assert not ModelConfig.from_dict(base | {"mlp_bias": False}).mlp_bias
         with pytest.raises(ModelLoadError, match="mlp_bias"):
             ModelConfig.from_dict(base | {"mlp_bias": True})
+    with pytest.raises(ModelLoadError, match="use_sliding_window"):
+        ModelConfig.from_dict(MISTRAL | {"use_sliding_window": False})
     with pytest.raises(ModelLoadError, match="attention_bias"):
         ModelConfig.from_dict(QWEN2 | {"attention_bias": False})
     with pytest.raises(ModelLoadError, match="layer_types"):
@@ -222,7 +273,7 @@ def test_keys_an_architecture_does_not_have_may_only_agree() -> None:
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
     ],
 )
 def test_what_is_planned_is_refused_as_such(fields: dict[str, Any], named: str) -> None:

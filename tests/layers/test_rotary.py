@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from penstock.config_reader import ConfigReader
 from penstock.layers.rotary import Rotary, inverse_frequencies
-from penstock.rope_config import RopeConfig
+from penstock.rope_config import RopeConfig, read_rope
 from tests.hf_models import LLAMA3_ROPE
 
 CPU = torch.device("cpu")
@@ -16,21 +17,35 @@ KINDS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     "llama3": LLAMA3_ROPE,
-}
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256},
+    "yarn-bounds": {
+        "rope_type": "yarn", "rope_theta": 1e5, "factor": 8.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 20, "beta_slow": 2, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5,
+    },
+    "yarn-attention": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+        "attention_factor": 1.3,
+    },
+}  # fmt: skip
 
 
 def ours(parameters: dict[str, Any]) -> RopeConfig:
-    return RopeConfig(theta=parameters["rope_theta"], **{k: v for k, v in parameters.items() if k != "rope_theta"})
+    return read_rope(ConfigReader({"rope_parameters": parameters}, "config.json"), 512)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_frequencies_are_those_of_transformers(kind: str) -> None:
     """Guards against a scaling that is blended the wrong way round; the Llama 3 case has kept, blended and divided
-    frequencies."""
+    frequencies. And against cosines without YaRN's factor."""
     config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=dict(KINDS[kind]))
-    theirs = LlamaRotaryEmbedding(config).inv_freq.double()
-    frequencies = inverse_frequencies(ours(KINDS[kind]), 64)
-    torch.testing.assert_close(frequencies, theirs, rtol=1e-6, atol=0)
+    theirs = LlamaRotaryEmbedding(config)
+    rope = ours(KINDS[kind])
+    frequencies = inverse_frequencies(rope, 64)
+    torch.testing.assert_close(frequencies, theirs.inv_freq.double(), rtol=2e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(theirs.attention_scaling)
+    cos, sin = theirs(torch.zeros(1), torch.arange(20)[None])
+    expected = torch.cat([cos[0, :, :32], sin[0, :, :32]], dim=1)
+    torch.testing.assert_close(Rotary(rope, 64, 20, CPU).cos_sin, expected, atol=1e-5, rtol=0)
     if kind == "llama3":
         plain = inverse_frequencies(RopeConfig(theta=500000.0), 64)
         ratio = plain / frequencies

@@ -11,6 +11,7 @@ from tests.paged import PagedModel
 
 TOLERANCE = 1e-4
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 SLIDING = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -24,6 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gelu-tanh": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "llama-3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama-linear-rope": ("llama", {"rope_parameters": LINEAR_ROPE}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN_ROPE}),
+    "llama-16-per-kv-head": ("llama", {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 6}),
     "mistral-window": ("mistral", {}),
     "mistral-window-1": ("mistral", {"sliding_window": 1}),
     "mistral-window-off": ("mistral", {"sliding_window": None}),
