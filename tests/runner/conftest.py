@@ -15,7 +15,7 @@ class Bench:
     """A HandScheduler joined to a TorchExecutor: `step` does both halves."""
 
     def __init__(self, model: Any, *, ops: Any = None, eos_token_ids: tuple[int, ...] = (), **options: Any) -> None:
-        self.scheduler = HandScheduler()
+        self.scheduler = HandScheduler(max_model_len=options.get("max_model_len", 128))
         self.model = model
         self.worker = Worker(
             model,

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from penstock.errors import EngineError
 from penstock.layers.context import ForwardContext
-from penstock.runner import model_runner
 from penstock.runner.kv_cache import allocate_kv_caches, layer_groups
-from penstock.runner.model_runner import ModelRunner
+from penstock.runner.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
 from penstock.step import CacheGroup, SchedulerOutput, TokenLogprobs
 from tests.fakes import CacheModel, FakeOps, TinyModel, resolved_config
 
@@ -53,25 +52,23 @@ def test_rows_that_are_not_scheduled_keep_their_state(bench: Callable[..., Any])
         assert tokens[len(prompt) :] == greedy(made.model, prompt, len(tokens) - len(prompt))
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 100])
-def test_prompt_logprobs_in_chunks_equal_whole(
-    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+@pytest.mark.parametrize("chunk", [1, 37, 1000])
+def test_prompt_logprobs_in_chunks_equal_whole(bench: Callable[..., Any], chunk: int) -> None:
     """Guards against a prompt token scored twice or never at a chunk's edge, and against unbounded logits."""
-    monkeypatch.setattr(model_runner, "PROMPT_LOGPROB_ROWS", 4)
-    made = bench()
-    prompts = {"a": [5, 1, 8, 8, 2, 30, 17, 3, 9, 11, 12, 13], "b": [4, 1, 8], "c": [21, 22, 23, 24, 25, 26, 27]}
+    made = bench(max_model_len=512)
+    long = [(7 * i * i + 3) % 40 for i in range(2 * PROMPT_LOGPROB_ROWS + 9)]
+    prompts = {"a": long, "b": [4, 1, 8], "c": [21, 22, 23, 24, 25, 26, 27]}
     asked = {"a": 2, "b": None, "c": 0}
     for name, prompt in prompts.items():
         made.scheduler.add(name, prompt, prompt_logprobs=asked[name])
     found: dict[str, list[TokenLogprobs]] = {name: [] for name in prompts}
-    for _ in range(len(prompts["a"])):
+    while made.scheduler.requests["a"].num_computed < len(long):
         for name, result in made.step(chunk=chunk).items():
             found[name] += result.prompt_logprobs or []
     assert found["b"] == []
     check_scores(made.model, prompts["a"], found["a"], 2)
     check_scores(made.model, prompts["c"], found["c"], 0)
-    assert max(made.model.logits_rows) <= 4
+    assert max(made.model.logits_rows) <= PROMPT_LOGPROB_ROWS
 
 
 def check_scores(model: TinyModel, prompt: list[int], found: list[TokenLogprobs], num_top: int) -> None:
