@@ -282,7 +282,7 @@ def _read_out_bias(read: ConfigReader, architecture: Architecture) -> bool:
 def _read_windows(read: ConfigReader, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
     if architecture.windows == "by_layer":
         return _read_layer_windows(read, num_layers)
-    if read.has("layer_types") and set(read.raw("layer_types")) != {"full_attention"}:
+    if read.has("layer_types") and read.raw("layer_types") != ["full_attention"] * num_layers:
         raise read.fail("layer_types", "absent for this architecture")
     if read.boolean("use_sliding_window", False) and architecture.windows == "none":
         raise read.fail("use_sliding_window", "false for this architecture, or absent")
@@ -314,7 +314,7 @@ def _read_layer_windows(read: ConfigReader, num_layers: int) -> tuple[int | None
     if types is None:
         return tuple(window if index >= first_sliding else None for index in range(num_layers))
     allowed = {"full_attention": None, "attention": None, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != num_layers or not all(item in allowed for item in types):
+    if not isinstance(types, list) or len(types) != num_layers or not all(item in list(allowed) for item in types):
         raise read.fail("layer_types", f"a list of {num_layers} of full_attention, sliding_attention")
     if window is None and "sliding_attention" in types:
         raise read.fail("layer_types", "full_attention only, where use_sliding_window is false or sliding_window null")

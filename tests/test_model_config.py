@@ -282,6 +282,29 @@ def test_what_is_planned_is_refused_as_such(fields: dict[str, Any], named: str) 
         ModelConfig.from_dict(LLAMA | fields)
 
 
+ODD = [None, True, -1, 0, 3, 2**70, 0.5, float("inf"), "", "text", [], [None], [[]], [{}], ["a", 1], {}, {"a": []}]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_any_value_of_any_key_is_read_or_refused(name: str) -> None:
+    """Guards against a TypeError out of a damaged file: whatever stands at a key, also inside rope_scaling and in
+    generation_config.json, the answer is a ModelConfig or one of our errors."""
+    base = PUBLISHED[name] | {"rope_parameters": None, "layer_types": None, "auto_map": None}
+    scaling = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "truncate": True, "rope_theta": 1e4, "type": "yarn"}
+    sampling = ["do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id"]
+    refused = 0
+    for value in ODD:
+        tries = [(base | {key: value}, {}) for key in base]
+        tries += [(base | {"rope_scaling": scaling | {key: value}}, {}) for key in scaling]
+        tries += [(base, {"do_sample": True, key: value}) for key in sampling]
+        for config, generation in tries:
+            try:
+                assert isinstance(ModelConfig.from_dict(config, generation), ModelConfig)
+            except (ModelLoadError, NotSupportedError):
+                refused += 1
+    assert refused > 200
+
+
 def test_unknown_architectures_and_remote_code() -> None:
     """Guards against running code of a checkpoint, and against an error that leaves the reader guessing."""
     with pytest.raises(ModelLoadError, match=r"Qwen9ForCausalLM.*supported are .*Mistral.*nearest: Qwen[23]For"):
