@@ -184,6 +184,12 @@ def fact_task(rng: Random) -> list[Turn]:
     return ask(rng, tasks.fact(rng))
 
 
+def repeat_task(rng: Random) -> list[Turn]:
+    """One to three texts to say again, word for word."""
+    pairs = [tasks.repeat(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
+    return [turn for question, answer in pairs for turn in (("user", question), ("assistant", answer))]
+
+
 def with_system(rng: Random, turns: list[Turn], share: float = 0.25) -> list[Turn]:
     """The conversation, sometimes with a system message that changes nothing."""
     plain = turns[0][0] != "system" and rng.random() < share

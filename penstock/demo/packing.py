@@ -1,13 +1,15 @@
-"""From documents to training rows: token ids, which of them count in the loss, and where rows begin.
+"""From documents to training rows: token ids, which of them count in the loss, and which documents share a row.
 
 What counts: plain text after <|bos|>, and what the assistant says with its <|end|>. What the user and the system
-say does not. A row begins where a document begins and holds as many as fit; the rest of the last one is dropped,
-and the next row begins with the document after it. Documents in a row see each other, as in any packed training.
-Knows nothing of the model.
+say does not, and neither does padding. Documents are never cut: most rows are short and hold a few documents, some
+are as long as the context and hold many, so that all positions are trained. Documents in a row see each other, as
+in any packed training. Knows nothing of the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
+from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,58 +17,95 @@ from tokenizers import Tokenizer
 
 from penstock.demo import chats
 
+Ids = NDArray[np.int64]
+Batch = tuple[Ids, Ids]
+
 IGNORE = -100
 CHUNK = 5000
+OPEN_ROWS = 48
+LONG_SHARE = 0.06  # of the documents that would fit into a short row
 
 
-class Tokens:
-    """All training tokens in one array, with the loss mask and the starts of the documents."""
+@dataclass(frozen=True)
+class Marks:
+    """Ids of the tokens that decide what counts."""
 
-    def __init__(self, ids: NDArray[np.uint16], counts: NDArray[np.bool_], starts: NDArray[np.int64]) -> None:
-        self.ids, self.counts, self.starts = ids, counts, starts
+    pad: int
+    says: tuple[int, int]  # after these the model speaks
+    hears: tuple[int, int]  # after these somebody else does
 
-    def row(self, start: int, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(inputs, labels) of one row; labels that do not count are IGNORE."""
-        ids = self.ids[start : start + length + 1].astype(np.int64)
-        return ids[:-1], np.where(self.counts[start + 1 : start + length + 1], ids[1:], IGNORE)
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Marks":
+        pad, bos, _, system, user, assistant, _ = range(len(chats.SPECIAL_TOKENS))
+        if [tokenizer.token_to_id(token) for token in chats.SPECIAL_TOKENS] != list(range(len(chats.SPECIAL_TOKENS))):
+            raise ValueError("the special tokens are not the first ids")
+        return cls(pad, (bos, assistant), (system, user))
 
-
-def loss_mask(ids: NDArray[np.uint16], tokenizer: Tokenizer) -> NDArray[np.bool_]:
-    """True for tokens that the model shall learn to produce."""
-    bos, assistant, system, user = (
-        tokenizer.token_to_id(t) for t in (chats.BOS, "<|assistant|>", "<|system|>", "<|user|>")
-    )
-    marker = np.isin(ids, (bos, assistant, system, user))
-    last = np.maximum.accumulate(np.where(marker, np.arange(len(ids)), 0))
-    return np.isin(ids[last], (bos, assistant)) & ~marker
-
-
-def encode(documents: Iterator[str], tokenizer: Tokenizer, count: int) -> Tokens:
-    """Take documents until there are `count` tokens."""
-    parts: list[NDArray[np.uint16]] = []
-    lengths: list[int] = []
-    while sum(map(len, parts)) < count:
-        encoded = tokenizer.encode_batch_fast(list(islice(documents, CHUNK)), add_special_tokens=False)
-        lengths += [len(one.ids) for one in encoded]
-        parts.append(np.concatenate([np.asarray(one.ids, dtype=np.uint16) for one in encoded]))
-    ids = np.concatenate(parts)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    return Tokens(ids, loss_mask(ids, tokenizer), starts)
+    def counts(self, ids: Ids) -> NDArray[np.bool_]:
+        """True for tokens that the model shall learn to produce; works along the last axis."""
+        marker = np.isin(ids, (*self.says, *self.hears))
+        places = np.where(marker, np.arange(ids.shape[-1]), 0)
+        last = np.take_along_axis(ids, np.maximum.accumulate(places, axis=-1), axis=-1)
+        counted: NDArray[np.bool_] = np.isin(last, self.says) & ~marker & (ids != self.pad)
+        return counted
 
 
-def batches(
-    tokens: Tokens, per_step: int, lengths: tuple[int, ...]
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Batches of `per_step` tokens, whose row length goes round through `lengths`, until the tokens are used up."""
-    position, step = 0, 0
-    while True:
-        length = lengths[step % len(lengths)]
-        rows = []
-        for _ in range(per_step // length):
-            if position + length + 1 > len(tokens.ids):
-                return
-            rows.append(tokens.row(position, length))
-            after = np.searchsorted(tokens.starts, position + length + 1)
-            position = int(tokens.starts[after]) if after < len(tokens.starts) else len(tokens.ids)
-        step += 1
-        yield np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
+def encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Token ids of each document."""
+    stream = iter(documents)
+    while chunk := list(islice(stream, CHUNK)):
+        for one in tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
+            yield one.ids
+
+
+class Packer:
+    """Collects documents in rows of one length and gives a batch whenever enough rows are full."""
+
+    def __init__(self, length: int, per_step: int, marks: Marks) -> None:
+        self.length, self.batch_rows, self.marks = length, per_step // length, marks
+        self.open: list[list[int]] = []
+        self.full: list[list[int]] = []
+
+    def add(self, ids: list[int]) -> Batch | None:
+        """Put a document into the fullest open row that has room for it. A row holds one token more than inputs."""
+        fitting = [row for row in self.open if len(row) + len(ids) <= self.length + 1]
+        if fitting:
+            max(fitting, key=len).extend(ids)
+            return None
+        self.open.append(list(ids))
+        return self.close_fullest() if len(self.open) > OPEN_ROWS else None
+
+    def close_fullest(self) -> Batch | None:
+        """Move one row to the full ones; a batch if that completes it."""
+        self.open.sort(key=len)
+        self.full.append(self.open.pop())
+        if len(self.full) < self.batch_rows:
+            return None
+        rows, self.full = self.full, []
+        return self.make_batch(rows)
+
+    def make_batch(self, rows: list[list[int]]) -> Batch:
+        """(inputs, labels), padded to the length; labels that do not count are IGNORE."""
+        ids = np.full((len(rows), self.length + 1), self.marks.pad, dtype=np.int64)
+        for index, row in enumerate(rows):
+            ids[index, : len(row)] = row
+        return ids[:, :-1], np.where(self.marks.counts(ids), ids, IGNORE)[:, 1:]
+
+
+class Batches:
+    """An endless iterator of batches of `per_step` tokens; `documents` counts what has been read so far."""
+
+    def __init__(self, documents: Iterable[str], tokenizer: Tokenizer, per_step: int, lengths: tuple[int, int]) -> None:
+        marks = Marks.of(tokenizer)
+        self.source = encoded(documents, tokenizer)
+        self.short, self.long = (Packer(length, per_step, marks) for length in lengths)
+        self.rng = Random("rows")
+        self.documents = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for ids in self.source:
+            self.documents += 1
+            to_long = len(ids) > self.short.length + 1 or self.rng.random() < LONG_SHARE
+            batch = (self.long if to_long else self.short).add(ids)
+            if batch:
+                yield batch

@@ -125,6 +125,7 @@ def props(rng: Random) -> dict[str, str]:
     skill, skill_place = rng.choice(words.SKILLS)
     plant = rng.choice(words.PLANTS)
     game, game2 = rng.sample(words.GAMES, 2)
+    sound = rng.choice(NOISES)
     return {
         "in_place": in_place, "to_place": to_place, "place": place, "home": rng.choice(words.HOMES),
         "thing": thing, "color": color, "a_color2": article(color2), "cthing": f"{color} {thing}",
@@ -134,7 +135,7 @@ def props(rng: Random) -> dict[str, str]:
         "shelter": shelter, "a_shelter": article(shelter), "spot": rng.choice(words.SPOTS), "guide": rng.choice(GUIDES),
         "build": rng.choice(words.BUILDS), "plant": plant, "a_plantcap": capital(article(plant)),
         "instrument": rng.choice(words.INSTRUMENTS),
-        "skill": skill, "skill_place": skill_place, "sound": rng.choice(NOISES),
+        "skill": skill, "skill_place": skill_place, "sound": sound, "sound_low": sound.lower(),
         "bad": rng.choice(words.BAD_FEELINGS), "good": rng.choice(words.GOOD_FEELINGS),
         "when": rng.choice(words.WHENS), "when2": rng.choice(("one day", "one morning", "that day", "one afternoon")),
     }  # fmt: skip

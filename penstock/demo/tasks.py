@@ -90,6 +90,15 @@ def json_answer(rng: Random) -> Pair:
     return rng.choice(JSON_ASKS).format(keys=joined(keys), text=text), json.dumps({key: facts[key] for key in keys})
 
 
+def repeat(rng: Random) -> Pair:
+    """Words to be said again exactly: it teaches copying."""
+    pools = (words.COMMON, words.COMMON, words.GIRLS + words.BOYS, words.PET_NAMES, words.THINGS)
+    text = " ".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(1, 14)))
+    return rng.choice(("Repeat: {}", "Say this again: {}", "Repeat after me: {}", "Say {}", "Write: {}")).format(
+        text
+    ), text
+
+
 def opposite(rng: Random) -> Pair:
     """Opposites of adjectives."""
     one, other = rng.choice(words.OPPOSITES)

@@ -39,4 +39,5 @@ BUILDS, PLANTS, INSTRUMENTS = (_LISTS[name] for name in ("builds", "plants", "in
 BAD_FEELINGS, GOOD_FEELINGS, WHENS = (_LISTS[name] for name in ("bad_feelings", "good_feelings", "whens"))
 NUMBER_WORDS, ITEMS, CITIES, JOBS = (_LISTS[name] for name in ("number_words", "items", "cities", "jobs"))
 OPPOSITES, SOUNDS, COLOR_FACTS = (_pairs(_LISTS[name]) for name in ("opposites", "sounds", "color_facts"))
+COMMON = _LISTS["common"]
 CATEGORIES = {name.removeprefix("category "): items for name, items in _LISTS.items() if name.startswith("category ")}
