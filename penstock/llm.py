@@ -14,7 +14,7 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.outputs import RequestOutput
 from penstock.sampling_params import RequestOutputKind, SamplingParams
-from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
 
 Message = Mapping[str, Any]
 
@@ -126,6 +126,7 @@ class LLM:
         if tokenizer is None or tokenizer.chat_template is None:
             raise InvalidRequestError("messages: the model has no chat template", param="messages")
         text = _run(tokenizer.chat_template.render(messages, add_generation_prompt=add_generation_prompt))
+        check_prompt_length(text, self.engine.model_info.max_model_len, param="messages")
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

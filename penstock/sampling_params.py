@@ -109,6 +109,10 @@ class SamplingParams:
         self._set("bad_words", check.string_tuple("bad_words", self.bad_words, **limits))
         ids = check.int_tuple("stop_token_ids", self.stop_token_ids, low=0, high=MAX_TOKEN_ID, max_items=MAX_ID_LISTS)
         self._set("stop_token_ids", ids)
+        words = check.list_of("bad_words_token_ids", self.bad_words_token_ids, max_items=MAX_ID_LISTS)
+        range_ = {"low": 0, "high": MAX_TOKEN_ID, "max_items": MAX_STRING_LENGTH}
+        word_ids = tuple(check.int_tuple("bad_words_token_ids", word, **range_) for word in words)
+        self._set("bad_words_token_ids", tuple(word for word in word_ids if word))
         check.check_choice("output_kind", self.output_kind, list(RequestOutputKind))
         self._set("output_kind", RequestOutputKind(self.output_kind))
 

@@ -56,8 +56,8 @@ class ScheduledRequest:
     Attributes:
         new_block_ids: per cache group, ids appended to the block table since the request's last step
             (empty in the step that also carries the request's NewRequest).
-        num_released_blocks: per cache group, how many leading table entries have become -1
-            (blocks behind a sliding window).
+        num_released_blocks: per cache group, how many leading table entries are -1 by now, counted from the start of
+            the table (blocks behind a sliding window).
         num_samples: tokens to sample, after the last num_samples computed ones: 1 when the request has caught up,
             0 in the middle of its prompt.
     """
@@ -112,7 +112,8 @@ class RequestStepOutput:
         new_token_ids: sampled ids; a list because drafts may yield several. Empty in the middle of a prompt.
         logprobs: one entry a new id, where the parameters ask for them.
         prompt_logprobs: for the prompt tokens num_computed_tokens + 1 .. (the token after each computed position,
-            as far as it belongs to the prompt), where the parameters ask for them.
+            as far as it belongs to the prompt), where the parameters ask for them. Like logprobs it is None, not
+            empty, in a step that has nothing to report.
         error: why this request alone could not be computed; it has no new ids then.
     """
 

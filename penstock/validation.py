@@ -4,7 +4,6 @@ Each check raises InvalidRequestError with the field's name, the value and what 
 knows no field: names and ranges stand beside the fields.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,10 @@ def shown(value: Any) -> str:
     """The value as an error message shows it: short, whatever was sent."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"  # repr() of a huge int is slow, or refused by Python
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "a value nested too deeply"
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
@@ -52,13 +54,20 @@ def check_float(name: str, value: Any, low: float, high: float, *, low_open: boo
     allowed = f"a number {'above' if low_open else 'from'} {low:g} {'and at most' if low_open else 'to'} {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise fail(name, value, allowed)
-    if not math.isfinite(value) or not low <= value <= high or (low_open and value == low):
+    if not low <= value <= high or (low_open and value == low):  # NaN compares false with everything
         raise fail(name, value, allowed)
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if isinstance(value, float | list | dict) or value not in allowed:
         raise fail(name, value, "one of " + ", ".join("null" if item is None else str(item) for item in allowed))
+
+
+def list_of(name: str, value: Any, *, max_items: int) -> list[Any]:
+    """A list or tuple of at most max_items, or None for an empty one, as a list of whatever it holds."""
+    if value is not None and (not isinstance(value, list | tuple) or len(value) > max_items):
+        raise fail(name, value, f"a list of at most {max_items} items")
+    return list(value or ())
 
 
 def string_tuple(name: str, value: Any, *, max_items: int, max_length: int) -> tuple[str, ...]:

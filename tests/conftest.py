@@ -1,6 +1,9 @@
 """Shared by all tests: the list of checklist rows that the passing tests cover, printed at the end of a run."""
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # tiny products gain nothing from more, and lose a lot beside another busy process
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,11 +13,10 @@ from penstock.cli.options import (
 )
 from penstock.cli.terminal import tell, tell_choices
 from penstock.errors import InvalidRequestError
-from penstock.sampling_params import RequestOutputKind
+from penstock.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from penstock.llm import LLM
-    from penstock.sampling_params import SamplingParams
 
 EXAMPLES = """examples:
   penstock chat                                talk to the bundled demo model
@@ -39,6 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    SamplingParams(**sampling_options(args))  # a wrong value is said before the model is loaded
     from penstock.llm import LLM
 
     with LLM(**engine_options(args, seed=False)) as llm:

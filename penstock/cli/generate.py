@@ -18,7 +18,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.terminal import StreamPrinter, progress, tell, tell_choices
 from penstock.errors import InvalidRequestError
-from penstock.sampling_params import RequestOutputKind
+from penstock.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from penstock.llm import LLM
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = [*args.prompt, *(read_prompts(Path(args.prompts)) if args.prompts else [])]
     if not prompts:
         raise InvalidRequestError("give a prompt with -p TEXT or --prompts FILE.jsonl")
+    SamplingParams(**sampling_options(args))  # a wrong value is said before the model is loaded
     from penstock.llm import LLM
 
     with LLM(**engine_options(args, seed=False)) as llm:

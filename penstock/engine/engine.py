@@ -57,7 +57,8 @@ class Engine:
         """Queue a request. With output_token_ids it goes on after them.
 
         Raises:
-            InvalidRequestError: it is empty, too long, has ids outside the vocabulary, or its id is in use.
+            InvalidRequestError: it is empty, too long, has ids outside the vocabulary or no seed to sample with, or its
+                id is in use.
         """
         self._check(source)
         request = Request(source, self._num_arrived, self.max_model_len)
@@ -81,6 +82,8 @@ class Engine:
         if length + 1 > self.max_model_len:
             message = f"prompt: {length} tokens and one output exceed the context of {self.max_model_len}"
             raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
+        if source.params.seed is None and not source.params.greedy:
+            raise InvalidRequestError("seed: a sampled request needs one; the client resolves it", param="seed")
         token_ids = [*source.prompt_token_ids, *source.output_token_ids]
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             raise InvalidRequestError(f"prompt: token ids must be from 0 to {self.vocab_size - 1}", param="prompt")

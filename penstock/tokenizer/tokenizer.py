@@ -27,13 +27,15 @@ class Tokenizer(Protocol):
         chat_template: None where the model has none.
     """
 
-    vocab_size: int
     bos_token_id: int | None
     eos_token_id: int | None
     special_ids: frozenset[int]
     joins_bytes: bool
     byte_fallback_ids: frozenset[int]
     chat_template: "ChatTemplate | None"
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of the text, begun as the model was trained (with its BOS, say) if add_special_tokens.

@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.messages import EngineRequest
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.outputs import FinishReason
+from penstock.sampling_params import SamplingParams
 from tests.fakes_engine import ScriptedExecutor, expected_outputs, make_engine, request, run, token_ids
 
 
@@ -313,6 +315,7 @@ def test_an_engine_that_fails_every_step_says_so():
         (request("a", [-1]), "prompt"),
         (request("a", [1] * 512), "prompt"),
         (request("open", [1]), "request_id"),
+        (EngineRequest("a", [1], SamplingParams(temperature=1.0)), "seed"),
     ],
 )
 def test_impossible_requests_are_answered_at_admission(bad, param):

@@ -1,0 +1,241 @@
+"""AsyncLLM and its engine process: death, abort, refusal and the parent's end. Real processes, the demo model."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from penstock import AsyncLLM, EngineDeadError, InvalidRequestError, ModelLoadError, SamplingParams
+from penstock.client.engine_client import EngineState
+from penstock.client.journal import Journal
+from penstock.engine.messages import EngineOutput, EngineRequest
+
+LONG = SamplingParams(max_tokens=900, ignore_eos=True, output_kind="delta", seed=1)
+SHORT = SamplingParams(max_tokens=8, seed=1)
+
+
+async def final(llm: AsyncLLM, prompt="Once upon a time", params=SHORT):
+    last = None
+    async for output in llm.generate(prompt, params):
+        last = output
+    return last
+
+
+async def until(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def llm(loop):
+    """One engine for all tests that leave it usable."""
+    made = AsyncLLM(model="demo", max_num_seqs=4)
+    loop.run(made.start())
+    yield made
+    loop.run(made.shutdown())
+
+
+def test_streams_and_choices(loop, llm):
+    async def scenario():
+        texts, indices = [], set()
+        params = SamplingParams(n=3, max_tokens=8, seed=5, output_kind="delta")
+        async for output in llm.generate("Once upon a time", params):
+            indices |= {choice.index for choice in output.outputs}
+        async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=8, seed=5, output_kind="delta")):
+            texts.append(output.outputs[0].text)
+        whole = await final(llm, params=SamplingParams(max_tokens=8, seed=5))
+        assert indices == {0, 1, 2}
+        assert "".join(texts) == whole.outputs[0].text
+        assert len(texts) > 3
+        assert whole.finished
+        assert whole.seed == 5
+
+    loop.run(scenario())
+
+
+def test_same_seed_same_choices_which_differ(loop, llm):
+    async def scenario():
+        params = SamplingParams(n=3, max_tokens=12, seed=5)
+        first, second = await asyncio.gather(final(llm, params=params), final(llm, params=params))
+        texts = [choice.text for choice in first.outputs]
+        assert texts == [choice.text for choice in second.outputs]
+        assert len(set(texts)) == 3
+
+    loop.run(scenario())
+
+
+def test_leaving_the_loop_aborts_within_two_steps(loop, llm):
+    """Guards against a consumer that went away being computed for to the end."""
+
+    async def scenario():
+        stream = llm.generate("Once", LONG)
+        async for _ in stream:
+            if llm.status().stats.num_running:
+                break
+        before = llm.status()
+        await stream.aclose()
+        await until(lambda: llm.status().stats.num_running == 0)
+        after = llm.status()
+        assert after.num_aborted_total == before.num_aborted_total + 1
+        # One step may be under way when the abort is sent, one more when it arrives.
+        await asyncio.sleep(0.1)
+        assert llm.status().stats.num_steps_total == after.stats.num_steps_total
+        assert after.stats.num_generated_tokens_total < before.stats.num_generated_tokens_total + 5
+        assert after.journal_requests == 0
+        assert after.stats.kv_blocks_free == after.stats.kv_blocks_total
+
+    loop.run(scenario())
+
+
+def test_refusals_leave_the_engine_alone(loop, llm):
+    async def scenario():
+        pid = llm.status().pid
+        for prompt in ("", [], [10**9], "x" * 10**6, {"promt": "x"}, 5, ["a"], None):
+            with pytest.raises(InvalidRequestError):
+                await final(llm, prompt)
+        with pytest.raises(InvalidRequestError, match="stop_token_ids"):
+            await final(llm, params=SamplingParams(stop_token_ids=[10**6]))
+        assert (await final(llm)).finished
+        assert llm.status().pid == pid
+
+    loop.run(scenario())
+
+
+def test_duplicate_request_id_is_refused(loop, llm):
+    async def scenario():
+        stream = llm.generate("Once", LONG, request_id="mine")
+        await anext(stream)
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await anext(llm.generate("Once", LONG, request_id="mine"))
+        assert (await anext(stream)).request_id == "mine"
+        await stream.aclose()
+
+    loop.run(scenario())
+
+
+def test_death_is_noticed_at_once_and_a_new_engine_comes():
+    """kill -9: open requests end with a clear error within a moment, and the next ones work."""
+
+    async def scenario():
+        async with AsyncLLM(model="demo") as llm:
+            await llm.start()
+            streams = [asyncio.create_task(final(llm, params=LONG)) for _ in range(3)]
+            await until(lambda: llm.status().stats.num_running == 3)
+            assert llm.status().journal_requests == 3
+            assert llm.status().journal_tokens > 0
+            pid, killed = llm.status().pid, time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            results = await asyncio.gather(*streams, return_exceptions=True)
+            assert time.monotonic() - killed < 1.0
+            assert all(isinstance(result, EngineDeadError) for result in results)
+            assert llm.status().state is EngineState.RECOVERING
+            assert not llm.status().making_progress
+            assert llm.status().journal_requests == 0
+            await until(lambda: llm.status().state is EngineState.READY)
+            assert llm.status().restarts == 1
+            assert llm.status().pid != pid
+            assert (await final(llm)).finished
+
+    asyncio.run(scenario())
+
+
+def test_shutdown_ends_open_requests_and_the_child():
+    async def scenario():
+        llm = AsyncLLM(model="demo")
+        await llm.start()
+        stream = asyncio.create_task(final(llm, params=LONG))
+        await until(lambda: llm.status().stats.num_running == 1)
+        pid = llm.status().pid
+        await llm.shutdown()
+        with pytest.raises(EngineDeadError):
+            await stream
+        assert not alive(pid)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"model": "/nowhere/at/all"}, ModelLoadError),
+        ({"max_num_seqs": 0}, InvalidRequestError),
+        ({"max_sequences": 4}, InvalidRequestError),
+        ({"max_model_len": 2048}, InvalidRequestError),  # only the engine process knows the model's context
+        ({"kv_cache_memory_bytes": 1000}, InvalidRequestError),
+    ],
+)
+def test_what_cannot_start_says_why(options, error):
+    async def scenario():
+        llm = AsyncLLM(**options)
+        try:
+            await llm.start()
+        finally:
+            await llm.shutdown()
+
+    with pytest.raises(error):
+        asyncio.run(scenario())
+
+
+PARENT = """
+import asyncio, sys
+from penstock import AsyncLLM, SamplingParams
+async def main():
+    async with AsyncLLM(model="demo") as llm:
+        await llm.start()
+        params = SamplingParams(max_tokens=1000, ignore_eos=True, output_kind="delta")
+        async for output in llm.generate("Once", params):
+            if len(output.outputs[0].token_ids):
+                print(llm.status().pid, "torch" in sys.modules, flush=True)
+asyncio.run(main())
+"""
+
+
+def test_the_childs_life_ends_with_its_parents_and_torch_stays_in_the_child():
+    """An engine that outlives a killed parent would hold the memory for ever."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    try:
+        pid, has_torch = parent.stdout.readline().split()
+        assert has_torch == "False"
+        assert alive(int(pid))
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 1.0
+        while alive(int(pid)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not alive(int(pid))
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+
+
+def test_journal_notes_each_token_once():
+    journal = Journal()
+    journal.open(EngineRequest("a", [1, 2], SamplingParams(seed=3)))
+    for start, ids in ((0, [5, 6]), (1, [6, 7]), (3, [8])):
+        journal.note(EngineOutput("a", start, ids))
+    (resumed,) = journal.resumable()
+    assert resumed.output_token_ids == [5, 6, 7, 8]
+    assert journal.num_tokens == 4
+    journal.note(EngineOutput("a", 4, [9], finish_reason="stop"))
+    assert (journal.num_requests, journal.num_tokens) == (0, 0)

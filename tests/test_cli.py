@@ -1,0 +1,191 @@
+"""The command line as a user meets it: real processes, their output, their exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.options import parse_size
+from tests.hf_models import make_llama
+
+
+def penstock(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "penstock", *words]
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=60)
+
+
+def test_version_and_help_import_no_torch():
+    script = (
+        "import sys\nsys.modules['torch'] = None\nfrom penstock.cli.main import main\n"
+        "for words in (['--version'], ['--help'], ['generate', '--help'], ['serve', '--help']):\n"
+        "    try:\n        main(words)\n    except SystemExit as end:\n        assert not end.code\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "-p", "x", "--max-tokens", "0"], "--max-tokens: 0 is not allowed; it must be an integer from 1"),
+        (["generate", "-p", "x", "--temperature", "nan"], "--temperature: nan is not allowed"),
+        (["generate", "-p", "x", "--block-size", "17"], "--block-size: 17 is not allowed; it must be a multiple of 16"),
+        (["generate", "-p", "x", "--dtype", "fp8"], "--dtype: 'fp8' is not allowed; it must be one of auto"),
+        (["generate", "-p", "x", "--quantization", "int8"], "--quantization: 'int8' is planned but not built yet"),
+        (["generate", "-p", "x", "--kernels", "cpu"], "--kernels: 'cpu' is planned but not built yet"),
+        (["generate", "-p", "x", "--max-model-len", "2k"], "--max-model-len: 2000 is not allowed"),
+        (["generate", "-p", "x", "--kv-cache-memory-bytes", "lots"], "'lots' is not a size"),
+        (["generate", "-p", ""], "prompt: '' is not allowed"),
+        (["generate"], "give a prompt with -p TEXT or --prompts FILE.jsonl"),
+        (["generate", "--prompts", "/nowhere.jsonl"], "--prompts: cannot read '/nowhere.jsonl'"),
+        (["generate", "/nowhere", "-p", "x"], "model: there is no directory '/nowhere'"),
+        (["generate", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["serve", "--port", "99999"], "--port: 99999 is not allowed"),
+        (["bench", "ops"], "bench ops is planned but not built yet"),
+        (["bench", "offline", "--input-len", "4k"], "--input-len: input_len + output_len exceed max_model_len = 1024"),
+        (["plan"], "plan is planned but not built yet"),
+        (["tell"], "invalid choice: 'tell'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message):
+    done = penstock(*words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    last = done.stderr.strip().splitlines()[-1]
+    assert message in last
+    assert "Traceback" not in done.stderr
+
+
+def test_generate_streams_text():
+    done = penstock("generate", "-p", "Once upon a time", "-p", "One day", "--max-tokens", "12", "--temperature", "0")
+    assert done.returncode == 0
+    first, second = done.stdout.strip().split("\n\n")
+    assert first.startswith("Once upon a time")
+    assert second.startswith("One day")
+    assert "tokens/s" in done.stderr
+
+
+def test_generate_json_and_prompt_files(tmp_path: Path):
+    """Standard output holds the JSON and nothing else, one object a prompt, in the order given."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"Once upon a time"\n\n{"prompt": "One day"}\n{"prompt_token_ids": [1, 445, 426]}\n')
+    done = penstock("generate", "demo", "--prompts", str(file), "--json", "--max-tokens", "6", "--seed", "3")
+    assert done.returncode == 0
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [item["prompt"] for item in found] == ["Once upon a time", "One day", None]
+    for item in found:
+        assert set(item) >= {"prompt_token_ids", "token_ids", "text", "finish_reason", "num_cached_tokens"}
+        assert item["seed"] == 3
+    again = penstock("generate", "demo", "--prompts", str(file), "--json", "--max-tokens", "6", "--seed", "3")
+    assert again.stdout == done.stdout
+
+
+def test_a_bad_line_of_a_prompt_file_is_named(tmp_path: Path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"fine"\n{broken\n')
+    done = penstock("generate", "--prompts", str(file))
+    assert done.returncode == 2
+    assert "line 2 is not JSON" in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    script = f"{sys.executable} -m penstock generate -p Once --max-tokens 100 --ignore-eos | head -c 1"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+
+
+def test_chat_keeps_the_conversation():
+    done = penstock(
+        "chat", "--temperature", "0", "--max-tokens", "20", stdin="Hello\nWhat is 2 + 3?\n/reset\nHello\n/exit\n"
+    )
+    assert done.returncode == 0
+    answers = done.stdout.strip().splitlines()
+    assert len(answers) >= 3
+    assert answers[0] == answers[-1]  # after /reset the same question gets the same answer
+
+
+def test_bench_offline_needs_only_a_config(tmp_path: Path):
+    _, directory = make_llama(tmp_path)
+    (directory / "model.safetensors").unlink()
+    words = ["--load-format", "dummy", "--num-prompts", "2", "--input-len", "8", "--output-len", "4", "--json", "-"]
+    done = penstock("bench", "offline", str(directory), *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name in ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction"):
+        assert found[name] is None
+        assert found["reason"][name]
+    assert found["output_tokens_per_s"] > 0
+    assert found["prefill"]["input_tokens"] == 16
+    assert found["decode"]["output_tokens"] == 6
+    assert found["peak_rss_bytes"] > 10**7
+    assert {"p50", "p99"} == set(found["ttft_ms"]) == set(found["itl_ms"])
+
+
+@pytest.fixture
+def server():
+    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", "--max-num-seqs", "4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    line = process.stdout.readline()
+    yield process, next(word for word in line.split() if word.startswith("http://"))
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    process.stderr.close()
+
+
+def get(url: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def wait_healthy(url: str) -> None:
+    deadline = time.monotonic() + 30
+    while get(f"{url}/health")[0] != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_serve_survives_its_engine_and_drains(server):
+    """kill -9 of the engine: /health says 503, then 200 again; SIGTERM: exit code 0, and no process is left."""
+    process, url = server
+    wait_healthy(url)
+    status = json.loads(get(f"{url}/status")[1])
+    os.kill(status["engine"]["pid"], signal.SIGKILL)
+    time.sleep(0.1)
+    assert get(f"{url}/health")[0] == 503
+    wait_healthy(url)
+    after = json.loads(get(f"{url}/status")[1])["engine"]
+    assert after["restarts"] == 1
+    assert after["pid"] != status["engine"]["pid"]
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
+    assert not Path(f"/proc/{after['pid']}").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("4k", 4000),
+        ("4K", 4096),
+        ("2GiB", 2**31),
+        ("1.5GB", 1_500_000_000),
+        ("2g", 2 * 10**9),
+        ("7", 7),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size

@@ -1,0 +1,165 @@
+"""Every bad value of every field a user can set is refused by an error that names the field; good ones are not."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import PARTS, EngineConfig, option_names
+from penstock.errors import InvalidRequestError, NotSupportedError, PenstockError
+from penstock.sampling_params import SamplingParams
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=300),
+    st.binary(max_size=4),
+    st.lists(st.one_of(st.integers(-5, 5), st.text(max_size=3), st.none()), max_size=3),
+    st.dictionaries(st.one_of(st.integers(-5, 5), st.text(max_size=3)), st.floats(), max_size=2),
+    st.just(object()),
+    st.just(10**5000),
+)
+FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
+BAD_SAMPLING = {
+    "n": [0, -1, 129, 10**9, 1.0, "2", True, None],
+    "presence_penalty": [-2.1, 2.1, math.nan, math.inf, "0", None, True],
+    "frequency_penalty": [-2.1, 2.1, math.nan, -math.inf, "0", None],
+    "repetition_penalty": [0, -1, 1e-30, math.nan, math.inf, 101, None],
+    "temperature": [-0.1, math.nan, math.inf, -math.inf, 1e-45, 1e308, "1", None, True],
+    "top_p": [0, -0.0, 1.0000001, math.nan, "1", None],
+    "top_k": [-2, 2**40, 1.5, "5", None, True],
+    "min_p": [-0.1, 1.1, math.nan, None],
+    "seed": [-(2**63) - 1, 2**64, 1.5, "x", True],
+    "stop": ["", ["a"] * 17, "x" * 257, [1], 5, [None], {"a": 1}],
+    "stop_token_ids": [[-1], [2**31], ["a"], 5, [1] * 129, [True], "12"],
+    "max_tokens": [0, -1, 2**31, 2**63, 1e300, "5", True],
+    "min_tokens": [-1, 17, 1.0, None, "0"],
+    "logprobs": [-1, 21, 10**6, 1.0, True],
+    "prompt_logprobs": [-1, 21, 10**6, 1.0, "1"],
+    "logit_bias": [{-1: 0.0}, {"AI": 1.0}, {2**63: 1.0}, {1: math.nan}, {1: 1e30}, {1: -101}, [1], "x"],
+    "bad_words": ["", [""], ["x"] * 17, [3]],
+    "bad_words_token_ids": [5, [5], [[-1]], [["x"]], "ab", [[2**31]], {1: 2}],
+    "ignore_eos": [0, 1, "true", None],
+    "detokenize": [0, "false", None],
+    "skip_special_tokens": [1, None],
+    "spaces_between_special_tokens": [1, None],
+    "include_stop_str_in_output": [1, None],
+    "output_kind": ["all", None, 1],
+    "structured_outputs": [{"json": {}}, "x", 1],
+}
+BAD_OPTIONS = {
+    "model": ["", None, 5, [], "x" * 5000],
+    "dtype": ["float16", "bf16", None, 3, [], {}],
+    "quantization": ["int3", 8, "int8", "int4", ""],
+    "quantization_group_size": [16, 64, "32", True],
+    "kv_cache_dtype": ["int8", "fp8", None],
+    "load_format": ["gguf", None],
+    "kernels": ["cuda", "cpu", "triton", None],
+    "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],
+    "max_num_seqs": [0, -1, 2**20, "8", None, 1.0],
+    "max_num_batched_tokens": [0, -1, 2**40, "1"],
+    "block_size": [0, 8, 17, -16, 16.0, "16"],
+    "kv_cache_memory_bytes": [0, -1, 2**60, "2GiB", 1.5],
+    "enable_prefix_caching": [1, None, "yes"],
+    "tensor_parallel_size": [0, -1, 2, "1", None],
+    "pipeline_parallel_size": [0, 2, 1.0],
+    "threads": [0, -1, 10**6, "2", 1.5],
+    "seed": [2**63, 1.5, "x", None],
+}
+
+
+def test_the_lists_know_every_field():
+    """A new field without bad values here would go unchecked."""
+    assert set(BAD_SAMPLING) == set(FIELDS)
+    assert set(BAD_OPTIONS) == set(option_names())
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, bad) for name, bads in BAD_SAMPLING.items() for bad in bads])
+def test_bad_sampling_value_is_named(name, value):
+    with pytest.raises(InvalidRequestError, match=f"^{name}: ") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert isinstance(caught.value, ValueError)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, bad) for name, bads in BAD_OPTIONS.items() for bad in bads])
+def test_bad_option_is_named(name, value):
+    with pytest.raises(InvalidRequestError, match=f"^{name}: ") as caught:
+        EngineConfig.from_options(**{name: value})
+    assert caught.value.param == name
+
+
+def made_or_refused(make: Callable[[], Any], name: str) -> Any:
+    """What `make` makes, or None if it was refused with an error that names the field."""
+    try:
+        return make()
+    except InvalidRequestError as error:
+        if error.param == name or (error.param, name) == ("min_tokens", "max_tokens"):
+            return None
+        raise
+
+
+@settings(max_examples=400, deadline=None)
+@given(name=st.sampled_from(FIELDS), value=JUNK)
+def test_any_sampling_value_is_taken_or_refused_by_name(name, value):
+    """Never another exception, never a value that is not finite where a number is meant."""
+    params = made_or_refused(lambda: SamplingParams(**{name: value}), name)
+    kept = None if params is None else getattr(params, name)
+    assert not isinstance(kept, float) or math.isfinite(kept)
+    if params is not None:
+        hash(dataclasses.replace(params, logit_bias=None))  # normalised: nothing mutable is kept
+
+
+@settings(max_examples=300, deadline=None)
+@given(name=st.sampled_from(option_names()), value=JUNK)
+def test_any_option_is_taken_or_refused_by_name(name, value):
+    made_or_refused(lambda: EngineConfig.from_options(**{name: value}), name)
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(InvalidRequestError, match="max_seqs: unknown option") as caught:
+        EngineConfig.from_options(max_seqs=4)
+    assert caught.value.param == "max_seqs"
+    with pytest.raises(TypeError):
+        SamplingParams(temprature=1.0)
+
+
+def test_what_is_planned_says_so():
+    for options in (
+        {"quantization": "int8"},
+        {"kernels": "cpu"},
+        {"tensor_parallel_size": 2},
+        {"kv_cache_dtype": "int8"},
+    ):
+        with pytest.raises(NotSupportedError) as caught:
+            EngineConfig.from_options(**options)
+        assert caught.value.code == "not_implemented"
+
+
+def test_configs_are_frozen():
+    config = EngineConfig.from_options()
+    for value in (config, *(getattr(config, part) for part in PARTS), SamplingParams()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, dataclasses.fields(value)[0].name, 1)
+
+
+def test_vocabulary_is_checked_where_it_is_known():
+    for params in (SamplingParams(stop_token_ids=[100]), SamplingParams(logit_bias={100: 1.0})):
+        params.check_vocabulary(101)
+        with pytest.raises(InvalidRequestError):
+            params.check_vocabulary(100)
+
+
+def test_every_error_is_a_penstock_error():
+    from penstock import errors
+
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    assert all(issubclass(value, PenstockError) for value in classes)
+    assert all(value.__name__ in errors.__doc__ for value in classes)
