@@ -40,10 +40,17 @@ class ServerContext:
         """The model, or EngineDeadError (503) until the engine has been ready once; 503 too while draining."""
         if self.draining:
             raise unavailable("the server is shutting down")
-        return self.client.model_info
+        return self.known_info()
+
+    def known_info(self) -> ModelInfo:
+        """The model, also while draining. An engine that could not be built is nothing the request did wrong."""
+        try:
+            return self.client.model_info
+        except (InvalidRequestError, ModelLoadError):
+            raise unavailable("the engine could not be started") from None
 
     def model_names(self) -> Sequence[str]:
-        return self.options.served_model_names or (self.client.model_info.model,)
+        return self.options.served_model_names or (self.known_info().model,)
 
     def now(self) -> int:
         """Unix time, for `created`."""

@@ -23,6 +23,7 @@ from penstock.server.request_log import RequestLog
 from penstock.server.sse import CONTENT_TYPE, data
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
+QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled all day: logged only when they fail
 MAX_REQUEST_ID = 128
 CLIENT_GONE = 499  # logged only; nobody is there to read it
 
@@ -86,7 +87,8 @@ class BoundaryMiddleware:
             return
         parts = [scope["method"], ascii(scope["path"])[1:-1][:200], str(status), f"{log.age_s() * 1000:.0f}ms"]
         parts += [part for part in (log.tokens(), log.labels) if part]
-        access_logger.info("%s id=%s", " ".join(parts), log.request_id)
+        level = logging.DEBUG if status < 400 and scope["path"] in QUIET_PATHS else logging.INFO
+        access_logger.log(level, "%s id=%s", " ".join(parts), log.request_id)
 
 
 async def _refuse_websocket(scope: Scope, send: Send) -> None:

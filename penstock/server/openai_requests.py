@@ -27,6 +27,7 @@ class Labels(Strict, kw_only=True, frozen=True):
     safety_identifier: str | None = None
     session_id: str | None = None
     request_id: str | None = None
+    prompt_cache_key: str | None = None
 
 
 class Planned(Labels, kw_only=True, frozen=True):
@@ -47,7 +48,6 @@ class Planned(Labels, kw_only=True, frozen=True):
     logits_processors: Any = None
     logprob_token_ids: Any = None
     priority: Any = None
-    prompt_cache_key: Any = None
     response_format: Any = None
     service_tier: Any = None
     store: Any = None

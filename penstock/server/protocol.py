@@ -25,7 +25,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._deadline: asyncio.TimerHandle | None = None
         self._head_bytes = 0
-        self._in_head = True
+        self._begun = False  # the first byte of a request has come, its last has not
+        self._in_head = True  # ... or its headers are not complete
         self._refused = False
         super().connection_made(transport)
         self._arm(self.receive_timeout_s)
@@ -37,13 +38,16 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused or self.parser is None:
             return
+        goes_on = self._begun and self._in_head
         super().data_received(data)
-        if self._in_head:
+        if goes_on and self._begun and self._in_head:  # a whole piece was head; a first piece is counted when complete
             self._head_bytes += len(data)
             self._check_head()
+        if self._deadline is None and not self._refused:  # bytes between two requests begin none by themselves
+            self._arm(self.receive_timeout_s)
 
     def on_message_begin(self) -> None:
-        self._in_head = True
+        self._begun = True
         self._head_bytes = 0
         self._arm(self.receive_timeout_s)
         super().on_message_begin()
@@ -64,6 +68,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._disarm()
+        self._begun, self._in_head = False, True
         self._head_bytes = 0
         if not self._refused:
             super().on_message_complete()
@@ -107,7 +112,22 @@ class GuardedProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _too_slow(self) -> None:
-        self._refuse(ApiError(408, "The request did not arrive in time.", code="request_timeout"))
+        if self._client_waits_for_us():
+            self._arm(self.receive_timeout_s)
+        elif self._nothing_asked():
+            self._disarm()
+            self.transport.close()
+        else:
+            self._refuse(ApiError(408, "The request did not arrive in time.", code="request_timeout"))
+
+    def _client_waits_for_us(self) -> bool:
+        """A pipelined request may be half here while the answer to the one before it goes out."""
+        before = self._in_head and self.cycle is not None and not self.cycle.response_complete
+        return before or bool(self.pipeline) or self.flow.read_paused
+
+    def _nothing_asked(self) -> bool:
+        """No byte of a request came, or the rest of one that has its answer already."""
+        return not self._begun or (not self._in_head and self.cycle is not None and self.cycle.response_complete)
 
 
 def _raw_response(error: ApiError) -> bytes:

@@ -14,13 +14,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import uvicorn
 
 from penstock import __version__
 from penstock.client.engine_client import EngineClient, EngineState
-from penstock.errors import EngineDeadError
+from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError, PenstockError
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.server.protocol import guarded_protocol
@@ -50,12 +51,21 @@ def open_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def run_server(client: EngineClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
+class ServableClient(EngineClient, Protocol):
+    """An EngineClient whose engine may have been started outside of the event loop."""
+
+    async def attach(self) -> None:
+        """Watch the engine from this event loop, without waiting for it; a second call does nothing."""
+
+
+async def run_server(client: ServableClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
     """Serve until a signal or the engine's end; the exit code of the process.
 
     Args:
         client: may still be starting; /health is 503 until it is ready. It has been shut down on return.
         sock: from `open_socket`, where the caller wanted to know before it started an engine.
+
+    Raises InvalidRequestError or ModelLoadError where the engine never came up for such a reason.
     """
     started_at = time.monotonic() if options.started_at is None else options.started_at
     try:
@@ -66,6 +76,20 @@ async def run_server(client: EngineClient, options: ServerOptions, sock: socket.
         return EXIT_CANNOT_LISTEN
     with listening:
         return await _Serving(client, options, listening, started_at).run()
+
+
+def run(client: ServableClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
+    """`run_server` in an event loop of its own: uvloop's where there is one."""
+    loop_factory = None if sys.platform == "win32" else _uvloop()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(run_server(client, options, sock))
+
+
+def _uvloop() -> Callable[[], asyncio.AbstractEventLoop]:
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 class _Server(uvicorn.Server):
@@ -79,7 +103,7 @@ class _Server(uvicorn.Server):
 class _Serving:
     """One run of the server."""
 
-    def __init__(self, client: EngineClient, options: ServerOptions, sock: socket.socket, started_at: float) -> None:
+    def __init__(self, client: ServableClient, options: ServerOptions, sock: socket.socket, started_at: float) -> None:
         self._client = client
         self._options = options
         self._sock = sock
@@ -89,6 +113,7 @@ class _Serving:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._exit_code = EXIT_OK
+        self._failure: PenstockError | None = None
 
     def _config(self) -> uvicorn.Config:
         return uvicorn.Config(
@@ -106,6 +131,7 @@ class _Serving:
     async def run(self) -> int:
         _log_to_stderr()
         with self._signals():
+            await self._client.attach()
             watcher = asyncio.create_task(self._watch_engine())
             stopper = asyncio.create_task(self._stop_when_asked())
             try:
@@ -115,6 +141,10 @@ class _Serving:
                 stopper.cancel()
                 await asyncio.gather(watcher, stopper, return_exceptions=True)
                 await self._client.shutdown()
+        if isinstance(self._failure, InvalidRequestError | ModelLoadError):
+            raise self._failure
+        if self._failure is not None:
+            print(f"penstock: {self._failure}", file=sys.stderr)
         return self._exit_code
 
     @contextlib.contextmanager
@@ -149,16 +179,16 @@ class _Serving:
             await asyncio.sleep(WATCH_INTERVAL_S if not announced else 10 * WATCH_INTERVAL_S)
 
     def _engine_failed(self) -> None:
-        print(f"penstock: {self._failure()}", file=sys.stderr)
+        self._failure = self._reason()
         self._exit_code = EXIT_ENGINE_FAILED
         self._server.should_exit = True
 
-    def _failure(self) -> str:
-        """What the client says of it: an engine that was never ready has no model, and a reason why."""
+    def _reason(self) -> PenstockError:
+        """What the client says of it: an engine that was never ready has no model, but a reason why."""
         try:
-            return f"the engine of {self._client.model_info.model} failed"
-        except EngineDeadError as exc:
-            return str(exc).partition("\n")[0] or "the engine failed"
+            return EngineDeadError(f"the engine of {self._client.model_info.model} died too often")
+        except PenstockError as exc:
+            return exc
 
     def _announce(self) -> None:
         name = self._app.state.context.model_names()[0]

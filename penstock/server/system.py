@@ -109,7 +109,7 @@ async def retrieve_model(request: Request) -> Response:
 
 
 def _card(context: ServerContext, name: str) -> ModelCard:
-    info = context.client.model_info
+    info = context.known_info()
     return ModelCard(id=name, created=context.created, root=name, max_model_len=info.max_model_len)
 
 
@@ -155,5 +155,5 @@ def _page() -> bytes:
 
 async def not_built(request: Request) -> Response:
     """A route that clients know and this server does not have yet."""
-    error: ApiError = not_found(f"{request.scope['route'].path} is not built yet.", "not_implemented")
+    error: ApiError = not_found(f"{request.scope['path'][:100]} is not built yet.", "not_implemented")
     raise error

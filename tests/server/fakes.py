@@ -87,6 +87,8 @@ class FakeEngineClient:
         self.state = EngineState.READY
         self.making_progress = True
         self.info = ModelInfo("fake", max_model_len, VOCAB_SIZE, (EOS,), "float32", "fp-fake", {})
+        self.start_failure: Exception | None = None
+        self.attached = False
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.seen: list[tuple[list[int], SamplingParams, str]] = []
@@ -96,6 +98,8 @@ class FakeEngineClient:
 
     @property
     def model_info(self) -> ModelInfo:
+        if self.start_failure is not None:
+            raise self.start_failure
         self._was_ready |= self.state is EngineState.READY
         if not self._was_ready:
             raise EngineDeadError(f"the engine is {self.state.value}")
@@ -155,7 +159,7 @@ class FakeEngineClient:
         limit = room if params.max_tokens is None else min(room, params.max_tokens)
         tokens, reason = self._tokens(ids, params, seed, index, limit)
         text, stop = self.tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens), None
-        for string in params.stop:
+        for string in params.stop or ():
             if string in text:
                 cut = text.index(string)
                 tokens, text, reason, stop = tokens[: cut + len(string)], text[:cut], FinishReason.STOP, string
@@ -195,6 +199,9 @@ class FakeEngineClient:
     def _shown(self, choice: CompletionOutput, num_tokens: int) -> int:
         data = b"".join(self.tokenizer.token_to_bytes(i) for i in choice.token_ids[:num_tokens] if i < 256)
         return min(len(codecs.getincrementaldecoder("utf-8")().decode(data)), len(choice.text))
+
+    async def attach(self) -> None:
+        self.attached = True
 
     async def drain(self, timeout_s: float) -> None:
         self.state = EngineState.DRAINING if self.state is EngineState.READY else self.state

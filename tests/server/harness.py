@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import httpx
+import uvloop
 from starlette.testclient import TestClient
 
 from penstock.server.app import create_app
@@ -36,7 +37,8 @@ class RunningServer:
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the command runs it
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
         with self._sock:

@@ -18,20 +18,20 @@ import httpx
 import pytest
 
 from penstock.client.engine_client import EngineState
-from penstock.errors import EngineDeadError
+from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError
 from penstock.server.options import ServerOptions
 from penstock.server.serve import run_server
 from tests.server.fakes import Behaviour, FakeEngineClient
-from tests.server.harness import QUIET, running, wait_until
+from tests.server.harness import QUIET, app_client, running, wait_until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-    import asyncio, sys
+    import sys
     from penstock.server.options import ServerOptions
-    from penstock.server.serve import run_server
+    from penstock.server.serve import run
     from tests.server.fakes import Behaviour, FakeEngineClient
     client = FakeEngineClient(Behaviour(text="x" * 30, delay_s=0.02))
-    sys.exit(asyncio.run(run_server(client, ServerOptions(port=0))))
+    sys.exit(run(client, ServerOptions(port=0)))
 """
 
 
@@ -110,6 +110,25 @@ def test_failed_engine_ends_the_server(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == "penstock: the engine is failed\n"
 
 
+@pytest.mark.parametrize("failure", [ModelLoadError("config.json: no such file"), InvalidRequestError("dtype: no")])
+def test_engine_that_cannot_be_built(failure: Exception) -> None:
+    """Guards against a start-up mistake that is reported in another way than by every other command; and against a
+    request in that moment being told that it was wrong."""
+    fake = FakeEngineClient()
+    fake.state, fake.start_failure = EngineState.FAILED, failure
+    with pytest.raises(type(failure), match=str(failure)):
+        asyncio.run(run_server(fake, QUIET))
+    for path, status in (("/v1/models", 503), ("/health", 503), ("/live", 200)):
+        assert app_client(fake).get(path).status_code == status
+
+
+def test_client_is_attached() -> None:
+    """Guards against waiting for an engine that nobody watches: the command makes its client outside of the loop."""
+    fake = FakeEngineClient()
+    with running(fake):
+        assert fake.attached
+
+
 def test_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against a traceback, and an engine left running, when the port is taken."""
     fake = FakeEngineClient()
@@ -139,6 +158,21 @@ class DyingClient(FakeEngineClient):
         if self.state is EngineState.FAILED and self.behaviour.failure is not None:
             raise self.behaviour.failure
         await super()._wait(step)
+
+
+def test_second_signal_ends_the_drain() -> None:
+    """Guards against a Ctrl-C that does nothing while a stream that never ends is waited for."""
+    fake = DyingClient(Behaviour(text="x" * 400, delay_s=0.02))
+    body = {"prompt": "a", "max_tokens": 400, "stream": True}
+    with running(fake) as server:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            for _ in range(2):
+                server._loop.call_soon_threadsafe(server._serving.stop)
+            assert "engine_unavailable" in [line for line in lines if line][-1]
+        server.join(timeout_s=5)
+    assert server.exit_code == 0
 
 
 def test_streams_left_after_the_drain_are_told() -> None:

@@ -119,7 +119,7 @@ def test_slow_reader_is_cut_off(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "start", [b"", b"POST /v1/completions HTTP/1.1\r\nHost:", post(b'{"prompt": "aaa"}')[:-3], post(b"{}" * 99)[:-1]]
+    "start", [b"POST /v1/completions HTTP/1.1\r\nHost:", post(b'{"prompt": "aaa"}')[:-3], post(b"{}" * 99)[:-1]]
 )
 def test_slow_sender_is_cut_off(server: RunningServer, start: bytes) -> None:
     """Guards against slow-loris, in the headers and in the body; uvicorn has no deadline for receiving."""
@@ -128,6 +128,25 @@ def test_slow_sender_is_cut_off(server: RunningServer, start: bytes) -> None:
     assert time.monotonic() - begin < 4
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"request_timeout"' in answer
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"])
+def test_idle_connection_is_closed_without_a_word(server: RunningServer, start: bytes) -> None:
+    """Guards against connections that are opened, or kept, for nothing, and against an answer to no question."""
+    with raw(server, start) as sock:
+        if start:
+            assert sock.recv(65536).startswith(b"HTTP/1.1 200 ")
+            sock.sendall(b"\r\n")  # which ends uvicorn's own deadline for idle connections
+        assert read_all(sock) == b""
+
+
+def test_half_a_pipelined_request_does_not_end_the_stream_before_it(server: RunningServer) -> None:
+    """Guards against the deadline of the second request cutting off the answer to the first."""
+    server.client.behaviour = Behaviour(text="x" * 20, delay_s=0.06)
+    first = post(b'{"prompt": "a", "max_tokens": 30, "stream": true}')
+    answer = read_all(raw(server, first + post(b'{"prompt": "b"}')[:-3]))
+    assert b"data: [DONE]\n\n" in answer
+    assert b"HTTP/1.1 408 " in answer.partition(b"[DONE]")[2]
 
 
 def test_trickling_headers_do_not_extend_the_deadline(server: RunningServer) -> None:
@@ -197,6 +216,14 @@ def test_large_body_in_chunks_is_refused(server: RunningServer) -> None:
     pieces = (b" " * 10_000 for _ in range(100))
     response = httpx.post(f"{server.url}/v1/completions", content=pieces, headers={"Content-Type": "application/json"})
     assert response.status_code == 413
+
+
+def test_large_body_in_one_piece_is_taken(server: RunningServer) -> None:
+    """Guards against the cap on heads counting a body that arrives together with its headers."""
+    body = b'{"prompt": "a", "user": "%s", "max_tokens": 1}' % (b"x" * 90_000)
+    for data in (post(body, "Connection: close\r\n"), post(body) + post(body, "Connection: close\r\n")):
+        answer = read_all(raw(server, data))
+        assert answer.count(b"HTTP/1.1 200 ") == data.count(b"POST ")
 
 
 def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None:

@@ -1,0 +1,82 @@
+"""/metrics and /status tell what happened."""
+
+import json
+
+import httpx
+
+from tests.server.fakes import Behaviour, FakeEngineClient
+from tests.server.harness import app_client, running, wait_until
+
+BODY = {"prompt": "a", "max_tokens": 4}
+
+
+def samples(text: str) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def test_metrics_count_requests_and_times() -> None:
+    """Guards against histograms nobody feeds, and against labels taken from the path, which never end."""
+    client = app_client()
+    client.post("/v1/completions", json={**BODY, "n": 2})
+    client.post("/v1/completions", json={**BODY, "stream": True})
+    client.post("/v1/completions", json={"prompt": ""})
+    for index in range(5):
+        client.get(f"/no/such/{index}")
+        client.get(f"/v1/models/{index}")
+    found = samples(client.get("/metrics").text)
+    assert found['penstock_http_requests_total{route="/v1/completions",status="200"}'] == 2
+    assert found['penstock_http_requests_total{route="/v1/completions",status="400"}'] == 1
+    assert found['penstock_http_requests_total{route="/v1/models/{model:path}",status="404"}'] == 5
+    assert found['penstock_http_requests_total{route="other",status="404"}'] == 5
+    assert found['penstock_choices_total{finish_reason="length"}'] == 3
+    assert found["penstock_time_to_first_token_seconds_count"] == 1
+    assert found["penstock_inter_token_latency_seconds_count"] == 3
+    assert found["penstock_e2e_request_latency_seconds_count"] == 2
+
+
+def test_metrics_show_the_engine() -> None:
+    """Guards against gauges that freeze at what they were when the server started."""
+    fake = FakeEngineClient()
+    client = app_client(fake)
+    before = samples(client.get("/metrics").text)
+    fake.num_tokens, fake.making_progress = 41, False
+    after = samples(client.get("/metrics").text)
+    assert (before["penstock_generation_tokens_total"], after["penstock_generation_tokens_total"]) == (0, 41)
+    assert (before["penstock_healthy"], after["penstock_healthy"]) == (1, 0)
+    assert after["penstock_kv_blocks"] == 8
+    assert after["penstock_engine_restarts_total"] == 2
+    assert after['penstock_engine_state{state="ready"}'] == 1
+
+
+def test_two_servers_do_not_share_metrics() -> None:
+    """Guards against a registry of the module: a second app in the process would crash or count for the first."""
+    first, second = app_client(), app_client()
+    first.post("/v1/completions", json=BODY)
+    assert "e2e_request_latency_seconds_count 1.0" in first.get("/metrics").text
+    assert "e2e_request_latency_seconds_count 0.0" in second.get("/metrics").text
+
+
+def test_status_is_exact() -> None:
+    """Guards against scripts of users breaking on a renamed field."""
+    status = app_client().get("/status").json()
+    assert status["engine"] == {"pid": 4321, "state": "ready", "restarts": 2, "heartbeat_age_s": 0.01}
+    assert (status["running"], status["waiting"]) == (0, 0)
+    assert status["kv_blocks"] == {"total": 8, "free": 7, "cached": 3}
+    assert status["journal"] == {"requests": 0, "tokens": 5}
+
+
+def test_gone_clients_are_counted_as_499() -> None:
+    """Guards against a client that left being counted as a success or a failure of the server."""
+    with running(FakeEngineClient(Behaviour(hang_at=1))) as server:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**BODY, "stream": True}) as response:
+            assert json.loads(next(response.iter_lines()).removeprefix("data: "))["choices"]
+        gone = 'penstock_http_requests_total{route="/v1/completions",status="499"}'
+        wait_until(lambda: samples(httpx.get(f"{server.url}/metrics").text).get(gone) == 1)
+
+
+def test_version() -> None:
+    """Guards against a version typed in twice."""
+    from penstock import __version__
+
+    assert app_client().get("/version").json() == {"version": __version__}
