@@ -14,7 +14,7 @@ from penstock.server.api_errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
-BODY_GRACE_S = 2.0  # the application answers a slow body with 408 first; this is for when nobody reads it
+BODY_GRACE = 1.2  # the application answers a slow body with 408 first; this is for when nobody reads it
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -58,7 +58,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._check_head()
         if self._refused:
             return
-        self._arm(self.receive_timeout_s + BODY_GRACE_S)
+        self._arm(self.receive_timeout_s * BODY_GRACE)
         self.scope["state"]["abort_connection"] = self.transport.abort
         super().on_headers_complete()
 

@@ -43,7 +43,7 @@ def client() -> TestClient:
     return app_client(FakeEngineClient(max_model_len=64))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     target=st.sampled_from(FIELDS),
     value=JUNK,

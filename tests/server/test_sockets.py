@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from penstock.server.options import ServerOptions
-from tests.server.fakes import Behaviour, FakeEngineClient
+from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
 from tests.server.harness import RunningServer, running, wait_until
 
 OPTIONS = ServerOptions(
@@ -204,6 +204,27 @@ def test_malformed_http_is_refused(server: RunningServer, data: bytes) -> None:
     assert httpx.get(f"{server.url}/live").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (b"GET http://elsewhere/v1/models HTTP/1.1", b"200"),
+        (b"GET //v1//models HTTP/1.1", b"404"),
+        (b"GET /v1/../metrics HTTP/1.1", b"404"),
+        (b"GET * HTTP/1.1", b"4"),
+        (b"OPTIONS * HTTP/1.1", b"4"),
+        (b"CONNECT a:1 HTTP/1.1", b"4"),
+        (b"GET /\xff HTTP/1.1", b"4"),
+        (b"GET /%00%ff%0d%0a HTTP/1.1", b"404"),
+        (b"GET /v1/models/%ff%00 HTTP/1.1", b"404"),
+    ],
+)
+def test_odd_request_lines(server: RunningServer, line: bytes, status: bytes) -> None:
+    """Guards against a request line that crashes the server, or one that is routed as another than it is checked."""
+    answer = read_all(raw(server, line + b"\r\nHost: a\r\nConnection: close\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 " + status), answer
+    assert status == b"200" or b'{"error":{"message":' in answer
+
+
 def test_large_body_is_refused_before_it_is_sent(server: RunningServer) -> None:
     """Guards against reading a gigabyte to say that it is too much."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000\r\n\r\n"
@@ -230,6 +251,27 @@ def test_pipelined_requests_are_answered_in_order(server: RunningServer) -> None
     """Guards against the deadline or the head cap confusing two requests that arrive in one packet."""
     answer = read_all(raw(server, post(b'{"prompt": "a"}') + post(b'{"prompt": 1}', "Connection: close\r\n")))
     assert answer.index(b"HTTP/1.1 200") < answer.index(b"HTTP/1.1 400")
+
+
+class SlowTokenizer(FakeTokenizer):
+    """Takes its time for a long text, as real ones do."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        time.sleep(0.6 if len(text) > 4096 else 0)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_tokenising_a_long_text_holds_up_nobody(server: RunningServer) -> None:
+    """Guards against an event loop that stands still while a long prompt is tokenised."""
+    kept, server.client.tokenizer = server.client.tokenizer, SlowTokenizer()
+    sock = raw(server, post(b'{"prompt": "%s"}' % (b"a" * 4100)))
+    time.sleep(0.1)
+    begin = time.monotonic()
+    assert httpx.get(f"{server.url}/live").status_code == 200
+    assert time.monotonic() - begin < 0.4
+    assert b"context_length_exceeded" in sock.recv(65536)
+    sock.close()
+    server.client.tokenizer = kept
 
 
 def test_other_requests_go_on_beside_a_long_stream(server: RunningServer) -> None:

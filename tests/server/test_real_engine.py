@@ -1,0 +1,163 @@
+"""`penstock serve` as users run it: the command, the demo model, the official client. One process for all tests."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.harness import wait_until
+
+USER: Any = [{"role": "user", "content": "Tell me a story."}]
+
+
+class Served:
+    """The running command."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", "demo", "--port", "0", "--api-key", "k"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"serving demo at (http://\S+)  \(ready in", line)
+        assert found, f"no ready line but {line!r}"
+        self.http = httpx.Client(base_url=found.group(1), headers={"Authorization": "Bearer k"})
+        self.openai = openai.OpenAI(base_url=f"{found.group(1)}/v1", api_key="k", max_retries=0)
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self.http.get("/status").json()
+        return status
+
+    def close(self) -> None:
+        self.http.close()
+        self.openai.close()
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+def test_health_and_identity(served: Served) -> None:
+    """Guards against a ready line that comes before the engine is ready."""
+    assert served.http.get("/health").status_code == 200
+    assert [model.id for model in served.openai.models.list()] == ["demo"]
+    assert httpx.get(served.http.base_url.join("/status")).status_code == 401
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_server_process_maps_no_torch(served: Served) -> None:
+    """Guards against torch in the HTTP process, however it got there."""
+    engine_pid = served.status()["engine"]["pid"]
+    assert "torch" in Path(f"/proc/{engine_pid}/maps").read_text()
+    assert "torch" not in Path(f"/proc/{served.process.pid}/maps").read_text()
+
+
+def test_three_choices_repeat_by_seed(served: Served) -> None:
+    """Guards against choices that are copies of one another, or that a seed does not repeat."""
+    first, again = (
+        [
+            choice.message.content
+            for choice in served.openai.chat.completions.create(
+                model="demo", messages=USER, n=3, seed=5, temperature=1, max_tokens=24
+            ).choices
+        ]
+        for _ in range(2)
+    )
+    assert first == again
+    assert len(set(first)) == 3
+
+
+def test_stream_equals_whole_answer(served: Served) -> None:
+    """Guards against text lost or doubled between the pieces of a stream, and usage that does not match."""
+    options: Any = {"model": "demo", "messages": USER, "seed": 9, "max_tokens": 40}
+    whole = served.openai.chat.completions.create(**options)
+    with served.openai.chat.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    ) as stream:
+        chunks = list(stream)
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert (chunks[-1].usage.completion_tokens, whole.usage is not None) == (whole.usage.completion_tokens, True)
+
+
+def test_stop_and_logprobs(served: Served) -> None:
+    """Guards against a stop string that is shown, and against the chosen token missing among the reported ones."""
+    answer = served.openai.completions.create(
+        model="demo", prompt="Once upon a time", temperature=0, max_tokens=60, stop=["."], logprobs=2
+    )
+    choice = answer.choices[0]
+    assert "." not in choice.text
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    tokens, tops = choice.logprobs.tokens or [], choice.logprobs.top_logprobs or []
+    assert all(token in top and 2 <= len(top) <= 3 for token, top in zip(tokens, tops, strict=True))
+
+
+def test_echo_scores_the_prompt(served: Served) -> None:
+    """Guards against a prompt score that differs from what was reported when the same tokens were generated."""
+    first = served.http.post(
+        "/v1/completions",
+        json={"prompt": "Once upon", "temperature": 0, "max_tokens": 6, "logprobs": 0, "return_token_ids": True},
+    ).json()["choices"][0]
+    ids = first["prompt_token_ids"] + first["token_ids"]
+    scored = served.http.post(
+        "/v1/completions", json={"prompt": [ids], "max_tokens": 1, "echo": True, "logprobs": 0}
+    ).json()["choices"][0]["logprobs"]["token_logprobs"]
+    expected = first["logprobs"]["token_logprobs"]
+    assert scored[0] is None
+    assert scored[len(first["prompt_token_ids"]) : len(ids)] == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_hanging_up_frees_the_engine(served: Served, stream: bool) -> None:
+    """Guards against an engine that goes on for a caller who has left."""
+    body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "n": 4, "stream": stream}
+    leaving = contextlib.suppress(httpx.ReadTimeout)
+    with leaving, served.http.stream("POST", "/v1/completions", json=body, timeout=0.3):
+        time.sleep(0.1)
+    wait_until(lambda: served.status()["running"] == 0, timeout_s=3)
+    assert served.status()["kv_blocks"]["free"] == served.status()["kv_blocks"]["total"]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"n": 10**9}, {"logit_bias": {"999999": 1}}, {"prompt": [10**6]}, {"max_tokens": 0}]
+)
+def test_bad_values_over_http(served: Served, bad: dict[str, Any]) -> None:
+    """Guards against a value that only the engine process finds wrong, or dies of."""
+    pid = served.status()["engine"]["pid"]
+    response = served.http.post("/v1/completions", json={"prompt": "a", **bad})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(bad)))
+    assert served.status()["engine"]["pid"] == pid
+
+
+def test_engine_death_and_return(served: Served) -> None:
+    """Guards against a server that does not notice, or does not survive, the death of its engine."""
+    before = served.status()["engine"]
+    os.kill(before["pid"], signal.SIGKILL)
+    wait_until(lambda: served.http.get("/health").status_code == 503)
+    wait_until(lambda: served.http.get("/health").status_code == 200, timeout_s=30)
+    after = served.status()["engine"]
+    assert (after["restarts"], after["pid"] != before["pid"]) == (before["restarts"] + 1, True)
+    assert served.openai.completions.create(model="demo", prompt="Once", max_tokens=2).choices[0].text
+
+
+def test_sigterm_ends_it_with_0(served: Served) -> None:
+    """Guards against an engine process that outlives its server. (The last test: it ends the shared process.)"""
+    engine_pid = served.status()["engine"]["pid"]
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(15) == 0
+    wait_until(lambda: not Path(f"/proc/{engine_pid}").exists())
