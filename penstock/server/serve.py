@@ -35,7 +35,7 @@ BACKLOG = 2048
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening address; OSError where it is taken or does not exist."""
+    """A listening address; OSError (UnicodeError for a name that is none) where it is taken or does not exist."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -70,12 +70,13 @@ async def run_server(client: ServableClient, options: ServerOptions, sock: socke
     started_at = time.monotonic() if options.started_at is None else options.started_at
     try:
         listening = sock or open_socket(options.host, options.port)
-    except OSError as exc:
-        print(f"penstock: cannot listen on {options.host}:{options.port}: {exc.strerror or exc}", file=sys.stderr)
+    except (OSError, UnicodeError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        print(f"penstock: cannot listen on {options.host}:{options.port}: {reason}", file=sys.stderr)
         await client.shutdown()
         return EXIT_CANNOT_LISTEN
     with listening:
-        return await _Serving(client, options, listening, started_at).run()
+        return await Serving(client, options, listening, started_at).run()
 
 
 def run(client: ServableClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
@@ -100,7 +101,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Serving:
+class Serving:
     """One run of the server."""
 
     def __init__(self, client: ServableClient, options: ServerOptions, sock: socket.socket, started_at: float) -> None:
@@ -209,8 +210,10 @@ class _Serving:
         for task in (drain, hurry):
             task.cancel()
         await asyncio.gather(drain, hurry, return_exceptions=True)
-        await self._client.shutdown()
-        self._server.should_exit = True
+        try:
+            await self._client.shutdown()
+        finally:
+            self._server.should_exit = True
 
 
 def _log_to_stderr() -> None:

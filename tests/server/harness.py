@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
-from penstock.server.serve import _Serving, open_socket
+from penstock.server.serve import Serving, open_socket
 from tests.server.fakes import FakeEngineClient
 
 QUIET = ServerOptions(port=0, access_log=False)
@@ -43,13 +43,13 @@ class RunningServer:
     async def _serve(self) -> None:
         with self._sock:
             self._loop = asyncio.get_running_loop()
-            self._serving = _Serving(self.client, self.options, self._sock, time.monotonic())
+            self._serving = Serving(self.client, self.options, self._sock, time.monotonic())
             self._ready.set()
             self.exit_code = await self._serving.run()
 
     def start(self) -> None:
         self._thread.start()
-        assert self._ready.wait(5)
+        assert self._ready.wait(15)
         wait_until(lambda: self._answers())
 
     def _answers(self) -> bool:
@@ -57,13 +57,13 @@ class RunningServer:
             return httpx.get(f"{self.url}/live").status_code == 200
         return False
 
-    def stop(self, timeout_s: float = 10) -> None:
+    def stop(self, timeout_s: float = 20) -> None:
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._serving.stop)
         self.join(timeout_s)
 
-    def join(self, timeout_s: float = 10) -> None:
+    def join(self, timeout_s: float = 20) -> None:
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), "the server did not stop"
 
@@ -78,7 +78,7 @@ def running(client: FakeEngineClient, options: ServerOptions = QUIET) -> Iterato
         server.stop()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 15) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "did not happen in time"

@@ -129,7 +129,7 @@ def test_hanging_up_frees_the_engine(served: Served, stream: bool) -> None:
     leaving = contextlib.suppress(httpx.ReadTimeout)
     with leaving, served.http.stream("POST", "/v1/completions", json=body, timeout=0.3):
         time.sleep(0.1)
-    wait_until(lambda: served.status()["running"] == 0, timeout_s=3)
+    wait_until(lambda: served.status()["running"] == 0)
     assert served.status()["kv_blocks"]["free"] == served.status()["kv_blocks"]["total"]
 
 

@@ -141,10 +141,11 @@ def test_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert fake.state is EngineState.FAILED
 
 
-def test_unknown_host(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards against a traceback for a host name that does not exist."""
-    assert asyncio.run(run_server(FakeEngineClient(), ServerOptions(host="no.such.host.invalid"))) == 1
-    assert "cannot listen on no.such.host.invalid" in capsys.readouterr().err
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "x" * 300, "256.1.1.1"])
+def test_unknown_host(capsys: pytest.CaptureFixture[str], host: str) -> None:
+    """Guards against a traceback for a host name that does not exist, or cannot."""
+    assert asyncio.run(run_server(FakeEngineClient(), ServerOptions(host=host))) == 1
+    assert f"cannot listen on {host}" in capsys.readouterr().err
 
 
 class DyingClient(FakeEngineClient):
