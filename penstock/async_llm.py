@@ -28,9 +28,9 @@ class AsyncLLM:
         ModelLoadError: there is no such model, or its tokenizer is broken.
     """
 
-    def __init__(self, model: str = "demo", *, tokenizer: Tokenizer | None = None, **options: Any) -> None:
+    def __init__(self, model: str = "demo", *, tokenizer: Tokenizer | str | None = None, **options: Any) -> None:
         config = EngineConfig.from_options(model=model, **options)
-        found = tokenizer_for(model) if tokenizer is None else tokenizer
+        found = tokenizer_for(tokenizer or model) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
         self._client = ProcessClient({"model": model, **options}, found, seed=config.numerics.seed)
 
     async def start(self) -> ModelInfo:

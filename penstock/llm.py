@@ -28,7 +28,7 @@ class LLM:
 
     Args:
         model: a Hugging Face directory, a hub name, or "demo".
-        tokenizer: instead of the one in the model's directory.
+        tokenizer: instead of the one in the model's directory: another directory, or an object.
         options: EngineConfig.from_options' own: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
             kv_cache_memory_bytes, enable_prefix_caching, kernels, threads, seed, ...
 
@@ -40,13 +40,13 @@ class LLM:
         ModelLoadError: the model cannot be served.
     """
 
-    def __init__(self, model: str = "demo", *, tokenizer: Tokenizer | None = None, **options: Any) -> None:
+    def __init__(self, model: str = "demo", *, tokenizer: Tokenizer | str | None = None, **options: Any) -> None:
         if not isinstance(model, str):
             raise NotSupportedError(
                 "model: instances of Transformers classes are planned but not built yet", param="model"
             )
         config = EngineConfig.from_options(model=model, **options)
-        found = tokenizer_for(model) if tokenizer is None else tokenizer
+        found = tokenizer_for(tokenizer or model) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
         built = build_engine(config)
         self.config = built.config
         self.engine = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from penstock.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from penstock.llm import LLM
-    from penstock.outputs import RequestOutput
+    from penstock.outputs import LogprobsAt, RequestOutput
 
 EXAMPLES = """examples:
   penstock generate -p "Once upon a time" --temperature 0
@@ -53,7 +53,6 @@ def run(args: argparse.Namespace) -> int:
     from penstock.llm import LLM
 
     with LLM(**engine_options(args, seed=False)) as llm:
-        tell_choices(llm.engine.model_info)
         params = llm.default_params(**sampling_options(args))
         started = time.perf_counter()
         outputs = _print_json(llm, prompts, params) if args.json else _print_text(llm, prompts, params)
@@ -87,6 +86,16 @@ def _read_prompt(path: Path, number: int, line: str) -> Any:
     return value
 
 
+def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> Iterator[tuple[int, "RequestOutput"]]:
+    """llm.stream, saying what was chosen once the prompts are accepted: a refusal is to be one line."""
+    told = False
+    for item in llm.stream(prompts, params):
+        if not told:
+            tell_choices(llm.engine.model_info)
+            told = True
+        yield item
+
+
 def _print_text(llm: "LLM", prompts: list[Any], params: Any) -> Iterable[int]:
     """Stream: the first unfinished prompt's text as it comes, the others' when their turn is.
 
@@ -95,7 +104,7 @@ def _print_text(llm: "LLM", prompts: list[Any], params: Any) -> Iterable[int]:
     params = replace(params, output_kind=RequestOutputKind.DELTA if params.n == 1 else RequestOutputKind.FINAL_ONLY)
     printer = StreamPrinter([prompt if isinstance(prompt, str) else prompt.get("prompt", "") for prompt in prompts])
     counts = [0] * len(prompts)
-    for index, output in llm.stream(prompts, params):
+    for index, output in _stream(llm, prompts, params):
         counts[index] += sum(len(choice.token_ids) for choice in output.outputs)
         printer.show(index, output)
     return counts
@@ -105,7 +114,7 @@ def _print_json(llm: "LLM", prompts: list[Any], params: Any) -> Iterable[int]:
     final = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
     results: list[RequestOutput | None] = [None] * len(prompts)
     with progress("prompts", len(prompts)) as advance:
-        for index, output in llm.stream(prompts, final):
+        for index, output in _stream(llm, prompts, final):
             results[index] = output
             advance(1)
     found = [output for output in results if output is not None]
@@ -137,6 +146,13 @@ def _json_object(output: "RequestOutput", index: int) -> dict[str, Any]:
     if output.error is not None:
         found["error"] = output.error
     if choice.logprobs is not None:
-        positions = [{str(key): value.logprob for key, value in position.items()} for position in choice.logprobs]
-        found["logprobs"] = positions
+        found["logprobs"] = [_by_id(position) for position in choice.logprobs]
+    if output.prompt_logprobs is not None:
+        found["prompt_logprobs"] = [
+            None if position is None else _by_id(position) for position in output.prompt_logprobs
+        ]
     return found
+
+
+def _by_id(position: "LogprobsAt") -> dict[str, float]:
+    return {str(token_id): entry.logprob for token_id, entry in position.items()}

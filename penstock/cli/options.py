@@ -80,13 +80,15 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--stop-token-ids", type=int, nargs="+", default=UNSET, metavar="ID", help="tokens that end")
     group.add_argument("--logprobs", type=int, default=UNSET, metavar="N", help="report log-probabilities (--json)")
+    group.add_argument("--prompt-logprobs", type=int, default=UNSET, metavar="N", help="the same for the prompt")
+    group.add_argument("--bad-words", action="append", default=UNSET, metavar="WORD", help="never said (repeatable)")
     group.add_argument("--ignore-eos", action="store_true", default=UNSET, help="go on after the end token")
     group.add_argument("--include-stop-str-in-output", action="store_true", default=UNSET, help="keep the stop string")
 
 
 SAMPLING_NAMES = """
     max_tokens min_tokens temperature top_p min_p presence_penalty frequency_penalty repetition_penalty top_k n seed
-    stop stop_token_ids logprobs ignore_eos include_stop_str_in_output
+    stop stop_token_ids logprobs prompt_logprobs bad_words ignore_eos include_stop_str_in_output
 """
 
 

@@ -21,9 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
     group.add_argument("--api-key", metavar="KEY", help="every request has to carry it")
-    group.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="what requests call the model (default: MODEL)"
-    )
+    help_text = "what requests call the model (default: MODEL; repeatable)"
+    group.add_argument("--served-model-name", action="append", metavar="NAME", help=help_text)
     group.add_argument(
         "--drain-timeout", type=float, default=UNSET, metavar="S", help="seconds to finish after SIGTERM"
     )

@@ -1,0 +1,185 @@
+"""The official openai client, and rubbish, against `penstock serve` with the demo model: real processes and sockets."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.test_values import BAD_SAMPLING
+
+CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
+# Fields that the HTTP API does not have, or where null means "not given".
+NOT_OVER_HTTP = {"detokenize", "output_kind", "bad_words_token_ids"}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    command = [sys.executable, "-m", "penstock", "serve", "demo", "--port", "0", "--served-model-name", "tiny"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        line = process.stdout.readline()
+        found = next(word for word in line.split() if word.startswith("http://"))
+        assert httpx.get(f"{found}/health").status_code == 200  # the line is printed when the engine is ready
+        yield found
+        status = httpx.get(f"{found}/status").json()
+        assert status["engine"]["restarts"] == 0
+        assert status["kv_blocks"]["free"] == status["kv_blocks"]["total"]
+        assert (status["running"], status["waiting"]) == (0, 0)
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as made:
+        yield made
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert model.id == "tiny"
+    assert model.max_model_len == 1024
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("huge")
+
+
+def test_completion(client):
+    answer = client.completions.create(model="tiny", prompt="Once upon a time", max_tokens=12, temperature=0)
+    assert answer.object == "text_completion"
+    assert answer.usage.completion_tokens == 12
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.system_fingerprint.startswith("penstock-")
+
+
+def test_completions_of_several_prompts_and_choices_are_numbered(client):
+    prompts = ["Once upon a time", "One day"]
+    answer = client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=6, seed=1, temperature=1)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    ids = client.completions.create(model="tiny", prompt=[[1, 445, 426], [1]], max_tokens=3)
+    assert len(ids.choices) == 2
+
+
+def test_chat_knows_its_world(client):
+    answer = client.chat.completions.create(model="tiny", messages=CHAT, temperature=0)
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert "7" in answer.choices[0].message.content
+
+
+def test_chat_stream_with_usage_is_the_whole_answer(client):
+    whole = client.chat.completions.create(model="tiny", messages=CHAT, temperature=0)
+    options = {"include_usage": True}
+    chunks = list(
+        client.chat.completions.create(model="tiny", messages=CHAT, temperature=0, stream=True, stream_options=options)
+    )
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == "stop"
+
+
+def test_three_choices_differ_and_repeat_by_seed(client):
+    asked = {"model": "tiny", "prompt": "Once upon a time", "n": 3, "max_tokens": 16, "seed": 11, "temperature": 1.0}
+    first, second = (client.completions.create(**asked) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices]
+    assert len(set(texts)) == 3
+    chunks = client.completions.create(**asked, stream=True)
+    streamed = ["", "", ""]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+
+
+def test_logprobs(client):
+    answer = client.chat.completions.create(
+        model="tiny", messages=CHAT, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3
+    )
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    for entry in content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == entry.top_logprobs[0].logprob  # greedy
+    legacy = client.completions.create(model="tiny", prompt="Once", temperature=0, max_tokens=3, logprobs=2, echo=True)
+    logprobs = legacy.choices[0].logprobs
+    assert logprobs.token_logprobs[0] is None
+    assert "".join(logprobs.tokens[1:]) in legacy.choices[0].text
+    assert len(logprobs.text_offset) == len(logprobs.tokens)
+
+
+def test_stop_strings_are_never_shown(client):
+    asked = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 60}
+    whole = client.completions.create(**asked).choices[0].text
+    stop = whole[20:27]
+    stopped = client.completions.create(**asked, stop=[stop]).choices[0]
+    assert stopped.text == whole[: whole.index(stop)]
+    assert stopped.finish_reason == "stop"
+    chunks = client.completions.create(**asked, stop=[stop], stream=True)
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == stopped.text
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda c: c.completions.create(model="huge", prompt="x"), openai.NotFoundError),
+        (lambda c: c.completions.create(model="tiny", prompt=""), openai.BadRequestError),
+        (lambda c: c.completions.create(model="tiny", prompt=[10**9]), openai.BadRequestError),
+        (lambda c: c.completions.create(model="tiny", prompt="x" * 100_000), openai.BadRequestError),
+        (lambda c: c.chat.completions.create(model="tiny", messages=[]), openai.BadRequestError),
+        (lambda c: c.chat.completions.create(model="tiny", messages=CHAT, temperature=9e9), openai.BadRequestError),
+        (lambda c: c.embeddings.create(model="tiny", input="x"), openai.NotFoundError),
+        (lambda c: c.responses.create(model="tiny", input="x"), openai.NotFoundError),
+    ],
+)
+def test_errors_are_what_the_client_expects(client, call, error):
+    with pytest.raises(error):
+        call(client)
+
+
+def test_every_bad_value_over_http_is_a_400_that_names_the_field(url):
+    """And the engine process that got them all is still the same one."""
+    pid = httpx.get(f"{url}/status").json()["engine"]["pid"]
+    with httpx.Client(base_url=url) as http:
+        for name, values in BAD_SAMPLING.items():
+            for value in values if name not in NOT_OVER_HTTP else ():
+                if value is None or (name == "logit_bias" and value in ([1], "x")):
+                    continue
+                body = json.dumps({"model": "tiny", "prompt": "x", name: value}, default=str)
+                answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+                assert answer.status_code == 400, (name, value, answer.text)
+                assert name in answer.json()["error"]["message"] or "JSON" in answer.json()["error"]["message"]
+    assert httpx.get(f"{url}/status").json()["engine"]["pid"] == pid
+    os.kill(pid, 0)
+
+
+def test_a_client_that_goes_away_is_not_computed_for(url):
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    deadline = time.monotonic() + 5
+    while httpx.get(f"{url}/status").json()["running"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_metrics_and_page(url):
+    metrics = httpx.get(f"{url}/metrics").text
+    assert "penstock_generation_tokens_total" in metrics
+    page = httpx.get(f"{url}/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "http://" not in page.text.replace("http://127.0.0.1", "").replace("http://www.w3.org", "")
