@@ -1,6 +1,6 @@
 """AsyncLLM: streams of tokens for asyncio programs, from an engine in a child process. Imports no torch."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from penstock.client.engine_client import EngineStatus, Prompt
@@ -39,7 +39,7 @@ class AsyncLLM:
 
     async def attach(self) -> None:
         """Watch the engine from this event loop without waiting for it. `generate` does it by itself."""
-        await self._client.start()
+        await self._client.attach()
 
     @property
     def model_info(self) -> ModelInfo:
@@ -54,7 +54,7 @@ class AsyncLLM:
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request's outputs; leaving the loop aborts it. See EngineClient.generate for what it raises."""
         return self._client.generate(prompt, params, request_id)
 

@@ -1,7 +1,6 @@
 """`penstock serve`: the OpenAI API of one model. Flags -> AsyncLLM and ServerOptions, no more. Imports no torch."""
 
 import argparse
-import asyncio
 import time
 
 from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options
@@ -45,6 +44,6 @@ def run(args: argparse.Namespace) -> int:
         **drain,
     )
     llm = AsyncLLM(**engine_options(args))  # its engine loads while the server's own imports are under way
-    from penstock.server.serve import run_server
+    from penstock.server import serve
 
-    return asyncio.run(run_server(llm, options))
+    return serve.run(llm, options)

@@ -4,7 +4,7 @@ Text lives on this side: prompts are tokenised, ids become text and stop strings
 that dies takes no text with it.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -55,21 +55,24 @@ class EngineClient(Protocol):
 
     @property
     def model_info(self) -> ModelInfo:
-        """Raises EngineDeadError until the engine has been ready once."""
+        """Raises EngineDeadError until the engine has been ready once, or why it cannot be built."""
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Loaded in this process; there before the engine is ready. Raises ModelLoadError if there is none."""
+
+    async def attach(self) -> None:
+        """Watch the engine from this event loop, without waiting for it. A second call does nothing."""
 
     def status(self) -> EngineStatus:
         """Never blocks, never raises."""
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the request's outputs as SamplingParams.output_kind says; leaving the loop aborts the request.
 
-        The request is validated and handed over at the first `anext`.
+        The request is validated and handed over at the first `anext`. Each `anext` may come from another task.
 
         Raises (inside the iteration):
             InvalidRequestError: the prompt or a parameter is wrong.

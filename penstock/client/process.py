@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,20 +151,20 @@ class ProcessClient:
             num_aborted_total=self._num_aborted,
         )
 
-    async def start(self) -> None:
+    async def attach(self) -> None:
         """Watch the child from this event loop. A second call does nothing."""
         if self._supervisor is None:
             self._ready = asyncio.Event()
             self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
 
     async def wait_until_ready(self) -> ModelInfo:
-        """Start if need be, and wait for the first engine.
+        """Attach if need be, and wait for the first engine.
 
         Raises:
             ModelLoadError, InvalidRequestError: it cannot be built.
             EngineDeadError: it died too often.
         """
-        await self.start()
+        await self.attach()
         if self._ready is not None:
             await self._ready.wait()
         if self._failure is not None:
@@ -173,7 +173,7 @@ class ProcessClient:
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         info = await self.wait_until_ready()
         if self._state is not EngineState.READY:
             raise EngineDeadError(f"the engine is {self._state}")

@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import uvicorn
 
@@ -32,6 +31,7 @@ EXIT_ENGINE_FAILED = 70
 WATCH_INTERVAL_S = 0.02  # how soon a ready, or failed, engine is noticed
 CLOSE_TIMEOUT_S = 3  # for connections to take the end of their answers
 BACKLOG = 2048
+LOGGER = logging.getLogger("penstock")
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -51,14 +51,7 @@ def open_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-class ServableClient(EngineClient, Protocol):
-    """An EngineClient whose engine may have been started outside of the event loop."""
-
-    async def attach(self) -> None:
-        """Watch the engine from this event loop, without waiting for it; a second call does nothing."""
-
-
-async def run_server(client: ServableClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
+async def run_server(client: EngineClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
     """Serve until a signal or the engine's end; the exit code of the process.
 
     Args:
@@ -79,7 +72,7 @@ async def run_server(client: ServableClient, options: ServerOptions, sock: socke
         return await Serving(client, options, listening, started_at).run()
 
 
-def run(client: ServableClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
+def run(client: EngineClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
     """`run_server` in an event loop of its own: uvloop's where there is one."""
     loop_factory = None if sys.platform == "win32" else _uvloop()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -104,7 +97,7 @@ class _Server(uvicorn.Server):
 class Serving:
     """One run of the server."""
 
-    def __init__(self, client: ServableClient, options: ServerOptions, sock: socket.socket, started_at: float) -> None:
+    def __init__(self, client: EngineClient, options: ServerOptions, sock: socket.socket, started_at: float) -> None:
         self._client = client
         self._options = options
         self._sock = sock
@@ -192,6 +185,8 @@ class Serving:
             return exc
 
     def _announce(self) -> None:
+        for option, reason in self._client.model_info.choices_made.items():
+            LOGGER.info("%s = %s", option, reason)
         name = self._app.state.context.model_names()[0]
         seconds = time.monotonic() - self._started_at
         print(f"penstock {__version__} serving {name} at {self._url()}  (ready in {seconds:.1f} s)", flush=True)
@@ -218,10 +213,9 @@ class Serving:
 
 def _log_to_stderr() -> None:
     """Log lines go to stderr, unless the process has set up logging already."""
-    logger = logging.getLogger("penstock")
-    if logger.handlers or logging.getLogger().handlers:
+    if LOGGER.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
