@@ -15,12 +15,13 @@ from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.outputs import RequestOutput
 from penstock.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
+from penstock.validation import shown
 
 Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model to call from Python.
+    """A model to call from Python. Not for several threads at once.
 
         with LLM(model="demo") as llm:
             outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=32))
@@ -78,7 +79,16 @@ class LLM:
     def stream(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """(index of the prompt, output) whenever one moved, as its output_kind says. Leaving early aborts the rest."""
+        """(index of the prompt, output) whenever one moved, as its output_kind says. Leaving early aborts the rest.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong, or other requests are under way: their outputs would
+                have nowhere to go.
+        """
+        if self.engine.has_unfinished_requests:
+            raise InvalidRequestError(
+                "requests of llm.engine.add_request or of another stream are under way; finish or abort them first"
+            )
         params = self._params(sampling_params, len(prompts))
         indices: dict[str, int] = {}
         try:
@@ -106,9 +116,7 @@ class LLM:
         Raises:
             InvalidRequestError: the messages or parameters are wrong, or the model has no chat template.
         """
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Any = messages if several else [messages]
-        prompts = [self._chat_prompt(list(item), add_generation_prompt) for item in conversations]
+        prompts = [self._chat_prompt(item, add_generation_prompt) for item in _conversations(messages)]
         return self.generate(prompts, sampling_params)
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
@@ -118,7 +126,7 @@ class LLM:
             InvalidRequestError: as `chat`.
         """
         delta = replace(params, output_kind=RequestOutputKind.DELTA)
-        for _, output in self.stream([self._chat_prompt(list(messages), True)], delta):
+        for _, output in self.stream([self._chat_prompt(_conversation(messages), True)], delta):
             yield output.outputs[0].text
 
     def _chat_prompt(self, messages: list[Message], add_generation_prompt: bool) -> Prompt:
@@ -165,6 +173,25 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     return list(prompts)
+
+
+def _conversations(messages: Any) -> list[list[Message]]:
+    """One conversation, or several, as a list of them."""
+    if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple):
+        return [_conversation(item) for item in messages]
+    return [_conversation(messages)]
+
+
+def _conversation(messages: Any) -> list[Message]:
+    """Its messages, each with a role and a content. Which roles there are is the template's business."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidRequestError("messages: give a list of at least one message", param="messages")
+    for message in messages:
+        known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not known or not isinstance(message.get("content"), str | list):
+            text = f"messages: {shown(message)} is no message; it must have a role and a content"
+            raise InvalidRequestError(text, param="messages")
+    return list(messages)
 
 
 def _run(coroutine: Coroutine[Any, Any, str]) -> str:

@@ -1,0 +1,133 @@
+"""The offline API with the demo model: what users' scripts rely on."""
+
+import asyncio
+import pickle
+
+import pytest
+
+from penstock import LLM, InvalidRequestError, RequestOutputKind, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(model="demo", threads=1, max_num_seqs=8) as made:
+        yield made
+
+
+def test_prompts_of_every_kind_in_the_order_given(llm):
+    ids = llm.engine.tokenizer.encode("Once upon a time")
+    prompts = ["Once upon a time", {"prompt": "Once upon a time"}, {"prompt_token_ids": ids}, ids]
+    outputs = llm.generate(prompts, GREEDY)
+    assert len({output.outputs[0].text for output in outputs}) == 1
+    assert [output.prompt for output in outputs] == ["Once upon a time"] * 2 + [None] * 2
+    assert all(output.finished and output.prompt_token_ids == ids for output in outputs)
+    assert llm.generate("Once upon a time", GREEDY)[0].outputs[0].text == outputs[0].outputs[0].text
+    assert llm.generate(ids, GREEDY)[0].outputs[0].text == outputs[0].outputs[0].text
+    assert llm.generate([], GREEDY) == []
+
+
+def test_one_params_for_each_prompt(llm):
+    outputs = llm.generate(["One day", "One day"], [GREEDY, SamplingParams(temperature=0.0, max_tokens=3)])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [12, 3]
+    with pytest.raises(InvalidRequestError, match="1 for 2 prompts"):
+        llm.generate(["One day", "One day"], [GREEDY])
+
+
+def test_a_wrong_prompt_among_good_ones_leaves_nothing_behind(llm):
+    with pytest.raises(InvalidRequestError):
+        llm.generate(["One day", ""], GREEDY)
+    assert not llm.engine.has_unfinished_requests
+    assert llm.engine.engine.stats().kv_blocks_free == llm.engine.engine.stats().kv_blocks_total
+
+
+def test_leaving_a_stream_aborts_the_rest(llm):
+    params = SamplingParams(max_tokens=500, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    for _ in llm.stream(["One day", "Once"], params):
+        break
+    assert not llm.engine.has_unfinished_requests
+
+
+def test_streams_do_not_steal_each_others_outputs(llm):
+    llm.engine.add_request("mine", "One day", GREEDY)
+    with pytest.raises(InvalidRequestError, match="under way"):
+        llm.generate("Once", GREEDY)
+    assert llm.engine.abort("mine")
+    assert llm.generate("Once", GREEDY)[0].finished
+
+
+def test_the_lower_level(llm):
+    llm.engine.add_request("a", "Once upon a time", GREEDY)
+    with pytest.raises(InvalidRequestError, match="in use"):
+        llm.engine.add_request("a", "One day", GREEDY)
+    llm.engine.add_request("b", "One day", GREEDY)
+    assert llm.engine.abort("b")
+    assert not llm.engine.abort("b")
+    seen = []
+    while llm.engine.has_unfinished_requests:
+        seen += llm.engine.step()
+    assert {output.request_id for output in seen} == {"a"}
+    assert [output.finished for output in seen] == [False] * 11 + [True]
+    assert seen[-1].outputs[0].text == llm.generate("Once upon a time", GREEDY)[0].outputs[0].text
+
+
+def test_deltas_make_the_whole(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=30, n=1, output_kind=RequestOutputKind.DELTA, logprobs=1)
+    pieces = [output.outputs[0] for _, output in llm.stream(["Once upon a time"], params)]
+    whole = llm.generate("Once upon a time", SamplingParams(temperature=0.0, max_tokens=30, logprobs=1))[0].outputs[0]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert sum(len(piece.logprobs or []) for piece in pieces) == len(whole.logprobs) == len(whole.token_ids)
+
+
+def test_seeds(llm):
+    """Given, it repeats; not given, it is reported, and sending it again repeats."""
+    params = SamplingParams(temperature=1.0, max_tokens=12)
+    first = llm.generate("Once upon a time", params)[0]
+    other = llm.generate("Once upon a time", params)[0]
+    assert first.seed != other.seed
+    again = llm.generate("Once upon a time", SamplingParams(temperature=1.0, max_tokens=12, seed=first.seed))[0]
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_two_engines_in_one_process_and_equal_seeds():
+    """No ambient state: the second engine counts its own arrivals."""
+    params = SamplingParams(temperature=1.0, max_tokens=8)
+    with LLM(model="demo", threads=1, seed=5) as one, LLM(model="demo", threads=1, seed=5) as two:
+        assert one.generate("Once", params)[0].seed == two.generate("Once", params)[0].seed
+        with LLM(model="demo", threads=1, seed=6) as three:
+            assert three.generate("Once", params)[0].seed != one.generate("Once", params)[0].seed
+
+
+def test_chat_also_inside_a_running_loop(llm):
+    """A notebook has one; the template is rendered by a coroutine."""
+    conversation = [{"role": "user", "content": "What is 2 + 3?"}]
+    plain = llm.chat(conversation, GREEDY)[0].outputs[0].text
+
+    async def notebook():
+        return llm.chat([conversation, conversation], GREEDY)
+
+    assert [output.outputs[0].text for output in asyncio.run(notebook())] == [plain, plain]
+    for bad in ([], [{"role": "user"}], [{"content": "x"}], ["x"], "x", [{"role": "user", "content": 5}], None):
+        with pytest.raises(InvalidRequestError):
+            llm.chat(bad, GREEDY)
+
+
+def test_outputs_can_be_pickled(llm):
+    output = llm.generate("One day", SamplingParams(temperature=0.0, max_tokens=3, logprobs=2))[0]
+    assert pickle.loads(pickle.dumps(output)) == output
+
+
+def test_repetition_penalty_and_bad_words_reach_the_sampler(llm):
+    plain = llm.generate("Once upon a time", GREEDY)[0].outputs[0].text
+    word = plain.split()[0]
+    changed = llm.generate("Once upon a time", SamplingParams(temperature=0.0, max_tokens=12, bad_words=[word]))
+    assert word not in changed[0].outputs[0].text.split()
+
+
+def test_max_tokens_none_goes_to_the_end_of_the_context():
+    with LLM(model="demo", threads=1, max_model_len=64) as llm:
+        output = llm.generate("Once upon a time", SamplingParams(max_tokens=None, ignore_eos=True, seed=1))[0]
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 64
+        assert output.outputs[0].finish_reason == "length"
