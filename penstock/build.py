@@ -17,7 +17,8 @@ from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.messages import ModelInfo
 from penstock.errors import EngineError
-from penstock.kernels.ops import NUMERICS_VERSION, load_ops
+from penstock.kernels.backends import load_ops
+from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.model_config import ModelConfig
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor

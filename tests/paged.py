@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.ops import AttentionMetadata, load_ops
+from penstock.kernels.backends import load_ops
+from penstock.kernels.ops import AttentionMetadata
 from penstock.layers.context import ForwardContext
 from penstock.model_config import ModelConfig
 from penstock.weights.loader import load_model

@@ -26,8 +26,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.errors import NotSupportedError
-
 NUMERICS_VERSION = 1  # goes up whenever a constant or an order changes a bit of any answer
 REDUCTION_LEAVES = 8  # fixed pieces of K in products that tensor parallelism splits along K
 ATTENTION_TILE = 64  # L: positions jL .. (j+1)L-1 make one attention tile
@@ -156,16 +154,3 @@ class Ops(Protocol):
 
     def sample(self, logits: Tensor, params: Any) -> Tensor:
         """logits [M, V] float32 -> one id a row, [M] int64. `params` is a kernels.sampling.SamplingTensors."""
-
-
-def load_ops(name: str, dtype: torch.dtype) -> Ops:
-    """The backend of that name, for models of that type.
-
-    Raises:
-        NotSupportedError: the backend is not built yet.
-    """
-    if name == "reference":
-        from penstock.kernels.reference import ReferenceOps
-
-        return ReferenceOps(dtype)
-    raise NotSupportedError(f"kernels: {name!r} is planned but not built yet", param="kernels")

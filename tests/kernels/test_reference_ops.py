@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.ops import AttentionMetadata, load_ops
+from penstock.kernels.backends import load_ops
+from penstock.kernels.ops import AttentionMetadata
 from penstock.kernels.reference import ReferenceOps
 
 T, H, HKV, D, HIDDEN = 5, 4, 2, 6, 24

@@ -1,0 +1,18 @@
+"""Which backends there are: the one place that knows them all. `ops` is what they have in common."""
+
+import torch
+
+from penstock.errors import NotSupportedError
+from penstock.kernels.ops import Ops
+from penstock.kernels.reference import ReferenceOps
+
+
+def load_ops(name: str, dtype: torch.dtype) -> Ops:
+    """The backend of that name, for models of that type.
+
+    Raises:
+        NotSupportedError: the backend is not built yet.
+    """
+    if name == "reference":
+        return ReferenceOps(dtype)
+    raise NotSupportedError(f"kernels: {name!r} is planned but not built yet", param="kernels")
