@@ -55,7 +55,11 @@ class AsyncLLM:
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream a request's outputs; leaving the loop aborts it. See EngineClient.generate for what it raises."""
+        """Stream a request's outputs. See EngineClient.generate for what it raises.
+
+        Leaving the loop aborts the request as soon as nobody holds the stream any more; a program that keeps it in a
+        variable closes it itself (`contextlib.aclosing`).
+        """
         return self._client.generate(prompt, params, request_id)
 
     async def drain(self, timeout_s: float) -> None:

@@ -64,6 +64,8 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         head_dim=model_config.head_dim,
         eos_token_ids=model_config.eos_token_ids,
     )
+    if worker.cache_bytes != plan.num_bytes:
+        raise EngineError(f"the cache takes {worker.cache_bytes} bytes where {plan.num_bytes} were planned")
     weights = "dummy" if config.numerics.load_format == "dummy" else fingerprint(directory)
     info = _model_info(config, model_config, plan, weights)
     engine = _engine(config, model_config, plan, worker)
@@ -88,7 +90,14 @@ def _engine(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, wo
 
 def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: str) -> ModelInfo:
     numerics = config.numerics
-    parts = [weights, numerics.dtype, config.cache.kv_cache_dtype, numerics.quantization or "none", numerics.kernels]
+    parts = [
+        weights,
+        repr(model_config),
+        numerics.dtype,
+        config.cache.kv_cache_dtype,
+        numerics.quantization or "none",
+        numerics.kernels,
+    ]
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()
     return ModelInfo(
         model=config.model,

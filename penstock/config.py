@@ -148,6 +148,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check.check_str("model", self.model)
+        for name, part in PARTS.items():
+            if not isinstance(getattr(self, name), part):
+                raise check.fail(name, getattr(self, name), f"a {part.__name__}")
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":

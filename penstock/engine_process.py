@@ -19,6 +19,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError, PenstockError
 
 HEARTBEAT_S = 0.5
+HEARTBEATS_TO_CHECK = 4
 EXIT_CLIENT_GONE = 0
 EXIT_CANNOT_START = 2
 
@@ -32,7 +33,7 @@ class EngineServer:
         self.sock = sock
         self.inbox = inbox
         self.stopping = False
-        self._checked = True  # the books, since the last step
+        self._num_idle = 0  # heartbeats since the last step
 
     def run(self) -> None:
         """Until told to stop."""
@@ -40,17 +41,17 @@ class EngineServer:
             self._take_frames(0.0 if self.engine.has_work else HEARTBEAT_S)
             if self.engine.has_work:
                 outputs = self.engine.step()
-                self._checked = False
+                self._num_idle = 0
                 self._send(frames.Outputs(self.epoch, outputs, self.engine.stats()))
             else:
                 self._check_books()
                 self._send(frames.Heartbeat(self.epoch, self.engine.stats()))
 
     def _check_books(self) -> None:
-        """Once each time the engine falls idle."""
-        if not self._checked:
+        """Once each time the engine has been idle for a while, when nobody waits for it."""
+        self._num_idle += 1
+        if self._num_idle == HEARTBEATS_TO_CHECK:
             self.engine.check_integrity()
-            self._checked = True
 
     def _take_frames(self, wait_s: float) -> None:
         """Everything that has arrived; waits for a first frame if there is none."""
@@ -84,9 +85,11 @@ class EngineServer:
 
 def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
     """Reader thread. The client's end means ours: at once, even in the middle of a step."""
-    while (body := frames.receive(sock)) is not None:
-        inbox.put(body)
-    os._exit(EXIT_CLIENT_GONE)
+    try:
+        while (body := frames.receive(sock)) is not None:
+            inbox.put(body)
+    finally:
+        os._exit(EXIT_CLIENT_GONE)
 
 
 def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServer | None:
@@ -110,7 +113,8 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
 
 def main(argv: list[str]) -> int:
     """argv[0] is the number of the inherited socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the client, which then drains
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole group they are for the client, which then drains
     sock = socket.socket(fileno=int(argv[0]))
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), name="frames", daemon=True).start()

@@ -6,16 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from penstock import validation as check
 from penstock.build import build_engine
 from penstock.client.engine_client import Prompt
 from penstock.client.in_process import InProcessClient
+from penstock.client.input_processor import check_params
 from penstock.client.tokenizers import tokenizer_for
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.outputs import RequestOutput
 from penstock.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
-from penstock.validation import shown
 
 Message = Mapping[str, Any]
 
@@ -142,6 +143,8 @@ class LLM:
             return [self.default_params()] * count
         if isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, list | tuple):
+            raise check.fail("sampling_params", given, "a SamplingParams, or a list of them")
         if len(given) != count:
             message = f"sampling_params: {len(given)} for {count} prompts; give one, or one a prompt"
             raise InvalidRequestError(message, param="sampling_params")
@@ -159,6 +162,8 @@ class LLM:
 
 
 def _final(params: list[SamplingParams]) -> list[SamplingParams]:
+    for item in params:
+        check_params(item)
     return [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in params]
 
 
@@ -189,7 +194,7 @@ def _conversation(messages: Any) -> list[Message]:
     for message in messages:
         known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not known or not isinstance(message.get("content"), str | list):
-            text = f"messages: {shown(message)} is no message; it must have a role and a content"
+            text = f"messages: {check.shown(message)} is no message; it must have a role and a content"
             raise InvalidRequestError(text, param="messages")
     return list(messages)
 

@@ -16,10 +16,12 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STRING_LENGTH = 256  # characters of a stop string or bad word
+MAX_WORD_IDS = 4 * MAX_STRING_LENGTH + 4  # ids of a bad word with a space before it: a token a byte at most
 MAX_ID_LISTS = 128  # ids in stop_token_ids
 MAX_BIASED_TOKENS = 1024
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
+FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 MIN_TEMPERATURE = 1e-5  # below it division by the temperature overflows float32; 0 means greedy
 
 
@@ -86,6 +88,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     structured_outputs: Any = None
+    guided_decoding: Any = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -95,10 +98,9 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check.check_bool(name, getattr(self, name))
         check.check_bool("spaces_between_special_tokens", self.spaces_between_special_tokens)
-        if self.structured_outputs is not None:
-            raise NotSupportedError(
-                "structured_outputs: constrained decoding is not built yet", param="structured_outputs"
-            )
+        for name in ("structured_outputs", "guided_decoding"):
+            if getattr(self, name) is not None:
+                raise NotSupportedError(f"{name}: constrained decoding is not built yet", param=name)
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop: stop strings need detokenize=True", param="stop")
 
@@ -110,7 +112,7 @@ class SamplingParams:
         ids = check.int_tuple("stop_token_ids", self.stop_token_ids, low=0, high=MAX_TOKEN_ID, max_items=MAX_ID_LISTS)
         self._set("stop_token_ids", ids)
         words = check.list_of("bad_words_token_ids", self.bad_words_token_ids, max_items=MAX_ID_LISTS)
-        range_ = {"low": 0, "high": MAX_TOKEN_ID, "max_items": MAX_STRING_LENGTH}
+        range_ = {"low": 0, "high": MAX_TOKEN_ID, "max_items": MAX_WORD_IDS}
         word_ids = tuple(check.int_tuple("bad_words_token_ids", word, **range_) for word in words)
         self._set("bad_words_token_ids", tuple(word for word in word_ids if word))
         check.check_choice("output_kind", self.output_kind, list(RequestOutputKind))
@@ -134,6 +136,8 @@ class SamplingParams:
         check.check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         check.check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
         self._check_bias()
+        for name in FLOATS:
+            self._set(name, float(getattr(self, name)))  # a numpy number is one, too, and stays here
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:
@@ -145,6 +149,7 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             check.check_int("logit_bias", token_id, 0, MAX_TOKEN_ID)
             check.check_float("logit_bias", bias, -100.0, 100.0)
+        self._set("logit_bias", {int(token_id): float(bias) for token_id, bias in self.logit_bias.items()})
 
     def _check_lengths(self) -> None:
         check.check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS, optional=True)

@@ -77,7 +77,7 @@ def string_tuple(name: str, value: Any, *, max_items: int, max_length: int) -> t
         raise fail(name, value, f"a string or a list of at most {max_items} strings")
     for item in items:
         check_str(name, item, max_length=max_length)
-    return tuple(items)
+    return tuple(str(item) for item in items)
 
 
 def int_tuple(name: str, value: Any, *, low: int, high: int, max_items: int) -> tuple[int, ...]:

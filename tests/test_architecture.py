@@ -69,7 +69,8 @@ def imports(path: Path) -> set[str]:
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively, which this test does not follow"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             found.add(name.removeprefix("penstock.") if name.startswith("penstock.") else "!" + name.split(".")[0])

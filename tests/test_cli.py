@@ -48,7 +48,10 @@ def test_version_and_help_import_no_torch():
         (["generate", "/nowhere", "-p", "x"], "model: there is no directory '/nowhere'"),
         (["generate", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["serve", "--port", "99999"], "--port: 99999 is not allowed"),
-        (["bench", "ops"], "bench ops is planned but not built yet"),
+        (["bench", "ops", "demo", "--json", "x"], "bench ops is planned but not built yet"),
+        (["bench", "offline", "--json", "/nowhere/x.json"], "--json: cannot write '/nowhere/x.json'"),
+        (["generate", "-p", "x", "--block-size", "16.7"], "'16.7' is not a whole number"),
+        (["generate", "-p", "x", "--kv-cache-memory-bytes", "900T"], "at most the free memory"),
         (["bench", "offline", "--input-len", "4k"], "--input-len: input_len + output_len exceed max_model_len = 1024"),
         (["plan"], "plan is planned but not built yet"),
         (["tell"], "invalid choice: 'tell'"),
@@ -131,13 +134,14 @@ def test_bench_offline_needs_only_a_config(tmp_path: Path):
 @pytest.fixture
 def server():
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0", "--max-num-seqs", "4"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    line = process.stdout.readline()
-    yield process, next(word for word in line.split() if word.startswith("http://"))
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    process.stderr.close()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        line = process.stdout.readline()
+        yield process, next(word for word in line.split() if word.startswith("http://"))
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def get(url: str) -> tuple[int, bytes]:

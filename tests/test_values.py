@@ -52,6 +52,7 @@ BAD_SAMPLING = {
     "include_stop_str_in_output": [1, None],
     "output_kind": ["all", None, 1],
     "structured_outputs": [{"json": {}}, "x", 1],
+    "guided_decoding": [{"json": {}}, "x", 1],
 }
 BAD_OPTIONS = {
     "model": ["", None, 5, [], "x" * 5000],

@@ -17,7 +17,7 @@ from penstock.build import build_engine
 from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
 from penstock.engine.messages import ModelInfo
-from penstock.errors import InvalidRequestError
+from penstock.errors import EngineError, InvalidRequestError
 from penstock.sampling_params import RequestOutputKind, SamplingParams
 from penstock.step import Executor, SchedulerOutput, StepOutput
 
@@ -162,19 +162,20 @@ def _run(
         begun = time.perf_counter()
         outputs = client.step()
         now = time.perf_counter()
-        _attribute(run, recorder, now - begun, len(outputs))
+        _attribute(run, recorder, workload, now - begun, len(outputs))
         for output in outputs:
+            if output.error is not None:
+                raise EngineError(f"a request failed, so there is nothing to measure: {output.error}")
             _note_token(run, output.request_id, now - started)
         advance(len(outputs))
     run.seconds = time.perf_counter() - started
     return run
 
 
-def _attribute(run: _Run, recorder: _RecordingExecutor, seconds: float, num_outputs: int) -> None:
+def _attribute(run: _Run, recorder: _RecordingExecutor, workload: Workload, seconds: float, num_outputs: int) -> None:
     scheduled = recorder.last.scheduled if recorder.last is not None else []
-    # A decode computes the token that the last step produced; everything else is prompt.
-    prompt_tokens = sum(item.num_new_tokens for item in scheduled) - sum(
-        1 for item in scheduled if item.num_computed_tokens and item.num_samples and item.num_new_tokens == 1
+    prompt_tokens = sum(
+        max(0, min(item.num_new_tokens, workload.input_len - item.num_computed_tokens)) for item in scheduled
     )
     phase = run.prefill if prompt_tokens else run.decode
     phase.seconds += seconds

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import progress, tell_choices
-from penstock.errors import NotSupportedError
+from penstock.errors import InvalidRequestError
 
+PLANNED = ("serve", "ops")
 EXAMPLES = """examples:
   penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
   penstock bench offline /models/llama --json result.json
@@ -29,20 +30,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     offline.add_argument("--json", metavar="FILE", help="write the figures there (- is standard output)")
     add_engine_options(offline)
     offline.set_defaults(run=run_offline)
-    for name in ("serve", "ops"):
-        kinds.add_parser(name, help="not built yet", add_help=False).set_defaults(run=refuse)
+    for name in PLANNED:
+        kinds.add_parser(name, help="not built yet", add_help=False)
 
 
-def refuse(args: argparse.Namespace) -> int:
-    raise NotSupportedError(f"bench {args.kind} is planned but not built yet")
+def _check_writable(path: Path) -> None:
+    """Said before the run, not after it."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise InvalidRequestError(f"json: cannot write {str(path)!r}: {error.strerror}", param="json") from error
 
 
 def run_offline(args: argparse.Namespace) -> int:
+    options = engine_options(args)
     from penstock.bench.offline import Workload, measure_offline
     from penstock.bench.report import print_offline
 
     workload = Workload(args.num_prompts, args.input_len, args.output_len, args.warmup)
-    result = measure_offline(engine_options(args), workload, announce=tell_choices, progress=progress)
+    if args.json and args.json != "-":
+        _check_writable(Path(args.json))
+    result = measure_offline(options, workload, announce=tell_choices, progress=progress)
     text = json.dumps(result, indent=2)
     if args.json == "-":
         print(text)

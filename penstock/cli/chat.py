@@ -39,9 +39,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     SamplingParams(**sampling_options(args))  # a wrong value is said before the model is loaded
+    options = engine_options(args, seed=False)
     from penstock.llm import LLM
 
-    with LLM(**engine_options(args, seed=False)) as llm:
+    with LLM(**options) as llm:
         tell_choices(llm.engine.model_info)
         params = llm.default_params(**sampling_options(args), output_kind=RequestOutputKind.DELTA)
         if params.n != 1:

@@ -4,8 +4,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,16 +50,28 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         raise InvalidRequestError("give a prompt with -p TEXT or --prompts FILE.jsonl")
     SamplingParams(**sampling_options(args))  # a wrong value is said before the model is loaded
+    options = engine_options(args, seed=False)
     from penstock.llm import LLM
 
-    with LLM(**engine_options(args, seed=False)) as llm:
+    with LLM(**options) as llm:
         params = llm.default_params(**sampling_options(args))
         started = time.perf_counter()
-        outputs = _print_json(llm, prompts, params) if args.json else _print_text(llm, prompts, params)
+        done = _print_json(llm, prompts, params) if args.json else _print_text(llm, prompts, params)
         seconds = time.perf_counter() - started
-    count = sum(outputs)
-    tell(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s")
-    return 0
+    tell(f"{done.num_tokens} tokens in {seconds:.2f} s, {done.num_tokens / seconds:.1f} tokens/s")
+    return 1 if done.num_failed else 0
+
+
+@dataclass(slots=True)
+class _Done:
+    """What came of all prompts together."""
+
+    num_tokens: int = 0
+    num_failed: int = 0
+
+    def count(self, output: "RequestOutput") -> None:
+        self.num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+        self.num_failed += output.error is not None
 
 
 def read_prompts(path: Path) -> list[Any]:
@@ -69,7 +81,7 @@ def read_prompts(path: Path) -> list[Any]:
         InvalidRequestError: the file cannot be read, or a line is not a prompt; the message says which.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also cut inside JSON strings
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"prompts: cannot read {str(path)!r}: {error}", param="prompts") from error
     return [_read_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -96,32 +108,33 @@ def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> Iterator[
         yield item
 
 
-def _print_text(llm: "LLM", prompts: list[Any], params: Any) -> Iterable[int]:
+def _print_text(llm: "LLM", prompts: list[Any], params: Any) -> _Done:
     """Stream: the first unfinished prompt's text as it comes, the others' when their turn is.
 
     Several choices of a prompt cannot share a terminal while they grow: they are printed when they are complete.
     """
     params = replace(params, output_kind=RequestOutputKind.DELTA if params.n == 1 else RequestOutputKind.FINAL_ONLY)
     printer = StreamPrinter([prompt if isinstance(prompt, str) else prompt.get("prompt", "") for prompt in prompts])
-    counts = [0] * len(prompts)
+    done = _Done()
     for index, output in _stream(llm, prompts, params):
-        counts[index] += sum(len(choice.token_ids) for choice in output.outputs)
+        done.count(output)
         printer.show(index, output)
-    return counts
+    return done
 
 
-def _print_json(llm: "LLM", prompts: list[Any], params: Any) -> Iterable[int]:
+def _print_json(llm: "LLM", prompts: list[Any], params: Any) -> _Done:
     final = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
     results: list[RequestOutput | None] = [None] * len(prompts)
     with progress("prompts", len(prompts)) as advance:
         for index, output in _stream(llm, prompts, final):
             results[index] = output
             advance(1)
-    found = [output for output in results if output is not None]
-    for output in found:
+    done = _Done()
+    for output in (output for output in results if output is not None):
+        done.count(output)
         print("\n".join(json_lines(output)))
     sys.stdout.flush()
-    return [sum(len(choice.token_ids) for choice in output.outputs) for output in found]
+    return done
 
 
 def json_lines(output: "RequestOutput") -> list[str]:

@@ -6,9 +6,10 @@ that was not given is left out, so that every default stands in one place.
 
 import argparse
 import re
+from fractions import Fraction
 from typing import Any
 
-from penstock.config import DTYPES, KERNELS, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, option_names
+from penstock.config import DTYPES, KERNELS, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, EngineConfig, option_names
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -26,7 +27,10 @@ def parse_size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; give a number with a unit, like 4096, 4k or 2GiB")
     number, unit, suffix = match.groups()
     decimal = unit.islower() if suffix is None else not suffix.startswith("i")
-    return int(float(number) * (1000 if decimal else 1024) ** POWERS[unit.lower()])
+    size = Fraction(number) * (1000 if decimal else 1024) ** POWERS[unit.lower()]
+    if size.denominator != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(size)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -93,9 +97,11 @@ SAMPLING_NAMES = """
 
 
 def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, Any]:
-    """What EngineConfig.from_options takes, of the flags that were given."""
+    """What EngineConfig.from_options takes, of the flags that were given; checked, before torch is imported for them."""
     names = [name for name in option_names() if seed or name != "seed"]
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    EngineConfig.from_options(**options)
+    return options
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class InputProcessor:
         if request_id is not None:
             check.check_str("request_id", request_id, max_length=MAX_REQUEST_ID_LENGTH)
             check_unicode(request_id, param="request_id")
+        check_params(params)
         params.check_vocabulary(self._vocab_size)
         text, ids = self._read_prompt(prompt)
         arrival = next(self._arrivals)
@@ -149,6 +150,12 @@ class InputProcessor:
         return tuple(
             EngineRequest(f"{prefix}-{choice}", ids, later if choice else first, choice) for choice in range(params.n)
         )
+
+
+def check_params(params: Any) -> None:
+    """Users forget that a dict is no SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise check.fail("sampling_params", params, "a SamplingParams")
 
 
 def assigned_seed(engine_seed: int, arrival: int) -> int:

@@ -4,7 +4,7 @@ It lives on the client's side of the process edge, so that it survives the engin
 request is sent and closed when its end has arrived.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from penstock.engine.messages import EngineOutput, EngineRequest
 
@@ -12,7 +12,7 @@ from penstock.engine.messages import EngineOutput, EngineRequest
 @dataclass(slots=True)
 class _Entry:
     request: EngineRequest
-    output_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int]
 
 
 class Journal:
@@ -27,12 +27,16 @@ class Journal:
         return len(self._entries)
 
     def open(self, request: EngineRequest) -> None:
-        self._entries[request.request_id] = _Entry(request)
+        self._entries[request.request_id] = _Entry(request, list(request.output_token_ids))
+        self.num_tokens += len(request.output_token_ids)
 
     def note(self, output: EngineOutput) -> None:
-        """Add the tokens of an output; ones noted before (a lower start index) are not added twice."""
+        """Add the tokens of an output; ones noted before (a lower start index) are not added twice.
+
+        An output that leaves a gap is not noted: OutputProcessor ends such a request.
+        """
         entry = self._entries.get(output.request_id)
-        if entry is None:
+        if entry is None or output.start_index > len(entry.output_token_ids):
             return
         fresh = output.new_token_ids[max(0, len(entry.output_token_ids) - output.start_index) :]
         entry.output_token_ids.extend(fresh)

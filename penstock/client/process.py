@@ -3,25 +3,25 @@
     launch    one end of a socket pair goes to `python -m penstock.engine_process`, which alone imports torch
     talk      typed frames (client.frames), in both directions; the child's carry the epoch it was started with
     watch     the end of the connection is the child's death, noticed at once: open requests end with EngineDeadError,
-              a new child starts under the next epoch. Too many deaths in a short time: state FAILED.
+              a new child starts under the next epoch. Too many deaths: state FAILED.
     leave     our own end closes the connection, and the child ends itself
 
-The journal notes for every open request what a new engine would need to go on with it.
+The journal notes for every open request what a new engine would need to go on with it. Whatever goes wrong here, no
+caller is left waiting: a request that cannot be handled ends alone, and a supervisor that ends fails all that are open.
 """
 
 import asyncio
 import contextlib
-import os
-import socket
-import subprocess
-import sys
+import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
+import msgspec
+
 from penstock.client import frames
+from penstock.client.child import EngineChild
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.input_processor import InputProcessor, PreparedRequest
 from penstock.client.journal import Journal
@@ -37,55 +37,48 @@ from penstock.errors import (
     RequestFailedError,
 )
 from penstock.outputs import RequestOutput
-from penstock.sampling_params import SamplingParams
+from penstock.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
+LOGGER = logging.getLogger("penstock")
 MAX_OPEN_REQUESTS = 4096
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 60.0
+MAX_FAILED_STARTS = 3  # in a row, however long each took: the model does not fit, say
+BACK_OFF_S = 0.2  # before the second try to start, doubled before each further one
 IDLE_STALL_S = 5.0  # an idle engine sends a heartbeat every half second
 BUSY_STALL_S = 60.0  # one step may take long, but not so long
-EXIT_WAIT_S = 5.0
 SLOW_PROMPT_CHARS = 20_000  # longer texts are tokenised in a thread, so that streams go on meanwhile
+NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
-class _Child:
-    """A running engine process and our end of the connection."""
-
-    def __init__(self) -> None:
-        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            command = [sys.executable, "-m", "penstock.engine_process", str(theirs.fileno())]
-            self.process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
-                env=_child_env(),
-            )
-
-    async def wait(self) -> int:
-        """Its exit code, after at most EXIT_WAIT_S and a kill."""
-        deadline = time.monotonic() + EXIT_WAIT_S
-        while (code := self.process.poll()) is None:
-            if time.monotonic() > deadline:
-                self.process.kill()
-            await asyncio.sleep(0.005)
-        return code
-
-
-def _child_env() -> dict[str, str]:
-    """Our environment, with this very package first on the path: also where it was not installed."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    known = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": root if not known else f"{root}{os.pathsep}{known}"}
-
-
-@dataclass(slots=True, eq=False)
 class _Open:
-    """A request somebody waits for."""
+    """A request somebody waits for, and what has come for it. A slow reader gets the newest state, or all deltas."""
 
-    prepared: PreparedRequest
-    queue: "asyncio.Queue[RequestOutput | PenstockError]" = field(default_factory=asyncio.Queue)
+    def __init__(self, prepared: PreparedRequest) -> None:
+        self.prepared = prepared
+        self.ended = False
+        self._items: deque[RequestOutput | PenstockError] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, item: RequestOutput | PenstockError) -> None:
+        whole = self.prepared.params.output_kind is not RequestOutputKind.DELTA
+        if whole and self._items:
+            self._items.clear()  # each output tells everything so far; unread ones would only fill the memory
+        self._items.append(item)
+        self.ended = self.ended or isinstance(item, PenstockError) or item.finished
+        self._arrived.set()
+
+    async def get(self) -> RequestOutput:
+        """The next output; raises what ended the request."""
+        while not self._items:
+            self._arrived.clear()
+            await self._arrived.wait()
+        item = self._items.popleft()
+        if isinstance(item, PenstockError):
+            raise item
+        if item.error is not None:
+            raise RequestFailedError(item.error)
+        return item
 
 
 class ProcessClient:
@@ -102,24 +95,23 @@ class ProcessClient:
         self._tokenizer = tokenizer
         self._seed = seed
         self._state = EngineState.STARTING
-        self._epoch = 0
-        self._restarts = 0
+        self._draining = self._closing = False
+        self._failure: PenstockError | None = None
+        self._epoch = self._restarts = self._failed_starts = self._num_aborted = 0
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
         self._info: ModelInfo | None = None
         self._inputs: InputProcessor | None = None
         self._outputs = OutputProcessor(tokenizer)
         self._journal = Journal()
         self._open: dict[str, _Open] = {}  # by the user's request id
-        self._owners: dict[str, str] = {}  # engine request id -> the user's
+        self._owners: dict[str, _Open] = {}  # by engine request id
         self._stats = EngineStats()
         self._last_heard: float | None = None
-        self._num_aborted = 0
-        self._failure: PenstockError | None = None
-        self._closing = False
-        self._writer: asyncio.StreamWriter | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._settled: asyncio.Event | None = None  # ready once, or never going to be
         self._supervisor: asyncio.Task[None] | None = None
-        self._ready: asyncio.Event | None = None
-        self._child = _Child()
+        self._writer: asyncio.StreamWriter | None = None
+        self._child = EngineChild()
 
     # --- what callers see ------------------------------------------------------------------------------------------
 
@@ -138,10 +130,10 @@ class ProcessClient:
     def status(self) -> EngineStatus:
         age = None if self._last_heard is None else time.monotonic() - self._last_heard
         stall = BUSY_STALL_S if self._open else IDLE_STALL_S
-        serving = self._state in (EngineState.READY, EngineState.DRAINING)
+        serving = self._state is EngineState.READY and not self._closing
         return EngineStatus(
-            state=self._state,
-            pid=self._child.process.pid if self._child.process.poll() is None else None,
+            state=EngineState.DRAINING if self._draining and serving else self._state,
+            pid=self._child.pid,
             restarts=self._restarts,
             heartbeat_age_s=age,
             making_progress=serving and age is not None and age < stall,
@@ -152,21 +144,30 @@ class ProcessClient:
         )
 
     async def attach(self) -> None:
-        """Watch the child from this event loop. A second call does nothing."""
-        if self._supervisor is None:
-            self._ready = asyncio.Event()
+        """Watch the child from this event loop. A second call does nothing.
+
+        Raises:
+            EngineError: it was shut down, or belongs to another event loop.
+        """
+        loop = asyncio.get_running_loop()
+        if self._closing:
+            raise EngineDeadError("the engine was shut down")
+        if self._loop is None:
+            self._loop, self._settled = loop, asyncio.Event()
             self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
+        elif self._loop is not loop:
+            raise EngineError("this engine belongs to the event loop that used it first; make a new one for each loop")
 
     async def wait_until_ready(self) -> ModelInfo:
         """Attach if need be, and wait for the first engine.
 
         Raises:
             ModelLoadError, InvalidRequestError: it cannot be built.
-            EngineDeadError: it died too often.
+            EngineError: it died too often, was shut down, or belongs to another event loop.
         """
         await self.attach()
-        if self._ready is not None:
-            await self._ready.wait()
+        if self._settled is not None:
+            await self._settled.wait()
         if self._failure is not None:
             raise self._failure
         return self.model_info
@@ -175,109 +176,139 @@ class ProcessClient:
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         info = await self.wait_until_ready()
-        if self._state is not EngineState.READY:
-            raise EngineDeadError(f"the engine is {self._state}")
+        self._check_serving()
+        prepared = await self._prepare(prompt, params or SamplingParams(**info.default_sampling), request_id)
+        opened = self._admit(prepared)
+        try:
+            self._submit(opened)
+            finished = False
+            while not finished:
+                output = await opened.get()
+                finished = output.finished
+                yield output
+        finally:
+            self._leave(opened)
+
+    def _check_serving(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        state = self.status().state
+        if state is not EngineState.READY or self._writer is None:
+            raise EngineDeadError(f"the engine takes no requests: it is {state}")
         if len(self._open) >= MAX_OPEN_REQUESTS:
             raise EngineOverloadedError(f"{MAX_OPEN_REQUESTS} requests are open already")
-        prepared = await self._prepare(prompt, params or SamplingParams(**info.default_sampling), request_id)
-        opened = self._submit(prepared)
-        try:
-            while True:
-                item = await opened.queue.get()
-                if isinstance(item, PenstockError):
-                    raise item
-                if item.error is not None:
-                    raise RequestFailedError(item.error)
-                yield item
-                if item.finished:
-                    return
-        finally:
-            self._leave(prepared)
 
     async def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> PreparedRequest:
         inputs = self._inputs
         if inputs is None:
             raise EngineDeadError("the engine is not ready yet")
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > SLOW_PROMPT_CHARS:
             return await asyncio.to_thread(inputs.process, prompt, params, request_id)
         return inputs.process(prompt, params, request_id)
 
-    def _submit(self, prepared: PreparedRequest) -> _Open:
-        self._outputs.add(prepared)
+    def _admit(self, prepared: PreparedRequest) -> _Open:
+        """Make room for a request; the engine may have gone while its prompt was tokenised."""
+        self._check_serving()
+        if prepared.request_id in self._open:  # also one that has ended, until its reader has seen the end
+            raise InvalidRequestError(f"request_id: {prepared.request_id!r} is in use", param="request_id")
         opened = self._open[prepared.request_id] = _Open(prepared)
-        for engine_request in prepared.engine_requests:
-            self._owners[engine_request.request_id] = prepared.request_id
-            self._journal.open(engine_request)
-            self._send(frames.AddRequest(engine_request))
         return opened
 
-    def _leave(self, prepared: PreparedRequest) -> None:
-        """The caller needs no more of a request: because it ended, or because the caller went away."""
-        if self._open.pop(prepared.request_id, None) is None:
-            return
-        running = self._outputs.abort(prepared.request_id)
-        if running:
-            self._num_aborted += 1
-            self._send(frames.Abort(running))
-        for engine_request in prepared.engine_requests:
+    def _submit(self, opened: _Open) -> None:
+        self._outputs.add(opened.prepared)
+        for engine_request in opened.prepared.engine_requests:
+            self._owners[engine_request.request_id] = opened
+            self._journal.open(engine_request)
+            self._send(frames.AddRequest(engine_request))
+
+    def _leave(self, opened: _Open) -> None:
+        """Its reader needs no more of a request: because it ended, or because the reader went away."""
+        self._num_aborted += not opened.ended
+        self._forget(opened)
+        if self._open.get(opened.prepared.request_id) is opened:
+            del self._open[opened.prepared.request_id]
+
+    def _forget(self, opened: _Open) -> None:
+        """Nothing that still comes for it matters."""
+        self._send_abort(self._outputs.abort(opened.prepared.request_id))
+        for engine_request in opened.prepared.engine_requests:
             self._owners.pop(engine_request.request_id, None)
             self._journal.close(engine_request.request_id)
 
     async def drain(self, timeout_s: float) -> None:
-        self._state = EngineState.DRAINING if self._state is EngineState.READY else self._state
+        self._draining = True
         deadline = time.monotonic() + timeout_s
         while self._open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     async def shutdown(self) -> None:
-        if self._closing:
-            return
-        self._closing = True
-        self._send(frames.Shutdown())
-        self._fail_open(EngineDeadError("the engine was shut down"))
-        if self._supervisor is not None:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._supervisor), EXIT_WAIT_S)
-            self._supervisor.cancel()
-        self._child.sock.close()
+        """End the engine. A second call, and one in another event loop, only waits for the process."""
+        if not self._closing:
+            self._closing = True
+            self._fail(self._failure or EngineDeadError("the engine was shut down"))
+            self._hang_up()
+        if self._supervisor is not None and self._loop is asyncio.get_running_loop():
+            with contextlib.suppress(Exception):  # it was logged when it was raised
+                await self._supervisor
         await self._child.wait()
-        self._state = EngineState.FAILED if self._failure else EngineState.DRAINING
+
+    def _hang_up(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        else:
+            self._child.hang_up()
 
     # --- the child's side ------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        """Until shut down or failed for good: serve one child after the other."""
-        while True:
-            await self._serve_child()
-            code = await self._child.wait()
-            if self._closing or self._failure is not None:
-                break
-            death = EngineDeadError(f"the engine process died (exit code {code}); send the request again")
-            self._state = EngineState.RECOVERING if self._info else EngineState.STARTING
-            self._fail_open(death)
-            if self._dies_too_often():
-                self._fail(EngineDeadError(f"the engine process died {MAX_RESTARTS} times in {RESTART_WINDOW_S:.0f} s"))
-                break
-            self._restarts += 1
-            self._epoch += 1
-            self._child = _Child()
+        """Serve one engine after the other until shut down or failed for good."""
+        try:
+            while not self._closing:
+                await self._serve_child()
+                code = await self._child.wait()
+                if self._closing or self._failure is not None or not self._may_restart(code):
+                    return
+                await self._restart()
+        except Exception as error:
+            LOGGER.exception("the supervisor of the engine failed")
+            self._fail(EngineDeadError(f"the engine's supervisor failed: {error!r}"))
+            self._child.hang_up()
 
-    def _dies_too_often(self) -> bool:
+    def _may_restart(self, code: int) -> bool:
+        """Take note of a death; False if there were too many."""
+        self._failed_starts = 0 if self._state is EngineState.READY else self._failed_starts + 1
+        self._state = EngineState.RECOVERING if self._info else EngineState.STARTING
+        self._end_open(EngineDeadError(f"the engine process died (exit code {code}); send the request again"))
+        self._stats = EngineStats()
         now = time.monotonic()
         self._deaths.append(now)
-        return len(self._deaths) == MAX_RESTARTS and now - self._deaths[0] < RESTART_WINDOW_S
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            self._fail(EngineDeadError(f"the engine process died {self._failed_starts} times before it was ready"))
+        elif len(self._deaths) == MAX_RESTARTS and now - self._deaths[0] < RESTART_WINDOW_S:
+            self._fail(EngineDeadError(f"the engine process died {MAX_RESTARTS} times in {RESTART_WINDOW_S:.0f} s"))
+        return self._failure is None
+
+    async def _restart(self) -> None:
+        if self._failed_starts:
+            await asyncio.sleep(BACK_OFF_S * 2 ** (self._failed_starts - 1))
+        if not self._closing:
+            self._restarts += 1
+            self._epoch += 1
+            self._child = EngineChild()
 
     async def _serve_child(self) -> None:
-        """Talk to the current child until the connection ends."""
+        """Talk to the current child until the connection ends, or says what makes no sense."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._child.sock)
         self._send(frames.Start(self._epoch, self._options))
         try:
             while True:
                 length = frames.body_length(await reader.readexactly(frames.HEADER_BYTES))
                 self._take(frames.unpack_from_engine(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, ConnectionError, EngineError):
+        except (asyncio.IncompleteReadError, ConnectionError):
             return
+        except (EngineError, msgspec.DecodeError) as error:
+            LOGGER.error("the engine process sends rubbish, so it is ended: %s", error)
         finally:
             self._writer.close()
             self._writer = None
@@ -287,6 +318,10 @@ class ProcessClient:
         """Without waiting: requests are small, and the child always reads."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frames.pack(frame))
+
+    def _send_abort(self, engine_request_ids: list[str]) -> None:
+        if engine_request_ids:
+            self._send(frames.Abort(engine_request_ids))
 
     def _take(self, frame: frames.FromEngine) -> None:
         if frame.epoch != self._epoch:
@@ -300,11 +335,11 @@ class ProcessClient:
                 self._deliver(outputs)
             case frames.Heartbeat(stats=stats):
                 self._stats = stats
-            case frames.Rejected():
-                self._reject(frame)
-            case frames.Failed():
-                wrong_option = InvalidRequestError(frame.message, param=frame.param, code=frame.code)
-                self._fail(wrong_option if frame.user_error else ModelLoadError(frame.message))
+            case frames.Rejected(request_id=request_id, message=message, param=param, code=code):
+                self._end(self._owners.get(request_id), InvalidRequestError(message, param=param, code=code))
+            case frames.Failed(message=message, param=param, code=code, user_error=user_error):
+                wrong_option = InvalidRequestError(message, param=param, code=code)
+                self._fail(wrong_option if user_error else ModelLoadError(message))
 
     def _become_ready(self, info: ModelInfo) -> None:
         if self._inputs is None:
@@ -313,38 +348,51 @@ class ProcessClient:
             )
         self._info = info
         self._state = EngineState.READY
-        if self._ready is not None:
-            self._ready.set()
+        self._settle()
 
-    def _deliver(self, outputs: list[EngineOutput]) -> None:
+    def _deliver(self, outputs: Iterable[EngineOutput]) -> None:
+        by_owner: dict[int, tuple[_Open, list[EngineOutput]]] = {}
+        for output in outputs:
+            opened = self._owners.get(output.request_id)
+            if opened is not None:
+                by_owner.setdefault(id(opened), (opened, []))[1].append(output)
+        for opened, mine in by_owner.values():
+            try:
+                self._deliver_to(opened, mine)
+            except NOT_OURS:
+                raise
+            except BaseException as error:  # a panic of the tokenizer's library is no Exception
+                LOGGER.exception("an output could not be turned into text")
+                self._end(opened, RequestFailedError(f"its output could not be turned into text: {error!r}"))
+
+    def _deliver_to(self, opened: _Open, outputs: list[EngineOutput]) -> None:
+        """One request's outputs of a step: into the journal, into text, to its reader."""
         for output in outputs:
             self._journal.note(output)
         processed = self._outputs.process(outputs)
-        if processed.abort_ids:
-            self._send(frames.Abort(processed.abort_ids))
-            for engine_request_id in processed.abort_ids:
-                self._journal.close(engine_request_id)
+        self._send_abort(processed.abort_ids)
+        for engine_request_id in processed.abort_ids:
+            self._journal.close(engine_request_id)
         for request_output in processed.outputs:
-            opened = self._open.get(request_output.request_id)
-            if opened is not None:
-                opened.queue.put_nowait(request_output)
+            opened.put(request_output)
 
-    def _reject(self, frame: frames.Rejected) -> None:
-        opened = self._open.get(self._owners.get(frame.request_id, ""))
-        if opened is not None:
-            opened.queue.put_nowait(InvalidRequestError(frame.message, param=frame.param, code=frame.code))
+    def _end(self, opened: _Open | None, error: PenstockError) -> None:
+        """A request ends with this error, unless it has ended."""
+        if opened is not None and not opened.ended:
+            opened.put(error)
+            self._forget(opened)
 
-    def _fail_open(self, error: EngineDeadError) -> None:
-        """Every open request ends with this error."""
-        self._outputs.finish_all(str(error))
-        self._journal.clear()
-        self._stats = EngineStats()
-        for opened in self._open.values():
-            opened.queue.put_nowait(error)
+    def _end_open(self, error: EngineDeadError) -> None:
+        for opened in list(self._open.values()):
+            self._end(opened, error)
 
     def _fail(self, error: PenstockError) -> None:
-        """For good."""
+        """For good: nobody waits any longer."""
         self._failure = error
         self._state = EngineState.FAILED
-        if self._ready is not None:
-            self._ready.set()
+        self._end_open(error if isinstance(error, EngineDeadError) else EngineDeadError(str(error)))
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._settled is not None:
+            self._settled.set()

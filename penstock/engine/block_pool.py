@@ -35,12 +35,12 @@ class BlockPool:
     """Hands out and takes back the block ids 0 .. num_blocks - 1.
 
     Attributes:
-        num_cached: free blocks whose content can be found again.
+        num_cached_blocks: free blocks whose content can be found again.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_cached = 0
+        self.num_cached_blocks = 0
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -55,7 +55,7 @@ class BlockPool:
         """Take `count` blocks, forgetting what they held. The caller has made sure that there are as many free."""
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
-            self.num_cached -= self._hashes[block_id] is not None
+            self.num_cached_blocks -= self._hashes[block_id] is not None
             self._forget(block_id)
             self._ref_counts[block_id] = 1
         return block_ids
@@ -65,7 +65,7 @@ class BlockPool:
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
-                self.num_cached -= self._hashes[block_id] is not None
+                self.num_cached_blocks -= self._hashes[block_id] is not None
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -74,7 +74,7 @@ class BlockPool:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 cached = self._hashes[block_id] is not None
-                self.num_cached += cached
+                self.num_cached_blocks += cached
                 self._free[block_id] = None
                 self._free.move_to_end(block_id, last=cached)
 
@@ -109,5 +109,5 @@ class BlockPool:
         known = {block_hash: i for i, block_hash in enumerate(self._hashes) if block_hash is not None}
         if known != self._by_hash:
             raise PenstockError("block hashes and their index disagree")
-        if self.num_cached != sum(1 for block_id in known.values() if block_id in self._free):
-            raise PenstockError(f"{self.num_cached} cached blocks are counted, which is wrong")
+        if self.num_cached_blocks != sum(1 for block_id in known.values() if block_id in self._free):
+            raise PenstockError(f"{self.num_cached_blocks} cached blocks are counted, which is wrong")

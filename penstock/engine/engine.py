@@ -74,7 +74,7 @@ class Engine:
         self.scheduler.add(request)
 
     def _check(self, source: EngineRequest) -> None:
-        if source.request_id in self._requests:
+        if source.request_id in self._requests or any(o.request_id == source.request_id for o in self._early_outputs):
             raise InvalidRequestError(f"request_id: {source.request_id!r} is in use", param="request_id")
         length = len(source.prompt_token_ids)
         if length == 0:
@@ -92,7 +92,9 @@ class Engine:
         """End a request without another output. False if it is not open (it may just have finished)."""
         request = self._requests.pop(request_id, None)
         if request is None:
-            return False
+            num_early = len(self._early_outputs)
+            self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
+            return len(self._early_outputs) < num_early
         self.scheduler.remove(request)
         return True
 

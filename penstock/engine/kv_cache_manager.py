@@ -34,6 +34,22 @@ class BlockTable:
     num_registered: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What the cache holds of a request.
+
+    Attributes:
+        hashes: of the blocks that could be reused.
+        num_blocks: how many leading ones are there.
+        in_work: the next one is being computed by another request right now. Then it pays to wait: the choices of one
+            prompt, sent together, compute it once.
+    """
+
+    hashes: list[bytes]
+    num_blocks: int
+    in_work: bool
+
+
 class KVCacheManager:
     """Allocates, shares and frees the blocks of all groups. All groups have the same block size."""
 
@@ -91,13 +107,20 @@ class KVCacheManager:
 
     def _reusable_blocks(self, hashes: list[bytes]) -> int:
         """The largest number of leading blocks such that every group has those that its window still needs."""
-        runs = [self._cached_runs(pool, hashes) for pool in self.pools]
-        for count in range(len(hashes), 0, -1):
+        pairs = list(zip(self.groups, self.pools, strict=True))
+        whole = [pool for group, pool in pairs if group.sliding_window is None]
+        limit = len(hashes) if not whole else min(self._leading_blocks(pool, hashes) for pool in whole)
+        windows = [(group, self._cached_runs(pool, hashes[:limit])) for group, pool in pairs if group.sliding_window]
+        for count in range(limit, 0, -1):
             start = count * self.block_size
-            pairs = zip(self.groups, runs, strict=True)
-            if all(run[count - 1] >= count - self._first_needed(group, start) for group, run in pairs):
+            if all(run[count - 1] >= count - self._first_needed(group, start) for group, run in windows):
                 return count
         return 0
+
+    @staticmethod
+    def _leading_blocks(pool: BlockPool, hashes: list[bytes]) -> int:
+        """How many blocks are cached before the first that is not."""
+        return next((index for index, block_hash in enumerate(hashes) if pool.lookup(block_hash) is None), len(hashes))
 
     @staticmethod
     def _cached_runs(pool: BlockPool, hashes: list[bytes]) -> list[int]:
@@ -108,26 +131,22 @@ class KVCacheManager:
             runs.append(run)
         return runs
 
-    def waits_for_other(self, request: Request) -> bool:
-        """Whether the next block this request lacks is being computed by another one right now.
-
-        Then it pays to wait: the choices of one prompt, sent together, compute it once.
-        """
+    def find_prefix(self, request: Request) -> Prefix:
+        """What the cache holds of a waiting request. Valid until a block is allocated, registered or released."""
         hashes = self._hashes(request)
         count = self._reusable_blocks(hashes)
-        return count < len(hashes) and hashes[count] in self._in_work
+        in_work = count < len(hashes) and hashes[count] in self._in_work
+        return Prefix(hashes, count, in_work)
 
     # --- admitting, growing, ending --------------------------------------------------------------------------------
 
-    def admit(self, request: Request, max_new_tokens: int) -> int | None:
-        """Give a waiting request what is cached of it, and blocks for up to max_new_tokens more.
+    def admit(self, request: Request, prefix: Prefix, max_new_tokens: int) -> int | None:
+        """Give a waiting request its prefix as just found, and blocks for up to max_new_tokens more.
 
         Sets num_computed_tokens to the cached length. Returns how many tokens it may compute now, or None, with
         nothing changed, where the blocks for all its tokens are not free.
         """
-        hashes = self._hashes(request)
-        count = self._reusable_blocks(hashes)
-        num_cached = count * self.block_size
+        hashes, count = prefix.hashes, prefix.num_blocks
         shared = [self._shared(group, pool, hashes, count) for group, pool in zip(self.groups, self.pools, strict=True)]
         for group, pool, block_ids in zip(self.groups, self.pools, shared, strict=True):
             revived = sum(1 for block_id in block_ids if block_id != NO_BLOCK and pool.is_free(block_id))
@@ -139,7 +158,7 @@ class KVCacheManager:
         self._tables[request.request_id] = [
             BlockTable(block_ids, num_released=block_ids.count(NO_BLOCK), num_registered=count) for block_ids in shared
         ]
-        request.num_computed_tokens = num_cached
+        request.num_computed_tokens = count * self.block_size
         self._in_work.update((block_hash, request.request_id) for block_hash in hashes[count:])
         num_new = min(max_new_tokens, request.num_missing_tokens)
         if not self.grow(request, num_new):
@@ -214,7 +233,7 @@ class KVCacheManager:
 
     @property
     def num_cached(self) -> int:
-        return sum(pool.num_cached for pool in self.pools)
+        return sum(pool.num_cached_blocks for pool in self.pools)
 
     def check_integrity(self) -> None:
         """Raise PenstockError unless every block is either free or in exactly the tables that count it."""

@@ -14,7 +14,7 @@ from penstock.outputs import FinishReason
 
 
 class Request:
-    """State of one request. The scheduler changes it; nobody else does.
+    """State of one request. The engine appends tokens, the scheduler and its KVCacheManager move num_computed_tokens.
 
     Attributes:
         arrival: order of arrival; the youngest is preempted first.

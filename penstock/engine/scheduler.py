@@ -110,18 +110,27 @@ class Scheduler:
         """Take in waiting requests in order. None in a step that had to preempt: there is no room."""
         if plan.preempted:
             return
-        held_back = 0
-        for request in list(self.waiting):
-            if plan.budget == 0 or len(self.running) >= self.max_num_seqs or held_back >= MAX_HELD_BACK:
-                return
-            if self.kv_cache.waits_for_other(request):
-                held_back += 1
+        held_back: list[Request] = []
+        held_hashes: set[bytes] = set()  # whole prompts that wait, so that their like is not looked up again
+        while self.waiting and self._has_room(plan) and len(held_back) < MAX_HELD_BACK:
+            request = self.waiting.popleft()
+            if request.block_hashes and request.block_hashes[-1] in held_hashes:
+                held_back.append(request)
                 continue
-            num_new = self.kv_cache.admit(request, plan.budget)
+            prefix = self.kv_cache.find_prefix(request)
+            if prefix.in_work:
+                held_back.append(request)
+                held_hashes.add(request.block_hashes[-1])
+                continue
+            num_new = self.kv_cache.admit(request, prefix, plan.budget)
             if num_new is None:
-                return
-            self.waiting.remove(request)
+                held_back.append(request)
+                break
             self._start(request, num_new, plan)
+        self.waiting.extendleft(reversed(held_back))
+
+    def _has_room(self, plan: _Plan) -> bool:
+        return plan.budget > 0 and len(self.running) < self.max_num_seqs
 
     def _start(self, request: Request, num_new: int, plan: _Plan) -> None:
         if request.num_cached_tokens is None:  # not when it comes back after a preemption

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock import validation as check
 from penstock.config import EngineConfig
 from penstock.engine.kv_cache_manager import peak_blocks
 from penstock.errors import InvalidRequestError
@@ -51,9 +52,11 @@ def _cgroup_free_bytes() -> int:
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
     except OSError:
         return 2**62
-    return 2**62 if limit == "max" else max(0, int(limit) - used)
+    # Pages of files read a while ago (the checkpoint, say) count as used but are given back when asked for.
+    return 2**62 if limit == "max" else max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
 
 
 def plan_kv_cache(config: EngineConfig, model: ModelConfig, free_bytes: int) -> CachePlan:
@@ -66,6 +69,8 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, free_bytes: int) -> 
     wanted = sum(need.wanted * need.block_bytes for need in needs)
     minimum = sum(need.minimum * need.block_bytes for need in needs)
     given = config.cache.kv_cache_memory_bytes
+    if given is not None and given > free_bytes:
+        raise check.fail("kv_cache_memory_bytes", given, f"at most the free memory, {free_bytes} bytes")
     limit = given if given is not None else int(free_bytes * MAX_SHARE)
     if limit < minimum:
         raise _too_small(config, limit, minimum)

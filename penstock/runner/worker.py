@@ -26,7 +26,8 @@ class Worker:
         head_dim: int,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """Take a loaded model and a resolved config; allocate the caches and set torch's threads.
+        """Take a loaded model and a resolved config; allocate the caches and set torch's threads, which are the
+        process's: of two engines in one process the later decides for both.
 
         Raises:
             EngineError: the config is not resolved, or the groups do not fit the layers.

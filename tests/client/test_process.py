@@ -7,9 +7,18 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
-from penstock import AsyncLLM, EngineDeadError, InvalidRequestError, ModelLoadError, SamplingParams
+from penstock import (
+    AsyncLLM,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    ModelLoadError,
+    RequestFailedError,
+    SamplingParams,
+)
 from penstock.client.engine_client import EngineState
 from penstock.client.journal import Journal
 from penstock.engine.messages import EngineOutput, EngineRequest
@@ -133,6 +142,158 @@ def test_duplicate_request_id_is_refused(loop, llm):
     loop.run(scenario())
 
 
+def test_an_output_that_cannot_be_made_text_ends_its_request_only(loop, llm, monkeypatch):
+    """A tokenizer that raises must not silence the supervisor, and with it every other request."""
+
+    async def scenario():
+        client = llm._client
+        process = client._outputs.process
+
+        def broken(outputs):
+            if outputs[0].request_id.startswith("bad#"):
+                raise KeyError("scripted")
+            return process(outputs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client._outputs, "process", broken)
+            bad = asyncio.create_task(anext(llm.generate("Once", LONG, request_id="bad")))
+            good = await final(llm)
+            with pytest.raises(RequestFailedError, match="scripted"):
+                await bad
+        assert good.finished
+        await until(lambda: llm.status().stats.num_running == 0)
+        assert (await final(llm)).finished
+
+    loop.run(scenario())
+
+
+def test_an_id_in_use_is_free_again_only_when_its_reader_has_seen_the_end(loop, llm):
+    """A second request under the id of one that has ended but was not read to its end would be lost with it."""
+
+    async def scenario():
+        first = llm.generate("Once", SamplingParams(max_tokens=3, output_kind="delta"), request_id="x")
+        await anext(first)
+        await until(lambda: llm.status().stats.num_running == 0)
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await anext(llm.generate("Once", SHORT, request_id="x"))
+        assert [output async for output in first][-1].finished
+        assert (await anext(llm.generate("Once", SHORT, request_id="x"))).request_id == "x"
+
+    loop.run(scenario())
+
+
+def test_a_slow_reader_gets_the_newest_state_and_no_backlog(loop, llm):
+    """Unread cumulative outputs, each with everything so far, would fill the memory."""
+
+    async def scenario():
+        stream = llm.generate("Once", SamplingParams(max_tokens=100, ignore_eos=True, seed=1))
+        first = await anext(stream)
+        await until(lambda: llm.status().stats.num_running == 0)
+        rest = [output async for output in stream]
+        assert len(first.outputs[0].token_ids) < 10
+        assert len(rest) == 1
+        assert len(rest[0].outputs[0].token_ids) == 100
+
+    loop.run(scenario())
+
+
+def test_numpy_numbers_are_numbers(loop, llm):
+    async def scenario():
+        params = SamplingParams(temperature=np.float64(0.5), top_p=np.float64(0.9), max_tokens=3, logit_bias={5: 1})
+        assert (await final(llm, params=params)).finished
+
+    loop.run(scenario())
+
+
+def test_edges_of_starting_and_ending():
+    """Each of these once waited for ever, or for seconds."""
+
+    async def started_and_left():
+        async with AsyncLLM(model="demo"):
+            pass
+
+    async def shut_down_while_a_request_waits_for_the_start():
+        llm = AsyncLLM(model="demo")
+        waiting = asyncio.create_task(final(llm))
+        await asyncio.sleep(0.1)
+        await llm.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await waiting
+
+    async def used_after_the_end():
+        llm = AsyncLLM(model="demo")
+        await llm.shutdown()
+        await llm.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await final(llm)
+
+    for scenario in (started_and_left, shut_down_while_a_request_waits_for_the_start, used_after_the_end):
+        begun = time.monotonic()
+        asyncio.run(asyncio.wait_for(scenario(), 20))
+        assert time.monotonic() - begun < 4.0, scenario.__name__  # EXIT_WAIT_S would be 5
+
+
+def test_a_second_event_loop_is_told_so():
+    llm = AsyncLLM(model="demo")
+    assert asyncio.run(final(llm)).finished
+    with pytest.raises(EngineError, match="event loop"):
+        asyncio.run(final(llm))
+    asyncio.run(llm.shutdown())
+
+
+def test_a_death_does_not_end_a_drain():
+    """Draining, and then the engine dies: the new one must not take requests."""
+
+    async def scenario():
+        async with AsyncLLM(model="demo") as llm:
+            await llm.start()
+            await llm.drain(0.1)
+            assert llm.status().state is EngineState.DRAINING
+            os.kill(llm.status().pid, signal.SIGKILL)
+            await until(lambda: llm.status().restarts == 1)
+            await until(lambda: llm.status().state is EngineState.DRAINING)
+            with pytest.raises(EngineDeadError, match="draining"):
+                await final(llm)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_never_gets_ready_is_given_up():
+    """However long each try takes: a model that does not fit would be loaded for ever."""
+
+    async def scenario():
+        llm = AsyncLLM(model="demo")
+        watcher = asyncio.create_task(llm.start())
+        killed = set()
+        while not watcher.done():
+            pid = llm.status().pid
+            if pid is not None and pid not in killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineDeadError, match="3 times before it was ready"):
+            await watcher
+        assert llm.status().state is EngineState.FAILED
+        assert len(killed) == 3
+        await llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_the_current_directory_is_no_part_of_the_engine(tmp_path, monkeypatch):
+    """A queue.py lying where the server is started must not run in the engine process."""
+    (tmp_path / "queue.py").write_text("raise SystemExit('run from the current directory')")
+    (tmp_path / "torch.py").write_text("raise SystemExit('run from the current directory')")
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario():
+        async with AsyncLLM(model="demo") as llm:
+            assert (await final(llm)).finished
+            assert llm.status().restarts == 0
+
+    asyncio.run(scenario())
+
+
 def test_death_is_noticed_at_once_and_a_new_engine_comes():
     """kill -9: open requests end with a clear error within a moment, and the next ones work."""
 
@@ -227,6 +388,31 @@ def test_the_childs_life_ends_with_its_parents_and_torch_stays_in_the_child():
         parent.kill()
         parent.wait()
         parent.stdout.close()
+
+
+def test_a_signal_to_the_whole_group_leaves_the_engine_to_its_client(loop, llm):
+    """systemd and Ctrl-C signal the group; the engine must live until the client has drained."""
+
+    async def scenario():
+        stream = llm.generate("Once", LONG)
+        await anext(stream)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(llm.status().pid, number)
+        for _ in range(5):
+            await anext(stream)
+        await stream.aclose()
+
+    loop.run(scenario())
+
+
+def test_a_journal_entry_of_a_resumed_request_keeps_what_it_came_with():
+    journal = Journal()
+    journal.open(EngineRequest("a", [1], SamplingParams(seed=3), output_token_ids=[5, 6]))
+    journal.note(EngineOutput("a", 2, [7]))
+    journal.note(EngineOutput("a", 9, [8]))  # a gap: not noted
+    assert journal.resumable()[0].output_token_ids == [5, 6, 7]
+    journal.close("a")
+    assert journal.num_tokens == 0
 
 
 def test_journal_notes_each_token_once():

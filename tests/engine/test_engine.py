@@ -223,6 +223,17 @@ def test_resumed_at_its_very_end_finishes_without_a_step():
     assert scripted(engine).steps == []
 
 
+def test_abort_of_a_request_that_was_resumed_at_its_end():
+    """It is in no queue any more, but its id is taken and its output must not come after the abort."""
+    engine = make_engine()
+    engine.add_request(request("a", [1, 2], max_tokens=1, output_token_ids=[4]))
+    with pytest.raises(InvalidRequestError, match="in use"):
+        engine.add_request(request("a", [1, 2]))
+    assert engine.abort("a")
+    assert not engine.abort("a")
+    assert run(engine) == {}
+
+
 def test_prompt_logprobs_come_once_and_in_order_even_after_a_preemption():
     engine = make_engine(num_blocks=6, max_model_len=90, max_num_batched_tokens=10, max_num_seqs=2)
     engine.add_request(request("old", prompt_of(20, 3), max_tokens=60))

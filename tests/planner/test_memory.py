@@ -55,8 +55,10 @@ def test_at_most_a_share_of_the_free_memory():
 
 def test_as_given():
     given = 20 * 512 * TOKEN_BYTES
-    found = plan(model(), 0, max_num_seqs=2, kv_cache_memory_bytes=given)
+    found = plan(model(), given, max_num_seqs=2, kv_cache_memory_bytes=given)
     assert found.num_bytes == given
+    with pytest.raises(InvalidRequestError, match="at most the free memory"):
+        plan(model(), given - 1, max_num_seqs=2, kv_cache_memory_bytes=given)
 
 
 def test_a_window_needs_no_more_than_the_window():
