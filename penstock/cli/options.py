@@ -97,7 +97,7 @@ SAMPLING_NAMES = """
 
 
 def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, Any]:
-    """What EngineConfig.from_options takes, of the flags that were given; checked, before torch is imported for them."""
+    """What EngineConfig.from_options takes, of the flags that were given; checked here, before torch is imported."""
     names = [name for name in option_names() if seed or name != "seed"]
     options = {name: getattr(args, name) for name in names if hasattr(args, name)}
     EngineConfig.from_options(**options)
