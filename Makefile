@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h)
 SOURCES := penstock tests
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format readme bench clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m penstock.cli.demo
@@ -22,6 +22,9 @@ check: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	@$(BIN)/ruff format $(SOURCES)
 	@$(BIN)/ruff check --fix $(SOURCES)
+
+readme: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.refresh_readme
 
 bench: $(VENV)/.installed-test
 	@$(BIN)/python -m penstock.bench.startup

@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 
 def run(command: str) -> subprocess.CompletedProcess:
     environment = {"PATH": f"{BIN}:/usr/bin:/bin"}
-    return subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env=environment)
+    return subprocess.run(command, shell=True, capture_output=True, text=True, timeout=100, env=environment)
 
 
 @pytest.fixture(scope="module")
