@@ -69,7 +69,11 @@ class AsyncLLM:
         await self._client.shutdown()
 
     async def __aenter__(self) -> "AsyncLLM":
-        await self.attach()
+        try:
+            await self.start()
+        except BaseException:
+            await self.shutdown()
+            raise
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

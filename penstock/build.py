@@ -16,13 +16,14 @@ import torch
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.messages import ModelInfo
-from penstock.errors import EngineError
+from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.model_config import ModelConfig
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
+from penstock.sampling_params import SamplingParams
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import load_model
 from penstock.weights.safetensors import fingerprint
@@ -49,6 +50,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     """
     directory = resolve_model(config.model)
     model_config = ModelConfig.from_directory(directory)
+    _check_defaults(model_config)
     config = config.resolve(model_config)
     ops = load_ops(config.numerics.kernels, TORCH_DTYPES[config.numerics.dtype])
     model = load_model(
@@ -70,6 +72,14 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     info = _model_info(config, model_config, plan, weights)
     engine = _engine(config, model_config, plan, worker)
     return BuiltEngine(engine, config, info, plan.num_bytes)
+
+
+def _check_defaults(model_config: ModelConfig) -> None:
+    """Values that requests without parameters will get have to be ones that they could give."""
+    try:
+        SamplingParams(**model_config.default_sampling)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"generation_config.json: {error}") from error
 
 
 def _engine(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, worker: Worker) -> Engine:

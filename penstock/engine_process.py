@@ -38,8 +38,11 @@ class EngineServer:
     def run(self) -> None:
         """Until told to stop."""
         while not self.stopping:
-            self._take_frames(0.0 if self.engine.has_work else HEARTBEAT_S)
+            was_idle = not self.engine.has_work
+            self._take_frames(HEARTBEAT_S if was_idle else 0.0)
             if self.engine.has_work:
+                if was_idle:  # the client should know of the work before a first, perhaps long, step
+                    self._send(frames.Heartbeat(self.epoch, self.engine.stats()))
                 outputs = self.engine.step()
                 self._num_idle = 0
                 self._send(frames.Outputs(self.epoch, outputs, self.engine.stats()))
@@ -107,7 +110,7 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
         user_error = isinstance(error, InvalidRequestError)
         sock.sendall(frames.pack(frames.Failed(first.epoch, str(error), param, code, user_error)))
         return None
-    sock.sendall(frames.pack(frames.Ready(first.epoch, built.info)))
+    sock.sendall(frames.pack(frames.Ready(first.epoch, built.info, built.engine.stats())))
     return EngineServer(built.engine, first.epoch, sock, inbox)
 
 

@@ -1,6 +1,7 @@
 """LLM: the offline Python API, on an engine in this process."""
 
 import asyncio
+import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,7 @@ from penstock.client.in_process import InProcessClient
 from penstock.client.input_processor import check_params
 from penstock.client.tokenizers import tokenizer_for
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
 from penstock.outputs import RequestOutput
 from penstock.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
@@ -22,7 +23,7 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model to call from Python. Not for several threads at once.
+    """A model to call from Python. Threads may share it for `generate` and `chat`, which take turns.
 
         with LLM(model="demo") as llm:
             outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=32))
@@ -51,6 +52,7 @@ class LLM:
         found = tokenizer_for(tokenizer or model) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
         built = build_engine(config)
         self.config = built.config
+        self._lock = threading.Lock()
         self.engine = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)
 
     def default_params(self, **fields: Any) -> SamplingParams:
@@ -73,8 +75,9 @@ class LLM:
         """
         listed = _listed(prompts)
         results: list[RequestOutput | None] = [None] * len(listed)
-        for index, output in self.stream(listed, _final(self._params(sampling_params, len(listed)))):
-            results[index] = output
+        with self._lock:
+            for index, output in self.stream(listed, _final(self._params(sampling_params, len(listed)))):
+                results[index] = output
         return [output for output in results if output is not None]
 
     def stream(
@@ -86,7 +89,7 @@ class LLM:
             InvalidRequestError: a prompt or parameter is wrong, or other requests are under way: their outputs would
                 have nowhere to go.
         """
-        if self.engine.has_unfinished_requests:
+        if self.engine.has_unfinished_requests():
             raise InvalidRequestError(
                 "requests of llm.engine.add_request or of another stream are under way; finish or abort them first"
             )
@@ -125,9 +128,12 @@ class LLM:
 
         Raises:
             InvalidRequestError: as `chat`.
+            RequestFailedError: the computation failed.
         """
         delta = replace(params, output_kind=RequestOutputKind.DELTA)
         for _, output in self.stream([self._chat_prompt(_conversation(messages), True)], delta):
+            if output.error is not None:
+                raise RequestFailedError(output.error)
             yield output.outputs[0].text
 
     def _chat_prompt(self, messages: list[Message], add_generation_prompt: bool) -> Prompt:
@@ -149,6 +155,10 @@ class LLM:
             message = f"sampling_params: {len(given)} for {count} prompts; give one, or one a prompt"
             raise InvalidRequestError(message, param="sampling_params")
         return list(given)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None where it has none."""
+        return self.engine.tokenizer
 
     def shutdown(self) -> None:
         """Free the model. A second call does nothing."""

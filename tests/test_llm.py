@@ -2,10 +2,11 @@
 
 import asyncio
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from penstock import LLM, InvalidRequestError, RequestOutputKind, SamplingParams
+from penstock import LLM, EngineDeadError, InvalidRequestError, RequestOutputKind, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -38,7 +39,7 @@ def test_one_params_for_each_prompt(llm):
 def test_a_wrong_prompt_among_good_ones_leaves_nothing_behind(llm):
     with pytest.raises(InvalidRequestError):
         llm.generate(["One day", ""], GREEDY)
-    assert not llm.engine.has_unfinished_requests
+    assert not llm.engine.has_unfinished_requests()
     assert llm.engine.engine.stats().kv_blocks_free == llm.engine.engine.stats().kv_blocks_total
 
 
@@ -46,7 +47,7 @@ def test_leaving_a_stream_aborts_the_rest(llm):
     params = SamplingParams(max_tokens=500, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     for _ in llm.stream(["One day", "Once"], params):
         break
-    assert not llm.engine.has_unfinished_requests
+    assert not llm.engine.has_unfinished_requests()
 
 
 def test_streams_do_not_steal_each_others_outputs(llm):
@@ -65,7 +66,7 @@ def test_the_lower_level(llm):
     assert llm.engine.abort("b")
     assert not llm.engine.abort("b")
     seen = []
-    while llm.engine.has_unfinished_requests:
+    while llm.engine.has_unfinished_requests():
         seen += llm.engine.step()
     assert {output.request_id for output in seen} == {"a"}
     assert [output.finished for output in seen] == [False] * 11 + [True]
@@ -112,6 +113,26 @@ def test_chat_also_inside_a_running_loop(llm):
     for bad in ([], [{"role": "user"}], [{"content": "x"}], ["x"], "x", [{"role": "user", "content": 5}], None):
         with pytest.raises(InvalidRequestError):
             llm.chat(bad, GREEDY)
+
+
+def test_threads_take_turns(llm):
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: llm.generate("Once upon a time", GREEDY)[0].outputs[0].text, range(8)))
+    assert len(set(found)) == 1
+
+
+def test_used_after_the_end():
+    with LLM(model="demo", threads=1) as llm:
+        pass
+    llm.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate("Once", GREEDY)
+
+
+def test_what_is_no_sampling_params_is_refused(llm):
+    for wrong in ({"temperature": 0}, 5, [None], ["x"]):
+        with pytest.raises(InvalidRequestError, match="sampling_params"):
+            llm.generate("Once", wrong)
 
 
 def test_outputs_can_be_pickled(llm):

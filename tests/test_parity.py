@@ -126,7 +126,7 @@ def test_after_forced_preemptions(case):
         for index, prompt in enumerate(case.prompts):
             llm.engine.add_request(str(index), {"prompt_token_ids": prompt}, GREEDY)
         for step in range(10_000):
-            if not llm.engine.has_unfinished_requests:
+            if not llm.engine.has_unfinished_requests():
                 break
             if step % 7 == 3 and scheduler.running:
                 scheduler.preempt(scheduler.running[step % len(scheduler.running)])

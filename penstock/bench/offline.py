@@ -158,7 +158,7 @@ def _run(
     started = time.perf_counter()
     for _ in range(workload.num_prompts):
         client.add_request(None, rng.choices(range(client.model_info.vocab_size), k=workload.input_len), params)
-    while client.has_unfinished_requests:
+    while client.has_unfinished_requests():
         begun = time.perf_counter()
         outputs = client.step()
         now = time.perf_counter()

@@ -11,7 +11,7 @@ from penstock.cli.options import (
     engine_options,
     sampling_options,
 )
-from penstock.cli.terminal import tell, tell_choices
+from penstock.cli.terminal import take_interrupts, tell, tell_choices
 from penstock.errors import InvalidRequestError
 from penstock.sampling_params import RequestOutputKind, SamplingParams
 
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.llm import LLM
 
     with LLM(**options) as llm:
+        take_interrupts()
         tell_choices(llm.engine.model_info)
         params = llm.default_params(**sampling_options(args), output_kind=RequestOutputKind.DELTA)
         if params.n != 1:

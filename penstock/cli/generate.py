@@ -16,7 +16,8 @@ from penstock.cli.options import (
     engine_options,
     sampling_options,
 )
-from penstock.cli.terminal import StreamPrinter, progress, tell, tell_choices
+from penstock.cli.terminal import StreamPrinter, progress, take_interrupts, tell, tell_choices
+from penstock.client.input_processor import PROMPT_KEYS
 from penstock.errors import InvalidRequestError
 from penstock.sampling_params import RequestOutputKind, SamplingParams
 
@@ -38,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_model(parser)
     parser.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)")
-    parser.add_argument("--prompts", metavar="FILE.jsonl", help="a file of prompts, one a line")
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help="a file of prompts, one a line; - is stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt, and nothing else")
     add_sampling_options(parser)
     add_engine_options(parser, seed=False)
@@ -46,14 +47,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompts = [*args.prompt, *(read_prompts(Path(args.prompts)) if args.prompts else [])]
+    prompts = [*args.prompt, *(read_prompts(args.prompts) if args.prompts else [])]
     if not prompts:
-        raise InvalidRequestError("give a prompt with -p TEXT or --prompts FILE.jsonl")
+        raise InvalidRequestError("give a prompt with -p TEXT or --prompts FILE.jsonl (which must hold one)")
+    if (hasattr(args, "logprobs") or hasattr(args, "prompt_logprobs")) and not args.json:
+        raise InvalidRequestError("logprobs: log-probabilities are shown with --json only", param="logprobs")
     SamplingParams(**sampling_options(args))  # a wrong value is said before the model is loaded
     options = engine_options(args, seed=False)
     from penstock.llm import LLM
 
     with LLM(**options) as llm:
+        take_interrupts()
         params = llm.default_params(**sampling_options(args))
         started = time.perf_counter()
         done = _print_json(llm, prompts, params) if args.json else _print_text(llm, prompts, params)
@@ -74,26 +78,28 @@ class _Done:
         self.num_failed += output.error is not None
 
 
-def read_prompts(path: Path) -> list[Any]:
-    """The prompts of a JSONL file.
+def read_prompts(name: str) -> list[Any]:
+    """The prompts of a JSONL file; "-" is standard input.
 
     Raises:
         InvalidRequestError: the file cannot be read, or a line is not a prompt; the message says which.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also cut inside JSON strings
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"prompts: cannot read {str(path)!r}: {error}", param="prompts") from error
-    return [_read_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        raise InvalidRequestError(f"prompts: cannot read {name!r}: {error}", param="prompts") from error
+    lines = text.split("\n")  # splitlines() would also cut inside JSON strings
+    return [_read_prompt(f"{name}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _read_prompt(path: Path, number: int, line: str) -> Any:
+def _read_prompt(place: str, line: str) -> Any:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"prompts: {path}, line {number} is not JSON: {error}", param="prompts") from error
-    if not isinstance(value, str | dict):
-        message = f"prompts: {path}, line {number} must be a string or an object with prompt or prompt_token_ids"
+        raise InvalidRequestError(f"prompts: {place} is not JSON: {error}", param="prompts") from error
+    known = isinstance(value, str) or (isinstance(value, dict) and value and set(value) <= set(PROMPT_KEYS))
+    if not known:
+        message = f"prompts: {place} must be a string or an object with prompt or prompt_token_ids, and nothing else"
         raise InvalidRequestError(message, param="prompts")
     return value
 

@@ -8,6 +8,7 @@ Nothing heavy is imported here: `--version` and `--help` answer without torch.
 import argparse
 import importlib
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -29,6 +30,8 @@ PLANNED = {
     "plan": "predict memory and speed before loading",
     "simulate": "run the real scheduler on a virtual clock",
 }
+FLAGS = {"drain_timeout_s": "drain_timeout", "served_model_names": "served_model_name"}  # where a field is no flag
+POSITIONAL = ("model", "prompt")
 EPILOG = """examples:
   penstock generate -p "Once upon a time"          the bundled demo model tells a story
   penstock chat                                    talk to it
@@ -72,10 +75,13 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def option_message(error: InvalidRequestError) -> str:
-    """The error with its field spelt as the flag: "max_num_seqs: 0 ..." becomes "--max-num-seqs: 0 ..."."""
-    if error.param and error.message.startswith(f"{error.param}:") and error.param not in ("prompt", "model"):
-        return f"--{error.param.replace('_', '-')}{error.message[len(error.param) :]}"
+def option_message(error: InvalidRequestError, args: argparse.Namespace) -> str:
+    """The error with its field spelt as the flag, if it is one: "max_num_seqs: 0 ..." -> "--max-num-seqs: 0 ..."."""
+    param = error.param or ""
+    flag = FLAGS.get(param, param)
+    known = hasattr(args, flag) and flag not in POSITIONAL
+    if known and error.message.startswith(f"{param}:"):
+        return f"--{flag.replace('_', '-')}{error.message[len(param) :]}"
     return error.message
 
 
@@ -87,6 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     if planned is not None:
         parser.error(f"{planned} is planned but not built yet")
     args = parser.parse_args(words)
+    # Until a command takes Ctrl-C into its own hands it simply ends the process: raised in the middle of an import it
+    # would leave half a library behind.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if args.version:
         print(version_text())
         return 0
@@ -100,7 +109,7 @@ def _guarded(args: argparse.Namespace) -> int:
     try:
         return int(args.run(args))
     except InvalidRequestError as error:
-        print(f"penstock: {option_message(error)}", file=sys.stderr)
+        print(f"penstock: {option_message(error, args)}", file=sys.stderr)
         return 2
     except ModelLoadError as error:
         print(f"penstock: {error}", file=sys.stderr)
@@ -112,6 +121,9 @@ def _guarded(args: argparse.Namespace) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output has gone: `penstock generate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a full disk under our output, say
+        print(f"penstock: {error.strerror or error}", file=sys.stderr)
         return 1
 
 

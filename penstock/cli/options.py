@@ -33,6 +33,15 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
+def parse_bias(text: str) -> tuple[int, float]:
+    """Token id and bias from ID=BIAS. Raises argparse.ArgumentTypeError where it is something else."""
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS, like 42=-5") from None
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     help_text = "a Hugging Face directory, a hub name, or demo, the bundled model (default: demo)"
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=help_text)
@@ -85,6 +94,10 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop-token-ids", type=int, nargs="+", default=UNSET, metavar="ID", help="tokens that end")
     group.add_argument("--logprobs", type=int, default=UNSET, metavar="N", help="report log-probabilities (--json)")
     group.add_argument("--prompt-logprobs", type=int, default=UNSET, metavar="N", help="the same for the prompt")
+    help_text = "add BIAS to a token's logit, like 42=-5 (repeatable)"
+    group.add_argument(
+        "--logit-bias", type=parse_bias, action="append", default=UNSET, metavar="ID=BIAS", help=help_text
+    )
     group.add_argument("--bad-words", action="append", default=UNSET, metavar="WORD", help="never said (repeatable)")
     group.add_argument("--ignore-eos", action="store_true", default=UNSET, help="go on after the end token")
     group.add_argument("--include-stop-str-in-output", action="store_true", default=UNSET, help="keep the stop string")
@@ -92,7 +105,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 SAMPLING_NAMES = """
     max_tokens min_tokens temperature top_p min_p presence_penalty frequency_penalty repetition_penalty top_k n seed
-    stop stop_token_ids logprobs prompt_logprobs bad_words ignore_eos include_stop_str_in_output
+    stop stop_token_ids logprobs prompt_logprobs logit_bias bad_words ignore_eos include_stop_str_in_output
 """
 
 
@@ -106,7 +119,10 @@ def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """What SamplingParams takes, of the flags that were given."""
-    return {name: getattr(args, name) for name in SAMPLING_NAMES.split() if hasattr(args, name)}
+    found = {name: getattr(args, name) for name in SAMPLING_NAMES.split() if hasattr(args, name)}
+    if "logit_bias" in found:
+        found["logit_bias"] = dict(found["logit_bias"])
+    return found
 
 
 def _add_choice(group: Any, name: str, choices: tuple[Any, ...], help_text: str) -> None:

@@ -1,10 +1,12 @@
 """`penstock serve`: the OpenAI API of one model. Flags -> AsyncLLM and ServerOptions, no more. Imports no torch."""
 
 import argparse
+import os
 import time
 
 from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options
 
+API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 EXAMPLES = """examples:
   penstock serve                                        the demo model on http://127.0.0.1:8000
   penstock serve /models/llama --port 9000 --api-key secret --served-model-name llama
@@ -19,7 +21,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
-    group.add_argument("--api-key", metavar="KEY", help="every request has to carry it")
+    help_text = f"every request has to carry it (default: ${API_KEY_VARIABLE}, which other users cannot see)"
+    group.add_argument("--api-key", metavar="KEY", default=os.environ.get(API_KEY_VARIABLE) or None, help=help_text)
     help_text = "what requests call the model (default: MODEL; repeatable)"
     group.add_argument("--served-model-name", action="append", metavar="NAME", help=help_text)
     group.add_argument(

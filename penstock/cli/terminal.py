@@ -1,6 +1,8 @@
 """What the commands write: text on standard output, everything else on standard error."""
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -16,6 +18,12 @@ def tell(text: str) -> None:
     """A remark on standard error, dimmed on a terminal."""
     plain = not sys.stderr.isatty()
     print(text if plain else f"{DIM}{text}{RESET}", file=sys.stderr, flush=True)
+
+
+def take_interrupts() -> None:
+    """From now on Ctrl-C raises KeyboardInterrupt, as everything that has to be imported is there."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def tell_choices(info: "ModelInfo") -> None:

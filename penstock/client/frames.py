@@ -42,6 +42,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
 class Ready(msgspec.Struct, tag=True, frozen=True):
     epoch: int
     info: ModelInfo
+    stats: EngineStats
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -8,6 +8,7 @@ from penstock.client.input_processor import InputProcessor
 from penstock.client.output_processor import OutputProcessor
 from penstock.engine.engine import Engine
 from penstock.engine.messages import ModelInfo
+from penstock.errors import EngineDeadError
 from penstock.outputs import RequestOutput
 from penstock.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -30,13 +31,17 @@ class InProcessClient:
             tokenizer, max_model_len=model_info.max_model_len, vocab_size=model_info.vocab_size, seed=seed
         )
         self._outputs = OutputProcessor(tokenizer)
+        self._closed = False
 
     def add_request(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None) -> str:
         """Queue a request and return its id (a new one for None). Without params the model's own defaults apply.
 
         Raises:
             InvalidRequestError: prompt or parameters are wrong, or the id is in use.
+            EngineDeadError: it was shut down.
         """
+        if self._closed:
+            raise EngineDeadError("the engine was shut down")
         params = params or SamplingParams(**self.model_info.default_sampling)
         prepared = self._inputs.process(prompt, params, request_id)
         self._outputs.add(prepared)
@@ -48,8 +53,8 @@ class InProcessClient:
             raise
         return prepared.request_id
 
-    @property
     def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
         return self.engine.has_work
 
     def step(self) -> list[RequestOutput]:
@@ -67,4 +72,6 @@ class InProcessClient:
         return bool(engine_request_ids)
 
     def shutdown(self) -> None:
+        """Free the model. A second call does nothing."""
+        self._closed = True
         self.engine.shutdown()

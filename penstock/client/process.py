@@ -46,7 +46,9 @@ MAX_RESTARTS, RESTART_WINDOW_S = 5, 60.0
 MAX_FAILED_STARTS = 3  # in a row, however long each took: the model does not fit, say
 BACK_OFF_S = 0.2  # before the second try to start, doubled before each further one
 IDLE_STALL_S = 5.0  # an idle engine sends a heartbeat every half second
-BUSY_STALL_S = 60.0  # one step may take long, but not so long
+FIRST_STEP_STALL_S = 60.0  # while no step has been seen, nobody knows how long one takes
+STALL_STEPS = 20
+NUM_GAPS = 128  # silences remembered, to know how long a step takes
 SLOW_PROMPT_CHARS = 20_000  # longer texts are tokenised in a thread, so that streams go on meanwhile
 NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -107,6 +109,7 @@ class ProcessClient:
         self._owners: dict[str, _Open] = {}  # by engine request id
         self._stats = EngineStats()
         self._last_heard: float | None = None
+        self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._settled: asyncio.Event | None = None  # ready once, or never going to be
         self._supervisor: asyncio.Task[None] | None = None
@@ -129,19 +132,24 @@ class ProcessClient:
 
     def status(self) -> EngineStatus:
         age = None if self._last_heard is None else time.monotonic() - self._last_heard
-        stall = BUSY_STALL_S if self._open else IDLE_STALL_S
         serving = self._state is EngineState.READY and not self._closing
         return EngineStatus(
             state=EngineState.DRAINING if self._draining and serving else self._state,
             pid=self._child.pid,
             restarts=self._restarts,
             heartbeat_age_s=age,
-            making_progress=serving and age is not None and age < stall,
+            making_progress=serving and age is not None and age < self._stall_s(),
             stats=self._stats,
             journal_requests=self._journal.num_requests,
             journal_tokens=self._journal.num_tokens,
             num_aborted_total=self._num_aborted,
         )
+
+    def _stall_s(self) -> float:
+        """How long the engine may be silent: many times its longest step of late, once there has been one."""
+        if not (self._stats.num_running or self._stats.num_waiting):
+            return IDLE_STALL_S
+        return max(IDLE_STALL_S, STALL_STEPS * max(self._gaps)) if self._gaps else FIRST_STEP_STALL_S
 
     async def attach(self) -> None:
         """Watch the child from this event loop. A second call does nothing.
@@ -279,7 +287,9 @@ class ProcessClient:
         """Take note of a death; False if there were too many."""
         self._failed_starts = 0 if self._state is EngineState.READY else self._failed_starts + 1
         self._state = EngineState.RECOVERING if self._info else EngineState.STARTING
-        self._end_open(EngineDeadError(f"the engine process died (exit code {code}); send the request again"))
+        self._end_open(
+            EngineDeadError(f"the engine process died (exit code {code}); send the request again in a moment")
+        )
         self._stats = EngineStats()
         now = time.monotonic()
         self._deaths.append(now)
@@ -326,9 +336,10 @@ class ProcessClient:
     def _take(self, frame: frames.FromEngine) -> None:
         if frame.epoch != self._epoch:
             return
-        self._last_heard = time.monotonic()
+        self._note_time()
         match frame:
-            case frames.Ready(info=info):
+            case frames.Ready(info=info, stats=stats):
+                self._stats = stats
                 self._become_ready(info)
             case frames.Outputs(outputs=outputs, stats=stats):
                 self._stats = stats
@@ -340,6 +351,12 @@ class ProcessClient:
             case frames.Failed(message=message, param=param, code=code, user_error=user_error):
                 wrong_option = InvalidRequestError(message, param=param, code=code)
                 self._fail(wrong_option if user_error else ModelLoadError(message))
+
+    def _note_time(self) -> None:
+        now = time.monotonic()
+        if self._last_heard is not None and self._stats.num_running:
+            self._gaps.append(now - self._last_heard)
+        self._last_heard = now
 
     def _become_ready(self, info: ModelInfo) -> None:
         if self._inputs is None:

@@ -129,7 +129,7 @@ class KeyMiddleware:
         if scope["path"] in OPEN_PATHS or self._is_right(Headers(scope=scope).getlist("authorization")):
             return await self._app(scope, receive, send)
         # a browser asks its user for the key only where the page itself is refused
-        challenge = 'Basic realm="penstock: the API key as password", Bearer' if scope["path"] == "/" else "Bearer"
+        challenge = 'Basic realm="penstock: the API key as password"' if scope["path"] == "/" else "Bearer"
         message = 'The API key is missing or wrong; send it as "Authorization: Bearer KEY".'
         error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
         await error.response()(scope, receive, send)

@@ -68,6 +68,7 @@ PLANNED = tuple(name for name in Planned.__struct_fields__ if name not in Labels
 
 # Values of planned fields that mean the same as leaving them out.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
     "length_penalty": (1.0, 1),
     "priority": (0,),
     "response_format": ({"type": "text"},),

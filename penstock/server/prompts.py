@@ -125,7 +125,8 @@ async def render(
 ) -> str:
     """The prompt text of a conversation, or an error that names `messages`."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise check.fail("messages", f"a list of {len(messages)}", f"a list of 1 to {MAX_MESSAGES} messages")
+        message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
+        raise InvalidRequestError(message, param="messages")
     turns = [_turn(message) for message in messages]
     check_prompt_length("".join(turn["content"] for turn in turns), info.max_model_len, param="messages")
     template = context.tokenizer().chat_template

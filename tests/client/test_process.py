@@ -208,9 +208,11 @@ def test_numpy_numbers_are_numbers(loop, llm):
 def test_edges_of_starting_and_ending():
     """Each of these once waited for ever, or for seconds."""
 
-    async def started_and_left():
-        async with AsyncLLM(model="demo"):
-            pass
+    async def attached_and_left():
+        llm = AsyncLLM(model="demo")
+        await llm.attach()
+        await asyncio.sleep(0.1)
+        await llm.shutdown()
 
     async def shut_down_while_a_request_waits_for_the_start():
         llm = AsyncLLM(model="demo")
@@ -227,7 +229,7 @@ def test_edges_of_starting_and_ending():
         with pytest.raises(EngineDeadError, match="shut down"):
             await final(llm)
 
-    for scenario in (started_and_left, shut_down_while_a_request_waits_for_the_start, used_after_the_end):
+    for scenario in (attached_and_left, shut_down_while_a_request_waits_for_the_start, used_after_the_end):
         begun = time.monotonic()
         asyncio.run(asyncio.wait_for(scenario(), 20))
         assert time.monotonic() - begun < 4.0, scenario.__name__  # EXIT_WAIT_S would be 5
@@ -318,6 +320,28 @@ def test_death_is_noticed_at_once_and_a_new_engine_comes():
             assert (await final(llm)).finished
 
     asyncio.run(scenario())
+
+
+def test_health_follows_the_engine_not_the_wish(loop, llm):
+    """A frozen engine is not healthy, neither idle nor with a stream open, and a new request does not change that."""
+
+    async def scenario():
+        stream = llm.generate("Once", SamplingParams(max_tokens=1000, ignore_eos=True, output_kind="delta", seed=1))
+        await anext(stream)
+        pid = llm.status().pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await until(lambda: not llm.status().making_progress, timeout_s=15)
+            waiting = asyncio.create_task(final(llm))
+            await asyncio.sleep(0.1)
+            assert not llm.status().making_progress
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert (await waiting).finished
+        assert llm.status().making_progress
+        await stream.aclose()
+
+    loop.run(scenario())
 
 
 def test_shutdown_ends_open_requests_and_the_child():
