@@ -4,6 +4,7 @@ A frozen value: lists become tuples, everything is checked when it is made, and 
 Checks that need the model (is this id in the vocabulary?) are in `check_vocabulary`.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -162,6 +163,13 @@ class SamplingParams:
         for name in ("stop_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():
                 check.check_int(name, token_id, 0, vocab_size - 1)
+
+    def settled(self, **fields: Any) -> "SamplingParams":
+        """A copy with fields that the client has settled (seed, max_tokens, ...): checked values, not checked again."""
+        made = copy.copy(self)
+        for name, value in fields.items():
+            made._set(name, value)
+        return made
 
     @property
     def greedy(self) -> bool:

@@ -4,6 +4,7 @@ Each check raises InvalidRequestError with the field's name, the value and what 
 knows no field: names and ranges stand beside the fields.
 """
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +13,24 @@ from penstock.errors import InvalidRequestError
 MAX_SHOWN = 80  # characters of a wrong value that an error repeats
 
 
+class _Short(reprlib.Repr):
+    """repr() that looks at the first few items only: an error message about megabytes must not cost megabytes."""
+
+    maxlevel = 3
+    maxdict = maxlist = maxtuple = maxset = 5
+    maxstring = maxother = MAX_SHOWN
+
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() > 256:  # repr() of a huge one is slow, or refused by Python
+            return f"an integer of {value.bit_length()} bits"
+        return repr(value)
+
+
 def shown(value: Any) -> str:
-    """The value as an error message shows it: short, whatever was sent."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"  # repr() of a huge int is slow, or refused by Python
-    try:
-        text = repr(value)
-    except RecursionError:
-        return "a value nested too deeply"
+    """The value as an error message shows it: short, and quickly, whatever was sent."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{len(value)} bytes"
+    text = _Short().repr(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
@@ -44,18 +55,23 @@ def check_int(name: str, value: Any, low: int, high: int, *, optional: bool = Fa
     """An integer in low..high, both allowed. A bool is not an integer here."""
     if value is None and optional:
         return
-    allowed = f"an integer from {low} to {high}" + (", or null" if optional else "")
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise fail(name, value, allowed)
+        raise fail(name, value, f"an integer from {low} to {high}" + (", or null" if optional else ""))
+
+
+def check_ids(name: str, ids: Sequence[Any], limit: int) -> None:
+    """Token ids from 0 to limit - 1. Long lists are usual and right, so they are checked as a whole first."""
+    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < limit)):
+        return
+    for token_id in ids:
+        check_int(name, token_id, 0, limit - 1)
 
 
 def check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
     """A finite number in low..high, both allowed; with `low_open` it must be greater than low."""
-    allowed = f"a number {'above' if low_open else 'from'} {low:g} {'and at most' if low_open else 'to'} {high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise fail(name, value, allowed)
-    if not low <= value <= high or (low_open and value == low):  # NaN compares false with everything
-        raise fail(name, value, allowed)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (low_open and value == low):  # NaN compares false with everything
+        raise fail(name, value, f"a number {'above' if low_open else 'from'} {low:g} to {high:g}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.config import PARTS, EngineConfig, option_names
 from penstock.errors import InvalidRequestError, NotSupportedError, PenstockError
 from penstock.sampling_params import SamplingParams
+from penstock.validation import shown
 
 JUNK = st.one_of(
     st.none(),
@@ -122,6 +123,17 @@ def test_any_sampling_value_is_taken_or_refused_by_name(name, value):
 @given(name=st.sampled_from(option_names()), value=JUNK)
 def test_any_option_is_taken_or_refused_by_name(name, value):
     made_or_refused(lambda: EngineConfig.from_options(**{name: value}), name)
+
+
+def test_errors_about_huge_values_are_short():
+    """An error message must not cost what the value costs: megabytes, or a nesting that repr() cannot follow."""
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in ([1.5] * 10**6, "x" * 10**7, b"x" * 10**7, deep, {i: i for i in range(10**5)}, [10**5000], 10**9999):
+        assert len(shown(value)) <= 80
+    assert shown("abc") == "'abc'"
+    assert shown([1, 2]) == "[1, 2]"
 
 
 def test_unknown_options_are_refused():

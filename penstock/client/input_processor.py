@@ -7,7 +7,7 @@ settled, so the same PreparedRequest gives the same tokens on any engine. It kno
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -57,6 +57,7 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._seed = seed
         self._arrivals = itertools.count()
+        self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
     def process(self, prompt: Any, params: SamplingParams, request_id: str | None = None) -> PreparedRequest:
         """Check and prepare a request.
@@ -119,8 +120,7 @@ class InputProcessor:
                 param=name,
                 code="context_length_exceeded",
             )
-        for token_id in ids:
-            check.check_int(name, token_id, 0, self._vocab_size - 1)
+        check.check_ids(name, ids, self._vocab_size)
         return list(ids)
 
     # ---- the parameters
@@ -128,14 +128,23 @@ class InputProcessor:
     def _settle(self, params: SamplingParams, num_prompt_tokens: int, arrival: int) -> SamplingParams:
         room = self._max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        if params.min_tokens > max_tokens:
+            raise check.fail("min_tokens", params.min_tokens, f"at most the {max_tokens} tokens there is room for")
         seed = assigned_seed(self._seed, arrival) if params.seed is None else params.seed
-        words = params.bad_words_token_ids + self._bad_words(params)
-        return replace(params, max_tokens=max_tokens, seed=seed, bad_words_token_ids=words)
+        words = params.bad_words_token_ids + self._ids_of_bad_words(tuple(params.bad_words or ()))
+        return params.settled(max_tokens=max_tokens, seed=seed, bad_words_token_ids=words)
 
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is written at the start of a text and after a space."""
+    def _ids_of_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is written at the start of a text and after a space. The prompts of a call share them."""
+        known, ids = self._last_bad_words
+        if known != words:
+            ids = self._encode_bad_words(words)
+            self._last_bad_words = (words, ids)  # at once, for other threads
+        return ids
+
+    def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         found: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words or ():
+        for word in words:
             check_unicode(word, param="bad_words")
             if self._tokenizer is None or not word.strip():
                 raise check.fail("bad_words", word, "a word (and the engine must have a tokenizer)")
@@ -145,8 +154,8 @@ class InputProcessor:
 
     def _choices(self, prefix: str, ids: list[int], params: SamplingParams) -> tuple[EngineRequest, ...]:
         """What the engine gets holds no text. The prompt's log-probabilities are computed for the first choice only."""
-        first = replace(params, stop=(), bad_words=())
-        later = replace(first, prompt_logprobs=None)
+        first = params.settled(stop=(), bad_words=())
+        later = first.settled(prompt_logprobs=None)
         return tuple(
             EngineRequest(f"{prefix}-{choice}", ids, later if choice else first, choice) for choice in range(params.n)
         )

@@ -41,7 +41,7 @@ from penstock.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("penstock")
-MAX_OPEN_REQUESTS = 4096
+MAX_OPEN_CHOICES = 8192  # running and waiting; each choice of a request counts
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 60.0
 MAX_FAILED_STARTS = 3  # in a row, however long each took: the model does not fit, say
 BACK_OFF_S = 0.2  # before the second try to start, doubled before each further one
@@ -203,8 +203,8 @@ class ProcessClient:
         state = self.status().state
         if state is not EngineState.READY or self._writer is None:
             raise EngineDeadError(f"the engine takes no requests: it is {state}")
-        if len(self._open) >= MAX_OPEN_REQUESTS:
-            raise EngineOverloadedError(f"{MAX_OPEN_REQUESTS} requests are open already")
+        if len(self._owners) >= MAX_OPEN_CHOICES:
+            raise EngineOverloadedError(f"{len(self._owners)} choices are being generated or wait already")
 
     async def _prepare(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> PreparedRequest:
         inputs = self._inputs

@@ -5,6 +5,7 @@ State changes only when a step's results are in: a step that fails as a whole en
 and leaves the others untouched.
 """
 
+from penstock import validation as check
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.engine.request import Request
@@ -84,9 +85,7 @@ class Engine:
             raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
         if source.params.seed is None and not source.params.greedy:
             raise InvalidRequestError("seed: a sampled request needs one; the client resolves it", param="seed")
-        token_ids = [*source.prompt_token_ids, *source.output_token_ids]
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            raise InvalidRequestError(f"prompt: token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
+        check.check_ids("prompt", [*source.prompt_token_ids, *source.output_token_ids], self.vocab_size)
 
     def abort(self, request_id: str) -> bool:
         """End a request without another output. False if it is not open (it may just have finished)."""
