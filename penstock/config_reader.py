@@ -3,7 +3,6 @@
 It knows no key and no model. Every complaint is a ModelLoadError that names file, key, value and what is allowed.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any
@@ -21,6 +20,11 @@ class Required(Enum):
 
 
 REQUIRED = Required.REQUIRED
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Whether a value of a file says what is expected: 1 is 1.0, but 0 is not false and true is not 1."""
+    return isinstance(value, bool) == isinstance(expected, bool) and bool(value == expected)
 
 
 class ConfigReader:
@@ -61,10 +65,10 @@ class ConfigReader:
         return value
 
     def number(self, key: str, low: float, high: float, default: float | Required = REQUIRED) -> float:
-        """A finite number in low..high, both allowed."""
+        """A number in low..high, both finite and allowed."""
         value = self._value_or(key, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not low <= value <= high:
+        if not number or not low <= value <= high:  # NaN compares false; an integer may be too long for a float
             raise self.fail(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
@@ -89,14 +93,18 @@ class ConfigReader:
             raise self.fail(key, "an object")
         return ConfigReader(value, f"{self.where}: {key}")
 
+    def unread(self, harmless: Collection[str]) -> list[str]:
+        """The keys that were not read, are not harmless and are no private bookkeeping (_name); sorted."""
+        return sorted(key for key in self._values if key not in self._read and key not in harmless and key[:1] != "_")
+
     def finish(self, harmless: Collection[str]) -> None:
-        """Raise unless every key was read, is harmless, or starts with an underscore (private bookkeeping)."""
-        unknown = [key for key in self._values if key not in self._read and key not in harmless and key[:1] != "_"]
+        """Raise if a key is unread."""
+        unknown = self.unread(harmless)
         if unknown:
-            key = sorted(unknown)[0]
+            key = unknown[0]
             raise ModelLoadError(
                 f"{self.where}: {key} = {shown(self._values[key])} is unknown, and it may change what the model "
-                f"computes; remove it if it does not (unknown keys: {', '.join(sorted(unknown))})"
+                f"computes; remove it if it does not (unknown keys: {', '.join(unknown)})"
             )
 
     def _value_or(self, key: str, default: Any) -> Any:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.config_reader import MAX_SIZE, ConfigReader
+from penstock.config_reader import MAX_SIZE, ConfigReader, same
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.rope_config import RopeConfig, read_rope
+from penstock.sampling_params import MAX_TOKENS, MIN_TEMPERATURE
 from penstock.validation import shown
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -55,6 +56,52 @@ NEUTRAL: dict[str, Any] = {
     "use_mrope": False,
     "per_layer_config": None,
 }
+
+# Sizes that a file must give, and the largest that is believed: far beyond any model, small enough to be counted with.
+LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 2**16,
+    "max_position_embeddings": 2**24,
+}
+MAX_HEAD_DIM = 2**16
+
+# generation_config.json: keys that change no token here, ...
+GENERATION_HARMLESS_KEYS = """
+    transformers_version pad_token_id decoder_start_token_id use_cache cache_implementation cache_config
+    return_legacy_cache return_dict_in_generate output_scores output_logits output_attentions output_hidden_states
+    is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+    assistant_early_exit assistant_lookbehind target_lookbehind prompt_lookup_num_tokens max_matching_ngram_size
+    compile_config disable_compile low_memory prefill_chunk_size use_model_defaults chat_format
+"""
+GENERATION_HARMLESS = frozenset(GENERATION_HARMLESS_KEYS.split())
+# ... and those that would, where another value stands than this one. Null and [] are neutral for all.
+GENERATION_NEUTRAL: dict[str, Any] = {
+    "max_length": 20,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "length_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "early_stopping": False,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "renormalize_logits": False,
+    "remove_invalid_values": False,
+    "token_healing": False,
+}
+# What of it becomes a default of SamplingParams where the file says do_sample, and the range of each.
+SAMPLING_RANGES = {"temperature": (0.0, 100.0), "top_p": (1e-12, 1.0), "min_p": (0.0, 1.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +150,12 @@ class ModelConfig:
         attention_out_bias: so has the product after attention.
         qk_norm: each head of q and k is RMS-normed before the rotation.
         eos_token_ids: tokens that end a text; generation_config.json goes before config.json.
-        default_sampling: temperature, top_p, top_k, min_p, repetition_penalty as far as generation_config.json gives
-            them. Transformers samples only where `do_sample` is true, so the first four count only then; the
-            repetition penalty also counts without. Values the file leaves out are not filled in.
+        default_sampling: temperature, top_p, top_k, min_p, repetition_penalty, max_tokens as far as
+            generation_config.json gives them. Transformers samples only where `do_sample` is true, so the first four
+            count only then, and a file that says `do_sample: false` means temperature 0. The repetition penalty and
+            max_tokens (there `max_new_tokens`) also count without. Values the file leaves out are not filled in.
+        ignored_generation: keys of generation_config.json that would change the answer, or are unknown, and are not
+            applied; sorted. For the user to be told.
     """
 
     architecture: str
@@ -131,6 +181,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_sampling: dict[str, Any] = field(default_factory=dict, hash=False)
+    ignored_generation: tuple[str, ...] = field(default=(), repr=False)  # repr: what answers depend on
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], generation_config: dict[str, Any] | None = None) -> "ModelConfig":
@@ -163,6 +214,7 @@ class ModelConfig:
             eos_token_ids=_read_eos(read, generation, shape["vocab_size"]),
             bos_token_id=_read_bos(read, generation, shape["vocab_size"]),
             default_sampling=_read_sampling(generation),
+            ignored_generation=_read_ignored(generation),
         )
         read.finish(HARMLESS)
         return result
@@ -231,7 +283,7 @@ def _refuse_foreign(read: ConfigReader) -> None:
             "config.json: quantization_config: quantised checkpoints are not supported yet", param="model"
         )
     for key, neutral in NEUTRAL.items():
-        if read.has(key) and read.raw(key) != neutral:
+        if read.has(key) and not same(read.raw(key), neutral):
             raise read.fail(key, f"{json.dumps(neutral)}, or absent")
 
 
@@ -246,8 +298,7 @@ def _read_architecture(read: ConfigReader) -> tuple[str, Architecture]:
 
 
 def _read_shape(read: ConfigReader, architecture: Architecture) -> dict[str, int]:
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    shape = {key: read.integer(key, 1, MAX_SIZE) for key in (*sizes, "max_position_embeddings")}
+    shape = {key: read.integer(key, 1, largest) for key, largest in LARGEST.items()}
     heads = shape["num_attention_heads"]
     kv_heads = shape["num_key_value_heads"] = read.integer("num_key_value_heads", 1, heads, heads)
     if heads % kv_heads:
@@ -255,7 +306,7 @@ def _read_shape(read: ConfigReader, architecture: Architecture) -> dict[str, int
     default = architecture.default_head_dim or shape["hidden_size"] // heads
     if not read.has("head_dim") and architecture.default_head_dim is None and shape["hidden_size"] % heads:
         raise read.fail("hidden_size", f"a multiple of num_attention_heads = {heads} where head_dim is absent")
-    shape["head_dim"] = read.integer("head_dim", 2, MAX_SIZE, default)
+    shape["head_dim"] = read.integer("head_dim", 2, MAX_HEAD_DIM, default)
     if shape["head_dim"] % 2:
         raise read.fail("head_dim", "even, because rotary embedding turns pairs")
     return shape
@@ -342,18 +393,38 @@ def _read_bos(read: ConfigReader, generation: ConfigReader, vocab_size: int) -> 
 
 
 def _read_sampling(read: ConfigReader) -> dict[str, Any]:
-    """What the file says about sampling, checked as SamplingParams would."""
+    """What the file says about sampling, checked as SamplingParams would; what does not count is only a number."""
     sampling: dict[str, Any] = {}
     if read.has("repetition_penalty"):
         sampling["repetition_penalty"] = read.number("repetition_penalty", 0.01, 100.0)
-    if not read.boolean("do_sample", False):
-        return sampling
-    if read.has("temperature"):
-        sampling["temperature"] = read.number("temperature", 1e-5, 100.0)
+    if read.has("max_new_tokens"):
+        sampling["max_tokens"] = read.integer("max_new_tokens", 1, MAX_TOKENS)
+    samples = read.boolean("do_sample", False)
+    drawing = _read_drawing(read, samples)
+    if samples:
+        return sampling | drawing
+    return sampling | {"temperature": 0.0} if read.has("do_sample") else sampling
+
+
+def _read_drawing(read: ConfigReader, counts: bool) -> dict[str, Any]:
+    """The keys that shape the distribution that is drawn from."""
+    anything = (-float(MAX_SIZE), float(MAX_SIZE))
+    drawing: dict[str, Any] = {
+        key: read.number(key, *(range_ if counts else anything))
+        for key, range_ in SAMPLING_RANGES.items()
+        if read.has(key)
+    }
     if read.has("top_k"):
-        sampling["top_k"] = read.integer("top_k", 0, MAX_SIZE)
-    if read.has("top_p"):
-        sampling["top_p"] = read.number("top_p", 1e-12, 1.0)
-    if read.has("min_p"):
-        sampling["min_p"] = read.number("min_p", 0.0, 1.0)
-    return sampling
+        drawing["top_k"] = read.integer("top_k", -1 if counts else -MAX_SIZE, MAX_SIZE)
+    if counts and 0.0 < drawing.get("temperature", 0.0) < MIN_TEMPERATURE:
+        raise read.fail("temperature", f"0 (greedy) or a number from {MIN_TEMPERATURE:g} to 100")
+    return drawing
+
+
+def _read_ignored(read: ConfigReader) -> tuple[str, ...]:
+    """Every other key that says something; to be called last."""
+    return tuple(key for key in read.unread(GENERATION_HARMLESS) if not _is_neutral(key, read.raw(key)))
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    return value is None or value == [] or (key in GENERATION_NEUTRAL and same(value, GENERATION_NEUTRAL[key]))

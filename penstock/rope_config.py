@@ -6,7 +6,7 @@ Knows the numbers only; the tables are made in layers/rotary.py.
 import math
 from dataclasses import dataclass, replace
 
-from penstock.config_reader import MAX_SIZE, ConfigReader
+from penstock.config_reader import MAX_SIZE, ConfigReader, same
 from penstock.errors import NotSupportedError
 from penstock.validation import shown
 
@@ -58,7 +58,7 @@ def _read_scaling(read: ConfigReader, theta: float, max_position_embeddings: int
     if read.raw(key) in ("dynamic", "longrope", "mrope", "proportional"):
         raise NotSupportedError(f"{read.where}: {key} = {read.raw(key)} is not supported yet", param="model")
     kind = read.choice(key, ("default", "linear", "llama3", "yarn"), "default")
-    if read.has("partial_rotary_factor") and read.raw("partial_rotary_factor") != 1:
+    if read.has("partial_rotary_factor") and not same(read.raw("partial_rotary_factor"), 1):
         raise read.fail("partial_rotary_factor", "1, or absent")
     if kind == "default":
         return RopeConfig(theta=theta)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import GenerationConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.model_config import ARCHITECTURES, ModelConfig
@@ -196,6 +196,87 @@ def test_sampling_defaults_count_only_where_transformers_samples() -> None:
     assert ModelConfig.from_dict(LLAMA, fields | {"do_sample": True}).default_sampling == fields
 
 
+def test_do_sample_false_is_greedy_and_temperature_zero_loads() -> None:
+    """Guards against drawing at temperature 1 where the author says not to draw, and against a model that does not
+    load because its file spells greedy as temperature 0."""
+    assert ModelConfig.from_dict(LLAMA, {"do_sample": False, "top_p": 0.9}).default_sampling == {"temperature": 0.0}
+    fields = {"do_sample": True, "temperature": 0, "top_k": 20}
+    assert ModelConfig.from_dict(LLAMA, fields).default_sampling == {"temperature": 0.0, "top_k": 20}
+    assert ModelConfig.from_dict(LLAMA, {"temperature": 0.0, "top_p": 0.0}).default_sampling == {}
+
+
+def test_generation_keys_that_are_not_applied_are_told() -> None:
+    """Guards against settings that are accepted and ignored: what changes the answer and is not built, and what nobody
+    knows, is listed. Neutral values and bookkeeping are not; a limit of new tokens is applied."""
+    told = {"suppress_tokens": [1], "no_repeat_ngram_size": 3, "num_beams": 4, "nonsense": 1, "max_length": 4096}
+    odd = {"early_stopping": 0, "num_return_sequences": True}
+    quiet = {"num_beam_groups": 1, "length_penalty": 1, "suppress_tokens_at": None, "bad_words_ids": []}
+    book = {
+        "transformers_version": "4.40",
+        "_from_model_config": True,
+        "pad_token_id": [0],
+        "cache_implementation": "x",
+    }
+    config = ModelConfig.from_dict(LLAMA, told | odd | quiet | book | {"max_new_tokens": 64, "eos_token_id": 3})
+    assert config.ignored_generation == tuple(sorted(told | odd))
+    assert config.default_sampling == {"max_tokens": 64}
+    assert ModelConfig.from_dict(LLAMA, quiet | book).ignored_generation == ()
+
+
+def test_what_transformers_writes_for_generation_is_all_known() -> None:
+    """Guards against a complaint about the defaults of Transformers' own GenerationConfig, spelt out."""
+    for theirs in (GenerationConfig(), GenerationConfig.from_model_config(LlamaConfig())):
+        contents = json.loads(theirs.to_json_string(use_diff=False))
+        assert ModelConfig.from_dict(LLAMA, contents | {"bos_token_id": 1, "eos_token_id": 2}).ignored_generation == ()
+
+
+@pytest.mark.parametrize("do_sample", [{}, {"do_sample": True}, {"do_sample": False}])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", "0.7"),
+        ("temperature", True),
+        ("top_p", [0.9]),
+        ("min_p", float("nan")),
+        ("top_k", 1.5),
+        ("repetition_penalty", "1"),
+        ("repetition_penalty", 10**400),
+        ("max_new_tokens", "64"),
+        ("max_new_tokens", 0),
+        ("do_sample", "yes"),
+    ],
+)
+def test_wrong_generation_values_are_named(key: str, value: object, do_sample: dict[str, Any]) -> None:
+    """Guards against a value of a wrong type that is skipped because it would not count."""
+    with pytest.raises(ModelLoadError, match=rf"generation_config\.json: {key} = "):
+        ModelConfig.from_dict(LLAMA, do_sample | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "largest"),
+    [
+        ("num_hidden_layers", 4096),
+        ("hidden_size", 2**20),
+        ("intermediate_size", 2**20),
+        ("num_attention_heads", 2**16),
+        ("head_dim", 2**16),
+        ("vocab_size", 2**24),
+        ("max_position_embeddings", 2**24),
+    ],
+)
+def test_sizes_beyond_any_model_are_refused(key: str, largest: int) -> None:
+    """Guards against a MemoryError, or minutes, over a tuple of 2^31 layers: key, value and limit are named."""
+    for value in (largest + 1, 2**31 - 1):
+        with pytest.raises(ModelLoadError, match=f"{key} = {value} is not allowed.* to {largest}"):
+            ModelConfig.from_dict(LLAMA | {key: value})
+    assert getattr(ModelConfig.from_dict(LLAMA | {"head_dim": 8, key: largest}), key) == largest
+
+
+def test_neutral_values_of_another_number_type() -> None:
+    """Guards against refusing 1 where 1.0 is meant."""
+    assert ModelConfig.from_dict(LLAMA | {"partial_rotary_factor": 1}) == ModelConfig.from_dict(LLAMA)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": None}, "hidden_size"),
     ({"hidden_size": "32"}, "hidden_size"),
@@ -234,6 +315,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ({"num_local_experts": 8}, "num_local_experts"),
     ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+    ({"rope_theta": 10**400}, "rope_theta"),  # no float holds it
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ({"rope_scaling": {"type": "linear", "factor": -(10**400)}}, "factor"),
+    ({"is_decoder": 0}, "is_decoder"),
+    ({"rope_interleaved": 0}, "rope_interleaved"),
+    ({"partial_rotary_factor": True}, "partial_rotary_factor"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": True}}, "partial_rotary_factor"),
+    ({"pruned_heads": []}, "pruned_heads"),
 ]
 
 
@@ -292,6 +381,7 @@ def test_any_value_of_any_key_is_read_or_refused(name: str) -> None:
     base = PUBLISHED[name] | {"rope_parameters": None, "layer_types": None, "auto_map": None}
     scaling = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "truncate": True, "rope_theta": 1e4, "type": "yarn"}
     sampling = ["do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id"]
+    sampling += ["max_new_tokens", "suppress_tokens", "num_beams", "nonsense"]
     refused = 0
     for value in ODD:
         tries = [(base | {key: value}, {}) for key in base]

@@ -14,12 +14,16 @@ One entry a parameter; `*` stands for the layer number:
     shard    the axis that tensor parallelism splits; absent or -1: every rank has all of it.
     unit     what that axis may be cut into at the finest: "kv_group" is one key/value head with its query heads.
     quant    true: may be stored in any quantised form; "int8": in int8 at the finest.
-    leaves   the product over the last axis reduces in this many pieces (kernels/ops.py).
+    leaves   the product over the last axis reduces in this many pieces (kernels/ops.py). Where K does not divide
+             evenly, leaf_bounds says which elements each piece has: leaves are made of whole units of `unit`, and
+             with U of them leaf i has the units i*U//leaves .. (i+1)*U//leaves, which may be none. Rank r of R takes
+             the leaves r*leaves/R .. (r+1)*leaves/R, so 1, 2, 4 and 8 ranks cut where leaves end.
     tied_to  the parameter that it shares, where the model ties its word embeddings.
     when     the word of CONDITIONS under which it exists.
     ignore   checkpoint names that carry nothing.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -162,6 +166,18 @@ class UniqueKeys(yaml.SafeLoader):
         if count > 1:
             raise yaml.YAMLError(f"{name} stands there twice")
         return super().construct_mapping(node, deep)
+
+
+def leaf_bounds(k: int, leaves: int, unit: int = 1) -> list[tuple[int, int]]:
+    """First and past-the-last element of each leaf of an axis of k elements that is cut between units only.
+
+    Raises:
+        ValueError: k is no multiple of the unit.
+    """
+    if k % unit:
+        raise ValueError(f"an axis of {k} elements is not made of units of {unit}")
+    borders = [index * (k // unit) // leaves * unit for index in range(leaves + 1)]
+    return list(itertools.pairwise(borders))
 
 
 def num_elements(parameters: Iterable[Parameter]) -> int:

@@ -6,7 +6,9 @@ directory. As there, tokenizer.json alone decides what `add_special_tokens` adds
 tokenizer_config.json are history. Nothing here converts other formats (tokenizer.model, tiktoken).
 """
 
+import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +21,14 @@ from penstock.errors import ModelLoadError
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.tokenizer import check_unicode
 from penstock.tokenizer.vocabulary import TokenBytes
+from penstock.validation import shown
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # What `clean_up_tokenization_spaces` writes without its spaces, in this order.
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+MAX_ID_DIGITS = 10
+MAX_CHARSMAP = 2**24  # characters of base64; the largest in use have 400,000
+PROBE = "a A1. \t\n\u00e9\ufb01\u2460\u4f60\U0001f642"  # letters, spaces, and what normalizers like to change
 
 
 class HFTokenizer:
@@ -127,12 +133,64 @@ def _read_backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelLoadError(_what_is_missing(folder))
+    text = _read_text(path)
+    _check_charsmaps(path, text)
     try:
-        return Backend.from_str(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error}") from error
+        backend = Backend.from_str(text)
     except Exception as error:  # a malformed file: the library raises plain Exception, nothing narrower
         raise ModelLoadError(f"{path}: is no tokenizer: {error}") from error
+    except BaseException as error:
+        raise _panic(path, error) from None
+    _probe(path, backend)
+    return backend
+
+
+def _probe(path: Path, backend: Backend) -> None:
+    """Encode once: a table that leads out of its own memory does so only then."""
+    try:
+        backend.encode(PROBE)
+    except Exception:  # a word outside the vocabulary, say: an error of that text, not of the file
+        return
+    except BaseException as error:
+        raise _panic(path, error) from None
+
+
+def _panic(path: Path, error: BaseException) -> BaseException:
+    """The library's panic, which is no Exception and can only be told by its name, as an error; others as they are."""
+    return ModelLoadError(f"{path}: is no tokenizer: {error}") if type(error).__name__ == "PanicException" else error
+
+
+def _check_charsmaps(path: Path, text: str) -> None:
+    """Refuse a `Precompiled` normalizer whose table is no table, because the library panics on it.
+
+    Checked: base64, size, the length it announces, UTF-8. What remains: a table whose entries lead out of it is found
+    by `_probe` if its text meets them, otherwise by the text that does; a regular expression may take very long.
+    """
+    if not re.search(r"precompiled_charsmap|\\u00[4-7]", text):  # letters may be escaped
+        return
+
+    def visit(pairs: list[tuple[str, Any]]) -> None:  # sees both of two equal keys, as the library does
+        for key, value in pairs:
+            if key == "precompiled_charsmap" and isinstance(value, str) and not _is_charsmap(value):
+                raise ModelLoadError(f"{path}: is no tokenizer: precompiled_charsmap = {shown(value)} is damaged")
+
+    try:
+        json.loads(text, object_pairs_hook=visit)
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: is no tokenizer: {error}") from error
+
+
+def _is_charsmap(text: str) -> bool:
+    """Four bytes of length, a table of that length in units of 4, then its texts."""
+    if len(text) > MAX_CHARSMAP:
+        return False
+    try:
+        content = base64.b64decode(text, validate=True)
+        length = int.from_bytes(content[:4], "little")
+        content[4 + length :].decode("utf-8")
+    except ValueError:
+        return False
+    return length % 4 == 0 and 4 <= length <= len(content) - 4
 
 
 def _what_is_missing(folder: Path) -> str:
@@ -191,15 +249,15 @@ def _add_declared_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
 
 
 def _as_id(key: str) -> int:
-    if not key.isdecimal():
-        raise ModelLoadError(f"tokenizer_config.json: added_tokens_decoder: {key!r} is no token id")
+    if not key.isdecimal() or len(key) > MAX_ID_DIGITS:
+        raise ModelLoadError(f"tokenizer_config.json: added_tokens_decoder: {shown(key)} is no token id")
     return int(key)
 
 
 def _special(name: str, value: Any) -> AddedToken:
     if isinstance(value, dict):
         return _added(name, value | {"special": True})
-    return AddedToken(value, special=True, normalized=False) if isinstance(value, str) else _added(name, value)
+    return _token(name, value, special=True, normalized=False) if isinstance(value, str) else _added(name, value)
 
 
 def _added(name: str, value: Any) -> AddedToken:
@@ -208,7 +266,14 @@ def _added(name: str, value: Any) -> AddedToken:
     flags = {
         key: bool(value[key]) for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in value
     }
-    return AddedToken(value["content"], **flags)
+    return _token(name, value["content"], **flags)
+
+
+def _token(name: str, content: str, **flags: bool) -> AddedToken:
+    try:
+        return AddedToken(content, **flags)
+    except UnicodeEncodeError:
+        raise ModelLoadError(f"tokenizer_config.json: {name}: {shown(content)} has half a surrogate pair") from None
 
 
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> Any:

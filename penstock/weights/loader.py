@@ -1,12 +1,13 @@
 """The loader: a family's parameter table, a checkpoint and a backend make a model that computes.
 
 Tensor by tensor: each is read, joined with its neighbours where the table says so, handed to its layer, which packs
-it, and forgotten. So there are never two copies of a model in memory.
+it, and forgotten. So beside the packed model only one layer's values are in memory, as the checkpoint stores them. A
+tied head is packed from the embedding's rows a second time. What will not fit into memory is refused before.
 """
 
 import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -24,6 +25,8 @@ from penstock.validation import check_choice
 from penstock.weights.safetensors import Checkpoint
 
 MAX_LISTED = 8  # names that an error lists
+ELEMENT_BYTES = 4  # the reference keeps every weight as float32
+ROTARY_BYTES = 20  # for one position and dimension, while the tables are computed in float64
 
 
 class TensorSource(Protocol):
@@ -83,7 +86,16 @@ class DummySource:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
         generator = torch.Generator().manual_seed(seed)
         scale = 0.02 if len(parameter.shape) == 1 else parameter.shape[-1] ** -0.5
-        return torch.randn(parameter.shape, generator=generator) * scale
+        return torch.randn(parameter.shape, generator=generator).mul_(scale)
+
+
+def available_bytes() -> int:
+    """Memory that the machine could still give; an endless amount where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 2**62
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 2**62)
 
 
 def load_model(
@@ -93,19 +105,23 @@ def load_model(
     load_format: str = "auto",
     *,
     max_model_len: int | None = None,
+    free_memory: Callable[[], int] = available_bytes,
 ) -> CausalLM:
     """The model of a directory, ready to compute.
 
     load_format: "auto" reads safetensors; "dummy" makes random weights, so config.json is enough.
     max_model_len: positions that will be asked for; None takes the model's max_position_embeddings.
+    free_memory: bytes that the weights may take; a model that needs more is refused before anything is allocated.
 
     Raises:
-        ModelLoadError: the checkpoint does not fit the architecture, and how.
+        ModelLoadError: the checkpoint does not fit the architecture, or the model the memory, and how.
     """
     check_choice("load_format", load_format, ("auto", "dummy"))
     entry = lookup(model_config.architecture)
     table = entry.read_table()
     parameters = table.parameters(model_config)
+    positions = max_model_len or model_config.max_position_embeddings
+    _check_memory(parameters.values(), positions * model_config.head_dim, free_memory())
     source: TensorSource = DummySource()
     if load_format != "dummy":
         source = CheckpointSource(Checkpoint(Path(directory)), parameters, table)
@@ -128,6 +144,19 @@ def fill(model: nn.Module, parameters: Mapping[str, Parameter], source: TensorSo
         if isinstance(layer, WeightLayer):
             names = [name for name, _ in layer.named_parameters(recurse=False)]
             layer.load({name: source.read(parameters[f"{prefix}.{name}"]) for name in names})
+
+
+def _check_memory(parameters: Iterable[Parameter], rotary_elements: int, free: int) -> None:
+    """A tied head counts too: it is packed a second time. The rotary tables are made before there are weights."""
+    needs = {
+        f"the weights need {ELEMENT_BYTES} bytes each,": ELEMENT_BYTES * sum(item.num_elements for item in parameters),
+        "the rotary tables of all positions need": ROTARY_BYTES * rotary_elements,
+    }
+    for text, needed in needs.items():
+        if needed > free:
+            raise ModelLoadError(
+                f"{text} {needed / 2**20:,.1f} MiB, as config.json counts them; only {free / 2**20:,.1f} MiB are free"
+            )
 
 
 def _check_names(checkpoint: Checkpoint, parameters: Mapping[str, Parameter], table: ParamTable) -> None:

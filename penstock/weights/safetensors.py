@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,13 +99,16 @@ def fingerprint(directory: Path) -> str:
     """
     digest = hashlib.sha256()
     for file in find_files(directory):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        digest.update(_read_header(file))
-        with file.open("rb") as stream:
-            for index in range(SAMPLES):
-                stream.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
-                digest.update(stream.read(SAMPLE_BYTES))
+        header = _read_header(file)
+        try:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode() + header)
+            with file.open("rb") as stream:
+                for index in range(SAMPLES):
+                    stream.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
+                    digest.update(stream.read(SAMPLE_BYTES))
+        except OSError as error:
+            raise ModelLoadError(f"{file}: cannot be read: {error}") from None
     return digest.hexdigest()[:32]
 
 
@@ -129,7 +133,11 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _read_entries(file: Path) -> dict[str, TensorEntry]:
-    header = _parse(file, lambda: json.loads(_read_header(file)))
+    header = _parse(file, lambda: json.loads(_read_header(file), object_pairs_hook=_unique))
+    try:
+        safe_open(file, framework="np")  # checks sizes and offsets; reads no tensor
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{file}: not a sound safetensors file: {error}") from None
     entries = {}
     for name, item in header.items():
         if name == "__metadata__":
@@ -140,14 +148,25 @@ def _read_entries(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ; readers of the format disagree which of two equal ones counts."""
+    if len(result := dict(pairs)) == len(pairs):
+        return result
+    name = Counter(key for key, _ in pairs).most_common(1)[0][0]
+    raise ValueError(f"{shown(name)} stands there twice")
+
+
 def _read_header(file: Path) -> bytes:
     """The JSON at the beginning of a safetensors file, after its length in 8 bytes."""
-    with file.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= MAX_HEADER or length + 8 > file.stat().st_size:
-            raise ModelLoadError(f"{file}: not a safetensors file, or cut short")
-        return stream.read(length)
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= MAX_HEADER or length + 8 > file.stat().st_size:
+                raise ModelLoadError(f"{file}: not a safetensors file, or cut short")
+            return stream.read(length)
+    except OSError as error:
+        raise ModelLoadError(f"{file}: cannot be read: {error}") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -157,7 +176,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _parse(file: Path, load: Callable[[], Any]) -> dict[str, Any]:
     try:
         value = load()
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file}: must hold an object")

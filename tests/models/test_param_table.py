@@ -11,7 +11,7 @@ from penstock.errors import ModelLoadError
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
 from penstock.model_config import ModelConfig
-from penstock.models.param_table import ParamTable, num_elements
+from penstock.models.param_table import ParamTable, leaf_bounds, num_elements
 from penstock.models.registry import lookup
 from tests.hf_models import MAKERS
 
@@ -104,6 +104,33 @@ def test_contradictions_in_a_table_are_named(text: str, named: str, tmp_path: Pa
     _, directory = MAKERS["llama"](tmp_path, tie_word_embeddings=True)
     with pytest.raises(ModelLoadError, match=named):
         ParamTable.from_text(text, "mine.yaml").parameters(ModelConfig.from_directory(directory))
+
+
+@pytest.mark.parametrize(
+    ("k", "unit"), [(5632, 1), (8, 1), (5, 1), (1, 1), (14336, 1), (4864, 1), (2048, 256), (896, 448), (4096, 32)]
+)
+def test_leaves_end_where_ranks_end(k: int, unit: int) -> None:
+    """Guards against two ranks that would each need half a leaf, and so against bits that depend on their number.
+    Leaves cover the axis without gap or overlap, also where K does not divide by 8."""
+    bounds = leaf_bounds(k, 8, unit)
+    assert [index for low, high in bounds for index in range(low, high)] == list(range(k))
+    assert all(low % unit == high % unit == 0 for low, high in bounds)
+    assert max(high - low for low, high in bounds) - min(high - low for low, high in bounds) <= unit
+    for ranks in (1, 2, 4, 8):
+        of_ranks = leaf_bounds(k, ranks, unit)
+        per_rank = 8 // ranks
+        for rank, (low, high) in enumerate(of_ranks):
+            own = bounds[rank * per_rank : (rank + 1) * per_rank]
+            assert (low, high) == (own[0][0], own[-1][1])
+
+
+def test_leaf_bounds_in_numbers() -> None:
+    """Guards against another rounding, which would change bits of every model whose K does not divide evenly."""
+    assert leaf_bounds(10, 4) == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    assert leaf_bounds(12, 8, 4) == [(0, 0), (0, 0), (0, 4), (4, 4), (4, 4), (4, 8), (8, 8), (8, 12)]
+    assert leaf_bounds(7, 1) == [(0, 7)]
+    with pytest.raises(ValueError, match="units of 4"):
+        leaf_bounds(10, 8, 4)
 
 
 def test_shard_minus_one_is_replicated() -> None:

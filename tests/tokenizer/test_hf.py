@@ -1,6 +1,8 @@
 """HFTokenizer against Transformers' PreTrainedTokenizerFast on the same directory."""
 
+import base64
 import json
+import struct
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.tokenizer import hf
 from penstock.tokenizer.hf import HFTokenizer, clean_up_spaces, load_tokenizer
 from penstock.tokenizer.tokenizer import check_prompt_length
 from tests.tokenizer import vocabularies as voc
@@ -194,6 +197,9 @@ class TestErrors:
             '{"added_tokens_decoder": {"1": {"content": 5}}}',
             '{"extra_special_tokens": [5]}',
             '{"chat_template": 5}',
+            '{"added_tokens_decoder": {"' + "9" * 5000 + '": {"content": "x"}}}',
+            '{"bos_token": "\\ud800"}',
+            '{"added_tokens_decoder": {"1": {"content": "\\ud800"}}}',
         ],
     )
     def test_broken_config(self, tmp_path, config):
@@ -202,6 +208,15 @@ class TestErrors:
         (tmp_path / "tokenizer_config.json").write_text(config)
         with pytest.raises(ModelLoadError):
             load_tokenizer(tmp_path)
+
+    def test_an_error_about_a_long_id_is_short(self, tmp_path):
+        """Guards against Python's ValueError for an id of 5,000 digits, and against an error that repeats them."""
+        config = json.dumps({"added_tokens_decoder": {"9" * 5000: {"content": "x"}}})
+        voc.write(tmp_path, "byte_level")
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        with pytest.raises(ModelLoadError, match="no token id") as caught:
+            load_tokenizer(tmp_path)
+        assert len(str(caught.value)) < 200
 
     def test_lone_surrogate(self):
         """Guards against a 500 for the JSON string "\\ud800"."""
@@ -214,6 +229,63 @@ class TestErrors:
         with pytest.raises(InvalidRequestError) as caught:
             check_prompt_length("a" * 865, 100)
         assert caught.value.code == "context_length_exceeded"
+
+
+SOUND = struct.pack("<I", 1024) + bytes(1024)  # a table that maps nothing
+CHARSMAPS = {
+    "no base64": "not base64!",
+    "empty": "",
+    "no table": struct.pack("<I", 0),
+    "announces 4 GB": struct.pack("<I", 2**32 - 4),
+    "cut short": struct.pack("<I", 400) + b"aa",
+    "odd length": struct.pack("<I", 5) + bytes(5),
+    "texts are no UTF-8": SOUND + b"\xff\xff",
+}
+
+
+class TestPrecompiled:
+    """The library panics on a damaged table, and a panic is no Exception."""
+
+    def write(self, folder, charsmap, escape=False):
+        voc.write(folder, "word_pieces")
+        contents = json.loads((folder / "tokenizer.json").read_text())
+        text = charsmap if isinstance(charsmap, str) else base64.b64encode(charsmap).decode()
+        precompiled = {"type": "Precompiled", "precompiled_charsmap": text}
+        contents["normalizer"] = {"type": "Sequence", "normalizers": [precompiled]}
+        text = json.dumps(contents)
+        if escape:
+            text = text.replace("precompiled_charsmap", "\\u0070recompiled_charsmap")
+        (folder / "tokenizer.json").write_text(text)
+        return folder
+
+    @pytest.mark.parametrize("escape", [False, True])
+    @pytest.mark.parametrize("kind", CHARSMAPS)
+    def test_damaged_tables(self, tmp_path, kind, escape):
+        """Guards against a panic that passes `except Exception` and ends the process with a traceback."""
+        with pytest.raises(ModelLoadError, match=r"tokenizer\.json.*precompiled_charsmap = .* is damaged"):
+            load_tokenizer(self.write(tmp_path, CHARSMAPS[kind], escape))
+
+    def test_a_sound_table(self, tmp_path):
+        """Guards against refusing T5's and XLM-R's tokenizers."""
+        assert load_tokenizer(self.write(tmp_path, SOUND)).encode("fox")
+
+    def test_the_first_of_two_equal_keys(self, tmp_path):
+        """Guards against a check that sees only the last of two normalizers, where the library reads both."""
+        text = (self.write(tmp_path, "x!") / "tokenizer.json").read_text()
+        (tmp_path / "tokenizer.json").write_text(text[:-1] + ', "normalizer": null}')
+        with pytest.raises(ModelLoadError, match="charsmap"):
+            load_tokenizer(tmp_path)
+
+    def test_a_table_that_leads_out_of_itself(self, tmp_path):
+        """Guards against a panic with the first request: the table is encoded with once while the model loads."""
+        with pytest.raises(ModelLoadError, match=r"tokenizer\.json.*out of bounds"):
+            load_tokenizer(self.write(tmp_path, struct.pack("<II", 4, 2**32 - 1)))
+
+    def test_a_panic_of_the_library(self, tmp_path, monkeypatch):
+        """Guards against damage that our own check does not know."""
+        monkeypatch.setattr(hf, "_check_charsmaps", lambda path, text: None)
+        with pytest.raises(ModelLoadError, match=r"tokenizer\.json.*Precompiled"):
+            load_tokenizer(self.write(tmp_path, "x!"))
 
 
 def test_clean_up():

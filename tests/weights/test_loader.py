@@ -138,6 +138,36 @@ def test_dummy_weights_need_only_a_config_and_are_always_the_same(tmp_path: Path
     assert 0.3 < logprobs.std() < 3
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"intermediate_size": 2**20, "num_hidden_layers": 4096}, "weights"), ({"head_dim": 2**16}, "weights")],
+)
+def test_a_model_beyond_the_memory_is_refused(change: dict[str, int], named: str, tmp_path: Path) -> None:
+    """Guards against torch's RuntimeError out of a config.json that asks for terabytes: nothing is allocated, and both
+    numbers are named. What is free is really asked for."""
+    _, directory = make_llama(tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelLoadError, match=rf"{named} .*need .* MiB.*only 1\.0 MiB are free"):
+        load(directory, load_format="dummy", free_memory=lambda: 2**20)
+    (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 2**20, "hidden_size": 2**20}))
+    with pytest.raises(ModelLoadError, match=r"weights need 4 bytes each, .* MiB are free"):
+        load(directory, load_format="dummy")
+
+
+def test_memory_is_counted_to_the_byte(tmp_path: Path) -> None:
+    """Guards against a tied head, which is packed a second time, being counted once; and against rotary tables of
+    16 million positions, which nobody counts."""
+    _, directory = make_llama(tmp_path, tie_word_embeddings=True)
+    table, config = loader.lookup("LlamaForCausalLM").read_table(), ModelConfig.from_directory(directory)
+    needed = 4 * sum(item.num_elements for item in table.parameters(config).values())
+    load(directory, load_format="dummy", max_model_len=16, free_memory=lambda: needed)
+    with pytest.raises(ModelLoadError, match="weights need"):
+        load(directory, load_format="dummy", max_model_len=16, free_memory=lambda: needed - 1)
+    with pytest.raises(ModelLoadError, match="rotary tables"):
+        load(directory, load_format="dummy", max_model_len=2**24, free_memory=lambda: 2**30)
+
+
 def test_rotary_tables_end_where_they_are_needed(tmp_path: Path) -> None:
     """Guards against 500 MB of tables for a context of a million tokens that nobody asked for."""
     _, directory = make_llama(tmp_path)

@@ -1,6 +1,7 @@
 """Checkpoints of safetensors: single, sharded, damaged, hostile."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.errors import ModelLoadError
+from penstock.weights import safetensors
 from penstock.weights.safetensors import INDEX, SINGLE, Checkpoint, fingerprint
 
 
@@ -103,13 +105,72 @@ def test_damaged_headers_are_named(content: bytes, tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-def test_a_file_cut_short_is_named_when_it_is_read(tmp_path: Path) -> None:
-    """Guards against weights that end in zeros after an interrupted copy."""
+FAR = 2**63
+F32 = '{"dtype": "F32", "shape": [1], "data_offsets": '
+HOSTILE: dict[str, tuple[bytes | str, bytes]] = {
+    "duplicate": (f'{{"a": {F32}[0, 4]}}, "a": {F32}[0, 4]}}}}', bytes(4)),
+    "duplicate field": ('{"a": {"dtype": "F32", "shape": [2], "shape": [1], "data_offsets": [0, 4]}}', bytes(4)),
+    "overlap": (f'{{"a": {F32}[0, 4]}}, "b": {F32}[2, 6]}}}}', bytes(6)),
+    "gap": (f'{{"a": {F32}[0, 4]}}, "b": {F32}[8, 12]}}}}', bytes(12)),
+    "trailing bytes": (f'{{"a": {F32}[0, 4]}}}}', bytes(5)),
+    "deep JSON": ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", b""),
+    "bad UTF-8": (b'{"\xff": 1}', b""),
+    "negative offsets": (f'{{"a": {F32}[-4, 0]}}}}', bytes(4)),
+    "shape of other bytes": ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', bytes(4)),
+    "negative shape": ('{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', bytes(4)),
+    "overflow": (f'{{"a": {{"dtype": "F32", "shape": [{FAR}, {FAR}], "data_offsets": [0, 4]}}}}', bytes(4)),
+    "shape of lists": ('{"a": {"dtype": "F32", "shape": [[1]], "data_offsets": [0, 4]}}', bytes(4)),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_headers_are_refused(kind: str, tmp_path: Path) -> None:
+    """Guards against a header that two readers would read differently (two equal keys), and against one that is only
+    found out when its tensor is asked for."""
+    text, data = HOSTILE[kind]
+    header = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + data)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: "):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 200_000_000, 3])
+def test_header_lengths_beyond_the_file(length: int, tmp_path: Path) -> None:
+    """Guards against reading, or allocating, as much as eight bytes say."""
+    (tmp_path / SINGLE).write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(ModelLoadError, match="cut short"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that opens and cannot be read")
+@pytest.mark.parametrize("read", [Checkpoint, fingerprint])
+def test_an_unreadable_file_is_named(read: Callable[[Path], object], tmp_path: Path) -> None:
+    """Guards against a bare OSError from a disk error or a file without permission."""
+    (tmp_path / SINGLE).symlink_to("/proc/self/mem")
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: cannot be read"):
+        read(tmp_path)
+
+
+def test_directories_in_place_of_files(tmp_path: Path) -> None:
+    """Guards against IsADirectoryError, for the weights, a shard and the headers behind them."""
+    (tmp_path / SINGLE).mkdir()
+    with pytest.raises(ModelLoadError, match="no weights"):
+        Checkpoint(tmp_path)
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        safetensors._read_header(tmp_path / SINGLE)
+    (tmp_path / "a.safetensors").mkdir()
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"one": "a.safetensors"}}))
+    with pytest.raises(ModelLoadError, match=r"a\.safetensors is missing"):
+        Checkpoint(tmp_path)
+
+
+def test_a_file_cut_short_is_refused_at_once(tmp_path: Path) -> None:
+    """Guards against weights that end in zeros after an interrupted copy, noticed only when they are read."""
     save_file({"one": torch.ones(1000)}, tmp_path / SINGLE)
     whole = (tmp_path / SINGLE).read_bytes()
     (tmp_path / SINGLE).write_bytes(whole[:-100])
-    with pytest.raises(ModelLoadError, match="one cannot be read"):
-        Checkpoint(tmp_path).read("one")
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: not a sound"):
+        Checkpoint(tmp_path)
 
 
 def test_integer_tensors_are_refused(tmp_path: Path) -> None:
