@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.kernels.ops import AttentionMetadata
-from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.layers.context import ForwardContext
 from penstock.sampling_params import SamplingParams
 from penstock.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
@@ -49,14 +49,15 @@ class FakeOps:
 
     name = "fake"
     dtype = torch.float32
+    device = torch.device("cpu")
 
     def new_kv_cache(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> FakeCache:
         return FakeCache(num_blocks, block_size)
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        return torch.log_softmax(logits, dim=-1)
+    def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return torch.log_softmax(logits, dim=-1, out=out)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         assert bool(torch.isfinite(logits.amax(dim=-1)).all()), "the runner samples healthy rows only"
@@ -65,6 +66,8 @@ class FakeOps:
 
     def _choose(self, row: list[float], params: SamplingTensors, m: int) -> int:
         temperature = float(params.temperature[m])
+        if max(row) == -math.inf:
+            return NO_TOKEN
         if temperature == 0.0:
             return max(range(len(row)), key=lambda v: (row[v], -v))
         assert params.noise_key is not None

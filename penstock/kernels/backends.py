@@ -7,12 +7,12 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.reference import ReferenceOps
 
 
-def load_ops(name: str, dtype: torch.dtype) -> Ops:
-    """The backend of that name, for models of that type.
+def load_ops(name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Ops:
+    """The backend of that name, for models of that type, on that device.
 
     Raises:
         NotSupportedError: the backend is not built yet.
     """
     if name == "reference":
-        return ReferenceOps(dtype)
+        return ReferenceOps(dtype, device)
     raise NotSupportedError(f"kernels: {name!r} is planned but not built yet", param="kernels")

@@ -18,13 +18,24 @@ own inputs only. The `reference` backend is plain torch, promises a tolerance an
 
 `out=`, where given, is a buffer of exactly the result's shape and type that is filled and returned; without it the
 result is new. No other argument is written to, unless its docstring line says so.
+
+Who passes `out=`: the layers, and nobody yet. Once a backend gains from fixed buffers, LayerFactory hands each layer it
+makes its place in an arena, and the layer passes that on. Model files make layers by name and call them without
+buffers, so they do not change.
+
+A tied head. Embedding keeps the rows as a tensor and LMHead packs them again: two copies, in every backend so far. A
+backend that wants one adds `pack_embedding(weight) -> PackedEmbedding`, which `embedding` then takes for its weight,
+and `pack_linear(..., shared=PackedEmbedding)`. LayerFactory, which knows from the parameter table what is tied, gives
+the head its embedding; model files do not change. Look-ups read unquantised rows, whatever the head's product reads.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from penstock.kernels.sampling import SamplingTensors
 
 NUMERICS_VERSION = 1  # goes up whenever a constant or an order changes a bit of any answer
 REDUCTION_LEAVES = 8  # fixed pieces of K in products that tensor parallelism splits along K
@@ -149,8 +160,11 @@ class Ops(Protocol):
         whether a token is read from the cache or from the step. The cache is written; nothing waits for it.
         """
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
+    def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """logits [M, V] float32 -> log-probabilities [M, V] float32."""
 
-    def sample(self, logits: Tensor, params: Any) -> Tensor:
-        """logits [M, V] float32 -> one id a row, [M] int64. `params` is a kernels.sampling.SamplingTensors."""
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        """logits [M, V] float32 -> one id a row, [M] int64; sampling.NO_TOKEN where no id may be chosen.
+
+        kernels/sampling.py has the steps and their order.
+        """

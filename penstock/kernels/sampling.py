@@ -8,6 +8,7 @@ The order in which a backend applies them is fixed and is vLLM's:
     penalties   repetition, then frequency, then presence
     greedy rows: highest logit, lowest id on a tie
     others:     / temperature, min_p, top_k, top_p, then the Gumbel-max trick with counter-based noise
+    a row in which every id is at -inf after the penalties has nothing to choose: its result is NO_TOKEN
 
 Noise: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with
 key = the two 32-bit words of the seed (low word first) and counter = (choice index, output position,
@@ -19,6 +20,8 @@ So noise is a function of (seed, choice, position, token) and of nothing that ha
 from dataclasses import dataclass
 
 from torch import Tensor
+
+NO_TOKEN = -1  # never an id
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,26 +5,18 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import InvalidRequestError
-from penstock.layers.context import ForwardContext
+from penstock.layers.causal_lm import CausalLM
 from penstock.model_config import ARCHITECTURES, find_architecture
 from penstock.models.param_table import ParamTable
 
+__all__ = ["MODELS", "CausalLM", "RegisteredModel", "lookup", "register"]
+
 ModelClass = TypeVar("ModelClass", bound=type[nn.Module])
-
-
-class CausalLM(Protocol):
-    """How a model is called. Its class takes (ModelConfig, LayerFactory)."""
-
-    def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] int64 -> [T, hidden] dtype, after the final norm."""
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[M, hidden] dtype -> [M, V] float32."""
 
 
 @dataclass(frozen=True, slots=True)

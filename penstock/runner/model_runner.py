@@ -4,38 +4,34 @@
       -> logits at the M sampled positions -> Sampler -> ids, log-probabilities
       -> logits at the P prompt positions, a slice at a time -> prompt log-probabilities
 
-A row whose logits are not finite costs its own request an error; the other requests of the step go on. It decides
-nothing about scheduling or blocks, and knows no text.
+A row whose logits are not finite, or that may choose nothing, costs its own request an error; the others go on. It
+decides nothing about scheduling or blocks, and knows no text.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
 from penstock.kernels.ops import AttentionMetadata, KVCache, Ops
+from penstock.kernels.sampling import NO_TOKEN
+from penstock.layers.causal_lm import CausalLM
 from penstock.layers.context import ForwardContext
 from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
 from penstock.runner.kv_cache import layer_groups
 from penstock.runner.sampler import Sampler, finite_rows, token_logprobs
+from penstock.runner.sampling_tensors import on_device
 from penstock.step import CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 
 PROMPT_LOGPROB_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
-
-
-class CausalLM(Protocol):
-    """What the runner asks of a model."""
-
-    def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """input_ids [T] int64 -> hidden [T, hidden]; stores keys and values in the caches of ctx."""
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [M, hidden] -> [M, V] float32."""
+ALL_MASKED = "no token may be chosen: min_tokens and bad words mask all that the model allows"
 
 
 @dataclass(slots=True)
@@ -100,8 +96,8 @@ class ModelRunner:
         if not scheduler_output.scheduled:
             return StepOutput(scheduler_output.step_id, {})
         step = self.batch.pack(scheduler_output.scheduled)
-        hidden = self._model(torch.from_numpy(step.input_ids), self._context(step))
-        hidden = hidden[torch.from_numpy(step.logits_indices)]
+        hidden = self._model(self._tensor(step.input_ids), self._context(step))
+        hidden = hidden[self._tensor(step.logits_indices)]
         results = [_Result() for _ in scheduler_output.scheduled]
         num_sampled = len(step.sampled)
         self._score_prompts(hidden[num_sampled:], step.prompt_pieces, results)
@@ -111,38 +107,42 @@ class ModelRunner:
         finished = {request_id: result.finish() for request_id, result in zip(ids, results, strict=True)}
         return StepOutput(scheduler_output.step_id, finished)
 
+    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
+        return on_device(array, self._ops.device)
+
     def _context(self, step: PackedStep) -> ForwardContext:
-        query_start_loc, seq_lens = torch.from_numpy(step.query_start_loc), torch.from_numpy(step.seq_lens)
+        query_start_loc, seq_lens = self._tensor(step.query_start_loc), self._tensor(step.seq_lens)
         attention = tuple(
             AttentionMetadata(
                 query_start_loc=query_start_loc,
                 seq_lens=seq_lens,
-                block_table=torch.from_numpy(table),
-                slot_mapping=torch.from_numpy(slots),
+                block_table=self._tensor(table),
+                slot_mapping=self._tensor(slots),
                 block_size=group.block_size,
                 sliding_window=group.sliding_window,
             )
             for group, table, slots in zip(self._groups, step.block_tables, step.slot_mappings, strict=True)
         )
-        return ForwardContext(torch.from_numpy(step.positions), self._kv_caches, attention, self._layer_group)
+        return ForwardContext(self._tensor(step.positions), self._kv_caches, attention, self._layer_group)
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
         """logits [M, V]: one new token for each sampled sequence that has no error."""
-        healthy = finite_rows(logits)
-        for index in step.sampled[~healthy.numpy()].tolist():
+        healthy = finite_rows(logits).cpu().numpy()
+        for index in step.sampled[~healthy].tolist():
             results[index].error = NOT_FINITE
         sequences = [b for b in step.sampled.tolist() if results[b].error is None]
         if not sequences:
             return
         if len(sequences) < len(step.sampled):
-            wanted = set(sequences)
-            logits = logits[torch.tensor([b in wanted for b in step.sampled.tolist()])]
+            logits = logits[self._tensor(np.isin(step.sampled, sequences))]
         rows = step.rows[sequences]
         sampled = self._sampler.sample(logits, self.batch, rows)
-        self.batch.append(rows, sampled.token_ids)
+        chosen = sampled.token_ids != NO_TOKEN
+        self.batch.append(rows[chosen], sampled.token_ids[chosen])
         for b, token_id, entry in zip(sequences, sampled.token_ids.tolist(), sampled.logprobs, strict=True):
             results[b].new_token_ids = [token_id]
             results[b].logprobs = None if entry is None else [entry]
+            results[b].error = ALL_MASKED if token_id == NO_TOKEN else None
 
     def _score_prompts(self, hidden: Tensor, pieces: list[PromptPiece], results: list[_Result]) -> None:
         """hidden [P, hidden] of the prompt positions: their log-probabilities, a bounded slice at a time."""
@@ -157,7 +157,7 @@ class ModelRunner:
 
     def _scored(self, hidden: Tensor, piece: PromptPiece) -> Iterator[TokenLogprobs]:
         """hidden [n, hidden] -> n entries; fewer where logits are not finite."""
-        targets = torch.from_numpy(piece.targets)
+        targets = self._tensor(piece.targets)
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             end = start + PROMPT_LOGPROB_ROWS
             logits = self._model.compute_logits(hidden[start:end])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.ops import Ops
 from penstock.runner.input_batch import InputBatch, Int64
-from penstock.runner.sampling_tensors import sampling_tensors
+from penstock.runner.sampling_tensors import on_device, sampling_tensors
 from penstock.step import TokenLogprobs
 
 
@@ -26,7 +26,7 @@ class Sampled:
     """What the sampler chose for M rows.
 
     Attributes:
-        token_ids: [M] int64.
+        token_ids: [M] int64, NO_TOKEN where nothing may be chosen.
         logprobs: [M], None for a row that does not ask.
     """
 
@@ -42,17 +42,20 @@ class Sampler:
 
     def sample(self, logits: Tensor, batch: InputBatch, rows: Int64) -> Sampled:
         """logits [M, V] float32, all rows finite somewhere and nowhere NaN; rows [M] of the batch. Changes neither."""
+        device = self._ops.device
         asking = np.flatnonzero(batch.num_logprobs[rows] >= 0)
+        picked = on_device(asking, device)
         raw = None
         if asking.size:
-            raw = self._ops.log_softmax(logits if len(asking) == len(rows) else logits[torch.from_numpy(asking)])
-        token_ids = self._ops.sample(logits, sampling_tensors(batch, rows, logits.shape[1])).cpu()
+            raw = self._ops.log_softmax(logits if len(asking) == len(rows) else logits[picked])
+        token_ids = self._ops.sample(logits, sampling_tensors(batch, rows, logits.shape[1], device))
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
-            found = token_logprobs(raw, token_ids[torch.from_numpy(asking)], batch.num_logprobs[rows[asking]].tolist())
+            some = token_ids[picked].clamp(min=0)  # what stands at NO_TOKEN, nobody reads
+            found = token_logprobs(raw, some, batch.num_logprobs[rows[asking]].tolist())
             for index, entry in zip(asking.tolist(), found, strict=True):
                 logprobs[index] = entry
-        return Sampled(token_ids.numpy(), logprobs)
+        return Sampled(token_ids.cpu().numpy(), logprobs)
 
 
 def finite_rows(logits: Tensor) -> Tensor:

@@ -4,13 +4,22 @@ What no row of a step needs becomes None, so that its pass over the logits is sk
 a few indexed reads and no Python of their own.
 """
 
+from functools import partial
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from penstock.kernels.sampling import SamplingTensors
 from penstock.runner.input_batch import InputBatch, Int32, Int64
 from penstock.runner.logits_processors import FloatArray, IntArray, RowProcessors
+
+
+def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array as a tensor of that device; on the CPU they share memory."""
+    return torch.from_numpy(array).to(device)
 
 
 class PairList:
@@ -28,8 +37,8 @@ class PairList:
         if values is not None:
             self._values.append(values)
 
-    def collect(self, vocab_size: int) -> tuple[Tensor, Tensor] | None:
-        """All pairs [P, 2] int64 and their values [P] float32 (or none at all), as copies; None where P is 0.
+    def collect(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """All pairs [P, 2] int64 and their values [P] float32 (or none at all), copied; None where P is 0.
 
         Ids that the vocabulary does not have are left out: no logit is theirs.
         """
@@ -43,7 +52,7 @@ class PairList:
         inside = ids < vocab_size
         if not inside.all():
             pairs, values = pairs[inside], values[inside] if self._values else values
-        return (torch.from_numpy(pairs), torch.from_numpy(values)) if len(pairs) else None
+        return (on_device(pairs, device), on_device(values, device)) if len(pairs) else None
 
 
 class StepProcessors:
@@ -78,25 +87,26 @@ class StepProcessors:
             self.counts.add(index, processors.generated.ids, processors.generated.counts)
 
 
-def sampling_tensors(batch: InputBatch, rows: Int64, vocab_size: int) -> SamplingTensors:
-    """The parameters of `rows` [M] for logits [M, vocab_size]; what no row needs is None."""
+def sampling_tensors(batch: InputBatch, rows: Int64, vocab_size: int, device: torch.device) -> SamplingTensors:
+    """The parameters of `rows` [M] for logits [M, vocab_size] of that device; what no row needs is None."""
     temperature = batch.temperature[rows]
     top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
     limited = (top_k > 0) & (top_k < vocab_size)
     step = _step_processors(batch, rows)
     masked, bias, seen, counts = (
-        pairs.collect(vocab_size) for pairs in (step.masked, step.bias, step.seen, step.counts)
+        pairs.collect(vocab_size, device) for pairs in (step.masked, step.bias, step.seen, step.counts)
     )
+    moved = partial(on_device, device=device)
     return SamplingTensors(
-        temperature=torch.from_numpy(temperature),
-        top_k=torch.from_numpy(np.where(limited, top_k, vocab_size)) if limited.any() else None,
-        top_p=torch.from_numpy(top_p) if (top_p < 1.0).any() else None,
-        min_p=torch.from_numpy(min_p) if (min_p > 0.0).any() else None,
-        noise_key=_noise_key(batch, rows) if temperature.any() else None,
+        temperature=moved(temperature),
+        top_k=moved(np.where(limited, top_k, vocab_size)) if limited.any() else None,
+        top_p=moved(top_p) if (top_p < 1.0).any() else None,
+        min_p=moved(min_p) if (min_p > 0.0).any() else None,
+        noise_key=moved(_noise_key(batch, rows)) if temperature.any() else None,
         masked=None if masked is None else masked[0],
         bias=bias,
-        repetition=None if seen is None else (torch.from_numpy(step.repetition), seen[0]),
-        counts=None if counts is None else (torch.from_numpy(step.frequency), torch.from_numpy(step.presence), *counts),
+        repetition=None if seen is None else (moved(step.repetition), seen[0]),
+        counts=None if counts is None else (moved(step.frequency), moved(step.presence), *counts),
     )
 
 
@@ -109,7 +119,7 @@ def _step_processors(batch: InputBatch, rows: Int64) -> StepProcessors:
     return step
 
 
-def _noise_key(batch: InputBatch, rows: Int64) -> Tensor:
+def _noise_key(batch: InputBatch, rows: Int64) -> Int64:
     """[M, 3] int64: seed, choice, and the number of outputs so far, which is the position of the next one."""
     num_outputs = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
-    return torch.from_numpy(np.concatenate([batch.noise_key[rows], num_outputs[:, None]], axis=1))
+    return np.concatenate([batch.noise_key[rows], num_outputs[:, None]], axis=1)

@@ -7,8 +7,9 @@ import torch
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
 from penstock.kernels.ops import Ops
+from penstock.layers.causal_lm import CausalLM
 from penstock.runner.kv_cache import allocate_kv_caches
-from penstock.runner.model_runner import CausalLM, ModelRunner
+from penstock.runner.model_runner import ModelRunner
 from penstock.step import CacheGroup, SchedulerOutput, StepOutput
 
 

@@ -218,3 +218,22 @@ def test_sequences_without_new_tokens_are_left_out() -> None:
     out = sequences.step({0: 0, 1: 4})
     assert out[0].shape == (0, 4, 8)
     torch.testing.assert_close(out[1], sequences.expected(1), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_row_never_depends_on_what_it_does_not_see(window: int | None, bad: float) -> None:
+    """Guards against 0 * NaN: a masked row enters as p = 0 and v = 0. A bad value or key of one token may change the
+    rows that see it and no other: not the earlier ones of its chunk, not those it has left the window of, and not
+    another sequence. Cached and new tokens alike."""
+    for part in ("k", "v"):
+        for at in (2, 6):
+            sequences = Sequences([9, 7], window=window)
+            expected = sequences.expected(0), sequences.expected(1)
+            getattr(sequences, part)[0][at] = bad
+            first, second = sequences.step({0: 4, 1: 3}), sequences.step({0: 5, 1: 4})
+            out = [torch.cat([first[row], second[row]]) for row in (0, 1)]
+            blind = [i for i in range(9) if i < at or (window is not None and i >= at + window)]
+            torch.testing.assert_close(out[0][blind], expected[0][blind], atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(out[1], expected[1], atol=2e-5, rtol=1e-4)
+            assert part == "k" or not out[0][at].isfinite().any(), "what is seen must show"

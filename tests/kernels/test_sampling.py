@@ -12,7 +12,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.philox import gumbel_noise
 from penstock.kernels.reference.sampling import adjust, truncate
-from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 
 NEVER = float("-inf")
 torch.set_num_threads(1)
@@ -72,8 +72,8 @@ def test_draws_follow_the_distribution(name: str, fields: dict[str, Tensor]) -> 
 def test_each_cut_keeps_what_transformers_keeps(
     seed: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """Guards against cutting one token too many or too few. Random logits have no ties. A token whose sum meets the
-    limit within float32 rounding may fall on either side, so such cases may differ in one token."""
+    """Guards against cutting one token too many or too few. Random logits have no ties. A row whose sum meets the
+    limit within float32 rounding may fall on either side and is left out; every other row is equal to the last id."""
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)) * 3
     ids: Any = torch.zeros(3, 1, dtype=torch.long)
     scaled = logits / temperature
@@ -86,17 +86,16 @@ def test_each_cut_keeps_what_transformers_keeps(
     assert torch.equal(by_k, TopKLogitsWarper(top_k)(ids, scaled))
     by_min_p = truncate(scaled, None, None, filled(min_p))
     assert torch.equal(by_min_p, MinPLogitsWarper(min_p)(ids, scaled))
-    by_p = truncate(scaled, None, filled(top_p), None)
-    theirs = TopPLogitsWarper(top_p)(ids, scaled)
-    differ = (by_p != theirs).nonzero()
-    ordered = scaled.double().softmax(-1).sort(descending=True).values
-    margin = (ordered.cumsum(-1) - top_p).abs().amin(-1)
-    assert all(margin[row] < 1e-5 for row, _ in differ.tolist())
-    assert len(differ) <= 3
-    both = truncate(scaled, torch.full((3,), top_k), filled(top_p), None)
-    if not len(differ) and margin.min() > 1e-5:
-        chained = TopPLogitsWarper(top_p)(ids, by_k)
-        assert (both != chained).sum() <= 3
+    for before, k in ((scaled, None), (by_k, torch.full((3,), top_k))):
+        clear = margin(before, top_p) > 1e-5
+        ours = truncate(scaled, k, filled(top_p), None)
+        assert torch.equal(ours[clear], TopPLogitsWarper(top_p)(ids, before)[clear])
+
+
+def margin(logits: Tensor, top_p: float) -> Tensor:
+    """How near a sum of the largest probabilities comes to top_p, for each row; far where nothing can be cut."""
+    ordered = logits.double().softmax(-1).sort(descending=True).values
+    return (ordered.cumsum(-1) - top_p).abs().amin(-1) if top_p < 1 else torch.ones(len(logits))
 
 
 def test_ties_go_to_the_lowest_id() -> None:
@@ -167,3 +166,28 @@ def test_log_softmax() -> None:
     """Guards against probabilities that do not sum to one for large logits."""
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(2)) * 50
     torch.testing.assert_close(OPS.log_softmax(logits).double().exp().sum(-1), torch.ones(3).double())
+
+
+def test_log_softmax_fills_its_buffer() -> None:
+    """Guards against a buffer that is ignored."""
+    logits, out = torch.randn(2, 9, generator=torch.Generator().manual_seed(3)), torch.empty(2, 9)
+    assert OPS.log_softmax(logits, out=out) is out
+    assert torch.equal(out, OPS.log_softmax(logits))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_nothing_is_chosen_where_every_id_is_masked(temperature: float) -> None:
+    """Guards against id 0, masked itself, where nothing is left; a bias does not bring a masked id back, and what
+    min_p, top_k and top_p would cut does not matter."""
+    pairs = torch.tensor([[1, 0], [1, 1], [1, 2]])
+    fields = {
+        "temperature": torch.full((3,), temperature),
+        "noise_key": torch.tensor([[7, 0, 3]] * 3) if temperature else None,
+        "top_k": torch.full((3,), 2),
+        "top_p": torch.full((3,), 0.5),
+        "min_p": torch.full((3,), 0.1),
+        "bias": (torch.tensor([[1, 1]]), torch.tensor([100.0])),
+    }
+    logits = torch.tensor([[0.0, 9.0, 1.0]] * 3)
+    assert OPS.sample(logits, params(3, masked=pairs, **fields)).tolist() == [1, NO_TOKEN, 1]
+    assert OPS.sample(logits, params(3, masked=pairs[:2], **fields)).tolist() == [1, 2, 1]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import EngineError
+from penstock.kernels.reference import ReferenceOps
 from penstock.layers.context import ForwardContext
 from penstock.runner.kv_cache import allocate_kv_caches, layer_groups
 from penstock.runner.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
@@ -192,3 +193,28 @@ def test_runner_refuses_what_does_not_fit() -> None:
     groups = [CacheGroup((0,), None, 1, 16)]
     with pytest.raises(EngineError, match="0 caches for 1 layers"):
         ModelRunner(TinyModel(), FakeOps(), groups, resolved_config(), kv_caches=[])
+
+
+@pytest.mark.parametrize("ops", [FakeOps(), ReferenceOps(torch.float32)])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5}])
+def test_a_row_with_every_token_masked_fails_alone(bench: Callable[..., Any], ops: Any, params: dict[str, Any]) -> None:
+    """Guards against id 0 chosen because nothing else was left, although it is masked itself."""
+    made = bench(TinyModel(vocab_size=3), ops=ops, eos_token_ids=(0,))
+    words = ((1,), (2,))
+    made.scheduler.add("a", [1, 2], logprobs=1)
+    made.scheduler.add("bad", [1, 2], bad_words_token_ids=words, min_tokens=2, logprobs=1, **params)
+    made.scheduler.add("c", [2, 1])
+    for _ in range(2):
+        results = made.step()
+        assert results["bad"].error is not None
+        assert "mask" in results["bad"].error
+        assert results["bad"].new_token_ids == []
+        assert results["bad"].logprobs is None
+        assert [len(results[name].new_token_ids) for name in "ac"] == [1, 1]
+        if "bad" in made.scheduler.requests:
+            made.scheduler.remove("bad")
+            made.scheduler.add("bad", [1, 2], bad_words_token_ids=words, min_tokens=2, **params)
+    tokens = {name: made.scheduler.requests[name].token_ids for name in "ac"}
+    alone = bench(TinyModel(vocab_size=3), ops=ops, eos_token_ids=(0,))
+    assert tokens["a"][2:] == alone.generate("a", [1, 2], 2)
+    assert tokens["c"][2:] == alone.generate("c", [2, 1], 2)

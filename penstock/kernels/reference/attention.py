@@ -89,14 +89,18 @@ def _attend_group(q: Tensor, keys: Tensor, values: Tensor, padding: Tensor, wind
     """B sequences of n new tokens: q [B, n, H, D], keys and values [B, S, Hkv, D], all float32 -> [B, n, H, D].
 
     The keys end with the sequence's last token, so query i stands where key S - n + i does; the first padding[b] keys
-    do not exist.
+    do not exist, and are 0.
+
+    A key that a row does not see must enter as p = 0 and v = 0, and 0 * NaN is not 0. So where a value is not finite,
+    each row is computed alone, over exactly the keys it sees.
     """
     num_seqs, n, num_heads, head_dim = q.shape
     num_kv_heads, group = keys.shape[2], num_heads // keys.shape[2]
     offset = keys.shape[1] - n
     out = torch.empty_like(q)
-    for top in range(0, n, QUERY_ROWS):
-        rows = slice(top, min(top + QUERY_ROWS, n))
+    together = QUERY_ROWS if n == 1 or bool(values.isfinite().all()) else 1
+    for top in range(0, n, together):
+        rows = slice(top, min(top + together, n))
         low = 0 if window is None else max(0, offset + top + 1 - window)
         high = offset + rows.stop
         # Heads that share keys are stacked as rows of one product: [B, Hkv, G * n', D] x [B, Hkv, D, S'].

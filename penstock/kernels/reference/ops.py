@@ -7,7 +7,6 @@ when the number of rows changes, and `leaves` is not obeyed for the same reason.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.nn import functional
 
 from penstock.kernels.ops import AttentionMetadata, KVCache, PackedLinear
 from penstock.kernels.reference import attention, sampling
+from penstock.kernels.sampling import SamplingTensors
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -115,10 +115,10 @@ class ReferenceOps:
             raise TypeError(f"a cache of another backend: {type(cache).__name__}")
         return _deliver(attention.attend(q, k_new, v_new, cache, meta, scale).flatten(1), self.dtype, out)
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        return logits.log_softmax(dim=-1)
+    def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return _deliver(logits.log_softmax(dim=-1), torch.float32, out)
 
-    def sample(self, logits: Tensor, params: Any) -> Tensor:
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         return sampling.sample(logits, params)
 
     def _round(self, tensor: Tensor) -> Tensor:

@@ -4,22 +4,21 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.reference.philox import gumbel_noise
-from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 
 NEVER = float("-inf")
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """logits [M, V] float32 -> one id a row, [M] int64."""
+    """logits [M, V] float32 -> one id a row, [M] int64; NO_TOKEN where no id may be chosen."""
     logits = adjust(logits, params)
     chosen = logits.argmax(dim=-1)  # of equals the first
-    if params.noise_key is None:
-        return chosen
-    random = params.temperature > 0
-    rows = random.nonzero().flatten()
-    if len(rows):
-        chosen[rows] = _draw(logits[rows], params, params.noise_key[rows], rows)
-    return chosen
+    nothing_left = logits.gather(-1, chosen[:, None])[:, 0] == NEVER
+    if params.noise_key is not None:
+        rows = (params.temperature > 0).nonzero().flatten()
+        if len(rows):
+            chosen[rows] = _draw(logits[rows], params, params.noise_key[rows], rows)
+    return chosen.masked_fill(nothing_left, NO_TOKEN)
 
 
 def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:
