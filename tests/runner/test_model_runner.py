@@ -210,6 +210,8 @@ def test_a_row_with_every_token_masked_fails_alone(bench: Callable[..., Any], op
         assert "mask" in results["bad"].error
         assert results["bad"].new_token_ids == []
         assert results["bad"].logprobs is None
+        batch = made.worker._runner.batch
+        assert batch.history(batch.row("bad")).tolist() == [1, 2]
         assert [len(results[name].new_token_ids) for name in "ac"] == [1, 1]
         if "bad" in made.scheduler.requests:
             made.scheduler.remove("bad")
