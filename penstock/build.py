@@ -54,7 +54,12 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     config = config.resolve(model_config)
     ops = load_ops(config.numerics.kernels, TORCH_DTYPES[config.numerics.dtype])
     model = load_model(
-        directory, model_config, ops, config.numerics.load_format, max_model_len=config.scheduler.max_model_len
+        directory,
+        model_config,
+        ops,
+        config.numerics.load_format,
+        max_model_len=config.scheduler.max_model_len,
+        free_memory=free_memory_bytes,
     )
     plan = plan_kv_cache(config, model_config, free_memory_bytes())
     worker = Worker(
@@ -117,5 +122,12 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         dtype=numerics.dtype,
         system_fingerprint=f"penstock-{NUMERICS_VERSION}-{numerics.kernels}-{numerics.dtype}-{digest}",
         default_sampling=dict(model_config.default_sampling),
-        choices_made={**config.reasons, "kv_cache_memory_bytes": plan.reason},
+        choices_made={**config.reasons, "kv_cache_memory_bytes": plan.reason, **_not_applied(model_config)},
     )
+
+
+def _not_applied(model_config: ModelConfig) -> dict[str, str]:
+    """What the model's author asked for and does not get, so that it is not ignored in silence."""
+    if not model_config.ignored_generation:
+        return {}
+    return {"generation_config.json": f"{', '.join(model_config.ignored_generation)}: not applied"}
