@@ -13,7 +13,7 @@ from penstock.server.chat import create_chat_completion
 from penstock.server.completions import create_completion
 from penstock.server.context import ServerContext
 from penstock.server.metrics import Metrics
-from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, KeyMiddleware
+from penstock.server.middleware import BodyBudget, BodyLimitMiddleware, BoundaryMiddleware, KeyMiddleware
 from penstock.server.options import ServerOptions
 
 ALL_METHODS = ["GET", "POST", "DELETE"]
@@ -85,7 +85,12 @@ def _middleware(options: ServerOptions, metrics: Metrics) -> list[Middleware]:
     if options.api_key is not None:
         layers.append(Middleware(KeyMiddleware, api_key=options.api_key))
     layers.append(
-        Middleware(BodyLimitMiddleware, max_bytes=options.max_body_bytes, timeout_s=options.receive_timeout_s)
+        Middleware(
+            BodyLimitMiddleware,
+            max_bytes=options.max_body_bytes,
+            timeout_s=options.receive_timeout_s,
+            budget=BodyBudget(options.max_inflight_body_bytes),
+        )
     )
     return layers
 

@@ -10,12 +10,12 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.outputs import CompletionOutput, RequestOutput
+from penstock.outputs import CompletionOutput, LogprobsAt, RequestOutput
 from penstock.server.context import context_of, read_body
 from penstock.server.disconnect import until_disconnect
 from penstock.server.generation import Generation
 from penstock.server.json_response import json_response
-from penstock.server.logprobs import LegacyWriter, TokenNames, joined, prompt_logprobs
+from penstock.server.logprobs import LegacyWriter, TokenNames, cut, joined, prompt_logprobs
 from penstock.server.openai_requests import CompletionRequest, label_text
 from penstock.server.openai_responses import Completion, CompletionChoice, LegacyLogprobs, Usage
 from penstock.server.prompts import completion_prompts
@@ -49,6 +49,9 @@ def _names_needed(body: CompletionRequest) -> bool:
     return body.logprobs is not None or body.prompt_logprobs is not None
 
 
+Held = tuple[RequestOutput, CompletionOutput]
+
+
 @dataclass(slots=True)
 class CompletionAnswer:
     """Shapes the outputs of one call, whole or in chunks. `names` is there whenever log-probabilities are wanted."""
@@ -59,6 +62,8 @@ class CompletionAnswer:
     envelope: dict[str, Any]
     _writers: dict[int, LegacyWriter] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
+    _prompt_logprobs: dict[int, list[LogprobsAt | None]] = field(default_factory=dict)  # a stream tells them once
+    _held: dict[int, list[Held]] = field(default_factory=dict)  # pieces that wait for them
 
     async def whole(self) -> Completion:
         outputs = await self.generation.collect()
@@ -75,12 +80,23 @@ class CompletionAnswer:
                 if move is None:
                     yield None
                     continue
-                for choice in move[1].outputs:
-                    shaped = self._choice(*move, choice)
+                for output, choice in self._ready(*move):
+                    shaped = self._choice(move[0], output, choice)
                     if self._says_something(shaped):
                         yield self._chunk(shaped)
         if self.body.usage_at_end:
             yield self._completion([], usage=self.generation.usage())
+
+    def _ready(self, index: int, output: RequestOutput) -> list[Held]:
+        """The pieces of a prompt's choices to send now: an echo with log-probabilities waits until they are told."""
+        held = self._held.pop(index, []) + [(output, choice) for choice in output.outputs]
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[index] = output.prompt_logprobs
+        waits = self.body.echo and self.body.logprobs is not None and index not in self._prompt_logprobs
+        if waits and not output.finished:
+            self._held[index] = held
+            return []
+        return held
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
         usage: Usage | UnsetType | None = None if self.body.usage_at_end else UNSET
@@ -112,7 +128,8 @@ class CompletionAnswer:
             shaped.token_ids = choice.token_ids
             shaped.prompt_token_ids = prompt.token_ids if first else UNSET
         if self.body.prompt_logprobs is not None and self.names is not None:
-            shaped.prompt_logprobs = prompt_logprobs(self.names, output.prompt_logprobs or [])
+            places = cut(prompt.token_ids, output.prompt_logprobs or [], self.body.prompt_logprobs)
+            shaped.prompt_logprobs = prompt_logprobs(self.names, places)
         return shaped
 
     def _logprobs(
@@ -124,5 +141,9 @@ class CompletionAnswer:
             skip = self.generation.params.skip_special_tokens
             self._writers[index] = LegacyWriter(self.names, skip_special_tokens=skip)
         writer = self._writers[index]
-        prompt_lists = writer.write(output.prompt_token_ids, output.prompt_logprobs or []) if echo else LegacyLogprobs()
+        prompt_lists = LegacyLogprobs()
+        if echo:
+            places = output.prompt_logprobs or self._prompt_logprobs.get(index // self.generation.params.n, [])
+            ids = output.prompt_token_ids
+            prompt_lists = writer.write(ids, cut(ids, places, self.body.logprobs))
         return joined(prompt_lists, writer.write(choice.token_ids, choice.logprobs or []))

@@ -14,8 +14,8 @@ from penstock.client.engine_client import EngineClient
 from penstock.engine.messages import ModelInfo
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.server.api_errors import ApiError, not_found, unavailable
+from penstock.server.decoding import Body, decode
 from penstock.server.metrics import Metrics
-from penstock.server.openai_requests import Body, decode
 from penstock.server.options import ServerOptions
 from penstock.tokenizer.tokenizer import Tokenizer
 
@@ -71,10 +71,14 @@ class ServerContext:
             message = "the model has no tokenizer, so texts cannot be used; send token ids"
             raise InvalidRequestError(message, param="prompt", code="no_tokenizer") from None
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of a text; a long one is tokenised in a thread, so that other streams go on."""
+    async def encode(self, text: str, *, add_special_tokens: bool, total: int = 0) -> list[int]:
+        """Ids of a text; a long one, or one of a call with many, is tokenised in a thread, so that other streams go on.
+
+        Args:
+            total: characters of all the call's texts.
+        """
         encode = self.tokenizer().encode
-        if len(text) <= LONG_TEXT:
+        if max(len(text), total) <= LONG_TEXT:
             return encode(text, add_special_tokens=add_special_tokens)
         async with self.tokenizing:
             return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)

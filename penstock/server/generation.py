@@ -121,8 +121,11 @@ async def merged(
     streams: Sequence[AsyncIterator[RequestOutput]], idle_s: float
 ) -> AsyncGenerator[Indexed | None, None]:
     """The outputs of all streams as they come; None after idle_s of silence. The first error ends all of them."""
-    pending = {_step(stream): index for index, stream in enumerate(streams)}
+    pending: dict[asyncio.Task[RequestOutput | None], int] = {}
     try:
+        for index, stream in enumerate(streams):
+            pending[_step(stream)] = index
+            await asyncio.sleep(0)  # one prompt is taken up at a time, and others come in between
         while pending:
             done, _ = await asyncio.wait(pending, timeout=idle_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:

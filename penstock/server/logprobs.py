@@ -64,6 +64,14 @@ def _chat_token(names: TokenNames, token_id: int, at: LogprobsAt, top: int) -> T
     )
 
 
+def cut(token_ids: Sequence[int], places: Sequence[LogprobsAt | None], top: int) -> list[LogprobsAt | None]:
+    """The prompt's log-probabilities with the `top` most likely tokens of each place and the prompt's own."""
+    return [
+        None if at is None else {key: entry for key, entry in at.items() if key == token_id or (entry.rank or 0) <= top}
+        for token_id, at in zip(token_ids, places, strict=False)
+    ]
+
+
 class LegacyWriter:
     """Writes the four parallel lists for one choice, piece by piece.
 

@@ -25,6 +25,7 @@ from penstock.server.sse import CONTENT_TYPE, data
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled all day: logged only when they fail
 MAX_REQUEST_ID = 128
+FREE_BODY_BYTES = 64 * 1024  # of each body are outside of the budget for all
 CLIENT_GONE = 499  # logged only; nobody is there to read it
 
 access_logger = logging.getLogger("penstock.access")
@@ -153,14 +154,28 @@ def _sent_key(header: str) -> bytes:
         return b""
 
 
+class BodyBudget:
+    """What the bodies of all open requests may hold together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.left = max_bytes
+
+    def take(self, num_bytes: int) -> None:
+        if num_bytes > self.left:
+            message = "The server holds too many large requests at the moment."
+            raise ApiError(503, message, code="server_busy", headers={"Retry-After": "1"})
+        self.left -= num_bytes
+
+
 class BodyLimitMiddleware:
     """413 for a body that is too long, announced or not; 408 for one that does not arrive in time.
 
     The rest of a refused body is left to the server, which drops it.
     """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float, budget: BodyBudget) -> None:
         self._app = app
+        self._budget = budget
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
 
@@ -168,7 +183,11 @@ class BodyLimitMiddleware:
         length = Headers(scope=scope).get("content-length", "0")
         if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > self._max_bytes:
             return await self._too_large().response()(scope, receive, send)
-        await self._app(scope, _LimitedBody(receive, self._max_bytes, self._timeout_s, self._too_large()), send)
+        body = _LimitedBody(receive, self._max_bytes, self._timeout_s, self._too_large(), self._budget)
+        try:
+            await self._app(scope, body, send)
+        finally:
+            self._budget.left += body.taken
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The request body is larger than {self._max_bytes} bytes.", code="request_too_large")
@@ -177,9 +196,14 @@ class BodyLimitMiddleware:
 class _LimitedBody:
     """A `receive` that counts and is impatient until the body has ended, and then lets everything pass."""
 
-    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float, too_large: ApiError) -> None:
+    def __init__(
+        self, receive: Receive, max_bytes: int, timeout_s: float, too_large: ApiError, budget: BodyBudget
+    ) -> None:
         self._receive = receive
-        self._left = max_bytes
+        self._budget = budget
+        self._size = 0
+        self.taken = 0  # of the budget
+        self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._too_large = too_large
         self._deadline: float | None = None
@@ -195,8 +219,11 @@ class _LimitedBody:
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
-        self._left -= len(message.get("body", b""))
-        if self._left < 0:
+        self._size += len(message.get("body", b""))
+        if self._size > self._max_bytes:
             raise self._too_large
+        more = max(0, self._size - FREE_BODY_BYTES - self.taken)
+        self._budget.take(more)
+        self.taken += more
         self._complete = not message.get("more_body", False)
         return message

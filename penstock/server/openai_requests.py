@@ -4,8 +4,9 @@ Every field may be null, which means "not given". A field that is not listed her
 that is listed under "planned" with anything but a value that changes nothing. Ranges are checked by SamplingParams.
 """
 
-import re
-from typing import Any, Literal, TypeVar
+import reprlib
+from itertools import islice
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -163,10 +164,14 @@ class ContentPart(Strict, kw_only=True, frozen=True):
     refusal: Any = None
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+ROLES = get_args(Role)
+
+
 class Message(Strict, kw_only=True, frozen=True):
     """One turn. The fields after `name` are what the openai client sends back of an answer."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: Any = None
@@ -204,6 +209,9 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
         refuse_planned(self, *CHAT_PLANNED)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            message = "max_completion_tokens: differs from max_tokens, its older name; give one of them"
+            raise InvalidRequestError(message, param="max_completion_tokens")
 
 
 CHAT_PLANNED = (
@@ -262,38 +270,28 @@ def refusal(name: str, value: Any) -> InvalidRequestError:
     return NotSupportedError(f"{name}: {shown(value)} is not supported; this is not built yet", param=name)
 
 
-Body = TypeVar("Body", bound=Strict)
-_PATH = re.compile(r" - at .*?`\$\.?([^`]*)`$")
-_MISSING = re.compile(r"(?:unknown|required) field `([^`]*)`")
-
-
-def decode(data: bytes, kind: type[Body]) -> Body:
-    """The body as a `kind`; anything else is an InvalidRequestError that names the field."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as exc:
-        raise _invalid_field(str(exc)) from None
-    except RecursionError:
-        raise InvalidRequestError("the body is nested too deeply", code="invalid_json") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise InvalidRequestError(f"the body is not valid JSON: {exc}", code="invalid_json") from None
-
-
-def _invalid_field(message: str) -> InvalidRequestError:
-    """Turn "Expected `int`, got `str` - at `$.n`" into an error about n."""
-    found = _PATH.search(message)
-    path = found.group(1) if found else ""
-    what = message[: found.start()] if found else message
-    field = _MISSING.search(what)
-    param = ".".join(part for part in (path, field.group(1) if field else "") if part) or None
-    code = "invalid_type"
-    if field:
-        code = "unknown_field" if "unknown" in what else "missing_field"
-    text = what[0].lower() + what[1:]
-    return InvalidRequestError(f"{param}: {text}" if param else f"the body: {text}", param=param, code=code)
-
-
 def label_text(body: Labels) -> str:
     """The labels as a piece of a log line: printable, short, on one line."""
     pairs = [(name, getattr(body, name)) for name in Labels.__struct_fields__]
-    return " ".join(f"{name}={ascii(value)[:MAX_LABEL]}" for name, value in pairs if value is not None)
+    return " ".join(f"{name}={_label(value)}" for name, value in pairs if value is not None)
+
+
+class _Glance(reprlib.Repr):
+    """repr() of the first few items only, unsorted: megabytes of labels must not cost the others their time."""
+
+    maxlevel = 2
+    maxlist = maxdict = 4
+    maxstring = maxother = MAX_LABEL
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        shown = (f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}" for key, value in x.items())
+        return "{" + ", ".join(islice(shown, self.maxdict)) + ("}" if len(x) <= self.maxdict else ", ...}")
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= MAX_LABEL else "..."
+
+
+def _label(value: Any) -> str:
+    return _Glance().repr(value).encode("ascii", "backslashreplace").decode()[:MAX_LABEL]

@@ -18,11 +18,14 @@ class ServerOptions:
         served_model_names: the names requests may use; the first is the one answers carry. None: the model as the
             user named it.
         max_body_bytes: a longer request body is refused with 413.
+        max_inflight_body_bytes: bodies of all open requests together; beyond it a request is refused with 503. Of each
+            body the first 64 KiB are free, so that a few large ones cannot keep the small ones out.
         max_choices: most choices one call may ask for: prompts times n.
         max_parallel_tokenizations: long texts that are tokenised at a time; more wait.
         receive_timeout_s: how long a client may take to send its headers, and again its body.
         keep_alive_s: a stream that has been silent for so long sends a comment.
-        stall_timeout_s: a client that takes nothing of its stream for so long is cut off.
+        stall_timeout_s: a client that takes nothing of its stream, or not all of its answer, for so long is
+            cut off.
         drain_timeout_s: how long open requests may go on after SIGTERM.
         allowed_origins: web origins that may call from a browser page; none by default.
         access_log: write one line per request to the logger `penstock.access`.
@@ -34,6 +37,7 @@ class ServerOptions:
     api_key: str | None = None
     served_model_names: tuple[str, ...] | None = None
     max_body_bytes: int = 8 * MIB
+    max_inflight_body_bytes: int = 64 * MIB
     max_choices: int = 256
     max_parallel_tokenizations: int = 2
     receive_timeout_s: float = 30.0
@@ -49,6 +53,7 @@ class ServerOptions:
         check.check_int("port", self.port, 0, 65535)
         self._check_names()
         check.check_int("max_body_bytes", self.max_body_bytes, 1, 2**40)
+        check.check_int("max_inflight_body_bytes", self.max_inflight_body_bytes, 0, 2**50)
         check.check_int("max_choices", self.max_choices, 1, 65536)
         check.check_int("max_parallel_tokenizations", self.max_parallel_tokenizations, 1, 256)
         for name in ("receive_timeout_s", "keep_alive_s", "stall_timeout_s"):

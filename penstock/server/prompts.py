@@ -3,6 +3,7 @@
 Lengths are checked before any text is tokenised, and ids before anything is computed for them.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,14 +48,20 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
     for item in items:
         if not isinstance(item, str):
             _check_ids(item, info)
-    return [await _encoded(context, item, info, body, add_special_tokens) for item in items]
+            await asyncio.sleep(0)
+    total = sum(len(item) for item in items if isinstance(item, str))
+    prompts = []
+    for item in items:
+        prompts.append(await _encoded(context, item, info, body, add_special_tokens, total))
+        await asyncio.sleep(0)  # others come in between
+    return prompts
 
 
 def _split(prompt: str | list[Any]) -> Sequence[str | list[int]]:
     if isinstance(prompt, str) or (prompt and type(prompt[0]) is int):
         return [prompt]
     kind = type(prompt[0]) if prompt else None
-    if kind not in (str, list) or not all(type(item) is kind for item in prompt):
+    if kind not in (str, list) or set(map(type, prompt)) != {kind}:
         raise check.fail(
             "prompt", prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids"
         )
@@ -66,15 +73,22 @@ def _check_ids(ids: list[Any], info: ModelInfo) -> None:
         raise check.fail("prompt", ids, "at least one token id")
     if len(ids) >= info.max_model_len:
         raise _too_long("prompt", len(ids), info)
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < info.vocab_size:
+        return  # quickly, since there may be many
     for token_id in ids:
         check.check_int("prompt", token_id, 0, info.vocab_size - 1)
 
 
 async def _encoded(
-    context: ServerContext, item: str | list[int], info: ModelInfo, body: CompletionRequest, add_special_tokens: bool
+    context: ServerContext,
+    item: str | list[int],
+    info: ModelInfo,
+    body: CompletionRequest,
+    add_special_tokens: bool,
+    total: int,
 ) -> EncodedPrompt:
     if isinstance(item, str):
-        ids = await _encode(context, item, info, "prompt", add_special_tokens=add_special_tokens)
+        ids = await _encode(context, item, info, "prompt", add_special_tokens=add_special_tokens, total=total)
         return EncodedPrompt(ids, item)
     return EncodedPrompt(
         item,
@@ -83,12 +97,12 @@ async def _encoded(
 
 
 async def _encode(
-    context: ServerContext, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool
+    context: ServerContext, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool, total: int = 0
 ) -> list[int]:
     if not text:
         raise check.fail(param, text, "a text of at least one character")
     check_prompt_length(text, info.max_model_len, param=param)
-    ids = await context.encode(text, add_special_tokens=add_special_tokens)
+    ids = await context.encode(text, add_special_tokens=add_special_tokens, total=total)
     if not ids:
         raise InvalidRequestError(f"{param}: the text has no tokens", param=param)
     if len(ids) >= info.max_model_len:
@@ -153,7 +167,7 @@ def _content(message: Message) -> str:
     if isinstance(message.content, str):
         return message.content
     if not message.content:
-        raise InvalidRequestError(f"messages: the content of a {message.role} message is missing", param="messages")
+        raise InvalidRequestError(f"messages: the content of the {message.role} message is missing", param="messages")
     return "\n".join(_part_text(part) for part in message.content)
 
 

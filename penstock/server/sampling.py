@@ -33,7 +33,8 @@ COPIED = (
 
 
 def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParams:
-    """16 tokens unless told otherwise. `echo` with `logprobs` needs the prompt's log-probabilities too."""
+    """16 tokens unless told otherwise. `echo` with `logprobs` needs the prompt's log-probabilities too;
+    where prompt_logprobs asks for another number of them, the larger is computed and each shows its own."""
     own: dict[str, Any] = {"logprobs": body.logprobs}
     if body.max_tokens is not None:
         own["max_tokens"] = body.max_tokens

@@ -112,7 +112,7 @@ class Serving:
     def _config(self) -> uvicorn.Config:
         return uvicorn.Config(
             self._app,
-            http=guarded_protocol(self._options.receive_timeout_s),
+            http=guarded_protocol(self._options.receive_timeout_s, self._options.stall_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions, /tokenize and /detokenize, field by field."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -230,9 +231,14 @@ def test_bad_values_name_their_field(fields: dict[str, Any], param: str) -> None
     assert found.split("[")[0] == param
 
 
-def test_max_completion_tokens_wins() -> None:
-    """Guards against the old name of the limit beating the new one."""
-    assert chat({"max_completion_tokens": 2, "max_tokens": 7})["usage"]["completion_tokens"] == 2
+def test_max_completion_tokens() -> None:
+    """Guards against one of two different limits being ignored without a word."""
+    assert chat({"max_completion_tokens": 2, "max_tokens": None})["usage"]["completion_tokens"] == 2
+    body = {"messages": [USER], "max_completion_tokens": 2, "max_tokens": 7}
+    assert app_client().post(PATH, json=body).json()["error"]["param"] == "max_completion_tokens"
+    fake = FakeEngineClient()
+    fake.info = dataclasses.replace(fake.info, default_sampling={"max_tokens": 3})
+    assert chat({"max_tokens": None}, fake)["usage"]["completion_tokens"] == 3
 
 
 def test_token_ids_and_logprobs_in_chunks() -> None:
