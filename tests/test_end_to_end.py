@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -151,20 +152,41 @@ def test_errors_are_what_the_client_expects(client, call, error):
         call(client)
 
 
-def test_every_bad_value_over_http_is_a_400_that_names_the_field(url):
+ROUTES = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": CHAT}}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_bad_value_over_http_is_a_400_that_names_the_field(url, route):
     """And the engine process that got them all is still the same one."""
     pid = httpx.get(f"{url}/status").json()["engine"]["pid"]
+    chat = route.endswith("chat/completions")
     with httpx.Client(base_url=url) as http:
         for name, values in BAD_SAMPLING.items():
+            field = "top_logprobs" if chat and name == "logprobs" else name
+            more = {"logprobs": True} if field == "top_logprobs" else {}
             for value in values if name not in NOT_OVER_HTTP else ():
-                if value is None or (name == "logit_bias" and value in ([1], "x")):
+                if value is None:  # over HTTP null means "not given"
                     continue
-                body = json.dumps({"model": "tiny", "prompt": "x", name: value}, default=str)
-                answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
-                assert answer.status_code == 400, (name, value, answer.text)
-                assert name in answer.json()["error"]["message"] or "JSON" in answer.json()["error"]["message"]
+                fields = {"model": "tiny", "max_tokens": 16, **ROUTES[route], **more, field: value}
+                text = json.dumps(fields, default=str)
+                answer = http.post(route, content=text, headers={"Content-Type": "application/json"})
+                assert answer.status_code == 400, (field, value, answer.text)
+                error = answer.json()["error"]
+                if is_json(text):
+                    assert (error["param"] or "").startswith(field), (field, value, error)
+                else:
+                    assert "JSON" in error["message"]
     assert httpx.get(f"{url}/status").json()["engine"]["pid"] == pid
     os.kill(pid, 0)
+
+
+def is_json(text: str) -> bool:
+    """Without NaN and Infinity, which Python's json writes and no JSON reader has to take."""
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True
 
 
 def test_a_client_that_goes_away_is_not_computed_for(url):
