@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-# With this seed no token is won by less than 0.05 (noise included): the reference kernels promise a tolerance, not bits,
-# and with seed 3 token 193 is won by 6e-7, which any crowd turns round.
+# With this seed no token is won by less than 0.05 (noise included): the reference kernels promise a tolerance, not
+# bits, and with seed 3 token 193 is won by 6e-7, which any crowd turns round.
 CANARY = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "seed": 13}
 MAX_GROWTH = 200 * 2**20  # of the server's memory over all attacks together
 
