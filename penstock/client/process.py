@@ -25,6 +25,7 @@ from penstock.client.child import EngineChild
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.input_processor import InputProcessor, PreparedRequest
 from penstock.client.journal import Journal
+from penstock.client.open_request import OpenRequest
 from penstock.client.output_processor import OutputProcessor
 from penstock.engine.messages import EngineOutput, EngineStats, ModelInfo
 from penstock.errors import (
@@ -37,7 +38,7 @@ from penstock.errors import (
     RequestFailedError,
 )
 from penstock.outputs import RequestOutput
-from penstock.sampling_params import RequestOutputKind, SamplingParams
+from penstock.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("penstock")
@@ -51,36 +52,6 @@ STALL_STEPS = 20
 NUM_GAPS = 128  # silences remembered, to know how long a step takes
 SLOW_PROMPT_CHARS = 20_000  # longer texts are tokenised in a thread, so that streams go on meanwhile
 NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
-
-
-class _Open:
-    """A request somebody waits for, and what has come for it. A slow reader gets the newest state, or all deltas."""
-
-    def __init__(self, prepared: PreparedRequest) -> None:
-        self.prepared = prepared
-        self.ended = False
-        self._items: deque[RequestOutput | PenstockError] = deque()
-        self._arrived = asyncio.Event()
-
-    def put(self, item: RequestOutput | PenstockError) -> None:
-        whole = self.prepared.params.output_kind is not RequestOutputKind.DELTA
-        if whole and self._items:
-            self._items.clear()  # each output tells everything so far; unread ones would only fill the memory
-        self._items.append(item)
-        self.ended = self.ended or isinstance(item, PenstockError) or item.finished
-        self._arrived.set()
-
-    async def get(self) -> RequestOutput:
-        """The next output; raises what ended the request."""
-        while not self._items:
-            self._arrived.clear()
-            await self._arrived.wait()
-        item = self._items.popleft()
-        if isinstance(item, PenstockError):
-            raise item
-        if item.error is not None:
-            raise RequestFailedError(item.error)
-        return item
 
 
 class ProcessClient:
@@ -105,8 +76,8 @@ class ProcessClient:
         self._inputs: InputProcessor | None = None
         self._outputs = OutputProcessor(tokenizer)
         self._journal = Journal()
-        self._open: dict[str, _Open] = {}  # by the user's request id
-        self._owners: dict[str, _Open] = {}  # by engine request id
+        self._open: dict[str, OpenRequest] = {}  # by the user's request id
+        self._owners: dict[str, OpenRequest] = {}  # by engine request id
         self._stats = EngineStats()
         self._last_heard: float | None = None
         self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
@@ -215,29 +186,29 @@ class ProcessClient:
             return await asyncio.to_thread(inputs.process, prompt, params, request_id)
         return inputs.process(prompt, params, request_id)
 
-    def _admit(self, prepared: PreparedRequest) -> _Open:
+    def _admit(self, prepared: PreparedRequest) -> OpenRequest:
         """Make room for a request; the engine may have gone while its prompt was tokenised."""
         self._check_serving()
         if prepared.request_id in self._open:  # also one that has ended, until its reader has seen the end
             raise InvalidRequestError(f"request_id: {prepared.request_id!r} is in use", param="request_id")
-        opened = self._open[prepared.request_id] = _Open(prepared)
+        opened = self._open[prepared.request_id] = OpenRequest(prepared)
         return opened
 
-    def _submit(self, opened: _Open) -> None:
+    def _submit(self, opened: OpenRequest) -> None:
         self._outputs.add(opened.prepared)
         for engine_request in opened.prepared.engine_requests:
             self._owners[engine_request.request_id] = opened
             self._journal.open(engine_request)
             self._send(frames.AddRequest(engine_request))
 
-    def _leave(self, opened: _Open) -> None:
+    def _leave(self, opened: OpenRequest) -> None:
         """Its reader needs no more of a request: because it ended, or because the reader went away."""
         self._num_aborted += not opened.ended
         self._forget(opened)
         if self._open.get(opened.prepared.request_id) is opened:
             del self._open[opened.prepared.request_id]
 
-    def _forget(self, opened: _Open) -> None:
+    def _forget(self, opened: OpenRequest) -> None:
         """Nothing that still comes for it matters."""
         self._send_abort(self._outputs.abort(opened.prepared.request_id))
         for engine_request in opened.prepared.engine_requests:
@@ -368,7 +339,7 @@ class ProcessClient:
         self._settle()
 
     def _deliver(self, outputs: Iterable[EngineOutput]) -> None:
-        by_owner: dict[int, tuple[_Open, list[EngineOutput]]] = {}
+        by_owner: dict[int, tuple[OpenRequest, list[EngineOutput]]] = {}
         for output in outputs:
             opened = self._owners.get(output.request_id)
             if opened is not None:
@@ -382,7 +353,7 @@ class ProcessClient:
                 LOGGER.exception("an output could not be turned into text")
                 self._end(opened, RequestFailedError(f"its output could not be turned into text: {error!r}"))
 
-    def _deliver_to(self, opened: _Open, outputs: list[EngineOutput]) -> None:
+    def _deliver_to(self, opened: OpenRequest, outputs: list[EngineOutput]) -> None:
         """One request's outputs of a step: into the journal, into text, to its reader."""
         for output in outputs:
             self._journal.note(output)
@@ -393,7 +364,7 @@ class ProcessClient:
         for request_output in processed.outputs:
             opened.put(request_output)
 
-    def _end(self, opened: _Open | None, error: PenstockError) -> None:
+    def _end(self, opened: OpenRequest | None, error: PenstockError) -> None:
         """A request ends with this error, unless it has ended."""
         if opened is not None and not opened.ended:
             opened.put(error)
