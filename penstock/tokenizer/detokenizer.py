@@ -49,10 +49,6 @@ class IncrementalDetokenizer:
         """Take the next ids and return the text that became certain."""
         return "".join([self._reader.push(token_id) for token_id in ids if token_id not in self._skipped])
 
-    def prime(self, ids: Sequence[int]) -> None:
-        """Take ids whose text was shown before; what was still held back of them comes with the next piece."""
-        self.push(ids)
-
     def finish(self) -> str:
         """The rest: what was held back as half a character. No push may follow."""
         return self._reader.finish()

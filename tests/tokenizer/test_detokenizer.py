@@ -75,17 +75,13 @@ class TestPiecesAreTheWhole:
     @settings(max_examples=50, deadline=None)
     @given(data=st.data())
     def test_cuts_do_not_matter(self, kind, data):
-        """Guards against a result that depends on how many tokens a step brings, and on being primed."""
+        """Guards against a result that depends on how many tokens a step brings."""
         tok = voc.make(kind)
         ids = data.draw(ids_of(tok))
         cut = data.draw(st.integers(0, len(ids)))
         detokenizer = IncrementalDetokenizer(tok)
         text = detokenizer.push(ids[:cut]) + detokenizer.push(ids[cut:]) + detokenizer.finish()
         assert text == "".join(stream(tok, ids))
-        resumed = IncrementalDetokenizer(tok)
-        resumed.prime(ids[:cut])
-        shown = "".join(stream(tok, ids)[:cut])
-        assert shown + resumed.push(ids[cut:]) + resumed.finish() == text
 
     def test_texts(self, kind):
         """Guards against half a character in a piece, and against holding back what is certain."""
