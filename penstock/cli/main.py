@@ -49,10 +49,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def version_text() -> str:
-    from penstock.kernels.cpu.library import cpu_features
+    from penstock.kernels.cpu.library import best_level
 
-    features = cpu_features()
-    native = "no native library" if features is None else f"native library: {' '.join(features) or 'portable'}"
+    level = best_level()
+    native = "no native library" if level is None else f"native kernels: {level}"
     return f"penstock {__version__} ({native})"
 
 

@@ -19,16 +19,14 @@ own inputs only. The `reference` backend is plain torch, promises a tolerance an
 `out=`, where given, is a buffer of exactly the result's shape and type that is filled and returned; without it the
 result is new. No other argument is written to, unless its docstring line says so.
 
-Who passes `out=`: the layers, and nobody yet. Once a backend gains from fixed buffers, LayerFactory hands each layer it
-makes its place in an arena, and the layer passes that on. Model files make layers by name and call them without
-buffers, so they do not change.
+Who passes `out=`: the layers. LayerFactory hands each its slot in an arena (kernels/arena.py); model files make layers
+by name and call them without buffers.
 
-A tied head. Embedding keeps the rows as a tensor and LMHead packs them again: two copies, in every backend so far. A
-backend that wants one adds `pack_embedding(weight) -> PackedEmbedding`, which `embedding` then takes for its weight,
-and `pack_linear(..., shared=PackedEmbedding)`. LayerFactory, which knows from the parameter table what is tied, gives
-the head its embedding; model files do not change. Look-ups read unquantised rows, whatever the head's product reads.
+Quantised weights. `scheme` (quant/scheme.py) says how a weight is stored and what it is multiplied with; quant/int8.py
+and quant/int4.py are the specification of the stored values, native/products.h that of the arithmetic.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +34,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.sampling import SamplingTensors
+from penstock.quant.scheme import Scheme
 
 NUMERICS_VERSION = 1  # goes up whenever a constant or an order changes a bit of any answer
 REDUCTION_LEAVES = 8  # fixed pieces of K in products that tensor parallelism splits along K
@@ -68,11 +67,41 @@ class AttentionMetadata:
     sliding_window: int | None
 
 
+class RowSource(Protocol):
+    """A weight [N, K] that is read piece by piece, so that nobody holds all of it beside its packed form."""
+
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows start .. stop-1, [stop - start, K] of any float type, contiguous."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRows:
+    """A whole tensor as a RowSource."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.tensor[start:stop]
+
+
 class PackedLinear(Protocol):
     """A weight [N, K], with its bias, as the backend likes it. Opaque outside the backend."""
 
     shape: tuple[int, int]
     num_bytes: int
+
+    def state(self) -> dict[str, Tensor]:
+        """The packed memory as tensors, to be written to a file. `Ops.restore_linear` takes them back.
+
+        Raises:
+            NotSupportedError: the backend has no packed form.
+        """
 
 
 class KVCache(Protocol):
@@ -88,11 +117,37 @@ class Ops(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, leaves: int = 1) -> PackedLinear:
+    def pack_linear(
+        self,
+        weight: Tensor | RowSource,
+        bias: Tensor | None = None,
+        *,
+        leaf_ends: Sequence[int] = (),
+        scheme: Scheme | None = None,
+        gated: bool = False,
+    ) -> PackedLinear:
         """Take a weight [N, K] (and bias [N]) of any float type, rounded to `dtype` first.
 
-        `leaves` pieces of K are reduced separately and added as a fixed binary tree, so that tensor parallelism
-        over K gives the same bits.
+        leaf_ends: K is reduced in pieces that end there (the last at K), each by itself, and the pieces are added as a
+            fixed binary tree, so that tensor parallelism over K gives the same bits; none: K is one piece.
+        scheme: how to quantise; None keeps `dtype`.
+        gated: the weight is for `gated_linear`, and only for it.
+        """
+
+    def restore_linear(
+        self,
+        shape: tuple[int, int],
+        state: Mapping[str, Tensor],
+        *,
+        leaf_ends: Sequence[int] = (),
+        scheme: Scheme | None = None,
+        gated: bool = False,
+    ) -> PackedLinear:
+        """What pack_linear made of a weight of that shape with these arguments, from its state. Keeps the tensors.
+
+        Raises:
+            NotSupportedError: the backend has no packed form.
+            ValueError: the state is not what these arguments make.
         """
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
@@ -106,6 +161,29 @@ class Ops(Protocol):
 
     def embedding(self, ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         """ids [T] int64, weight [V, hidden] dtype -> [T, hidden] float32."""
+
+    def experts(
+        self,
+        x: Tensor,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        ids: Tensor,
+        weights: Tensor,
+        activation: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Each row through its experts only: sum of weight * down(activation(gate) * up), in ascending expert id.
+
+        x [M, hidden] dtype; gate_up, down: one gated and one plain weight an expert; ids [M, k] int64, distinct in a
+        row; weights [M, k] float32 -> [M, hidden] float32.
+        """
+
+    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+        """Router: logits [M, experts] float32 -> ids [M, k] int64, weights [M, k] float32, most likely first.
+
+        Softmax over all experts, the k most likely (lowest id on a tie); renormalize divides them by their sum.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
         """x [T, hidden] float32, weight [hidden] float32 -> x / sqrt(mean(x^2) + eps) * weight, dtype."""
@@ -159,6 +237,9 @@ class Ops(Protocol):
         New keys and values are rounded to the cache's type before they are attended to, so it makes no difference
         whether a token is read from the cache or from the step. The cache is written; nothing waits for it.
         """
+
+    def finite_rows(self, logits: Tensor) -> Tensor:
+        """logits [M, V] float32 -> [M] bool: no NaN, no +inf, and something above -inf to choose."""
 
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         """logits [M, V] float32 -> log-probabilities [M, V] float32."""

@@ -1,17 +1,115 @@
-"""Finds and loads the native library, if the package was installed with a compiler. No torch.
+"""Finds the native library, if the package was installed with a compiler, and declares its functions. No torch.
 
-So far it only tells what the processor can do; `penstock --version` shows it. The kernels behind `kernels.ops` use it
-as they are built.
+PENSTOCK_CPU_LEVEL=portable, avx2, avx512 or amx forces a lower instruction level than the best there is.
 """
 
 import ctypes
+import os
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
 import penstock.kernels.cpu
+from penstock.errors import InvalidRequestError
+from penstock.validation import shown
 
-ABI_VERSION = 1
-FEATURE_BITS = {1: "avx2", 2: "avx512", 4: "vnni", 8: "bf16"}
+ABI_VERSION = 2
+LEVELS = ("portable", "avx2", "avx512", "amx")
+LEVEL_VARIABLE = "PENSTOCK_CPU_LEVEL"
+MAX_LEAVES = 8
+
+
+class PenstockWeight(ctypes.Structure):
+    """native/abi.h explains the fields."""
+
+    _fields_ = (
+        ("n", c_int64),
+        ("k", c_int64),
+        ("padded_k", c_int64),
+        ("panels", c_int64),
+        ("kind", c_int32),
+        ("slices", c_int32),
+        ("group_size", c_int32),
+        ("gated", c_int32),
+        ("leaves", c_int32),
+        ("reserved", c_int32),
+        ("leaf_ends", c_int64 * MAX_LEAVES),
+        ("padded_leaf_ends", c_int64 * MAX_LEAVES),
+        ("values", c_void_p),
+        ("column_scales", c_void_p),
+        ("group_scales", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class PenstockSampling(ctypes.Structure):
+    """kernels/sampling.py explains the fields; a null pointer is None there."""
+
+    _fields_ = (
+        ("temperature", c_void_p),  # [M] float32
+        ("top_k", c_void_p),  # [M] int64
+        ("top_p", c_void_p),  # [M] float32
+        ("min_p", c_void_p),  # [M] float32
+        ("noise_key", c_void_p),  # [M, 3] int64
+        ("masked", c_void_p),  # [num_masked, 2] int64
+        ("num_masked", c_int64),
+        ("bias_pairs", c_void_p),  # [num_bias, 2] int64
+        ("bias_values", c_void_p),  # [num_bias] float32
+        ("num_bias", c_int64),
+        ("repetition", c_void_p),  # [M] float32
+        ("repetition_pairs", c_void_p),  # [num_repetition, 2] int64
+        ("num_repetition", c_int64),
+        ("frequency", c_void_p),  # [M] float32
+        ("presence", c_void_p),  # [M] float32
+        ("count_pairs", c_void_p),  # [num_counts, 2] int64
+        ("count_values", c_void_p),  # [num_counts] float32
+        ("num_counts", c_int64),
+    )
+
+
+# Addresses are passed as plain integers. A function returns 0, or -1 where memory cannot be had, unless it says so.
+_PTR, _I32, _I64, _F32 = c_void_p, c_int32, c_int64, c_float
+_WEIGHT = POINTER(PenstockWeight)
+SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "penstock_abi_version": (c_int32, []),
+    "penstock_best_level": (c_int32, []),
+    "penstock_context_new": (c_void_p, [_I32, _I32]),  # level, threads
+    "penstock_context_free": (None, [_PTR]),
+    # Products. context, weight*, x [rows, k], its type, rows, out [rows, n or n / 2], its type, activation
+    "penstock_linear": (c_int32, [_PTR, _PTR, _PTR, _I32, _I64, _PTR, _I32, _I32]),
+    # context, gate_up weights [experts], down weights [experts] (arrays of PenstockWeight), experts, x [rows, k], its
+    # type (which the inner activations get too), rows, top_k, ids [rows, top_k] int64, weights [rows, top_k] float32,
+    # activation, out [rows, n] float32
+    "penstock_experts": (c_int32, [_PTR, _PTR, _PTR, _I64, _PTR, _I32, _I64, _I64, _PTR, _PTR, _I32, _PTR]),
+    # Rows first_row .. first_row + num_rows - 1 of a weight, [num_rows, k] of a type, are quantised and packed.
+    # context, weight* (its arrays are written), rows, their type, first_row, num_rows
+    "penstock_pack_rows": (c_int32, [_PTR, _PTR, _PTR, _I32, _I64, _I64]),
+    # Row operations. kernels/ops.py has their meaning; types are 0 float32, 1 bfloat16.
+    # context, x, weight, eps, rows, n, out, its type
+    "penstock_rms_norm": (c_int32, [_PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR, _I32]),
+    # context, x (written), h, weight, eps, rows, n, out, its type
+    "penstock_add_rms_norm": (c_int32, [_PTR, _PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR, _I32]),
+    # context, qkv, positions, cos_sin or null, rotary dim, rows, H, Hkv, D, q_norm, k_norm (or null), eps, q, k, v, type
+    "penstock_rotary_qkv": (
+        c_int32,
+        [_PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64, _PTR, _PTR, _F32, _PTR, _PTR, _PTR, _I32],
+    ),
+    # context, ids, table, its type, rows, n, out float32
+    "penstock_embedding": (c_int32, [_PTR, _PTR, _PTR, _I32, _I64, _I64, _PTR]),
+    # context, logits, rows, vocabulary, out
+    "penstock_log_softmax": (c_int32, [_PTR, _PTR, _I64, _I64, _PTR]),
+    # context, logits, rows, vocabulary, out uint8: 1 where no value is NaN or +inf and some value is above -inf
+    "penstock_finite_rows": (c_int32, [_PTR, _PTR, _I64, _I64, _PTR]),
+    # context, logits, rows, vocabulary, PenstockSampling*, out ids int64
+    "penstock_sample": (c_int32, [_PTR, _PTR, _I64, _I64, _PTR, _PTR]),
+    # context, router logits [rows, experts], rows, experts, top_k, renormalize, ids [rows, top_k], weights [rows, top_k]
+    "penstock_route": (c_int32, [_PTR, _PTR, _I64, _I64, _I64, _I32, _PTR, _PTR]),
+    # The machine's limits, with all threads of the context; each returns seconds.
+    # context, memory, bytes: reads them once
+    "penstock_limit_read": (c_double, [_PTR, _PTR, _I64]),
+    # context, kind (0 f32, 1 bf16, 2 int8), iterations, operations* (out, int64): multiplies from registers
+    "penstock_limit_multiply": (c_double, [_PTR, _I32, _I64, _PTR]),
+}
 
 
 @lru_cache(maxsize=1)
@@ -21,14 +119,34 @@ def load_library() -> ctypes.CDLL | None:
         path = Path(folder) / "penstock_cpu.so"
         if path.exists():
             library = ctypes.CDLL(str(path))
-            return library if library.penstock_abi_version() == ABI_VERSION else None
+            if library.penstock_abi_version() != ABI_VERSION:
+                return None
+            for name, (result, arguments) in SIGNATURES.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+            return library
     return None
 
 
-def cpu_features() -> tuple[str, ...] | None:
-    """Names of the instruction sets found, or None without the library."""
+def best_level() -> str | None:
+    """The highest instruction level that the library and the processor have, or None without the library."""
     library = load_library()
-    if library is None:
-        return None
-    bits = library.penstock_cpu_features()
-    return tuple(name for bit, name in FEATURE_BITS.items() if bits & bit)
+    return None if library is None else LEVELS[library.penstock_best_level()]
+
+
+def chosen_level() -> str | None:
+    """The level that kernels run at: the best one, or the one that PENSTOCK_CPU_LEVEL forces.
+
+    Raises:
+        InvalidRequestError: the variable names no level, or one that this machine does not have.
+    """
+    best = best_level()
+    forced = os.environ.get(LEVEL_VARIABLE, "")
+    if best is None or not forced:
+        return best
+    allowed = LEVELS[: LEVELS.index(best) + 1]
+    if forced not in allowed:
+        raise InvalidRequestError(
+            f"{LEVEL_VARIABLE}: {shown(forced)} is not allowed; this machine has {', '.join(allowed)}"
+        )
+    return forced

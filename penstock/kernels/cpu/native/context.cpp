@@ -1,0 +1,125 @@
+#include "context.h"
+
+#include <cstdlib>
+#include <new>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace penstock {
+
+namespace {
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+}
+
+// AMX: the processor has tiles of bf16 and int8, and the system lets this process use them when asked.
+bool has_amx() {
+#if defined(__linux__)
+    constexpr int LEAF = 7, BF16_BIT = 22, TILE_BIT = 24, INT8_BIT = 25;
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    unsigned eax = LEAF, ebx = 0, ecx = 0, edx = 0;
+    __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+    const unsigned needed = 1u << BF16_BIT | 1u << TILE_BIT | 1u << INT8_BIT;
+    return (edx & needed) == needed && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return false;
+#endif
+}
+
+#endif
+
+// Kernels of a level; what it leaves out comes from the level below.
+void choose_products(Level level, ProductKernel (&products)[NUM_KINDS]) {
+    const ProductKernel by_level[][NUM_KINDS] = {
+        {portable_f32(), portable_bf16(), portable_int8(), portable_int4(), portable_int4_a16()},
+#if defined(PENSTOCK_HAVE_AVX2)
+        {avx2_f32(), avx2_bf16(), avx2_int8(), avx2_int4(), avx2_int4_a16()},
+#endif
+#if defined(PENSTOCK_HAVE_AVX512)
+        {avx512_f32(), avx512_bf16(), avx512_int8(), avx512_int4(), avx512_int4_a16()},
+#endif
+#if defined(PENSTOCK_HAVE_AMX)
+        {{}, amx_bf16(), amx_int8(), {}, {}},
+#endif
+    };
+    for (int at = 0; at <= level; ++at)
+        for (int kind = 0; kind < NUM_KINDS; ++kind)
+            if (by_level[at][kind].multiply != nullptr) products[kind] = by_level[at][kind];
+}
+
+RowKernels choose_rows(Level level) {
+#if defined(PENSTOCK_HAVE_AVX512)
+    if (level >= LEVEL_AVX512) return avx512_rows();
+#endif
+#if defined(PENSTOCK_HAVE_AVX2)
+    if (level >= LEVEL_AVX2) return avx2_rows();
+#endif
+    (void)level;
+    return portable_rows();
+}
+
+}  // namespace
+
+Level best_level() {
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+#if defined(PENSTOCK_HAVE_AMX)
+    if (has_avx512() && has_amx()) return LEVEL_AMX;
+#endif
+#if defined(PENSTOCK_HAVE_AVX512)
+    if (has_avx512()) return LEVEL_AVX512;
+#endif
+#if defined(PENSTOCK_HAVE_AVX2)
+    if (has_avx2()) return LEVEL_AVX2;
+#endif
+#endif
+    return LEVEL_PORTABLE;
+}
+
+Scratch::~Scratch() { std::free(memory_); }
+
+void* Scratch::take(std::int64_t bytes) {
+    if (bytes > capacity_) {
+        std::free(memory_);
+        capacity_ = 0;
+        const std::int64_t rounded = (bytes + 4095) / 4096 * 4096;
+        memory_ = std::aligned_alloc(64, static_cast<std::size_t>(rounded));
+        if (memory_ == nullptr) throw std::bad_alloc();
+        capacity_ = rounded;
+    }
+    return memory_;
+}
+
+Context::Context(Level chosen, int threads)
+    : level(chosen), products{}, rows(choose_rows(chosen)), pool(threads), per_thread(new Scratch[threads]) {
+    choose_products(chosen, products);
+}
+
+Context::~Context() { delete[] per_thread; }
+
+}  // namespace penstock
+
+using penstock::Context;
+
+// A context for `threads` computing threads, this one included, at a level up to penstock_best_level(); null where
+// memory or threads cannot be had. To be given back with penstock_context_free.
+PENSTOCK_EXPORT Context* penstock_context_new(std::int32_t level, std::int32_t threads) {
+    if (level < penstock::LEVEL_PORTABLE || level > penstock::best_level() || threads < 1) return nullptr;
+    try {
+        return new Context(static_cast<penstock::Level>(level), threads);
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+PENSTOCK_EXPORT void penstock_context_free(Context* context) { delete context; }

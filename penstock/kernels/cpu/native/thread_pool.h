@@ -1,0 +1,39 @@
+// ThreadPool: carries out numbered items of work on the calling thread and its helpers.
+//
+// Items 0 .. count-1 are split into one contiguous range a thread. A thread takes from the front of its own range, and
+// when that is empty from the back of the fullest other one: so neighbouring panels are read in order by one core, and
+// a core that somebody else is using holds nobody up for longer than one item. Waiting spins briefly, then sleeps.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+class ThreadPool {
+  public:
+    // threads: all that compute, the caller included; at least 1.
+    explicit ThreadPool(int threads);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int threads() const;
+
+    // Calls task(item, thread) for every item, each once, and returns when all have returned. `thread` is in
+    // 0 .. threads()-1 and belongs to one running call at a time: it picks scratch memory, and must not change a result.
+    template <class Task>
+    void run(std::int64_t count, const Task& task) {
+        run_erased(count, [](const void* object, std::int64_t item, int thread) {
+            (*static_cast<const Task*>(object))(item, thread);
+        }, &task);
+    }
+
+  private:
+    using Function = void (*)(const void*, std::int64_t, int);
+    void run_erased(std::int64_t count, Function function, const void* object);
+
+    struct State;
+    State* state_;
+};
+
+}  // namespace penstock

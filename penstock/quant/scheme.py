@@ -1,0 +1,63 @@
+"""Scheme: how a quantised weight is stored and what it is multiplied with. No torch.
+
+    name        weights                                  activations
+    int8        8 bits, one scale an output channel      one int8 row, one scale a token
+    int8-x2     the same                                 two int8 slices: closer than bfloat16
+    int8-x3     the same                                 three int8 slices: close to float32
+    int4        4 bits, one bfloat16 scale a group of K  one int8 row
+    int4-a16    the same                                 as they are, in bfloat16
+
+Slices are the multi-step decomposition of Huawei's IncreFlashAttention operator: a row is the sum of int8 rows, each of
+which holds what the ones before have left.
+"""
+
+from dataclasses import dataclass
+
+DEFAULT_GROUP_SIZE = 128
+GROUP_SIZES = (32, 64, 128)
+SLICES = {"int8": 1, "int8-x2": 2, "int8-x3": 3, "int4": 1, "int4-a16": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """One row of the table above.
+
+    Attributes:
+        weight_bits: 8 or 4.
+        group_size: elements of K that share a scale; None where a whole output channel does.
+        slices: int8 rows that stand for one row of activations; 0 keeps them in bfloat16.
+    """
+
+    name: str
+    weight_bits: int
+    group_size: int | None
+    slices: int
+
+    @classmethod
+    def parse(cls, quantization: str | None, group_size: int | None = None) -> "Scheme | None":
+        """The scheme of an engine option; None is no quantisation.
+
+        Raises:
+            ValueError: there is no such scheme, or it has no groups of that size.
+        """
+        if quantization is None:
+            if group_size is not None:
+                raise ValueError("only int4 weights have groups")
+            return None
+        if quantization not in SLICES:
+            raise ValueError(f"no quantisation {quantization!r}; there are {', '.join(SLICES)}")
+        if not quantization.startswith("int4"):
+            if group_size is not None:
+                raise ValueError("only int4 weights have groups")
+            return cls(quantization, 8, None, SLICES[quantization])
+        size = DEFAULT_GROUP_SIZE if group_size is None else group_size
+        if size not in GROUP_SIZES:
+            raise ValueError(f"no groups of {size}; there are {', '.join(map(str, GROUP_SIZES))}")
+        return cls(quantization, 4, size, SLICES[quantization])
+
+    def at_finest(self, bits: int) -> "Scheme":
+        """This scheme for a weight that must keep at least so many bits; its activations stay about as exact."""
+        if self.weight_bits >= bits:
+            return self
+        name = "int8" if self.slices else "int8-x2"
+        return Scheme(name, 8, None, SLICES[name])
