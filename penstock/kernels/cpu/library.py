@@ -89,7 +89,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "penstock_rms_norm": (c_int32, [_PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR, _I32]),
     # context, x (written), h, weight, eps, rows, n, out, its type
     "penstock_add_rms_norm": (c_int32, [_PTR, _PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR, _I32]),
-    # context, qkv, positions, cos_sin or null, rotary dim, rows, H, Hkv, D, q_norm, k_norm (or null), eps, q, k, v, type
+    # context, qkv, positions, cos_sin (or null), rotary dim, rows, H, Hkv, D, q_norm, k_norm (or null), eps, q, k, v,
+    # their type
     "penstock_rotary_qkv": (
         c_int32,
         [_PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64, _PTR, _PTR, _F32, _PTR, _PTR, _PTR, _I32],
@@ -102,7 +103,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "penstock_finite_rows": (c_int32, [_PTR, _PTR, _I64, _I64, _PTR]),
     # context, logits, rows, vocabulary, PenstockSampling*, out ids int64
     "penstock_sample": (c_int32, [_PTR, _PTR, _I64, _I64, _PTR, _PTR]),
-    # context, router logits [rows, experts], rows, experts, top_k, renormalize, ids [rows, top_k], weights [rows, top_k]
+    # context, router logits [rows, experts], rows, experts, top_k, renormalize, ids and weights [rows, top_k]
     "penstock_route": (c_int32, [_PTR, _PTR, _I64, _I64, _I64, _I32, _PTR, _PTR]),
     # The machine's limits, with all threads of the context; each returns seconds.
     # context, memory, bytes: reads them once

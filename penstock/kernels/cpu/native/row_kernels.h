@@ -18,7 +18,7 @@ struct FinishArgs {
     std::int64_t rows;         // rows of `sums`
     const float* sums;         // [rows][panels * 32]
     std::int32_t activation;   // of the gate, where the weight is gated
-    void* out;                 // row 0 of the result, column 0
+    void* out;                 // the first of these rows, column 0 (not: the first panel's column)
     std::int64_t out_stride;   // elements between rows; n, or n / 2 where gated
     std::int32_t out_type;
 };

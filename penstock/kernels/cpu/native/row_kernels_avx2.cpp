@@ -1,5 +1,5 @@
 #include "row_kernels.h"
 
 namespace penstock {
-RowKernels avx2_rows() { return {}; }
+RowKernels avx2_rows() { return portable_rows(); }
 }  // namespace penstock

@@ -1,5 +1,5 @@
 #include "row_kernels.h"
 
 namespace penstock {
-RowKernels avx512_rows() { return {}; }
+RowKernels avx512_rows() { return portable_rows(); }
 }  // namespace penstock
