@@ -14,7 +14,7 @@ from penstock.kernels.cpu.library import load_library
 needs_library = pytest.mark.skipif(load_library() is None, reason="no native library was built")
 
 
-@pytest.fixture()
+@pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small rings and short turns: the figures mean nothing, but all code runs."""
     monkeypatch.setattr(ops, "RING_BYTES", 2**16)
