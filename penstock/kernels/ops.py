@@ -70,7 +70,8 @@ class AttentionMetadata:
 class RowSource(Protocol):
     """A weight [N, K] that is read piece by piece, so that nobody holds all of it beside its packed form."""
 
-    shape: tuple[int, ...]
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     def read(self, start: int, stop: int) -> Tensor:
         """Rows start .. stop-1, [stop - start, K] of any float type, contiguous."""

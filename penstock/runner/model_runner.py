@@ -25,7 +25,7 @@ from penstock.layers.causal_lm import CausalLM
 from penstock.layers.context import ForwardContext
 from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
 from penstock.runner.kv_cache import layer_groups
-from penstock.runner.sampler import Sampler, finite_rows, token_logprobs
+from penstock.runner.sampler import Sampler, token_logprobs
 from penstock.runner.sampling_tensors import on_device
 from penstock.step import CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 
@@ -127,7 +127,7 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
         """logits [M, V]: one new token for each sampled sequence that has no error."""
-        healthy = finite_rows(logits).cpu().numpy()
+        healthy = self._ops.finite_rows(logits).cpu().numpy()
         for index in step.sampled[~healthy].tolist():
             results[index].error = NOT_FINITE
         sequences = [b for b in step.sampled.tolist() if results[b].error is None]
@@ -161,7 +161,7 @@ class ModelRunner:
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             end = start + PROMPT_LOGPROB_ROWS
             logits = self._model.compute_logits(hidden[start:end])
-            if not bool(finite_rows(logits).all()):
+            if not bool(self._ops.finite_rows(logits).all()):
                 return
             some = targets[start:end]
             yield from token_logprobs(self._ops.log_softmax(logits), some, [piece.num_top] * len(some))

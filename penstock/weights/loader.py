@@ -21,6 +21,7 @@ from penstock.layers.weights import WeightLayer
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter, ParamTable
 from penstock.models.registry import CausalLM, lookup
+from penstock.quant.scheme import Scheme
 from penstock.validation import check_choice
 from penstock.weights.safetensors import Checkpoint
 
@@ -104,12 +105,14 @@ def load_model(
     ops: Ops,
     load_format: str = "auto",
     *,
+    scheme: Scheme | None = None,
     max_model_len: int | None = None,
     free_memory: Callable[[], int] = available_bytes,
 ) -> CausalLM:
     """The model of a directory, ready to compute.
 
     load_format: "auto" reads safetensors; "dummy" makes random weights, so config.json is enough.
+    scheme: how weights are quantised that may be; None keeps the backend's type.
     max_model_len: positions that will be asked for; None takes the model's max_position_embeddings.
     free_memory: bytes that the weights may take; a model that needs more is refused before anything is allocated.
 
@@ -126,7 +129,7 @@ def load_model(
     source: TensorSource = DummySource()
     if load_format != "dummy":
         source = CheckpointSource(Checkpoint(Path(directory)), parameters, table)
-    make = LayerFactory.single_device(ops, parameters, max_positions=max_model_len)
+    make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len)
     model = entry.model_class(model_config, make)
     fill(model, parameters, source)
     return cast(CausalLM, model.eval())
