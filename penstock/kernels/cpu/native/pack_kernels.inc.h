@@ -7,15 +7,21 @@
 namespace penstock {
 namespace {
 
-constexpr int LANES = 16;
-typedef float Floats __attribute__((vector_size(64)));
-typedef std::int32_t Ints __attribute__((vector_size(64)));
-typedef std::uint32_t Words __attribute__((vector_size(64)));
-typedef std::uint16_t Halves __attribute__((vector_size(32)));
-typedef std::int16_t Shorts __attribute__((vector_size(32)));
-typedef std::uint8_t Bytes __attribute__((vector_size(16)));
-typedef float Quad __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef std::int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef std::uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef std::uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+typedef std::int16_t Shorts __attribute__((vector_size(2 * WIDTH)));
+typedef std::uint8_t Bytes __attribute__((vector_size(WIDTH)));
 
+constexpr int LANES = 16;  // sums of squared errors; quant/int4.py folds them
 constexpr std::uint32_t INFINITE = 0x7f800000;  // bits of infinity; those of a NaN are greater
 constexpr float SMALLEST = 0x1p-100f;
 constexpr float ROUNDER = 0x1.8p23f;  // added to a small float it leaves no fraction: rounds to nearest even
@@ -36,15 +42,15 @@ void store(void* to, Vector from) {
 
 Floats widen(Halves bf16) { return bits_of<Floats>(__builtin_convertvector(bf16, Words) << 16); }
 
-// Elements at .. at + 15 of x; those from `count` on are zero.
+// Elements at .. at + WIDTH - 1 of x; those from `count` on are zero.
 template <int TYPE>
 Floats load(const void* x, std::int64_t at, std::int64_t count) {
     constexpr int BYTES = TYPE == TYPE_F32 ? 4 : 2;
     const std::int64_t left = count - at;
     const char* from = static_cast<const char*>(x) + at * BYTES;
-    char raw[LANES * BYTES] = {};
-    if (left >= LANES)
-        __builtin_memcpy(raw, from, LANES * BYTES);
+    char raw[WIDTH * BYTES] = {};
+    if (left >= WIDTH)
+        __builtin_memcpy(raw, from, WIDTH * BYTES);
     else
         __builtin_memcpy(raw, from, static_cast<std::size_t>(left) * BYTES);
     if constexpr (TYPE == TYPE_F32) {
@@ -58,11 +64,11 @@ Floats load(const void* x, std::int64_t at, std::int64_t count) {
     }
 }
 
-// Calls step(elements, at) for every 16 elements, the last ones filled up with zeros.
+// Calls step(elements, at) for every WIDTH elements, the last ones filled up with zeros.
 template <int TYPE, class Step>
 void each(const void* x, std::int64_t count, const Step& step) {
     std::int64_t at = 0;
-    for (; at + LANES <= count; at += LANES) step(load<TYPE>(x, at, at + LANES), at);
+    for (; at + WIDTH <= count; at += WIDTH) step(load<TYPE>(x, at, at + WIDTH), at);
     if (at < count) step(load<TYPE>(x, at, count), at);
 }
 
@@ -74,10 +80,10 @@ void each_of(const void* x, std::int32_t type, std::int64_t count, const Step& s
         each<TYPE_BF16>(x, count, step);
 }
 
-// Stores the first of 16 results that are still within `count`.
+// Stores those of WIDTH results that are still within `count`.
 template <class Element, class Vector>
 void store_some(Element* out, std::int64_t at, std::int64_t count, Vector values) {
-    if (at + LANES <= count)
+    if (at + WIDTH <= count)
         store(out + at, values);
     else
         __builtin_memcpy(out + at, &values, static_cast<std::size_t>(count - at) * sizeof(Element));
@@ -90,7 +96,7 @@ Floats fill(float value) { return value - Floats{}; }
 // Bits of sizes compare as the sizes do, and infinity and NaN come last.
 std::uint32_t greatest(Ints lanes) {
     std::uint32_t result = 0;
-    for (int lane = 0; lane < LANES; ++lane) {
+    for (int lane = 0; lane < WIDTH; ++lane) {
         const std::uint32_t value = static_cast<std::uint32_t>(lanes[lane]);
         result = value > result ? value : result;
     }
@@ -137,10 +143,16 @@ void to_int8(const void* x, std::int32_t type, std::int64_t count, float inverse
 constexpr int MAX_GROUP = 128;
 constexpr double SHRINK[] = {1.0, 0.95, 0.9, 0.85, 0.8};
 
-// A group's weights, and what is known of them.
+// A group's weights, filled up with zeros to whole sets of LANES.
 struct Group {
-    Floats weights[MAX_GROUP / LANES];
-    int vectors;
+    alignas(64) float weights[MAX_GROUP];
+    int count;
+
+    Floats at(int index) const {
+        Floats result;
+        __builtin_memcpy(&result, weights + index, sizeof result);
+        return result;
+    }
 };
 
 float round_scale(float x) {
@@ -157,20 +169,23 @@ Floats round_int4(Floats weights, float inverse) {
 }
 
 // The upper half onto the lower one, until one is left.
-float fold(Floats lanes) {
+float fold(const Floats (&sums)[LANES / WIDTH]) {
+    typedef float Quad __attribute__((vector_size(16)));
     Quad quads[4];
-    __builtin_memcpy(quads, &lanes, sizeof quads);
+    __builtin_memcpy(quads, sums, sizeof quads);
     const Quad sum = (quads[0] + quads[2]) + (quads[1] + quads[3]);
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 float squared_error(const Group& group, float scale) {
     const float inverse = 1 / scale;
-    Floats sums = {};
-    for (int at = 0; at < group.vectors; ++at) {
-        const Floats error = group.weights[at] - (round_int4(group.weights[at], inverse) - ROUNDER) * scale;
-        sums = at ? sums + error * error : error * error;
-    }
+    Floats sums[LANES / WIDTH] = {};
+    for (int at = 0; at < group.count; at += LANES)
+        for (int part = 0; part < LANES / WIDTH; ++part) {
+            const Floats weights = group.at(at + part * WIDTH);
+            const Floats error = weights - (round_int4(weights, inverse) - ROUNDER) * scale;
+            sums[part] += error * error;
+        }
     return fold(sums);
 }
 
@@ -190,11 +205,11 @@ float best_scale(const Group& group, float abs_max, float extreme) {
 }
 
 std::uint16_t to_int4(const void* x, std::int32_t type, int count, std::uint8_t* out, bool& finite) {
-    Group group;
-    group.vectors = 0;
+    Group group{};
+    group.count = (count + LANES - 1) / LANES * LANES;
     Ints sizes = {}, positive = {};
-    each_of(x, type, count, [&](Floats values, std::int64_t) {
-        group.weights[group.vectors++] = values;
+    each_of(x, type, count, [&](Floats values, std::int64_t at) {
+        store(group.weights + at, values);
         const Ints now = size_bits(values), above = values > Floats{} ? now : Ints{};
         sizes = now > sizes ? now : sizes;
         positive = above > positive ? above : positive;
@@ -206,9 +221,9 @@ std::uint16_t to_int4(const void* x, std::int32_t type, int count, std::uint8_t*
         scale = best_scale(group, abs_max, greatest(positive) == most ? abs_max : -abs_max);
         inverse = 1 / scale;
     }
-    for (int at = 0; at < group.vectors; ++at) {
-        const Ints rounded = bits_of<Ints>(round_int4(group.weights[at], inverse)) - (ROUNDER_BITS - 8);
-        store_some(out, at * LANES, count, narrow(rounded));
+    for (int at = 0; at < count; at += WIDTH) {
+        const Ints rounded = bits_of<Ints>(round_int4(group.at(at), inverse)) - (ROUNDER_BITS - 8);
+        store_some(out, at, count, narrow(rounded));
     }
     return static_cast<std::uint16_t>(bits_of<std::uint32_t>(scale) >> 16);
 }
