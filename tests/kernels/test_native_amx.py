@@ -1,4 +1,4 @@
-"""Products with AMX tiles: bfloat16 against float64, int8 against the same arithmetic in numpy, both against themselves."""
+"""Products with AMX tiles: bfloat16 against float64, int8 against its definition in numpy, both against themselves."""
 
 from collections.abc import Iterator, Sequence
 
