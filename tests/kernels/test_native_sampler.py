@@ -147,7 +147,15 @@ def assert_same_choices(logits: Tensor, params: SamplingTensors, samplers: list[
     for row in rows:
         assert params.temperature[row] > 0, f"greedy row {row}: {ids[row]} and not {expected[row]}"
         assert explained(logits, params, row, int(ids[row])), f"row {row}: {ids[row]} and not {expected[row]}"
-        print("EXC", len(logits[row]), row, params.top_k is not None and params.top_k[row], params.top_p is not None and params.top_p[row], ids[row], expected[row])
+        print(
+            "EXC",
+            len(logits[row]),
+            row,
+            params.top_k is not None and params.top_k[row],
+            params.top_p is not None and params.top_p[row],
+            ids[row],
+            expected[row],
+        )
     return len(rows)
 
 
@@ -353,7 +361,9 @@ def test_draws_follow_the_distribution(field: str, samplers: list[Sampler]) -> N
         p[p < 0.2 * p.max()] = 0
     cuts = {"top_k": torch.full((count,), 12), "top_p": torch.full((count,), 0.8), "min_p": torch.full((count,), 0.2)}
     keys = torch.stack([torch.arange(count) * 7919, torch.zeros(count).long(), torch.full((count,), 3)], dim=1)
-    params = tensors(count, temperature=torch.ones(count), noise_key=keys, **{k: v for k, v in cuts.items() if k == field})
+    params = tensors(
+        count, temperature=torch.ones(count), noise_key=keys, **{k: v for k, v in cuts.items() if k == field}
+    )
     seen = torch.bincount(samplers[-2].sample(logits.repeat(count, 1), params), minlength=vocab)
     assert seen[p == 0].sum() == 0, "an entry that was cut off"
     expected = (p / p.sum() * count)[p > 0]
