@@ -5,7 +5,7 @@ directory -> ModelConfig -> resolved EngineConfig -> backend -> model with weigh
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Before torch is loaded: threads that wait by spinning take the core from whoever they wait for as soon as another
 # process wants one (measured on 2 cores with one busy neighbour: 5 tokens/s spinning, 100 sleeping).
@@ -25,6 +25,7 @@ from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
 from penstock.sampling_params import SamplingParams
+from penstock.weights import packed_info
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import load_model
 from penstock.weights.safetensors import fingerprint
@@ -52,8 +53,9 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     directory = resolve_model(config.model)
     model_config = ModelConfig.from_directory(directory)
     _check_defaults(model_config)
-    config = config.resolve(model_config)
-    numerics = config.numerics
+    numerics, held = packed_info.fit(config.numerics, directory)
+    config = replace(config, numerics=numerics).resolve(model_config)
+    config, numerics = replace(config, reasons=config.reasons | held), config.numerics
     ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=numerics.threads or 1)
     model = load_model(
         directory,

@@ -78,10 +78,9 @@ def _best_scales(wide: Tensor) -> Tensor:
     greatest = wide.abs().amax(dim=2, keepdim=True)
     extreme = torch.where(wide.amax(dim=2, keepdim=True) == greatest, greatest, -greatest)
     best, least = torch.zeros_like(greatest), torch.zeros_like(greatest)
-    for index, (base, factor) in enumerate(
-        pair for factor in SHRINK for pair in ((greatest, factor / 7), (extreme, -factor / 8))
-    ):
-        scale = (base * torch.tensor(factor, dtype=torch.float32)).bfloat16().float()
+    candidates = [pair for factor in SHRINK for pair in ((greatest, factor / 7), (extreme, -factor / 8))]
+    for index, (base, multiple) in enumerate(candidates):
+        scale = (base * torch.tensor(multiple, dtype=torch.float32)).bfloat16().float()
         error = _squared_error(wide, scale)
         better = error < least if index else torch.ones_like(error, dtype=torch.bool)
         best, least = torch.where(better, scale, best), torch.where(better, error, least)
@@ -96,8 +95,8 @@ def _round(wide: Tensor, scale: Tensor) -> Tensor:
 def _squared_error(wide: Tensor, scale: Tensor) -> Tensor:
     """[N, groups, 1]: the sum over each group, in the order of this file's first lines."""
     error = wide - _round(wide, scale) * scale
-    squares = (error * error).unflatten(2, (-1, LANES))
-    total = squares[:, :, 0]
+    squares = (error * error).view(*wide.shape[:2], -1, LANES)
+    total: Tensor = squares[:, :, 0]
     for index in range(1, squares.shape[2]):
         total = total + squares[:, :, index]
     while (half := total.shape[2] // 2) > 0:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed.py
+PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed_file.py
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # the format's name, torch's
 LENGTH_BYTES = 8  # before the header: how long it is
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
@@ -55,9 +55,11 @@ class Checkpoint:
 
         Raises:
             ModelLoadError: no safetensors, a shard that is missing or outside the directory, a tensor that is in two
-                shards or in none, a damaged header.
+                shards or in none, a damaged header; or the weights are packed.
         """
         self.files = find_files(directory)
+        if self.files[0].name == PACKED:
+            raise ModelLoadError(f"{directory}: its weights are packed; they can only be served, with the cpu kernels")
         self.entries: dict[str, TensorEntry] = {}
         for file in self.files:
             for name, entry in read_entries(file).items():
@@ -100,7 +102,7 @@ class FileRows:
         dtype = getattr(torch, FLOATS[self.entry.dtype])
         row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
         buffer = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
-        self._fill(memoryview(buffer.numpy()), self.entry.offset + start * row_bytes)
+        self._fill(buffer.numpy().data, self.entry.offset + start * row_bytes)
         return buffer.view(dtype).view(stop - start, *self.shape[1:])
 
     def _fill(self, buffer: memoryview, offset: int) -> None:

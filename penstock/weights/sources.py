@@ -1,4 +1,4 @@
-"""Where the values of a parameter come from, as kernels.ops.RowSources: nobody holds more than the rows he asked for."""
+"""Where a parameter's values come from, as kernels.ops.RowSources: nobody holds more than the rows he asked for."""
 
 import hashlib
 import math
