@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm": {"build", "client", "tokenizer"},
     "async_llm": {"client", "engine", "tokenizer"},
     "server": {"client", "engine", "tokenizer"},
-    "bench": {"build", "client", "engine", "llm", "planner"},
+    "bench": {"build", "client", "engine", "kernels", "llm", "models", "planner", "quant"},
     "cli": {"async_llm", "bench", "client", "engine", "kernels", "llm", "server", "weights"},
     "demo": set(),
     "__init__": {"llm", "async_llm", "models"},

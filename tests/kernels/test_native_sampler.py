@@ -147,7 +147,6 @@ def assert_same_choices(logits: Tensor, params: SamplingTensors, samplers: list[
     for row in rows:
         assert params.temperature[row] > 0, f"greedy row {row}: {ids[row]} and not {expected[row]}"
         assert explained(logits, params, row, int(ids[row])), f"row {row}: {ids[row]} and not {expected[row]}"
-        print("EXC", len(logits[row]), row, params.top_k is not None and params.top_k[row], params.top_p is not None and params.top_p[row], ids[row], expected[row])
     return len(rows)
 
 
@@ -198,7 +197,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, SamplingTensors]:
 
 def test_chooses_what_the_reference_chooses(samplers: list[Sampler]) -> None:
     """Guards against any step that is missing, out of order or cuts one entry too many. Of the rows that are drawn, at
-    most one in two hundred may need the near tie that `explained` proves."""
+    most one in a thousand may need the near tie that `explained` proves."""
     rows = excused = 0
 
     @settings(max_examples=250, deadline=None, derandomize=True, database=None)
@@ -209,7 +208,7 @@ def test_chooses_what_the_reference_chooses(samplers: list[Sampler]) -> None:
         excused += assert_same_choices(*case, samplers)
 
     check()
-    assert excused <= rows / 200, f"{excused} of {rows} rows"
+    assert excused <= rows / 1000, f"{excused} of {rows} rows"
 
 
 def shapes_of_a_row(vocab: int) -> dict[str, Tensor]:
@@ -251,7 +250,7 @@ def test_cuts_of_hard_rows(vocab: int, samplers: list[Sampler]) -> None:
             top_k=columns[0].clamp(min=1), top_p=columns[1].float(), min_p=columns[2].float(),
         )  # fmt: skip
         excused += assert_same_choices(logits, params, samplers[-2:])
-    assert excused <= 3
+    assert excused <= 1
 
 
 @pytest.mark.parametrize("vocab", [32000, 152064])
@@ -353,7 +352,9 @@ def test_draws_follow_the_distribution(field: str, samplers: list[Sampler]) -> N
         p[p < 0.2 * p.max()] = 0
     cuts = {"top_k": torch.full((count,), 12), "top_p": torch.full((count,), 0.8), "min_p": torch.full((count,), 0.2)}
     keys = torch.stack([torch.arange(count) * 7919, torch.zeros(count).long(), torch.full((count,), 3)], dim=1)
-    params = tensors(count, temperature=torch.ones(count), noise_key=keys, **{k: v for k, v in cuts.items() if k == field})
+    params = tensors(
+        count, temperature=torch.ones(count), noise_key=keys, **{k: v for k, v in cuts.items() if k == field}
+    )
     seen = torch.bincount(samplers[-2].sample(logits.repeat(count, 1), params), minlength=vocab)
     assert seen[p == 0].sum() == 0, "an entry that was cut off"
     expected = (p / p.sum() * count)[p > 0]
@@ -380,19 +381,20 @@ def test_log_softmax_is_near_float64(vocab: int, samplers: list[Sampler]) -> Non
 
 
 def test_log_softmax_sums_in_eight_leaves(samplers: list[Sampler]) -> None:
-    """Guards against another cut of the vocabulary: a rank that has leaves 2i and 2i+1 must find their sum without the
-    others. A leaf's bits come from the same function of that leaf alone, which is taken from rows of one leaf."""
-    vocab = 8 * 777 + 5
-    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1))
-    ends = [i * vocab // 8 for i in range(9)]
-    swapped = logits.clone()
-    for i in range(0, 8, 2):  # leaves of equal length change places: the tree's first sums are the same
-        a, b, c = ends[i : i + 3]
-        if b - a == c - b:
-            swapped[0, a:b], swapped[0, b:c] = logits[0, b:c], logits[0, a:b]
-    assert not torch.equal(swapped, logits)
-    first, second = (samplers[0].log_softmax(x)[0].sort()[0] for x in (logits, swapped))
-    assert torch.equal(first, second)
+    """Guards against another cut of the vocabulary or order of its sums: leaves that change places within the tree
+    leave every bit as it is, so ranks that have neighbouring leaves find the tree's inner sums. Elsewhere they do not,
+    which shows that the sums are near enough to be told apart: they lie between 1 and 2, one entry has most of it."""
+    rows, length = 30, 777
+    leaves = torch.randn(rows, 8, length, generator=torch.Generator().manual_seed(1)) - 9.0
+    leaves[:, 3, 100] = 0.0
+
+    def sums(order: list[int]) -> Tensor:
+        return samplers[0].log_softmax(leaves[:, order].reshape(rows, -1).contiguous()).amax(-1)
+
+    expected = sums([0, 1, 2, 3, 4, 5, 6, 7])
+    for order in ([1, 0, 3, 2, 5, 4, 7, 6], [2, 3, 0, 1, 6, 7, 4, 5], [4, 5, 6, 7, 0, 1, 2, 3]):
+        assert torch.equal(sums(order), expected)
+    assert not torch.equal(sums([0, 2, 1, 3, 4, 5, 6, 7]), expected)
 
 
 def test_finite_rows(samplers: list[Sampler]) -> None:

@@ -195,7 +195,14 @@ def test_finite_rows() -> None:
     """Guards against -inf (a masked logit) taken for an error, and a row of nothing but -inf taken for health."""
     inf = math.inf
     rows = [[0.0, -inf], [math.nan, 0.0], [inf, 0.0], [-inf, -inf], [inf, math.nan], [1.0, 2.0]]
-    assert ReferenceOps(torch.float32).finite_rows(torch.tensor(rows)).tolist() == [True, False, False, False, False, True]
+    assert ReferenceOps(torch.float32).finite_rows(torch.tensor(rows)).tolist() == [
+        True,
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_an_unbuilt_backend_is_refused_by_name() -> None:

@@ -29,6 +29,7 @@ EACH(test_exp, exp(a))
 EACH(test_log, log(a))
 EACH(test_tanh, tanh(a))
 EACH(test_erf, erf(a))
+EACH(test_exp_to_zero, exp_to_zero(with_sign(a, F32x16(-1.0f))))
 EACH(test_erfc_positive, erfc_positive(abs(a)))
 EACH(test_sum, F32x16(sum(a)))
 EACH(test_greatest, F32x16(greatest(a)))
@@ -36,12 +37,14 @@ EACH(test_first, load_first(x + i, 5, -3.0f))
 """
 EXACT = {
     "exp": torch.exp,
+    "exp_to_zero": lambda x: torch.exp(-x.abs()),
     "log": torch.log,
     "tanh": torch.tanh,
     "erf": torch.special.erf,
     "erfc_positive": lambda x: torch.special.erfc(x.abs()),
 }
-ULPS = {"exp": 1.0, "log": 1.0, "tanh": 2.0, "erf": 2.0, "erfc_positive": 8.0}  # erfc: and x^2
+ULPS = {"exp": 1.0, "exp_to_zero": 1.0, "log": 1.0, "tanh": 2.0, "erf": 2.0, "erfc_positive": 8.0}  # erfc: and x^2
+ZERO_BELOW = {"exp_to_zero": 1.7e-38, "erfc_positive": 2e-39}  # smaller results may be 0
 
 Functions = list[ctypes.CDLL]
 
@@ -94,7 +97,8 @@ def test_functions_within_their_bounds(functions: Functions, name: str) -> None:
         assert np.array_equal(result[np.isinf(nearest)], nearest[np.isinf(nearest)])
         ulps = np.abs(result[finite] - exact[finite]) / np.spacing(np.abs(nearest[finite])).astype(np.float64)
         allowed = ULPS[name] + (np.square(x[finite], dtype=np.float64) if name == "erfc_positive" else 0)
-        assert bool((ulps <= allowed).all()), (name, ulps.max(), x[finite][ulps.argmax()])
+        lost = (result[finite] == 0) & (exact[finite] < ZERO_BELOW.get(name, 0.0))
+        assert bool(((ulps <= allowed) | lost).all())
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -139,10 +139,12 @@ class CpuOps:
         out: Tensor | None = None,
     ) -> Tensor:
         gates, downs = [_own(item, gated=True) for item in gate_up], [_own(item, gated=False) for item in down]
-        _check_experts(gates, downs, ids)
-        (rows, hidden), (_, top_k) = rows_of(x, "x"), rows_of(ids, "ids")
+        _check_experts(gates, downs)
+        (rows, _), (_, top_k) = rows_of(x, "x"), rows_of(ids, "ids")
+        ids_at = address(ids, (rows, top_k), I64, "ids")
+        _check_range(ids, len(gates), "ids")
         if out is None:
-            out = torch.empty((rows, hidden), dtype=F32)
+            out = torch.empty((rows, downs[0].outputs), dtype=F32)
         gate_array, down_array = _weight_array(gates), _weight_array(downs)
         self._call(
             "penstock_experts",
@@ -153,7 +155,7 @@ class CpuOps:
             self._type,
             rows,
             top_k,
-            address(ids, (rows, top_k), I64, "ids"),
+            ids_at,
             address(weights, (rows, top_k), F32, "weights"),
             activation_code(activation),
             address(out, (rows, downs[0].outputs), F32, "out"),
@@ -172,7 +174,7 @@ class CpuOps:
     # --- row operations --------------------------------------------------------------------------------------------
 
     def embedding(self, ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        (rows,), (vocab_size, hidden) = ids.shape, rows_of(weight, "weight")
+        rows, (vocab_size, hidden) = len(ids), rows_of(weight, "weight")
         table, at = address(weight, (vocab_size, hidden), self.dtype, "weight"), address(ids, (rows,), I64, "ids")
         _check_range(ids, vocab_size, "ids")
         if out is None:
@@ -235,19 +237,20 @@ class CpuOps:
             q, k, v = (torch.empty(shape, dtype=dtype) for shape in (q_shape, kv_shape, kv_shape))
         else:
             q, k, v = out
-        rotary_dim = 0
+        positions_at, cos_sin_at, rotary_dim = address(positions, (rows,), I64, "positions"), None, 0
         if cos_sin is not None:
             num_positions, rotary_dim = rows_of(cos_sin, "cos_sin")
+            cos_sin_at = address(cos_sin, (num_positions, rotary_dim), F32, "cos_sin")
             if rotary_dim > head_dim or rotary_dim % 2:
-                raise ValueError(f"cos_sin: {rotary_dim} columns for heads of {head_dim}")
+                raise ValueError(f"cos_sin: {rotary_dim} columns; an even number up to {head_dim} is needed")
             if self._checked[0] is not positions or self._checked[1] != num_positions:  # once for all layers of a step
                 _check_range(positions, num_positions, "positions")
                 self._checked = positions, num_positions
         self._call(
             "penstock_rotary_qkv",
             address(qkv, (rows, (num_heads + 2 * num_kv_heads) * head_dim), F32, "qkv"),
-            address(positions, (rows,), I64, "positions"),
-            None if cos_sin is None else address(cos_sin, (num_positions, rotary_dim), F32, "cos_sin"),
+            positions_at,
+            cos_sin_at,
             rotary_dim,
             rows,
             num_heads,
@@ -336,12 +339,11 @@ def _check_range(ids: Tensor, stop: int, name: str) -> None:
         raise ValueError(f"{name}: one of them is outside 0 .. {stop - 1}")
 
 
-def _check_experts(gate_up: list[CpuLinear], down: list[CpuLinear], ids: Tensor) -> None:
-    """As many of one kind as of the other, all of one shape, and no id beyond them."""
+def _check_experts(gate_up: list[CpuLinear], down: list[CpuLinear]) -> None:
+    """As many of one kind as of the other, and all of one shape."""
     shapes = {(gate.shape, plain.shape) for gate, plain in zip(gate_up, down, strict=True)}
     if len(shapes) != 1 or gate_up[0].outputs != down[0].depth or gate_up[0].depth != down[0].outputs:
         raise ValueError(f"experts: weights of these shapes do not follow each other: {sorted(shapes)}")
-    _check_range(ids, len(gate_up), "ids")
 
 
 def _weight_array(weights: list[CpuLinear]) -> "ctypes.Array[PenstockWeight]":

@@ -68,37 +68,67 @@ PENSTOCK_INLINE WidePart block_numbers(std::uint64_t first_block, int p) {
     return numbers;
 }
 
-// The random words of entries 64 * group .. 64 * group + 63.
-PENSTOCK_INLINE void philox_words(NoiseKey key, std::uint64_t group, U32x16 (&words)[PHILOX_VECTORS]) {
+// One word of 16 blocks, or their numbers.
+struct BlockWord {
+    WidePart part[BLOCK_PARTS];
+};
+
+// The four words of the blocks with these numbers.
+PENSTOCK_INLINE void philox(NoiseKey key, const BlockWord& numbers, BlockWord (&words)[4]) {
     constexpr std::uint64_t MULTIPLIER_0 = 0xD2511F53u, MULTIPLIER_1 = 0xCD9E8D57u;
     constexpr std::uint32_t WEYL_0 = 0x9E3779B9u, WEYL_1 = 0xBB67AE85u;
     const WidePart zero = {}, m0 = zero + MULTIPLIER_0, m1 = zero + MULTIPLIER_1;
-    WidePart c0[BLOCK_PARTS], c1[BLOCK_PARTS], c2[BLOCK_PARTS], c3[BLOCK_PARTS];
+    BlockWord c0, c1, c2 = numbers, c3;
     for (int p = 0; p < BLOCK_PARTS; ++p) {
-        c0[p] = zero + std::uint64_t{key.choice};
-        c1[p] = zero + std::uint64_t{key.position};
-        c2[p] = block_numbers(group * (PHILOX_ENTRIES / 4), p);
-        c3[p] = zero;
+        c0.part[p] = zero + std::uint64_t{key.choice};
+        c1.part[p] = zero + std::uint64_t{key.position};
+        c3.part[p] = zero;
     }
     std::uint32_t k0 = key.seed_low, k1 = key.seed_high;
     for (int round = 0; round < PHILOX_ROUNDS; ++round) {
         for (int p = 0; p < BLOCK_PARTS; ++p) {
-            const WidePart product0 = multiply_low_halves(c0[p], m0), product1 = multiply_low_halves(c2[p], m1);
-            c0[p] = (product1 >> 32) ^ c1[p] ^ (zero + std::uint64_t{k0});
-            c1[p] = product1;
-            c2[p] = (product0 >> 32) ^ c3[p] ^ (zero + std::uint64_t{k1});
-            c3[p] = product0;
+            const WidePart product0 = multiply_low_halves(c0.part[p], m0);
+            const WidePart product1 = multiply_low_halves(c2.part[p], m1);
+            c0.part[p] = (product1 >> 32) ^ c1.part[p] ^ (zero + std::uint64_t{k0});
+            c1.part[p] = product1;
+            c2.part[p] = (product0 >> 32) ^ c3.part[p] ^ (zero + std::uint64_t{k1});
+            c3.part[p] = product0;
         }
         k0 += WEYL_0;
         k1 += WEYL_1;
     }
+    words[0] = c0;
+    words[1] = c1;
+    words[2] = c2;
+    words[3] = c3;
+}
+
+// The random words of entries 64 * group .. 64 * group + 63.
+PENSTOCK_INLINE void words_of_group(NoiseKey key, std::uint64_t group, U32x16 (&words)[PHILOX_VECTORS]) {
+    BlockWord numbers, word[4];
+    for (int p = 0; p < BLOCK_PARTS; ++p) numbers.part[p] = block_numbers(group * (PHILOX_ENTRIES / 4), p);
+    philox(key, numbers, word);
     for (int p = 0; p < BLOCK_PARTS; ++p) {
         WidePart first, second;
-        interleave((c0[p] & 0xFFFFFFFFu) | c1[p] << 32, (c2[p] & 0xFFFFFFFFu) | c3[p] << 32, first, second);
+        interleave((word[0].part[p] & 0xFFFFFFFFu) | word[1].part[p] << 32,
+                   (word[2].part[p] & 0xFFFFFFFFu) | word[3].part[p] << 32, first, second);
         const int at = 2 * p;
         words[at / PARTS].part[at % PARTS] = reinterpret_cast<UintPart>(first);
         words[(at + 1) / PARTS].part[(at + 1) % PARTS] = reinterpret_cast<UintPart>(second);
     }
+}
+
+// The random words of any 16 entries.
+PENSTOCK_INLINE U32x16 words_of_entries(NoiseKey key, const std::int32_t (&ids)[LANES]) {
+    BlockWord numbers, word[4];
+    for (int i = 0; i < LANES; ++i)
+        numbers.part[i / PART_BLOCKS][i % PART_BLOCKS] = static_cast<std::uint64_t>(ids[i]) / 4;
+    philox(key, numbers, word);
+    U32x16 result;
+    for (int i = 0; i < LANES; ++i)
+        result.part[i / PART_LANES][i % PART_LANES] =
+            static_cast<std::uint32_t>(word[ids[i] % 4].part[i / PART_BLOCKS][i % PART_BLOCKS]);
+    return result;
 }
 
 }  // namespace

@@ -48,7 +48,12 @@ inline Ints load_bits(const float* x) {
 inline Ints load_bits(const std::uint16_t* x) {
     HalfWords bits;
     __builtin_memcpy(&bits, x, sizeof bits);
+#if defined(__AVX512F__)
+    // GCC 12 makes four instructions of the conversion below, and warns of the intrinsic without a mask.
+    return same_bits<Ints>(_mm512_maskz_cvtepu16_epi32(0xffff, same_bits<__m256i>(bits))) << 16;
+#else
     return __builtin_convertvector(bits, Ints) << 16;
+#endif
 }
 
 // The first `count` elements and then zeros: x itself where it has `length` elements, else a copy in `padded`.
@@ -60,27 +65,34 @@ inline const Element* pad(const Element* x, std::int64_t count, int length, Elem
     return padded;
 }
 
+inline std::int32_t greater(std::int32_t a, std::int32_t b) { return a > b ? a : b; }
+
 inline std::int32_t greatest(const Ints& values) {
-    std::int32_t result = values[0];
-    for (int lane = 1; lane < LANES; ++lane) result = values[lane] > result ? values[lane] : result;
-    return result;
+    Ints left = values;
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; ++lane) left[lane] = greater(left[lane], left[lane + half]);
+    return left[0];
 }
 
 inline std::int32_t total(const Ints& values) {
-    std::int32_t result = 0;
-    for (int lane = 0; lane < LANES; ++lane) result += values[lane];
-    return result;
+    Ints left = values;
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; ++lane) left[lane] += left[lane + half];
+    return left[0];
 }
 
 // Bits of the greatest |x|. As integers they are in the order of the values, with infinity and then NaN on top.
 template <class Element>
 std::int32_t greatest_magnitude(const Element* x, std::int64_t count) {
     Ints result{};
-    Element tail[LANES];
-    for (std::int64_t k = 0; k < count; k += LANES) {
-        const Ints magnitude = load_bits(pad(x + k, count - k, LANES, tail)) & MAGNITUDE_BITS;
+    std::int64_t k = 0;
+    const auto take = [&](const Element* from) {
+        const Ints magnitude = load_bits(from) & MAGNITUDE_BITS;
         result = magnitude > result ? magnitude : result;
-    }
+    };
+    for (; k + LANES <= count; k += LANES) take(x + k);
+    Element tail[LANES];
+    take(pad(x + k, count - k, LANES, tail));
     return greatest(result);
 }
 
@@ -101,6 +113,7 @@ inline LeafScale leaf_scale(std::int32_t magnitude_bits) {
 // x [length] -> slices [SLICES][CHUNK], and adds them to their sums [SLICES].
 template <int SLICES, class Element>
 inline void quantize_chunk(const Element* x, int length, float factor, std::int8_t* slices, Ints* sums) {
+    Ints added[SLICES] = {};
     for (int k = 0; k < length; k += LANES) {
         Floats rest = same_bits<Floats>(load_bits(x + k)) * factor;
         for (int s = 0; s < SLICES; ++s) {
@@ -108,10 +121,11 @@ inline void quantize_chunk(const Element* x, int length, float factor, std::int8
             const Ints slice = same_bits<Ints>(rounded) - ROUNDER_BITS;
             const Bytes bytes = __builtin_convertvector(slice, Bytes);
             __builtin_memcpy(slices + s * CHUNK + k, &bytes, sizeof bytes);
-            sums[s] += slice;
+            added[s] += slice;
             rest = (rest - (rounded - ROUNDER)) * SLICE_RATIO;
         }
     }
+    for (int s = 0; s < SLICES; ++s) sums[s] += added[s];
 }
 
 // Quantises a tile. A sum is taken of every `span` elements of padded K, or of every leaf where span is 0.
@@ -138,7 +152,8 @@ void quantize_tile(const OperandArgs& args, int span, const Place& place) {
         const std::int64_t step = span > 0 ? span : padded_end - padded_start;
         const int length = step < CHUNK ? static_cast<int>(step) : CHUNK;
         for (std::int64_t first = padded_start; first < padded_end; first += step) {
-            Ints sums[MAX_TILE_ROWS] = {};
+            Ints sums[MAX_TILE_ROWS];
+            for (int o = 0; o < args.rows * SLICES; ++o) sums[o] = Ints{};
             for (std::int64_t k = first; k < first + step; k += length) {
                 const std::int64_t done = k - padded_start;
                 for (int r = 0; r < args.rows; ++r) {
@@ -175,10 +190,33 @@ void quantize_tile(const OperandArgs& args, int span, const Place& place) {
     quantize_tile<std::uint16_t>(args, span, place);
 }
 
+using Quads __attribute__((vector_size(16))) = std::int32_t;  // four times four operands
+
+inline Quads load_quads(const std::int8_t* from) {
+    Quads quads;
+    __builtin_memcpy(&quads, from, sizeof quads);
+    return quads;
+}
+
+// Four rows of 16 operands -> [4][rows][4].
+inline void interleave_four(const std::int8_t* slices, int rows, std::int8_t* to) {
+    const Quads a = load_quads(slices), b = load_quads(slices + CHUNK);
+    const Quads c = load_quads(slices + 2 * CHUNK), d = load_quads(slices + 3 * CHUNK);
+    const Quads ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    const Quads cd_low = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    const Quads columns[4] = {
+        __builtin_shufflevector(ab_low, cd_low, 0, 1, 4, 5), __builtin_shufflevector(ab_low, cd_low, 2, 3, 6, 7),
+        __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5), __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7)};
+    for (int quad = 0; quad < 4; ++quad) __builtin_memcpy(to + quad * rows * 4, &columns[quad], sizeof(Quads));
+}
+
 // slices [rows][CHUNK] -> [length / 4][rows][4]: the four operands that one instruction takes, row beside row.
 inline void interleave(const std::int8_t* slices, int rows, int length, std::int8_t* to) {
-    for (int k = 0; k < length; k += 4)
-        for (int r = 0; r < rows; ++r, to += 4) __builtin_memcpy(to, slices + r * CHUNK + k, 4);
+    int r = 0;
+    for (; r + 4 <= rows; r += 4)
+        for (int k = 0; k < length; k += 16) interleave_four(slices + r * CHUNK + k, rows, to + k * rows + r * 4);
+    for (; r < rows; ++r)
+        for (int k = 0; k < length; k += 4) __builtin_memcpy(to + k * rows + r * 4, slices + r * CHUNK + k, 4);
 }
 
 // A tile laid out as [padded_k / 4][operand rows][4].

@@ -33,15 +33,17 @@ PENSTOCK_INLINE void store_some(Element* to, F32x16 a, int count) {
 
 // ---- Products
 
-// x / (1 + e^-t). Large |t| and infinite x give the limit; e^-|t| cannot overflow.
+constexpr float LOWEST = -3.40282347e38f;  // the least float that is finite, for -inf where that would meet 0
+
+// Activations: of results smaller than 2e-36 some are 0; the bounds below are for the others.
+
+// x / (1 + e^-t) for x and t of one sign. Large |t| and infinite x give the limit: e^-|t| cannot overflow.
 PENSTOCK_INLINE F32x16 times_sigmoid(F32x16 x, F32x16 t) {
-    constexpr float LOWEST = -3.40282347e38f;  // for -inf, whose product with 0 would be NaN
-    const F32x16 decay = exp(abs(t) * -1.0f);
-    const F32x16 finite = select(x < LOWEST, F32x16(LOWEST), x);
-    return select(t < 0.0f, finite * decay, x) / (decay + 1.0f);
+    const F32x16 decay = exp_to_zero(with_sign(t, F32x16(-1.0f)));
+    return select(t < 0.0f, max(LOWEST, x) * decay, x) / (decay + 1.0f);
 }
 
-// Within 4 ulp down to x = -87; below that, where results turn subnormal, within 2^-142.
+// Within 4 ulp.
 PENSTOCK_INLINE F32x16 silu(F32x16 x) { return times_sigmoid(x, x); }
 
 // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), where (1 + tanh(t)) / 2 is the sigmoid of 2 t.
@@ -54,10 +56,9 @@ PENSTOCK_INLINE F32x16 gelu_tanh(F32x16 x) {
 // x times the normal distribution's probability of less than x, within 10 + 2 x^2 ulp. Below zero the probability is a
 // tail, which keeps its digits.
 PENSTOCK_INLINE F32x16 gelu(F32x16 x) {
-    constexpr float SQRT_HALF = 0.707106781f, LOWEST = -3.40282347e38f;
+    constexpr float SQRT_HALF = 0.707106781f;
     const F32x16 tail = erfc_positive(abs(x) * SQRT_HALF) * 0.5f;
-    const F32x16 finite = select(x < LOWEST, F32x16(LOWEST), x);
-    return select(x < 0.0f, finite * tail, x * (1.0f - tail));
+    return select(x < 0.0f, max(LOWEST, x) * tail, x * (1.0f - tail));
 }
 
 template <int ACTIVATION>

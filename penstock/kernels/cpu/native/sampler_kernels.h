@@ -88,6 +88,9 @@ struct SamplerKernels {
     // The id whose value plus noise is highest, of those that the cut leaves; of equals the lowest. `max` is the
     // greatest of x, which is finite and stays. -1 where NaN leaves nothing.
     std::int64_t (*draw)(const float* x, std::int64_t n, float max, Cut cut, NoiseKey key);
+
+    // The same of `count` entries with their ids, which ascend.
+    std::int64_t (*draw_of)(const std::int32_t* ids, const float* x, std::int64_t count, float max, NoiseKey key);
 };
 
 SamplerKernels portable_sampler();

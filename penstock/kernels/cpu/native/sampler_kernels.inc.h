@@ -24,6 +24,12 @@ PENSTOCK_INLINE bool any(I32x16 mask) {
 
 PENSTOCK_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
+PENSTOCK_INLINE I32x16 ids_from(std::int64_t first) {
+    I32x16 ids;
+    for (int i = 0; i < LANES; ++i) ids.part[i / PART_LANES][i % PART_LANES] = i;
+    return ids + static_cast<std::int32_t>(first);
+}
+
 // Lanes at .. at + 15 of x [n]; those behind its end are -inf.
 PENSTOCK_INLINE F32x16 load_entries(const float* x, std::int64_t n, std::int64_t at) {
     if (at + LANES <= n) return load(x + at);
@@ -156,17 +162,44 @@ Masses masses(const float* x, std::int64_t n, float max) {
     return result;
 }
 
-std::int64_t collect(const float* x, std::int64_t n, float floor, std::int32_t* ids, float* values) {
+// Where `collect` puts what it finds.
+struct Found {
+    std::int32_t* ids;
+    float* values;
     std::int64_t count = 0;
-    for (std::int64_t at = 0; at < n; at += LANES) {
-        if (at + LANES <= n && !any(load(x + at) >= F32x16(floor))) continue;
-        for (std::int64_t i = at; i < smaller(at + LANES, n); ++i) {
-            ids[count] = static_cast<std::int32_t>(i);  // overwritten by the next one where this does not count
+
+    // Those of x[begin .. end-1] that reach the floor. Writes behind the count, but never behind `end`.
+    PENSTOCK_INLINE void add(const float* x, std::int64_t begin, std::int64_t end, float floor) {
+        for (std::int64_t i = begin; i < end; ++i) {
+            ids[count] = static_cast<std::int32_t>(i);
             values[count] = x[i];
             count += x[i] >= floor;
         }
     }
-    return count;
+
+#if defined(__AVX512F__)
+    PENSTOCK_INLINE void add_lanes(const float* x, std::int64_t begin, float floor) {
+        const __m512 entries = _mm512_loadu_ps(x + begin);
+        const __mmask16 reach = _mm512_cmp_ps_mask(entries, _mm512_set1_ps(floor), _CMP_GE_OQ);
+        const __m512i entry_ids = reinterpret_cast<__m512i>(ids_from(begin).part[0]);
+        _mm512_storeu_ps(values + count, _mm512_maskz_compress_ps(reach, entries));
+        _mm512_storeu_si512(ids + count, _mm512_maskz_compress_epi32(reach, entry_ids));
+        count += __builtin_popcount(reach);
+    }
+#else
+    PENSTOCK_INLINE void add_lanes(const float* x, std::int64_t begin, float floor) {
+        add(x, begin, begin + LANES, floor);
+    }
+#endif
+};
+
+std::int64_t collect(const float* x, std::int64_t n, float floor, std::int32_t* ids, float* values) {
+    Found found = {ids, values};
+    std::int64_t at = 0;
+    for (; at + LANES <= n; at += LANES)
+        if (any(load(x + at) >= F32x16(floor))) found.add_lanes(x, at, floor);
+    found.add(x, at, n, floor);
+    return found.count;
 }
 
 void weights(const float* x, std::int64_t n, float max, float* out) {
@@ -205,53 +238,76 @@ PENSTOCK_INLINE I32x16 may_win(U32x16 word, F32x16 depth) {
 
 // The best so far.
 struct Winner {
-    float value;      // with noise
-    std::int64_t id;  // -1: nobody yet
-    float rival;      // an entry whose value plus noise, before they are rounded, is below this cannot win
+    float value = NEVER;   // with noise
+    std::int64_t id = -1;  // -1: nobody yet
+    float rival;           // an entry whose value plus noise, before they are rounded, is below this cannot win
 
-    // Sets `rival` a little below a value that the sum must reach, for all roundings on the way.
+    // `max` is the greatest value of those that take part.
+    PENSTOCK_INLINE explicit Winner(float max) { must_reach(max + MIN_NOISE); }
+
+    // Sets `rival` a little below what a sum must reach, for all roundings on the way.
     PENSTOCK_INLINE void must_reach(float least) {
         rival = least - (0.001f + (least < 0.0f ? -least : least) * 0x1p-21f);
     }
 
-    PENSTOCK_INLINE void meet(F32x16 noisy, std::int64_t first_id) {
-        alignas(64) float lane[LANES];
-        store(lane, noisy);
+    PENSTOCK_INLINE void meet(F32x16 values, U32x16 words, I32x16 ids) {
+        alignas(64) float noisy[LANES];
+        alignas(64) std::int32_t lane_ids[LANES];
+        store(noisy, values + gumbel(words));
+        store(lane_ids, ids);
         for (int i = 0; i < LANES; ++i)
-            if (lane[i] > value) {
-                value = lane[i];
-                id = first_id + i;
+            if (noisy[i] > value) {
+                value = noisy[i];
+                id = lane_ids[i];
             }
         if (id >= 0 && value > rival) must_reach(value);
     }
 };
 
 std::int64_t draw(const float* x, std::int64_t n, float max, Cut cut, NoiseKey key) {
-    Winner winner = {NEVER, -1, 0.0f};
-    winner.must_reach(max + MIN_NOISE);
-    I32x16 lane_ids;
-    for (int i = 0; i < LANES; ++i) lane_ids.part[i / PART_LANES][i % PART_LANES] = i;
+    Winner winner(max);
     for (std::int64_t at = 0; at < n; at += PHILOX_ENTRIES) {
-        F32x16 left[PHILOX_VECTORS];
-        I32x16 near = 0;
-        for (int v = 0; v < PHILOX_VECTORS; ++v) {
-            const F32x16 values = load_entries(x, n, at + v * LANES);
-            const I32x16 ids = lane_ids + static_cast<std::int32_t>(at + v * LANES);
-            const I32x16 stays = (values > F32x16(cut.value)) | ((values == F32x16(cut.value)) & (ids <= I32x16(cut.id)));
-            left[v] = select(stays, values, F32x16(NEVER));
-            near = near | (left[v] >= F32x16(winner.rival - MAX_NOISE));
+        alignas(64) float padded[PHILOX_ENTRIES];
+        const float* group = x + at;
+        if (at + PHILOX_ENTRIES > n) {
+            for (int i = 0; i < PHILOX_ENTRIES; ++i) padded[i] = at + i < n ? group[i] : NEVER;
+            group = padded;
         }
+        const float least = winner.rival - MAX_NOISE;
+        const F32x16 needed = least > cut.value ? least : cut.value;
+        I32x16 near = 0;
+        for (int v = 0; v < PHILOX_VECTORS; ++v) near = near | (load(group + v * LANES) >= needed);
         if (!any(near)) continue;
         U32x16 words[PHILOX_VECTORS];
-        philox_words(key, static_cast<std::uint64_t>(at) / PHILOX_ENTRIES, words);
-        for (int v = 0; v < PHILOX_VECTORS; ++v)
-            if (any(may_win(words[v], left[v] - winner.rival))) winner.meet(left[v] + gumbel(words[v]), at + v * LANES);
+        words_of_group(key, static_cast<std::uint64_t>(at) / PHILOX_ENTRIES, words);
+        for (int v = 0; v < PHILOX_VECTORS; ++v) {
+            const F32x16 values = load(group + v * LANES);
+            if (!any(may_win(words[v], values - winner.rival))) continue;
+            const I32x16 ids = ids_from(at + v * LANES);
+            const I32x16 tie = (values == F32x16(cut.value)) & (ids <= I32x16(cut.id));
+            winner.meet(select((values > F32x16(cut.value)) | tie, values, F32x16(NEVER)), words[v], ids);
+        }
+    }
+    return winner.id;
+}
+
+std::int64_t draw_of(const std::int32_t* ids, const float* x, std::int64_t count, float max, NoiseKey key) {
+    Winner winner(max);
+    for (std::int64_t at = 0; at < count; at += LANES) {
+        std::int32_t some[LANES];
+        for (int i = 0; i < LANES; ++i) some[i] = ids[smaller(at + i, count - 1)];
+        const F32x16 values = load_entries(x, count, at);
+        const U32x16 words = words_of_entries(key, some);
+        if (!any(may_win(words, values - winner.rival))) continue;
+        I32x16 lane_ids;
+        for (int i = 0; i < LANES; ++i) lane_ids.part[i / PART_LANES][i % PART_LANES] = some[i];
+        winner.meet(values, words, lane_ids);
     }
     return winner.id;
 }
 
 SamplerKernels sampler_kernels() {
-    return {scan, find, finite, log_softmax, divide, floor_of, masses, collect, weights, draw};
+    return {scan, find, finite, log_softmax, divide, floor_of, masses, collect, weights, draw, draw_of};
 }
 
 }  // namespace

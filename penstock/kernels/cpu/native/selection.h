@@ -48,12 +48,13 @@ constexpr int SELECTION_BUCKETS = 1024;
 template <class Weight>
 std::int64_t last_within(const Candidates& from, std::uint64_t limit, std::int32_t* open, const Weight& weight) {
     std::int64_t count = from.count;
-    for (std::int64_t i = 0; i < count; ++i) open[i] = static_cast<std::int32_t>(i);
     std::uint64_t before = 0;  // weight of entries that are ahead of all open ones
+    bool all = true;           // are open; later only those in `open`, of one bucket
+    const auto entry = [&](std::int64_t i) { return all ? static_cast<std::int32_t>(i) : open[i]; };
     while (count > 0) {
         std::uint32_t lowest = UINT32_MAX, highest = 0;
         for (std::int64_t i = 0; i < count; ++i) {
-            const std::uint32_t key = ordered_key(from.values[open[i]]);
+            const std::uint32_t key = ordered_key(from.values[entry(i)]);
             lowest = key < lowest ? key : lowest;
             highest = key > highest ? key : highest;
         }
@@ -62,18 +63,19 @@ std::int64_t last_within(const Candidates& from, std::uint64_t limit, std::int32
         const auto bucket_of = [&](std::int32_t i) { return (highest - ordered_key(from.values[i])) >> shift; };
 
         std::uint64_t sums[SELECTION_BUCKETS] = {};
-        for (std::int64_t i = 0; i < count; ++i) sums[bucket_of(open[i])] += weight(open[i]);
+        for (std::int64_t i = 0; i < count; ++i) sums[bucket_of(entry(i))] += weight(entry(i));
         std::uint32_t bucket = 0;
         while (bucket < SELECTION_BUCKETS && before + sums[bucket] < limit) before += sums[bucket++];
         if (bucket == SELECTION_BUCKETS) return -1;
 
         std::int64_t inside = 0;
         for (std::int64_t i = 0; i < count; ++i) {
-            const std::int32_t entry = open[i];
-            open[inside] = entry;
-            inside += bucket_of(entry) == bucket;
+            const std::int32_t at = entry(i);
+            open[inside] = at;
+            inside += bucket_of(at) == bucket;
         }
         count = inside;
+        all = false;
         if (shift == 0) break;  // equal values, in the order of their ids
     }
     for (std::int64_t i = 0; i < count; ++i) {

@@ -7,6 +7,10 @@
 
 #include <cstdint>
 
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #define PENSTOCK_INLINE inline __attribute__((always_inline))
 
 namespace penstock {
@@ -98,9 +102,27 @@ PENSTOCK_INLINE Lanes<Part, Scalar> select(I32x16 mask, Lanes<Part, Scalar> a, L
     return result;
 }
 
-// Where either is NaN: b.
-PENSTOCK_INLINE F32x16 min(F32x16 a, F32x16 b) { return select(a < b, a, b); }
-PENSTOCK_INLINE F32x16 max(F32x16 a, F32x16 b) { return select(a > b, a, b); }
+// The smaller and the greater; where either is NaN: b. The x86 instructions do just that, but GCC does not find them.
+#if defined(__AVX512F__)
+PENSTOCK_INLINE FloatPart lesser(FloatPart a, FloatPart b) { return _mm512_maskz_min_ps(0xFFFF, a, b); }
+PENSTOCK_INLINE FloatPart greater(FloatPart a, FloatPart b) { return _mm512_maskz_max_ps(0xFFFF, a, b); }
+#elif defined(__AVX2__)
+PENSTOCK_INLINE FloatPart lesser(FloatPart a, FloatPart b) { return _mm256_min_ps(a, b); }
+PENSTOCK_INLINE FloatPart greater(FloatPart a, FloatPart b) { return _mm256_max_ps(a, b); }
+#else
+PENSTOCK_INLINE FloatPart lesser(FloatPart a, FloatPart b) { return a < b ? a : b; }
+PENSTOCK_INLINE FloatPart greater(FloatPart a, FloatPart b) { return a > b ? a : b; }
+#endif
+
+PENSTOCK_INLINE F32x16 min(F32x16 a, F32x16 b) {
+    for (int i = 0; i < PARTS; ++i) a.part[i] = lesser(a.part[i], b.part[i]);
+    return a;
+}
+
+PENSTOCK_INLINE F32x16 max(F32x16 a, F32x16 b) {
+    for (int i = 0; i < PARTS; ++i) a.part[i] = greater(a.part[i], b.part[i]);
+    return a;
+}
 
 PENSTOCK_INLINE F32x16 abs(F32x16 a) { return bits_as<F32x16>(bits_as<U32x16>(a) & 0x7FFFFFFFu); }
 
@@ -206,24 +228,36 @@ PENSTOCK_INLINE F32x16 polynomial(F32x16 x, const float (&c)[COUNT]) {
 constexpr float LN2_HIGH = 0.693359375f;      // 355/512: times an exponent it is exact
 constexpr float LN2_LOW = -2.12194440e-4f;    // ln 2 - LN2_HIGH
 
-// e^x within 1 ulp, also where it is subnormal. -inf gives 0, +inf gives +inf, NaN gives NaN.
-PENSTOCK_INLINE F32x16 exp(F32x16 x) {
-    constexpr float LOWEST = -104.0f, HIGHEST = 89.0f;  // beyond them: 0 and infinity
+// e^x as power * 2^n, with n an integer from -2^22 to 2^22 and power from about 0.7 to 1.4.
+struct Exponential {
+    F32x16 power;
+    I32x16 n;
+};
+
+PENSTOCK_INLINE Exponential exponential(F32x16 x) {
     constexpr float LOG2_E = 1.44269504f;
-    constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves a small integer in the lowest bits
+    constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer in the lowest bits
+    constexpr std::int32_t ROUNDER_BITS = 0x4B400000;
     constexpr float TAIL[] = {4.999999404e-01f, 1.666652113e-01f, 4.166838899e-02f, 8.368745446e-03f, 1.381453942e-03f};
-    x = select(x > HIGHEST, F32x16(HIGHEST), x);
-    x = select(x < LOWEST, F32x16(LOWEST), x);
     const F32x16 shifted = x * LOG2_E + ROUNDER;
     const F32x16 n = shifted - ROUNDER;
     const F32x16 r = (x - n * LN2_HIGH) - n * LN2_LOW;  // |r| <= ln 2 / 2
-    const F32x16 power = 1.0f + (r + r * r * polynomial(r, TAIL));
+    return {1.0f + (r + r * r * polynomial(r, TAIL)), bits_as<I32x16>(shifted) - ROUNDER_BITS};
+}
+
+// e^x within 1 ulp, also where it is subnormal. -inf gives 0, +inf gives +inf, NaN gives NaN.
+PENSTOCK_INLINE F32x16 exp(F32x16 x) {
+    constexpr float LOWEST = -104.0f, HIGHEST = 89.0f;  // beyond them: 0 and infinity
+    const Exponential e = exponential(max(LOWEST, min(HIGHEST, x)));
     // 2^n as two factors: 2^128 and the subnormal 2^-150 have no exponent of their own.
-    const I32x16 exponent = bits_as<I32x16>(shifted) - 0x4B400000;
-    const I32x16 first = exponent >> 1;
-    const F32x16 factor = bits_as<F32x16>((first + 127) << 23);
-    const F32x16 rest = bits_as<F32x16>((exponent - first + 127) << 23);
-    return power * factor * rest;
+    const I32x16 first = e.n >> 1;
+    return e.power * bits_as<F32x16>((first + 127) << 23) * bits_as<F32x16>((e.n - first + 127) << 23);
+}
+
+// e^x for x <= 0 within 1 ulp, cheaper than exp: it is 0 below -87, where it would soon be subnormal. NaN gives NaN.
+PENSTOCK_INLINE F32x16 exp_to_zero(F32x16 x) {
+    const Exponential e = exponential(x);
+    return select(x < -87.0f, F32x16(0.0f), e.power * bits_as<F32x16>((e.n + 127) << 23));
 }
 
 // Natural logarithm within 1 ulp. 0 gives -inf, +inf gives +inf, below zero and NaN give NaN.
@@ -257,13 +291,13 @@ PENSTOCK_INLINE F32x16 tanh(F32x16 x) {
     return select(abs(x) < NEAR, near, with_sign(far, x));
 }
 
-// 1 - erf(x) for x >= 0; the relative error is within 8 ulp + x^2 ulp.
+// 1 - erf(x) for x >= 0 within 8 + x^2 ulp; 0 where that is less than 2e-39.
 PENSTOCK_INLINE F32x16 erfc_positive(F32x16 x) {
     constexpr float SCALED[] = {2.257049084e-01f,  2.249909490e-01f,  2.145949602e-01f, 1.311951131e-01f,
                                 2.676755488e-01f,  -2.761764824e-01f, 5.375779867e-01f, -4.914137125e-01f,
                                 1.948651671e-01f,  -2.901438065e-02f};
     const F32x16 s = 1.0f / (1.0f + x * 0.4f);
-    return exp(-1.0f * (x * x)) * (s * polynomial(s, SCALED));  // the last two factors are e^(x^2) erfc(x)
+    return exp_to_zero(-1.0f * (x * x)) * (s * polynomial(s, SCALED));  // the last two factors are e^(x^2) erfc(x)
 }
 
 // The error function within 2 ulp.
