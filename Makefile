@@ -29,6 +29,9 @@ readme: $(VENV)/.installed-test
 bench: $(VENV)/.installed-test
 	@$(BIN)/python -m penstock.bench.startup
 	@$(BIN)/penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
+	@$(BIN)/python -m penstock.bench.contention
+	@$(BIN)/penstock bench ops --json ops.json
+	@$(BIN)/python -m penstock.bench.perf_log ops.json docs/perf_log.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,7 +5,7 @@ directory -> ModelConfig -> resolved EngineConfig -> backend -> model with weigh
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Before torch is loaded: threads that wait by spinning take the core from whoever they wait for as soon as another
 # process wants one (measured on 2 cores with one busy neighbour: 5 tokens/s spinning, 100 sleeping).
@@ -18,12 +18,14 @@ from penstock.engine.engine import Engine
 from penstock.engine.messages import ModelInfo
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
+from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.model_config import ModelConfig
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
 from penstock.sampling_params import SamplingParams
+from penstock.weights import packed_info
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import load_model
 from penstock.weights.safetensors import fingerprint
@@ -51,13 +53,16 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     directory = resolve_model(config.model)
     model_config = ModelConfig.from_directory(directory)
     _check_defaults(model_config)
-    config = config.resolve(model_config)
-    ops = load_ops(config.numerics.kernels, TORCH_DTYPES[config.numerics.dtype])
+    numerics, held = packed_info.fit(config.numerics, directory)
+    config = replace(config, numerics=numerics).resolve(model_config)
+    config, numerics = replace(config, reasons=config.reasons | held), config.numerics
+    ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=numerics.threads or 1)
     model = load_model(
         directory,
         model_config,
         ops,
-        config.numerics.load_format,
+        numerics.load_format,
+        scheme=numerics.scheme,
         max_model_len=config.scheduler.max_model_len,
         free_memory=free_memory_bytes,
     )
@@ -73,7 +78,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     )
     if worker.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {worker.cache_bytes} bytes where {plan.num_bytes} were planned")
-    weights = "dummy" if config.numerics.load_format == "dummy" else fingerprint(directory)
+    weights = "dummy" if numerics.load_format == "dummy" else fingerprint(directory)
     info = _model_info(config, model_config, plan, weights)
     engine = _engine(config, model_config, plan, worker)
     return BuiltEngine(engine, config, info, plan.num_bytes)
@@ -105,14 +110,16 @@ def _engine(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, wo
 
 def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: str) -> ModelInfo:
     numerics = config.numerics
+    kernels = f"cpu.{chosen_level()}" if numerics.kernels == "cpu" else numerics.kernels
     parts = [
         weights,
         repr(model_config),
         numerics.dtype,
         config.cache.kv_cache_dtype,
-        numerics.quantization or "none",
-        numerics.kernels,
+        repr(numerics.scheme),
+        kernels,
     ]
+    quantization = [] if numerics.quantization is None else [numerics.quantization]
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()
     return ModelInfo(
         model=config.model,
@@ -120,7 +127,9 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         dtype=numerics.dtype,
-        system_fingerprint=f"penstock-{NUMERICS_VERSION}-{numerics.kernels}-{numerics.dtype}-{digest}",
+        system_fingerprint="-".join(
+            ["penstock", str(NUMERICS_VERSION), kernels, numerics.dtype, *quantization, digest]
+        ),
         default_sampling=dict(model_config.default_sampling),
         choices_made={**config.reasons, "kv_cache_memory_bytes": plan.reason, **_not_applied(model_config)},
     )

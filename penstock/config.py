@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import validation as check
 from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.kernels.cpu.library import chosen_level
+from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
 
 if TYPE_CHECKING:
     from penstock.model_config import ModelConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
-QUANTIZATIONS = (None, "int8", "int8-x2", "int8-x3", "int4", "int4-a16")
+QUANTIZATIONS = (None, *SLICES)
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8")
 LOAD_FORMATS = ("auto", "dummy")
 KERNELS = ("auto", "reference", "cpu", "triton")
@@ -99,7 +101,8 @@ class NumericsConfig:
 
     Attributes:
         dtype: type of weights and of what products read; "auto" takes the checkpoint's, float16 as bfloat16.
-        quantization: how the weights are stored and multiplied; None keeps dtype.
+        quantization: how the weights are stored and multiplied (quant/scheme.py); None keeps dtype.
+        quantization_group_size: of int4 weights; None takes the default, where there are groups.
         load_format: "dummy" makes random weights, so that a directory holding only config.json is enough.
         kernels: which backend carries out the arithmetic.
         threads: cores that compute; None takes those the process may use.
@@ -117,17 +120,22 @@ class NumericsConfig:
     def __post_init__(self) -> None:
         check.check_choice("dtype", self.dtype, DTYPES)
         check.check_choice("quantization", self.quantization, QUANTIZATIONS)
-        check.check_choice("quantization_group_size", self.quantization_group_size, (None, 32, 64, 128))
+        check.check_choice("quantization_group_size", self.quantization_group_size, (None, *GROUP_SIZES))
         check.check_choice("load_format", self.load_format, LOAD_FORMATS)
         check.check_choice("kernels", self.kernels, KERNELS)
         check.check_int("threads", self.threads, 1, 1024, optional=True)
         check.check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.quantization is not None:
-            raise _not_built("quantization", self.quantization)
-        if self.quantization_group_size is not None:
-            raise _not_built("quantization_group_size", self.quantization_group_size)
-        if self.kernels in ("cpu", "triton"):
+        if self.quantization_group_size is not None and not (self.quantization or "").startswith("int4"):
+            raise check.fail(
+                "quantization_group_size", self.quantization_group_size, "null: only int4 weights have groups"
+            )
+        if self.kernels == "triton":
             raise _not_built("kernels", self.kernels)
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """What `quantization` and `quantization_group_size` say together."""
+        return Scheme.parse(self.quantization, self.quantization_group_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,9 +215,12 @@ def _resolve_numerics(config: NumericsConfig, model: "ModelConfig", reasons: dic
         reasons["dtype"] = f"{dtype}: the checkpoint is {model.dtype}"
         if model.dtype == "float16":
             reasons["dtype"] += ", which is served as bfloat16"
-    if kernels == "auto":
-        kernels = "reference"
-        reasons["kernels"] = "reference (plain torch; slow): no other backend is built yet"
+    kernels, reason = _choose_kernels(kernels)
+    if reason:
+        reasons["kernels"] = reason
+    scheme = config.scheme
+    if scheme is not None and scheme.group_size != config.quantization_group_size:
+        reasons["quantization_group_size"] = f"{scheme.group_size}: the default"
     if threads is None:
         small = model.hidden_size * model.intermediate_size < SMALL_MATRIX
         threads = 1 if small else available_threads()
@@ -218,6 +229,22 @@ def _resolve_numerics(config: NumericsConfig, model: "ModelConfig", reasons: dic
         )
         reasons["threads"] = f"{threads}: {why}"
     return replace(config, dtype=dtype, kernels=kernels, threads=threads)
+
+
+def _choose_kernels(asked: str) -> tuple[str, str]:
+    """The backend, and the reason of an automatic choice.
+
+    Raises:
+        InvalidRequestError: the native kernels are asked for and not there, or the environment forces a wrong level.
+    """
+    if asked == "reference":
+        return asked, ""
+    level = chosen_level()
+    if level is not None:
+        return "cpu", "" if asked == "cpu" else f"cpu: native kernels, level {level}"
+    if asked == "cpu":
+        raise check.fail("kernels", asked, "reference: the native library is not installed (it needs a C++ compiler)")
+    return "reference", "reference (plain torch; slow): the native library is not installed (it needs a C++ compiler)"
 
 
 def _resolve_scheduler(config: SchedulerConfig, model: "ModelConfig", reasons: dict[str, str]) -> SchedulerConfig:

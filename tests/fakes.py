@@ -45,7 +45,7 @@ class FakeCache:
 
 
 class FakeOps:
-    """What the runner itself asks of a backend: caches, log_softmax and sample, the last as plain loops."""
+    """What the runner itself asks of a backend: caches, finite_rows, log_softmax and sample, the last as plain loops."""
 
     name = "fake"
     dtype = torch.float32
@@ -55,6 +55,9 @@ class FakeOps:
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> FakeCache:
         return FakeCache(num_blocks, block_size)
+
+    def finite_rows(self, logits: Tensor) -> Tensor:
+        return torch.isfinite(logits.amax(dim=-1))
 
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.log_softmax(logits, dim=-1, out=out)

@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "outputs": set(),
     "sampling_params": set(),
     "step": set(),
-    "config": set(),
+    "config": {"kernels", "quant"},
     "config_reader": set(),
     "rope_config": {"config_reader"},
     "model_config": {"config_reader", "rope_config"},
@@ -39,14 +39,19 @@ ALLOWED: dict[str, set[str]] = {
     "llm": {"build", "client", "tokenizer"},
     "async_llm": {"client", "engine", "tokenizer"},
     "server": {"client", "engine", "tokenizer"},
-    "bench": {"build", "client", "engine", "llm", "planner"},
-    "cli": {"async_llm", "bench", "client", "engine", "kernels", "llm", "server"},
+    "bench": {"build", "client", "engine", "kernels", "llm", "models", "planner", "quant"},
+    "cli": {"async_llm", "bench", "client", "engine", "kernels", "llm", "server", "weights"},
     "demo": set(),
     "__init__": {"llm", "async_llm", "models"},
     "__main__": {"cli"},
 }
 # Finer: the one file of a part that may be reached from here, or may not know torch.
-ONLY = {("client", "weights"): "weights.hub", ("layers", "models"): "models.param_table"}
+ONLY = {
+    ("client", "weights"): "weights.hub",
+    ("config", "kernels"): "kernels.cpu.library",
+    ("config", "quant"): "quant.scheme",
+    ("layers", "models"): "models.param_table",
+}
 TORCH_FREE = [
     "penstock",
     "penstock.step",

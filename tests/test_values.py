@@ -58,11 +58,11 @@ BAD_SAMPLING = {
 BAD_OPTIONS = {
     "model": ["", None, 5, [], "x" * 5000],
     "dtype": ["float16", "bf16", None, 3, [], {}],
-    "quantization": ["int3", 8, "int8", "int4", ""],
+    "quantization": ["int3", 8, "int8-x4", "INT8", ["int4"], ""],
     "quantization_group_size": [16, 64, "32", True],
     "kv_cache_dtype": ["int8", "fp8", None],
     "load_format": ["gguf", None],
-    "kernels": ["cuda", "cpu", "triton", None],
+    "kernels": ["cuda", "triton", None],
     "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],
     "max_num_seqs": [0, -1, 2**20, "8", None, 1.0],
     "max_num_batched_tokens": [0, -1, 2**40, "1"],
@@ -146,8 +146,7 @@ def test_unknown_options_are_refused():
 
 def test_what_is_planned_says_so():
     for options in (
-        {"quantization": "int8"},
-        {"kernels": "cpu"},
+        {"kernels": "triton"},
         {"tensor_parallel_size": 2},
         {"kv_cache_dtype": "int8"},
     ):

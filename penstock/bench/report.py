@@ -28,5 +28,32 @@ def print_offline(result: dict[str, Any]) -> None:
         console.print(f"{name} is not known: {reason}", style="dim")
 
 
+def print_ops(result: dict[str, Any]) -> None:
+    """The figures of bench.ops as a table."""
+    console = Console()
+    machine = result["machine"]
+    console.print(
+        f"{machine['processor']}, {machine['threads']} threads, kernels {machine['level']}: "
+        f"reads {machine['read_gb_s']:.1f} GB/s, multiplies {machine['bf16_gflop_s']:.0f} GFLOP/s bf16, "
+        f"{machine['f32_gflop_s']:.0f} GFLOP/s f32, {machine['int8_gop_s']:.0f} GOP/s int8"
+    )
+    table = Table(
+        "op", "dtype", "n", "k", "leaves", "m", "ms", "GB/s", "of reading", "GFLOP/s", "of multiplying", "x torch"
+    )
+    for row in result["rows"]:
+        table.add_row(
+            row["op"],
+            row["dtype"],
+            *(str(row[name]) for name in ("n", "k", "leaves", "m")),
+            f"{row['ms']:.3f}",
+            f"{row['gb_s']:.1f}",
+            f"{row['bw_fraction']:.0%}",
+            f"{row['gflop_s']:.0f}",
+            f"{row['flop_fraction']:.0%}",
+            f"{row['torch_ms'] / row['ms']:.2f}",
+        )
+    console.print(table)
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"

@@ -2,22 +2,26 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import progress, tell_choices
 from penstock.errors import InvalidRequestError
 
-PLANNED = ("serve", "ops")
+PLANNED = ("serve",)
 EXAMPLES = """examples:
   penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
   penstock bench offline /models/llama --json result.json
   penstock bench offline DIR --load-format dummy        DIR holds only a config.json
+  penstock bench ops --json ops.json                    every kernel against the machine's limits
+  penstock bench ops --dtype bf16 int8 --rows 1 512 --shape 5632x2048
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measure throughput and latency in this process (serve and ops are not built yet)."
+    parser.description = "Measure throughput and latency in this process (serve is not built yet)."
     parser.epilog = EXAMPLES
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="{offline,serve,ops}")
     offline = kinds.add_parser("offline", help="throughput and latency in this process", epilog=EXAMPLES)
@@ -30,8 +34,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     offline.add_argument("--json", metavar="FILE", help="write the figures there (- is standard output)")
     add_engine_options(offline)
     offline.set_defaults(run=run_offline)
+    _configure_ops(kinds)
     for name in PLANNED:
         kinds.add_parser(name, help="not built yet", add_help=False)
+
+
+def _configure_ops(kinds: Any) -> None:
+    ops = kinds.add_parser("ops", help="each kernel against the machine's measured limits", epilog=EXAMPLES)
+    ops.formatter_class = argparse.RawDescriptionHelpFormatter
+    ops.add_argument("--dtype", nargs="+", metavar="NAME", help="weight types (default: all)")
+    ops.add_argument("--rows", nargs="+", type=int, metavar="M", help="rows of a product (default: 1 to 512)")
+    ops.add_argument(
+        "--shape", nargs="+", type=_parse_shape, metavar="NxK", help="shapes of the weight, like 5632x2048"
+    )
+    ops.add_argument("--threads", type=int, metavar="N", help="cores that compute (default: all)")
+    ops.add_argument("--json", metavar="FILE", help="write the figures there (- is standard output)")
+    ops.set_defaults(run=run_ops)
+
+
+def _parse_shape(text: str) -> tuple[int, int]:
+    n, _, k = text.partition("x")
+    if not (n.isdecimal() and k.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NxK, like 5632x2048")
+    return int(n), int(k)
 
 
 def _check_writable(path: Path) -> None:
@@ -51,11 +76,27 @@ def run_offline(args: argparse.Namespace) -> int:
     if args.json and args.json != "-":
         _check_writable(Path(args.json))
     result = measure_offline(options, workload, announce=tell_choices, progress=progress)
+    return _deliver(result, args.json, print_offline)
+
+
+def run_ops(args: argparse.Namespace) -> int:
+    from penstock.bench.ops import Selection, measure_ops
+    from penstock.bench.report import print_ops
+
+    given = {"dtypes": args.dtype, "rows": args.rows, "shapes": args.shape, "threads": args.threads}
+    selection = Selection(**{name: value for name, value in given.items() if value is not None})
+    if args.json and args.json != "-":
+        _check_writable(Path(args.json))
+    return _deliver(measure_ops(selection, progress=progress), args.json, print_ops)
+
+
+def _deliver(result: dict[str, Any], json_file: str | None, show: Callable[[dict[str, Any]], None]) -> int:
+    """Figures to a file and a table to the terminal, or only JSON to standard output."""
     text = json.dumps(result, indent=2)
-    if args.json == "-":
+    if json_file == "-":
         print(text)
         return 0
-    if args.json:
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
-    print_offline(result)
+    if json_file:
+        Path(json_file).write_text(text + "\n", encoding="utf-8")
+    show(result)
     return 0

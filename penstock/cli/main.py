@@ -20,18 +20,17 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "serve": "serve a model over the OpenAI API",
     "bench": "measure throughput and latency",
+    "convert": "pack and quantise a checkpoint once",
 }
 PLANNED = {
     "bench serve": "load on a running server",
-    "bench ops": "each kernel against the machine's limits",
     "check": "compare a model with Transformers, layer by layer",
-    "convert": "pack and quantise a checkpoint once",
     "table": "print a parameter table for a new architecture",
     "plan": "predict memory and speed before loading",
     "simulate": "run the real scheduler on a virtual clock",
 }
 FLAGS = {"drain_timeout_s": "drain_timeout", "served_model_names": "served_model_name"}  # where a field is no flag
-POSITIONAL = ("model", "prompt")
+POSITIONAL = ("model", "prompt", "src", "dst")
 EPILOG = """examples:
   penstock generate -p "Once upon a time"          the bundled demo model tells a story
   penstock chat                                    talk to it

@@ -50,11 +50,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser, *, seed: bool = True) -> None:
     """Every option of EngineConfig. `seed` says whether --seed is the engine's."""
     group = parser.add_argument_group("engine")
-    _add_choice(group, "--dtype", DTYPES, "type of weights and products")
-    _add_choice(group, "--quantization", QUANTIZATIONS[1:], "how weights are stored and multiplied")
-    group.add_argument("--quantization-group-size", type=int, default=UNSET, metavar="N", help="32, 64 or 128")
+    add_weight_options(group)
     _add_choice(group, "--kv-cache-dtype", KV_CACHE_DTYPES, "type of the cached keys and values")
-    _add_choice(group, "--load-format", LOAD_FORMATS, "dummy: random weights, only config.json is needed")
     _add_size(group, "--max-model-len", "longest prompt plus output, in tokens")
     _add_size(group, "--max-num-seqs", "most requests that run at once (default: 32)")
     _add_size(group, "--max-num-batched-tokens", "most tokens computed in one step")
@@ -65,10 +62,18 @@ def add_engine_options(parser: argparse.ArgumentParser, *, seed: bool = True) ->
     group.add_argument("--enable-prefix-caching", action=action, default=UNSET, help=help_text)
     _add_size(group, "--tensor-parallel-size", "processes that share each layer")
     _add_size(group, "--pipeline-parallel-size", "processes that share the layers")
-    group.add_argument("--threads", type=int, default=UNSET, metavar="N", help="cores that compute (default: all)")
     _add_choice(group, "--kernels", KERNELS, "which backend carries out the arithmetic")
     if seed:
         group.add_argument("--seed", type=int, default=UNSET, metavar="N", help="of the engine (default: 0)")
+
+
+def add_weight_options(group: Any) -> None:
+    """What weights become when they are loaded, and the cores for it."""
+    _add_choice(group, "--dtype", DTYPES, "type of weights and products")
+    _add_choice(group, "--quantization", QUANTIZATIONS[1:], "how weights are stored and multiplied")
+    group.add_argument("--quantization-group-size", type=int, default=UNSET, metavar="N", help="32, 64 or 128")
+    _add_choice(group, "--load-format", LOAD_FORMATS, "dummy: random weights, only config.json is needed")
+    group.add_argument("--threads", type=int, default=UNSET, metavar="N", help="cores that compute (default: all)")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

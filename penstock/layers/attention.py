@@ -20,16 +20,20 @@ class Attention(nn.Module):
         self.ops = make.ops
         self.layer = layer
         self.rotary = rotary
-        self.heads = (cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim)
+        self.heads = num_heads, num_kv_heads, head_dim = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
         self.eps = cfg.rms_norm_eps
-        self.scale = cfg.head_dim**-0.5
+        self.scale = head_dim**-0.5
         self.qkv_proj = make.linear("qkv_proj")
         self.q_norm: RMSNorm | None = make.rms_norm("q_norm", cfg) if cfg.qk_norm else None
         self.k_norm: RMSNorm | None = make.rms_norm("k_norm", cfg) if cfg.qk_norm else None
         self.o_proj = make.linear("o_proj")
+        self.q_out = make.slot("q", (num_heads, head_dim))
+        self.k_out, self.v_out = (make.slot(name, (num_kv_heads, head_dim)) for name in ("k", "v"))
+        self.mixed_out = make.slot("mixed", (num_heads * head_dim,))
 
     def forward(self, y: Tensor, ctx: ForwardContext) -> Tensor:
         """y [T, hidden] dtype -> [T, hidden] float32. Stores the new keys and values."""
+        tokens = y.shape[0]
         q, k, v = self.ops.rotary_qkv(
             self.qkv_proj(y),
             ctx.positions,
@@ -38,7 +42,9 @@ class Attention(nn.Module):
             q_norm=None if self.q_norm is None else self.q_norm.weight,
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
+            out=(self.q_out(tokens), self.k_out(tokens), self.v_out(tokens)),
         )
         cache, meta = ctx.layer(self.layer)
-        mixed: Tensor = self.o_proj(self.ops.attend(q, k, v, cache, meta, scale=self.scale))
-        return mixed
+        mixed = self.ops.attend(q, k, v, cache, meta, scale=self.scale, out=self.mixed_out(tokens))
+        branch: Tensor = self.o_proj(mixed)
+        return branch

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from penstock.kernels.ops import Ops
-from penstock.layers.weights import WeightLayer
+from penstock.kernels.arena import Buffer
+from penstock.kernels.ops import Ops, RowSource
+from penstock.layers.weights import WeightLayer, whole
 
 
 class Embedding(WeightLayer):
@@ -13,14 +14,15 @@ class Embedding(WeightLayer):
 
     weight: nn.Parameter
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...]) -> None:
+    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Buffer) -> None:
         super().__init__()
         self.ops = ops
+        self.out = out
         self.declare("weight", shape, ops.dtype)
 
-    def load(self, values: Mapping[str, Tensor]) -> None:
-        weight = values["weight"].to(self.ops.device, self.ops.dtype).contiguous()
+    def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
+        weight = whole(values["weight"]).to(self.ops.device, self.ops.dtype).contiguous()
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.ops.embedding(ids, self.weight)
+        return self.ops.embedding(ids, self.weight, out=self.out(ids.shape[0]))

@@ -1,22 +1,28 @@
 """LayerFactory: makes the layers of a model, by name.
 
-A model file asks for `make.linear("o_proj")` and gets whatever that parameter is on this device: its shape, bias and
-reduction stand in the family's parameter table. The factory is the only thing that will know the mesh and
-quantisation, and it is an argument, so two models never share one by accident.
+A model file asks for `make.linear("o_proj")` and gets whatever that parameter is on this device: its shape, bias,
+reduction and quantisation, as the family's parameter table has them, and the buffer for its results. The factory is
+the only thing that knows quantisation, and will be for the mesh; it is an argument, so two models never share one by
+accident.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from penstock.errors import ModelLoadError
+from penstock.kernels.arena import Arena, Slot
 from penstock.kernels.ops import Ops
 from penstock.layers.embedding import Embedding
-from penstock.layers.linear import GatedLinear, Linear
+from penstock.layers.linear import GatedLinear, Linear, LinearSpec
 from penstock.layers.lm_head import LMHead
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter
+from penstock.quant.scheme import Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,53 +31,76 @@ class LayerFactory:
 
     Attributes:
         parameters: every parameter of the model by full name, from ParamTable.parameters.
+        arena: where layers write their results. Layers that differ in their number only share a slot.
+        scheme: how weights are quantised that may be; None keeps the model's type.
         max_positions: rotary tables end here; None takes the model's max_position_embeddings.
     """
 
     ops: Ops
     parameters: Mapping[str, Parameter]
+    arena: Arena
+    scheme: Scheme | None = None
     prefix: str = ""
     max_positions: int | None = None
 
     @classmethod
     def single_device(
-        cls, ops: Ops, parameters: Mapping[str, Parameter], *, max_positions: int | None = None
+        cls,
+        ops: Ops,
+        parameters: Mapping[str, Parameter],
+        *,
+        scheme: Scheme | None = None,
+        max_positions: int | None = None,
     ) -> "LayerFactory":
         """Everything whole, on the backend's one device."""
-        return cls(ops, parameters, max_positions=max_positions)
+        return cls(ops, parameters, Arena(ops.device), scheme, max_positions=max_positions)
 
     def at(self, name: str) -> "LayerFactory":
         """The factory for the submodule of that name."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def linear(self, name: str) -> Linear:
-        weight = self._find(name)
-        return Linear(self.ops, weight.shape, bias=self._has_bias(name), leaves=weight.leaves)
+        spec = self._linear_spec(name)
+        return Linear(self.ops, spec, self.slot(name, spec.shape[:1], torch.float32))
 
     def gated_linear(self, name: str, activation: str) -> GatedLinear:
-        weight = self._find(name)
-        bias = self._has_bias(name)
-        return GatedLinear(self.ops, weight.shape, bias=bias, leaves=weight.leaves, activation=activation)
+        spec = self._linear_spec(name)
+        return GatedLinear(self.ops, spec, self.slot(name, (spec.shape[0] // 2,)), activation)
 
     def lm_head(self, name: str) -> LMHead:
-        weight = self._find(name)
-        return LMHead(self.ops, weight.shape, bias=self._has_bias(name), leaves=weight.leaves)
+        spec = self._linear_spec(name)
+        return LMHead(self.ops, spec, self.slot(name, spec.shape[:1], torch.float32))
 
     def rms_norm(self, name: str, cfg: ModelConfig) -> RMSNorm:
-        return RMSNorm(self.ops, self._find(name).shape, cfg.rms_norm_eps)
+        shape = self._find(name).shape
+        return RMSNorm(self.ops, shape, cfg.rms_norm_eps, self.slot(name, shape))
 
     def embedding(self, name: str) -> Embedding:
-        return Embedding(self.ops, self._find(name).shape)
+        shape = self._find(name).shape
+        return Embedding(self.ops, shape, self.slot(name, shape[1:], torch.float32))
 
     def rotary(self, cfg: ModelConfig) -> Rotary:
         """The table of cosines and sines; made once, for all layers."""
         return Rotary(cfg.rope, cfg.head_dim, self.max_positions or cfg.max_position_embeddings, self.ops.device)
+
+    def slot(self, name: str, columns: tuple[int, ...], dtype: torch.dtype | None = None) -> Slot:
+        """The buffer for results of that name, in the model's type unless another is said."""
+        shared = re.sub(r"\.\d+\.", ".*.", self.prefix + name)
+        return self.arena.slot(shared, columns, dtype or self.ops.dtype)
+
+    def _linear_spec(self, name: str) -> LinearSpec:
+        weight = self._find(name)
+        bias = f"{self.prefix}{name}.bias" in self.parameters
+        return LinearSpec(weight.shape, bias, weight.leaf_ends, self._scheme_of(weight))
+
+    def _scheme_of(self, weight: Parameter) -> Scheme | None:
+        """How this weight is quantised: its line of the table says whether, and how finely at least."""
+        if self.scheme is None or not weight.quant:
+            return None
+        return self.scheme.at_finest(8) if weight.quant == "int8" else self.scheme
 
     def _find(self, name: str) -> Parameter:
         full = f"{self.prefix}{name}.weight"
         if full not in self.parameters:
             raise ModelLoadError(f"the model asks for {full}, which its parameter table does not have")
         return self.parameters[full]
-
-    def _has_bias(self, name: str) -> bool:
-        return f"{self.prefix}{name}.bias" in self.parameters

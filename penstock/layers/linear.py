@@ -1,39 +1,79 @@
 """Products with a weight: the plain one, and the gated one whose activation is part of the same call."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.ops import Ops, PackedLinear
-from penstock.layers.weights import WeightLayer
+from penstock.kernels.arena import Buffer
+from penstock.kernels.ops import Ops, PackedLinear, RowSource
+from penstock.layers.weights import WeightLayer, whole
+from penstock.quant.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """What a product's weight is on this device.
+
+    Attributes:
+        shape: [N, K].
+        bias: whether there is one, [N].
+        leaf_ends: where the pieces of K end that are summed apart; none: K is one piece.
+        scheme: how it is quantised; None keeps the model's type.
+    """
+
+    shape: tuple[int, ...]
+    bias: bool = False
+    leaf_ends: tuple[int, ...] = ()
+    scheme: Scheme | None = None
 
 
 class Linear(WeightLayer):
     """x [M, K] dtype -> x @ weight.T + bias [M, N] float32. The weight is packed by the backend when it is loaded."""
 
+    gated = False
     packed: PackedLinear
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], *, bias: bool, leaves: int) -> None:
+    def __init__(self, ops: Ops, spec: LinearSpec, out: Buffer) -> None:
         super().__init__()
         self.ops = ops
-        self.leaves = leaves
-        self.declare("weight", shape, ops.dtype)
-        if bias:
-            self.declare("bias", shape[:1], ops.dtype)
+        self.spec = spec
+        self.out = out
+        self.declare("weight", spec.shape, ops.dtype)
+        if spec.bias:
+            self.declare("bias", spec.shape[:1], ops.dtype)
 
-    def load(self, values: Mapping[str, Tensor]) -> None:
-        self.packed = self.ops.pack_linear(values["weight"], values.get("bias"), leaves=self.leaves)
+    def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
+        bias = whole(values["bias"]) if self.spec.bias else None
+        spec = self.spec
+        self.packed = self.ops.pack_linear(
+            values["weight"], bias, leaf_ends=spec.leaf_ends, scheme=spec.scheme, gated=self.gated
+        )
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Instead of `load`: take what `packed.state()` of the same layer was, and keep these tensors.
+
+        Raises:
+            NotSupportedError, ValueError: as Ops.restore_linear.
+        """
+        n, k = self.spec.shape
+        spec = self.spec
+        self.packed = self.ops.restore_linear(
+            (n, k), state, leaf_ends=spec.leaf_ends, scheme=spec.scheme, gated=self.gated
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.linear(x, self.packed)
+        return self.ops.linear(x, self.packed, out=self.out(x.shape[0]))
 
 
 class GatedLinear(Linear):
     """x [M, K] dtype -> activation(x @ gate.T) * (x @ up.T) [M, N] dtype; the weight holds gate's rows, then up's."""
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], *, bias: bool, leaves: int, activation: str) -> None:
-        super().__init__(ops, shape, bias=bias, leaves=leaves)
+    gated = True
+
+    def __init__(self, ops: Ops, spec: LinearSpec, out: Buffer, activation: str) -> None:
+        super().__init__(ops, spec, out)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.gated_linear(x, self.packed, self.activation)
+        return self.ops.gated_linear(x, self.packed, self.activation, out=self.out(x.shape[0]))

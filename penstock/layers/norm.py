@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.ops import Ops
-from penstock.layers.weights import WeightLayer
+from penstock.kernels.arena import Buffer
+from penstock.kernels.ops import Ops, RowSource
+from penstock.layers.weights import WeightLayer, whole
 
 
 class RMSNorm(WeightLayer):
@@ -14,22 +15,23 @@ class RMSNorm(WeightLayer):
 
     weight: nn.Parameter
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float) -> None:
+    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Buffer) -> None:
         super().__init__()
         self.ops = ops
         self.eps = eps
+        self.out = out
         self.declare("weight", shape, torch.float32)
 
-    def load(self, values: Mapping[str, Tensor]) -> None:
+    def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         """The weight is rounded to the model's type, as Transformers does, and kept in float32."""
-        weight = values["weight"].to(self.ops.device, self.ops.dtype).float()
+        weight = whole(values["weight"]).to(self.ops.device, self.ops.dtype).float()
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps, out=self.out(x.shape[0]))
 
     def add(self, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
         """The residual stream x plus the branch h (None: no branch yet), and the norm of the sum. Writes into x."""
         if h is None:
             return x, self(x)
-        return self.ops.add_rms_norm(x, h, self.weight, self.eps)
+        return self.ops.add_rms_norm(x, h, self.weight, self.eps, out=self.out(x.shape[0]))

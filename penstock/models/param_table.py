@@ -53,7 +53,10 @@ CONDITIONS: dict[str, Callable[[ModelConfig], bool]] = {
     "qk_norm": lambda config: config.qk_norm,
 }
 FIELDS = ("shape", "from", "shard", "unit", "quant", "leaves", "tied_to", "when")
-UNITS = (None, "kv_group")
+UNIT_SIZES: dict[str | None, Callable[[ModelConfig], int]] = {
+    None: lambda config: 1,
+    "kv_group": lambda config: config.num_attention_heads // config.num_key_value_heads * config.head_dim,
+}
 QUANT = (False, True, "int8")
 LEAVES = (1, 8)
 
@@ -67,6 +70,7 @@ class Parameter:
         shard: axis, or None where every rank has all of it.
         quant: False, True or "int8".
         tied_to: name of the parameter whose values it shares.
+        unit_size: elements of the last axis that its leaves do not cut apart.
     """
 
     name: str
@@ -78,10 +82,18 @@ class Parameter:
     quant: bool | str
     leaves: int
     tied_to: str | None
+    unit_size: int = 1
 
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def leaf_ends(self) -> tuple[int, ...]:
+        """Where the leaves of the last axis end; none where it reduces in one piece."""
+        if self.leaves == 1:
+            return ()
+        return tuple(end for _, end in leaf_bounds(self.shape[-1], self.leaves, self.unit_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +218,7 @@ def _expand(row: Row, config: ModelConfig) -> list[Parameter]:
             quant=row.quant,
             leaves=row.leaves,
             tied_to=tied_to,
+            unit_size=UNIT_SIZES[row.unit](config),
         )
         for layer in range(config.num_hidden_layers if "*" in row.pattern else 1)
     ]
@@ -230,7 +243,7 @@ def _read_row(where: str, pattern: str, fields: Any) -> Row:
         shape=shape,
         sources=_read_sources(line, pattern, fields, shape),
         shard=None if shard == -1 else shard,
-        unit=_read_choice(line, fields, "unit", None, UNITS),
+        unit=_read_choice(line, fields, "unit", None, tuple(UNIT_SIZES)),
         quant=_read_choice(line, fields, "quant", False, QUANT),
         leaves=_read_choice(line, fields, "leaves", 1, LEAVES),
         tied_to=tied_to,

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
-from penstock.kernels.ops import AttentionMetadata, KVCache, Ops
+from penstock.kernels.ops import AttentionMetadata, KVCache, Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
 from penstock.layers.causal_lm import CausalLM
 from penstock.layers.context import ForwardContext
+from penstock.runner.graphs import ReplayedModel
 from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
 from penstock.runner.kv_cache import layer_groups
-from penstock.runner.sampler import Sampler, finite_rows, token_logprobs
+from penstock.runner.sampler import Sampler, token_logprobs
 from penstock.runner.sampling_tensors import on_device
 from penstock.step import CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 
@@ -73,7 +74,7 @@ class ModelRunner:
         """
         if config.scheduler.max_model_len is None:
             raise EngineError("the runner needs a resolved config")
-        self._model = model
+        self._model = ReplayedModel(model, ops) if isinstance(ops, RecordingOps) else model
         self._sampler = Sampler(ops)
         self._ops = ops
         self._groups = tuple(groups)
@@ -127,7 +128,7 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
         """logits [M, V]: one new token for each sampled sequence that has no error."""
-        healthy = finite_rows(logits).cpu().numpy()
+        healthy = self._ops.finite_rows(logits).cpu().numpy()
         for index in step.sampled[~healthy].tolist():
             results[index].error = NOT_FINITE
         sequences = [b for b in step.sampled.tolist() if results[b].error is None]
@@ -161,7 +162,7 @@ class ModelRunner:
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             end = start + PROMPT_LOGPROB_ROWS
             logits = self._model.compute_logits(hidden[start:end])
-            if not bool(finite_rows(logits).all()):
+            if not bool(self._ops.finite_rows(logits).all()):
                 return
             some = targets[start:end]
             yield from token_logprobs(self._ops.log_softmax(logits), some, [piece.num_top] * len(some))

@@ -58,11 +58,6 @@ class Sampler:
         return Sampled(token_ids.cpu().numpy(), logprobs)
 
 
-def finite_rows(logits: Tensor) -> Tensor:
-    """logits [M, V] -> [M] bool: no NaN, no +inf, and something above -inf to choose."""
-    return torch.isfinite(logits.amax(dim=-1))  # amax hands NaN on
-
-
 def top_ids(logprobs: Tensor, count: int) -> Tensor:
     """logprobs [M, V] -> ids of the `count` greatest, [M, count] int64, best first, lowest id first on ties."""
     values, ids = torch.topk(logprobs, count, dim=-1)  # in what order it takes equal values is not promised

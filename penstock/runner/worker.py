@@ -28,14 +28,15 @@ class Worker:
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         """Take a loaded model and a resolved config; allocate the caches and set torch's threads, which are the
-        process's: of two engines in one process the later decides for both.
+        process's: of two engines in one process the later decides for both. Native kernels have threads of their own,
+        and torch's would only take the cores from them.
 
         Raises:
             EngineError: the config is not resolved, or the groups do not fit the layers.
         """
         if config.numerics.threads is None:
             raise EngineError("the worker needs a resolved config")
-        torch.set_num_threads(config.numerics.threads)
+        torch.set_num_threads(1 if config.numerics.kernels == "cpu" else config.numerics.threads)
         caches = allocate_kv_caches(ops, groups, num_kv_heads, head_dim, config.cache.kv_cache_dtype)
         self.cache_bytes = sum(cache.num_bytes for cache in caches)
         self._runner: ModelRunner | None = ModelRunner(

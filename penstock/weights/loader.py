@@ -1,38 +1,44 @@
 """The loader: a family's parameter table, a checkpoint and a backend make a model that computes.
 
-Tensor by tensor: each is read, joined with its neighbours where the table says so, handed to its layer, which packs
-it, and forgotten. So beside the packed model only one layer's values are in memory, as the checkpoint stores them. A
-tied head is packed from the embedding's rows a second time. What will not fit into memory is refused before.
+A layer gets its parameters as sources of rows, reads as many as it packs at once, and forgets them. So beside the
+packed model only some rows are in memory, as the checkpoint stores them. A tied head is packed from the embedding's
+rows a second time. Packed weights are mapped instead (weights/packed_file.py). What will not fit into memory is refused
+before.
 """
 
 import difflib
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.ops import Ops
+from penstock.kernels.ops import Ops, RowSource
 from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import WeightLayer
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter, ParamTable
 from penstock.models.registry import CausalLM, lookup
+from penstock.quant.scheme import Scheme
 from penstock.validation import check_choice
+from penstock.weights.packed_file import PackedFile
+from penstock.weights.packed_info import find_packed
 from penstock.weights.safetensors import Checkpoint
+from penstock.weights.sources import DummyRows, JoinedRows, RoundedRows
 
 MAX_LISTED = 8  # names that an error lists
-ELEMENT_BYTES = 4  # the reference keeps every weight as float32
+REFERENCE_BYTES = 4  # the reference keeps every weight as float32
+GROUP_SCALE_BITS = 16  # of an int4 group
 ROTARY_BYTES = 20  # for one position and dimension, while the tables are computed in float64
+COMPARED_ROWS = 1024  # of two tensors that have to be equal, at once
 
 
-class TensorSource(Protocol):
-    """Where the value of a parameter comes from."""
+class ParameterSource(Protocol):
+    """Where the values of a model's parameters come from."""
 
-    def read(self, parameter: Parameter) -> Tensor:
+    def rows(self, parameter: Parameter) -> RowSource:
         """The whole parameter, joined, of its shape and of any float type."""
 
 
@@ -52,20 +58,20 @@ class CheckpointSource:
         for parameter in parameters.values():
             self._check_tied(parameter)
 
-    def read(self, parameter: Parameter) -> Tensor:
+    def rows(self, parameter: Parameter) -> RowSource:
         if parameter.tied_to is not None:
             parameter = self._parameters[parameter.tied_to]
-        return self._join(parameter)
+        return self._joined(parameter)
 
-    def _join(self, parameter: Parameter) -> Tensor:
-        tensors = [self._checkpoint.read(name) for name in parameter.sources]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=parameter.join_axis)
+    def _joined(self, parameter: Parameter) -> RowSource:
+        parts = [self._checkpoint.rows(name) for name in parameter.sources]
+        return parts[0] if len(parts) == 1 else JoinedRows(parts, parameter.join_axis)
 
     def _check_tied(self, parameter: Parameter) -> None:
         """A tied tensor may be stored a second time, but not with other values."""
         if parameter.tied_to is None or not all(name in self._checkpoint.entries for name in parameter.sources):
             return
-        if not torch.equal(self._join(parameter), self.read(parameter)):
+        if not _equal(self._joined(parameter), self.rows(parameter)):
             raise ModelLoadError(
                 f"tie_word_embeddings = true is not allowed: the checkpoint holds {parameter.name} with other values "
                 f"than {parameter.tied_to}"
@@ -73,20 +79,10 @@ class CheckpointSource:
 
 
 class DummySource:
-    """Random parameters, each a function of its name alone: for speed tests, and to try a config without weights.
+    """Random parameters, each a function of its name alone: for speed tests, and to try a config without weights."""
 
-    Products keep the size of what goes through them: normal with standard deviation 1 / sqrt(K). Norms are 1, biases
-    small.
-    """
-
-    def read(self, parameter: Parameter) -> Tensor:
-        name = parameter.tied_to or parameter.name
-        if name.endswith("norm.weight"):
-            return torch.ones(parameter.shape)
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
-        generator = torch.Generator().manual_seed(seed)
-        scale = 0.02 if len(parameter.shape) == 1 else parameter.shape[-1] ** -0.5
-        return torch.randn(parameter.shape, generator=generator).mul_(scale)
+    def rows(self, parameter: Parameter) -> RowSource:
+        return DummyRows(parameter.tied_to or parameter.name, parameter.shape)
 
 
 def available_bytes() -> int:
@@ -104,60 +100,130 @@ def load_model(
     ops: Ops,
     load_format: str = "auto",
     *,
+    scheme: Scheme | None = None,
     max_model_len: int | None = None,
     free_memory: Callable[[], int] = available_bytes,
 ) -> CausalLM:
     """The model of a directory, ready to compute.
 
-    load_format: "auto" reads safetensors; "dummy" makes random weights, so config.json is enough.
+    load_format: "auto" maps packed weights where there are some, and reads safetensors; "dummy" makes random weights,
+        so config.json is enough.
+    scheme: how to quantise; None keeps the backend's type. What is packed already has to fit (packed_info.fit).
     max_model_len: positions that will be asked for; None takes the model's max_position_embeddings.
     free_memory: bytes that the weights may take; a model that needs more is refused before anything is allocated.
 
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture, or the model the memory, and how.
+        InvalidRequestError: packed weights do not fit the backend or the scheme.
     """
     check_choice("load_format", load_format, ("auto", "dummy"))
-    entry = lookup(model_config.architecture)
-    table = entry.read_table()
-    parameters = table.parameters(model_config)
+    packed = find_packed(Path(directory)) if load_format == "auto" else None
+    weights = [] if packed is not None else read_parameters(model_config).values()  # mapped ones need no memory
     positions = max_model_len or model_config.max_position_embeddings
     if ops.device.type == "cpu":  # what another device has is not known here
-        _check_memory(parameters.values(), positions * model_config.head_dim, free_memory())
-    source: TensorSource = DummySource()
-    if load_format != "dummy":
-        source = CheckpointSource(Checkpoint(Path(directory)), parameters, table)
-    make = LayerFactory.single_device(ops, parameters, max_positions=max_model_len)
-    model = entry.model_class(model_config, make)
-    fill(model, parameters, source)
+        _check_memory(stored_bytes(weights, ops, scheme), positions * model_config.head_dim, free_memory())
+    source = None if packed is not None else open_source(directory, model_config, load_format)
+    model = empty_model(model_config, ops, scheme=scheme, max_model_len=max_model_len)
+    if packed is not None:
+        PackedFile(packed, ops, scheme).restore(dict(weight_layers(model)))
+    elif source is not None:
+        fill(model, read_parameters(model_config), source)
     return cast(CausalLM, model.eval())
 
 
-def fill(model: nn.Module, parameters: Mapping[str, Parameter], source: TensorSource) -> None:
-    """Give every layer of the model its values.
+def read_parameters(model_config: ModelConfig) -> dict[str, Parameter]:
+    """Every parameter of a model, from its family's table."""
+    return lookup(model_config.architecture).read_table().parameters(model_config)
+
+
+def open_source(directory: str | Path, model_config: ModelConfig, load_format: str) -> ParameterSource:
+    """Where load_format finds the parameters of a model.
+
+    Raises:
+        ModelLoadError: the checkpoint does not fit the architecture.
+    """
+    if load_format == "dummy":
+        return DummySource()
+    table = lookup(model_config.architecture).read_table()
+    return CheckpointSource(Checkpoint(Path(directory)), table.parameters(model_config), table)
+
+
+def empty_model(
+    model_config: ModelConfig, ops: Ops, *, scheme: Scheme | None, max_model_len: int | None = None
+) -> nn.Module:
+    """The model without weights. Its rotary tables are there.
 
     Raises:
         ModelLoadError: the model and its table do not have the same parameters.
     """
-    expected = set(parameters) ^ set(model.state_dict())
-    if expected:
-        raise ModelLoadError(f"the model and its parameter table differ in {_listed(sorted(expected))}")
-    for prefix, layer in model.named_modules():
-        if isinstance(layer, WeightLayer):
-            names = [name for name, _ in layer.named_parameters(recurse=False)]
-            layer.load({name: source.read(parameters[f"{prefix}.{name}"]) for name in names})
+    parameters = read_parameters(model_config)
+    make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len)
+    model = lookup(model_config.architecture).model_class(model_config, make)
+    differing = set(parameters) ^ set(model.state_dict())
+    if differing:
+        raise ModelLoadError(f"the model and its parameter table differ in {listed(sorted(differing))}")
+    return model
 
 
-def _check_memory(parameters: Iterable[Parameter], rotary_elements: int, free: int) -> None:
-    """A tied head counts too: it is packed a second time. The rotary tables are made before there are weights."""
-    needs = {
-        f"the weights need {ELEMENT_BYTES} bytes each,": ELEMENT_BYTES * sum(item.num_elements for item in parameters),
-        "the rotary tables of all positions need": ROTARY_BYTES * rotary_elements,
-    }
-    for text, needed in needs.items():
+def weight_layers(model: nn.Module) -> Iterable[tuple[str, WeightLayer]]:
+    """Every layer with parameters of its own, by its full name."""
+    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, WeightLayer))
+
+
+def fill(model: nn.Module, parameters: Mapping[str, Parameter], source: ParameterSource) -> None:
+    """Give every layer of the model its values."""
+    for prefix, layer in weight_layers(model):
+        fill_layer(prefix, layer, parameters, source)
+
+
+def fill_layer(prefix: str, layer: WeightLayer, parameters: Mapping[str, Parameter], source: ParameterSource) -> None:
+    """Give one layer its values.
+
+    Raises:
+        ModelLoadError: its weight cannot be quantised.
+    """
+    values: dict[str, RowSource] = {}
+    for name, declared in layer.named_parameters(recurse=False):
+        rows = source.rows(parameters[f"{prefix}.{name}"])
+        # What is one row a parameter, a norm for instance, its layer rounds itself.
+        values[name] = RoundedRows(rows, declared.dtype) if declared.ndim > 1 else rows
+    try:
+        layer.load(values)
+    except ValueError as error:
+        names = ", ".join(name for value in values for name in parameters[f"{prefix}.{value}"].sources)
+        raise ModelLoadError(f"{names}: {error}") from None
+
+
+def stored_bytes(parameters: Iterable[Parameter], ops: Ops, scheme: Scheme | None) -> int:
+    """What a backend keeps of the parameters, without what fills up its panels. A tied head is packed a second time."""
+    return sum(-(-item.num_elements * _bits(item, ops, scheme) // 8) for item in parameters)
+
+
+def _bits(parameter: Parameter, ops: Ops, scheme: Scheme | None) -> int:
+    """Bits that an element takes, rounded up."""
+    if ops.name == "reference":
+        return 8 * REFERENCE_BYTES
+    if scheme is None or not parameter.quant:
+        return 8 * ops.dtype.itemsize
+    scheme = scheme.at_finest(8) if parameter.quant == "int8" else scheme
+    return scheme.weight_bits + (-(-GROUP_SCALE_BITS // scheme.group_size) if scheme.group_size else 0)
+
+
+def _check_memory(weight_bytes: int, rotary_elements: int, free: int) -> None:
+    """The rotary tables are made before there are weights."""
+    needs = {"weights": weight_bytes, "rotary tables of all positions": ROTARY_BYTES * rotary_elements}
+    for what, needed in needs.items():
         if needed > free:
             raise ModelLoadError(
-                f"{text} {needed / 2**20:,.1f} MiB, as config.json counts them; only {free / 2**20:,.1f} MiB are free"
+                f"the {what} need {needed / 2**20:,.1f} MiB, as config.json counts them; only {free / 2**20:,.1f} MiB "
+                f"are free"
             )
+
+
+def _equal(one: RowSource, other: RowSource) -> bool:
+    """Whether all rows are the same; the shapes are."""
+    pieces = ((at, min(at + COMPARED_ROWS, one.shape[0])) for at in range(0, one.shape[0], COMPARED_ROWS))
+    return all(torch.equal(one.read(*piece), other.read(*piece)) for piece in pieces)
 
 
 def _check_names(checkpoint: Checkpoint, parameters: Mapping[str, Parameter], table: ParamTable) -> None:
@@ -168,9 +234,9 @@ def _check_names(checkpoint: Checkpoint, parameters: Mapping[str, Parameter], ta
     if missing:
         near = difflib.get_close_matches(missing[0], unused, n=1)
         hint = f" (is {near[0]} meant?)" if near else ""
-        problems.append(f"missing: {_listed(missing)}{hint}")
+        problems.append(f"missing: {listed(missing)}{hint}")
     if unused:
-        problems.append(f"unknown: {_listed(unused)}")
+        problems.append(f"unknown: {listed(unused)}")
     if problems:
         raise ModelLoadError(f"the checkpoint does not fit the architecture; tensors {'; '.join(problems)}")
 
@@ -185,6 +251,6 @@ def _check_shapes(checkpoint: Checkpoint, parameters: Mapping[str, Parameter]) -
                 )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more

@@ -1,10 +1,12 @@
-"""A checkpoint of safetensors files, single or sharded: names and shapes at once, tensors when they are asked for.
+"""A checkpoint of safetensors files, single or sharded: names and shapes at once, rows when they are asked for.
 
-Needs no torch until a tensor is read. Pickled checkpoints are refused, because reading one runs code from it.
+Rows are read, not mapped: the pages of a map would count as this process's memory beside the packed model. Needs no
+torch until a row is read. Pickled checkpoints are refused, because reading one runs code from it.
 """
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections import Counter
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "F16", "BF16")
+PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed_file.py
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # the format's name, torch's
+LENGTH_BYTES = 8  # before the header: how long it is
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 SAMPLES = 16  # places in each file that a fingerprint reads
 SAMPLE_BYTES = 4096
@@ -36,6 +40,7 @@ class TensorEntry:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    offset: int  # of its first byte in the file
 
 
 class Checkpoint:
@@ -50,34 +55,73 @@ class Checkpoint:
 
         Raises:
             ModelLoadError: no safetensors, a shard that is missing or outside the directory, a tensor that is in two
-                shards or in none, a damaged header.
+                shards or in none, a damaged header; or the weights are packed.
         """
         self.files = find_files(directory)
+        if self.files[0].name == PACKED:
+            raise ModelLoadError(f"{directory}: its weights are packed; they can only be served, with the cpu kernels")
         self.entries: dict[str, TensorEntry] = {}
         for file in self.files:
-            for name, entry in _read_entries(file).items():
+            for name, entry in read_entries(file).items():
                 if name in self.entries:
                     first = self.entries[name].file.name
                     raise ModelLoadError(f"{directory}: {name} is in two files, {first} and {file.name}")
                 self.entries[name] = entry
-        self._open: tuple[Path, Any] | None = None
 
-    def read(self, name: str) -> "Tensor":
-        """One tensor, as it is stored. One file is kept open, so ask file by file where it matters."""
+    def rows(self, name: str) -> "FileRows":
+        """One tensor, to be read piece by piece.
+
+        Raises:
+            ModelLoadError: it is no float type.
+        """
         entry = self.entries[name]
         if entry.dtype not in FLOATS:
             raise ModelLoadError(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(FLOATS)}")
+        return FileRows(name, entry)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRows:
+    """A tensor in a file, as a kernels.ops.RowSource: rows of its first axis, in the type they are stored in."""
+
+    name: str
+    entry: TensorEntry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    def read(self, start: int, stop: int) -> "Tensor":
+        """Rows start .. stop-1.
+
+        Raises:
+            ModelLoadError: the file cannot be read, or no longer holds them.
+        """
+        import torch
+
+        dtype = getattr(torch, FLOATS[self.entry.dtype])
+        row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
+        buffer = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
+        self._fill(buffer.numpy().data, self.entry.offset + start * row_bytes)
+        return buffer.view(dtype).view(stop - start, *self.shape[1:])
+
+    def _fill(self, buffer: memoryview, offset: int) -> None:
         try:
-            if self._open is None or self._open[0] != entry.file:
-                self._open = entry.file, safe_open(entry.file, framework="pt")
-            tensor: Tensor = self._open[1].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{entry.file}: {name} cannot be read: {error}") from None
-        return tensor
+            with self.entry.file.open("rb", buffering=0) as stream:
+                stream.seek(offset)
+                while buffer:
+                    count = stream.readinto(buffer)
+                    if not count:
+                        raise ModelLoadError(f"{self.entry.file}: {self.name} is cut short")
+                    buffer = buffer[count:]
+        except OSError as error:
+            raise ModelLoadError(f"{self.entry.file}: {self.name} cannot be read: {error}") from None
 
 
 def find_files(directory: Path) -> list[Path]:
-    """The weight files of a model directory, sorted by name. Transformers' names; the single file goes first."""
+    """The weight files of a model directory, sorted by name: packed ones, else those with Transformers' names."""
+    if (directory / PACKED).is_file():
+        return [directory / PACKED]
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     if (directory / INDEX).is_file():
@@ -99,7 +143,7 @@ def fingerprint(directory: Path) -> str:
     """
     digest = hashlib.sha256()
     for file in find_files(directory):
-        header = _read_header(file)
+        header = read_header(file)
         try:
             size = file.stat().st_size
             digest.update(f"{file.name} {size}\n".encode() + header)
@@ -125,15 +169,21 @@ def _shards(directory: Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise ModelLoadError(f"{directory}: shard {file.name} is missing, though {INDEX} names it")
-    held = {file.name: _read_entries(file) for file in files}
+    held = {file.name: read_entries(file) for file in files}
     for tensor, name in weight_map.items():
         if tensor not in held[name]:
             raise ModelLoadError(f"{directory}: {tensor} is not in {name}, though {INDEX} says so")
     return files
 
 
-def _read_entries(file: Path) -> dict[str, TensorEntry]:
-    header = _parse(file, lambda: json.loads(_read_header(file), object_pairs_hook=_unique))
+def read_entries(file: Path) -> dict[str, TensorEntry]:
+    """Every tensor of a file, by name.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or is no sound safetensors file.
+    """
+    text = read_header(file)
+    header = _parse(file, lambda: json.loads(text, object_pairs_hook=_unique))
     try:
         safe_open(file, framework="np")  # checks sizes and offsets; reads no tensor
     except (SafetensorError, OSError) as error:
@@ -142,10 +192,17 @@ def _read_entries(file: Path) -> dict[str, TensorEntry]:
     for name, item in header.items():
         if name == "__metadata__":
             continue
-        if not isinstance(item, dict) or not isinstance(item.get("shape"), list) or "dtype" not in item:
+        if not isinstance(item, dict) or not {"shape", "dtype", "data_offsets"} <= set(item):
             raise ModelLoadError(f"{file}: the header's entry for {shown(name)} is damaged")
-        entries[name] = TensorEntry(file, tuple(item["shape"]), str(item["dtype"]))
+        offset = LENGTH_BYTES + len(text) + item["data_offsets"][0]
+        entries[name] = TensorEntry(file, tuple(item["shape"]), str(item["dtype"]), offset)
     return entries
+
+
+def read_metadata(file: Path) -> dict[str, Any]:
+    """What a file says of itself."""
+    metadata = _parse(file, lambda: json.loads(read_header(file))).get("__metadata__", {})
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -156,13 +213,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     raise ValueError(f"{shown(name)} stands there twice")
 
 
-def _read_header(file: Path) -> bytes:
+def read_header(file: Path) -> bytes:
     """The JSON at the beginning of a safetensors file, after its length in 8 bytes."""
     try:
         with file.open("rb") as stream:
-            start = stream.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= MAX_HEADER or length + 8 > file.stat().st_size:
+            start = stream.read(LENGTH_BYTES)
+            length = struct.unpack("<Q", start)[0] if len(start) == LENGTH_BYTES else 0
+            if not 2 <= length <= MAX_HEADER or length + LENGTH_BYTES > file.stat().st_size:
                 raise ModelLoadError(f"{file}: not a safetensors file, or cut short")
             return stream.read(length)
     except OSError as error:

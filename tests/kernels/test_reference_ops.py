@@ -1,5 +1,6 @@
 """The element-wise operations and products of the reference backend: formulas, rounding points, buffers."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -188,6 +189,20 @@ def test_rotary_leaves_what_its_table_does_not_cover() -> None:
     assert torch.equal(part[..., 2:], qkv.view(T, -1, D)[:, :H, 2:])
     none = ops.rotary_qkv(qkv, torch.arange(T), None, (H, HKV, D))[0]
     assert torch.equal(none, qkv.view(T, -1, D)[:, :H])
+
+
+def test_finite_rows() -> None:
+    """Guards against -inf (a masked logit) taken for an error, and a row of nothing but -inf taken for health."""
+    inf = math.inf
+    rows = [[0.0, -inf], [math.nan, 0.0], [inf, 0.0], [-inf, -inf], [inf, math.nan], [1.0, 2.0]]
+    assert ReferenceOps(torch.float32).finite_rows(torch.tensor(rows)).tolist() == [
+        True,
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_an_unbuilt_backend_is_refused_by_name() -> None:

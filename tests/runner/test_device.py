@@ -67,6 +67,9 @@ def at_home(value: Any) -> Any:
 class ElsewhereOps(FakeOps):
     device = ELSEWHERE
 
+    def finite_rows(self, logits: Tensor) -> Tensor:
+        return super().finite_rows(at_home(logits.clone())).to(ELSEWHERE)
+
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         return super().log_softmax(at_home(logits.clone())).to(ELSEWHERE)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runner.sampler import finite_rows, token_logprobs, top_ids
+from penstock.runner.sampler import token_logprobs, top_ids
 
 few_values = st.lists(st.sampled_from([-2.0, -1.0, -0.5, -math.inf]), min_size=7, max_size=7)
 
@@ -33,13 +33,6 @@ def test_each_row_gets_as_many_as_it_asks_for() -> None:
     found = token_logprobs(torch.log_softmax(torch.arange(8.0).reshape(2, 4), -1), torch.tensor([0, 3]), [0, 20])
     assert found[0].token_ids == [0]
     assert found[1].token_ids == [3, 3, 2, 1, 0]
-
-
-def test_finite_rows() -> None:
-    """Guards against -inf (a masked logit) taken for an error, and a row of nothing but -inf taken for health."""
-    inf = math.inf
-    rows = [[0.0, -inf], [math.nan, 0.0], [inf, 0.0], [-inf, -inf], [inf, math.nan], [1.0, 2.0]]
-    assert finite_rows(torch.tensor(rows)).tolist() == [True, False, False, False, False, True]
 
 
 def test_logprobs_are_raw(bench: Callable[..., Any]) -> None:

@@ -2,19 +2,21 @@
 
 It rounds exactly where the contract says: operands are rounded to `dtype` and multiplied in float32, which is what a
 bfloat16 product with float32 accumulation is. It promises a tolerance and not bits: torch may sum in another order
-when the number of rows changes, and `leaves` is not obeyed for the same reason.
+when the number of rows changes, and the leaves of K are summed together for the same reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.ops import AttentionMetadata, KVCache, PackedLinear
-from penstock.kernels.reference import attention, sampling
+from penstock.errors import NotSupportedError
+from penstock.kernels.ops import AttentionMetadata, KVCache, PackedLinear, RowSource
+from penstock.kernels.reference import attention, quantised, sampling
 from penstock.kernels.sampling import SamplingTensors
+from penstock.quant.scheme import Scheme
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -24,16 +26,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ReferenceLinear:
-    """A weight [N, K] and its bias [N], rounded to the model's type and then kept in float32."""
+    """A weight [N, K] and its bias [N], rounded to the model's type, quantised and scaled back, and kept in float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
+    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None, leaf_ends: Sequence[int]) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
+        self._scheme = scheme
+        self._leaf_ends = tuple(leaf_ends) or (weight.shape[1],)
+        self._weight = weight if scheme is None else quantised.through_weight(weight, scheme, self._leaf_ends)
+        self._bias = bias
         self.num_bytes = 4 * (weight.numel() + (0 if bias is None else bias.numel()))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x.float(), self.weight, self.bias)
+        x = x.float() if self._scheme is None else quantised.through_activations(x, self._scheme, self._leaf_ends)
+        return functional.linear(x, self._weight, self._bias)
+
+    def state(self) -> dict[str, Tensor]:
+        raise _no_packed_form()
 
 
 class ReferenceOps:
@@ -50,9 +58,28 @@ class ReferenceOps:
         self.dtype = dtype
         self.device = torch.device(device)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, leaves: int = 1) -> PackedLinear:
-        """`leaves` is for backends that promise bits."""
-        return ReferenceLinear(self._round(weight), None if bias is None else self._round(bias))
+    def pack_linear(
+        self,
+        weight: Tensor | RowSource,
+        bias: Tensor | None = None,
+        *,
+        leaf_ends: Sequence[int] = (),
+        scheme: Scheme | None = None,
+        gated: bool = False,
+    ) -> PackedLinear:
+        whole = weight if isinstance(weight, Tensor) else weight.read(0, weight.shape[0])
+        return ReferenceLinear(self._round(whole), None if bias is None else self._round(bias), scheme, leaf_ends)
+
+    def restore_linear(
+        self,
+        shape: tuple[int, int],
+        state: Mapping[str, Tensor],
+        *,
+        leaf_ends: Sequence[int] = (),
+        scheme: Scheme | None = None,
+        gated: bool = False,
+    ) -> PackedLinear:
+        raise _no_packed_form()
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
         return _deliver(_own(weight)(x), torch.float32, out)
@@ -63,6 +90,29 @@ class ReferenceOps:
 
     def embedding(self, ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         return _deliver(weight[ids], torch.float32, out)
+
+    def experts(
+        self,
+        x: Tensor,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        ids: Tensor,
+        weights: Tensor,
+        activation: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        total = torch.zeros((len(x), down[0].shape[0]), dtype=torch.float32, device=x.device)
+        for expert, (gate, plain) in enumerate(zip(gate_up, down, strict=True)):
+            rows, places = (ids == expert).nonzero(as_tuple=True)
+            branch = self.linear(self.gated_linear(x[rows], gate, activation), plain)
+            total[rows] += weights[rows, places, None] * branch
+        return _deliver(total, torch.float32, out)
+
+    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+        ordered, ids = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        ids, weights = ids[:, :top_k].contiguous(), ordered[:, :top_k].contiguous()
+        return ids, weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
         return _deliver(_rms_norm(x, weight, eps), self.dtype, out)
@@ -115,6 +165,9 @@ class ReferenceOps:
             raise TypeError(f"a cache of another backend: {type(cache).__name__}")
         return _deliver(attention.attend(q, k_new, v_new, cache, meta, scale).flatten(1), self.dtype, out)
 
+    def finite_rows(self, logits: Tensor) -> Tensor:
+        return logits.amax(dim=-1).isfinite()  # amax hands NaN on
+
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         return _deliver(logits.log_softmax(dim=-1), torch.float32, out)
 
@@ -130,6 +183,10 @@ def _own(weight: PackedLinear) -> ReferenceLinear:
     if not isinstance(weight, ReferenceLinear):
         raise TypeError(f"a weight packed by another backend: {type(weight).__name__}")
     return weight
+
+
+def _no_packed_form() -> NotSupportedError:
+    return NotSupportedError("kernels: 'reference' has no packed form of weights; 'cpu' has", param="kernels")
 
 
 def _deliver(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:

@@ -3,7 +3,8 @@
 #include <cstdlib>
 #include <new>
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__linux__)
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -11,6 +12,8 @@
 namespace penstock {
 
 namespace {
+
+constexpr std::int64_t SMALL_PAGE = 4096, BIG_PAGE = std::int64_t{2} << 20;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
@@ -92,9 +95,13 @@ void* Scratch::take(std::int64_t bytes) {
     if (bytes > capacity_) {
         std::free(memory_);
         capacity_ = 0;
-        const std::int64_t rounded = (bytes + 4095) / 4096 * 4096;
-        memory_ = std::aligned_alloc(64, static_cast<std::size_t>(rounded));
+        const std::int64_t page = bytes < BIG_PAGE ? SMALL_PAGE : BIG_PAGE;
+        const std::int64_t rounded = (bytes + page - 1) / page * page;
+        memory_ = std::aligned_alloc(static_cast<std::size_t>(page), static_cast<std::size_t>(rounded));
         if (memory_ == nullptr) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+        if (page == BIG_PAGE) madvise(memory_, static_cast<std::size_t>(rounded), MADV_HUGEPAGE);  // only a wish
+#endif
         capacity_ = rounded;
     }
     return memory_;

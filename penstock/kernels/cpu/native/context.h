@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 
 #include "abi.h"
 #include "products.h"
@@ -29,7 +30,8 @@ class Scratch {
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
 
-    // At least `bytes`, 64-aligned; what it held before is lost when it grows. Throws std::bad_alloc.
+    // At least `bytes`, 64-aligned, in big pages where it is large; what it held before is lost when it grows. Throws
+    // std::bad_alloc.
     void* take(std::int64_t bytes);
 
   private:
@@ -37,9 +39,28 @@ class Scratch {
     std::int64_t capacity_ = 0;
 };
 
+// Cuts memory into arrays that begin at multiples of 64 bytes. From null it only counts the bytes.
+class Carver {
+  public:
+    explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
+
+    template <class Element>
+    Element* cut(std::int64_t count) {
+        char* array = memory_ == nullptr ? nullptr : memory_ + bytes_;
+        bytes_ += (count * static_cast<std::int64_t>(sizeof(Element)) + 63) / 64 * 64;
+        return reinterpret_cast<Element*>(array);
+    }
+    std::int64_t bytes() const { return bytes_; }
+
+  private:
+    char* memory_;
+    std::int64_t bytes_ = 0;
+};
+
 struct Context {
     Context(Level level, int threads);
 
+    std::mutex in_use;  // held by the call that is carried out
     const Level level;
     ProductKernel products[NUM_KINDS];
     RowKernels rows;

@@ -1,6 +1,24 @@
-#include "products.h"
+// Products of float weights with AVX2: vectors of eight floats, multiplied and added in one rounding.
+
+#include <immintrin.h>
+
+#include <cstdint>
 
 namespace penstock {
-ProductKernel avx2_f32() { return {}; }
-ProductKernel avx2_bf16() { return {}; }
+namespace {
+
+constexpr int LANES = 8;
+using Vector = float __attribute__((vector_size(32), may_alias));
+using Words = std::uint32_t __attribute__((vector_size(32), may_alias));
+
+inline Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+
+}  // namespace
+}  // namespace penstock
+
+#include "products_float_vectors.inc.h"
+
+namespace penstock {
+ProductKernel avx2_f32() { return f32_kernel(); }
+ProductKernel avx2_bf16() { return bf16_kernel(); }
 }  // namespace penstock

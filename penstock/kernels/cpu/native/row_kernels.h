@@ -1,7 +1,8 @@
-// What an instruction level provides for operations on rows: norms, rotary, activations, sampling.
+// What an instruction level provides for operations on rows: finishing a product, norms, rotary, embedding, routing.
 //
 // row_kernels.inc.h is compiled once for each level with the compiler's vector types and no fused multiply-add, so all
-// levels give the same bits; only their speed differs.
+// levels give the same bits; only their speed differs. Arrays of rows are contiguous; kernels that take `first` and
+// `rows` work on that range of rows only.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +24,60 @@ struct FinishArgs {
     std::int32_t out_type;
 };
 
+// x / sqrt(mean(x^2) + eps) * weight.
+struct NormArgs {
+    const float* x;       // [.., n]
+    const float* branch;  // [.., n] to be added to x first, or null
+    float* sum;           // x + branch, where there is a branch; may be x
+    const float* weight;  // [n]
+    float eps;
+    std::int64_t n;
+    void* out;  // [.., n] of out_type
+    std::int32_t out_type;
+};
+
+// Splits rows of q, k and v, norms the heads of q and k where weights are given, and rotates them.
+struct RotaryArgs {
+    const float* qkv;  // [.., heads + 2 kv_heads, head_dim]
+    const std::int64_t* positions;
+    const float* cos_sin;  // [positions, rotary_dim], cosines then sines; null: nothing is rotated
+    std::int64_t rotary_dim;
+    std::int64_t heads, kv_heads, head_dim;
+    const float* q_norm;  // [head_dim] or null
+    const float* k_norm;
+    float eps;
+    void* q;  // [.., heads, head_dim] of out_type; k and v [.., kv_heads, head_dim]
+    void* k;
+    void* v;
+    std::int32_t out_type;
+};
+
+struct EmbeddingArgs {
+    const std::int64_t* ids;
+    const void* table;  // [.., n] of table_type; every id is one of its rows
+    std::int32_t table_type;
+    std::int64_t n;
+    float* out;  // [.., n]
+};
+
+// Softmax over all experts, then the top_k most likely, the lower id first on a tie. A row whose softmax is not a number
+// (a logit is NaN or +inf, or all are -inf) gets the ids 0, 1, .. with weights NaN.
+struct RouteArgs {
+    const float* logits;  // [.., experts]
+    std::int64_t experts;
+    std::int64_t top_k;        // at most `experts`
+    std::int32_t renormalize;  // divides the weights by their sum
+    std::int64_t* ids;         // [.., top_k]
+    float* weights;            // [.., top_k]
+};
+
 struct RowKernels {
     void (*finish)(const FinishArgs&);
-    // Further kernels are added here, one a row operation, each with a struct of arguments.
+    void (*norm)(const NormArgs&, std::int64_t first, std::int64_t rows);
+    void (*rotary)(const RotaryArgs&, std::int64_t first, std::int64_t rows);
+    void (*embedding)(const EmbeddingArgs&, std::int64_t first, std::int64_t rows);
+    // scratch: the probabilities of a row, in whole vectors of 16.
+    void (*route)(const RouteArgs&, std::int64_t first, std::int64_t rows, float* scratch);
 };
 
 RowKernels portable_rows();

@@ -1,5 +1,5 @@
-#include "row_kernels.h"
+#include "row_kernels.inc.h"
 
 namespace penstock {
-RowKernels avx2_rows() { return portable_rows(); }
+RowKernels avx2_rows() { return ROW_KERNELS; }
 }  // namespace penstock

@@ -1,5 +1,5 @@
-#include "row_kernels.h"
+#include "row_kernels.inc.h"
 
 namespace penstock {
-RowKernels avx512_rows() { return portable_rows(); }
+RowKernels avx512_rows() { return ROW_KERNELS; }
 }  // namespace penstock

@@ -1,6 +1,90 @@
+// Operations on rows between the products, shared among threads: a row is computed by one thread, from first to last.
+
+#include <algorithm>
+
 #include "abi.h"
-PENSTOCK_EXPORT std::int32_t penstock_rms_norm() { return -1; }
-PENSTOCK_EXPORT std::int32_t penstock_add_rms_norm() { return -1; }
-PENSTOCK_EXPORT std::int32_t penstock_rotary_qkv() { return -1; }
-PENSTOCK_EXPORT std::int32_t penstock_embedding() { return -1; }
-PENSTOCK_EXPORT std::int32_t penstock_route() { return -1; }
+#include "context.h"
+
+namespace penstock {
+namespace {
+
+constexpr std::int64_t ITEM_ELEMENTS = 16384;    // of one piece of work: about 5 microseconds
+constexpr std::int64_t SHARED_ELEMENTS = 65536;  // fewer are done sooner than another thread has begun
+
+// Calls task(first, rows, thread) for ranges that make up all rows; by this thread alone where there is little to do.
+template <class Task>
+void over_rows(Context& context, std::int64_t rows, std::int64_t elements_per_row, const Task& task) {
+    if (rows * elements_per_row < SHARED_ELEMENTS) {
+        if (rows > 0) task(0, rows, 0);
+        return;
+    }
+    const std::int64_t step = std::max<std::int64_t>(1, ITEM_ELEMENTS / elements_per_row);
+    context.pool.run((rows + step - 1) / step, [&](std::int64_t item, int thread) {
+        const std::int64_t first = item * step;
+        task(first, std::min(step, rows - first), thread);
+    });
+}
+
+std::int32_t norm(Context& context, const NormArgs& args, std::int64_t rows) {
+    over_rows(context, rows, args.n, [&](std::int64_t first, std::int64_t count, int) {
+        context.rows.norm(args, first, count);
+    });
+    return 0;
+}
+
+}  // namespace
+}  // namespace penstock
+
+using namespace penstock;
+
+PENSTOCK_EXPORT std::int32_t penstock_rms_norm(
+    Context* context, const float* x, const float* weight, float eps, std::int64_t rows, std::int64_t n, void* out,
+    std::int32_t out_type) {
+    return norm(*context, {x, nullptr, nullptr, weight, eps, n, out, out_type}, rows);
+}
+
+PENSTOCK_EXPORT std::int32_t penstock_add_rms_norm(
+    Context* context, float* x, const float* h, const float* weight, float eps, std::int64_t rows, std::int64_t n,
+    void* out, std::int32_t out_type) {
+    return norm(*context, {x, h, x, weight, eps, n, out, out_type}, rows);
+}
+
+PENSTOCK_EXPORT std::int32_t penstock_rotary_qkv(
+    Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin, std::int64_t rotary_dim,
+    std::int64_t rows, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim, const float* q_norm,
+    const float* k_norm, float eps, void* q, void* k, void* v, std::int32_t out_type) {
+    const RotaryArgs args = {qkv,    positions, cos_sin, rotary_dim, heads, kv_heads, head_dim,
+                             q_norm, k_norm,    eps,     q,          k,     v,        out_type};
+    over_rows(*context, rows, (heads + 2 * kv_heads) * head_dim, [&](std::int64_t first, std::int64_t count, int) {
+        context->rows.rotary(args, first, count);
+    });
+    return 0;
+}
+
+PENSTOCK_EXPORT std::int32_t penstock_embedding(
+    Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type, std::int64_t rows,
+    std::int64_t n, float* out) {
+    const EmbeddingArgs args = {ids, table, table_type, n, out};
+    over_rows(*context, rows, n, [&](std::int64_t first, std::int64_t count, int) {
+        context->rows.embedding(args, first, count);
+    });
+    return 0;
+}
+
+PENSTOCK_EXPORT std::int32_t penstock_route(
+    Context* context, const float* logits, std::int64_t rows, std::int64_t experts, std::int64_t top_k,
+    std::int32_t renormalize, std::int64_t* ids, float* weights) {
+    const RouteArgs args = {logits, experts, top_k, renormalize, ids, weights};
+    const std::int64_t row_floats = (experts + 15) / 16 * 16;
+    float* scratch = nullptr;
+    try {
+        scratch = static_cast<float*>(context->workspace.take(context->pool.threads() * row_floats * sizeof(float)));
+    } catch (...) {
+        return -1;
+    }
+    // Each expert costs an exponential and its part of top_k searches.
+    over_rows(*context, rows, experts * (4 + top_k), [&](std::int64_t first, std::int64_t count, int thread) {
+        context->rows.route(args, first, count, scratch + thread * row_floats);
+    });
+    return 0;
+}

@@ -3,6 +3,9 @@
 // Items 0 .. count-1 are split into one contiguous range a thread. A thread takes from the front of its own range, and
 // when that is empty from the back of the fullest other one: so neighbouring panels are read in order by one core, and
 // a core that somebody else is using holds nobody up for longer than one item. Waiting spins briefly, then sleeps.
+//
+// Helpers inherit the affinity of the thread that makes the pool. A task must not throw, and must not run the pool. In
+// a child that was forked between two runs there are no helpers: its caller does all items, correct but alone.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +23,8 @@ class ThreadPool {
     int threads() const;
 
     // Calls task(item, thread) for every item, each once, and returns when all have returned. `thread` is in
-    // 0 .. threads()-1 and belongs to one running call at a time: it picks scratch memory, and must not change a result.
+    // 0 .. threads()-1 and belongs to one running call at a time: it picks scratch memory, and must not change a
+    // result. One thread at a time may call run.
     template <class Task>
     void run(std::int64_t count, const Task& task) {
         run_erased(count, [](const void* object, std::int64_t item, int thread) {

@@ -1,0 +1,52 @@
+"""Tensors as arguments of the native functions: their addresses, once nothing about them can go wrong.
+
+A native function believes what it is told, so a tensor of another type, shape or layout is refused here.
+"""
+
+import torch
+from torch import Tensor
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}  # native/abi.h, DataType
+ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3}  # native/abi.h, Activation
+
+
+def address(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> int:
+    """Where a tensor of exactly that shape and type begins.
+
+    Raises:
+        ValueError: it is another tensor, not contiguous, or not in the CPU's memory.
+    """
+    if tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous() and tensor.is_cpu:
+        return tensor.data_ptr()
+    layout = "" if tensor.is_cpu and tensor.is_contiguous() else ", not contiguous in the CPU's memory"
+    found = f"{list(tensor.shape)} {tensor.dtype}{layout}"
+    raise ValueError(f"{name}: {found} where {list(shape)} {dtype} is needed".replace("torch.", ""))
+
+
+def optional_address(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> int | None:
+    """The same, and None for None."""
+    return None if tensor is None else address(tensor, shape, dtype, name)
+
+
+def rows_of(tensor: Tensor, name: str) -> tuple[int, int]:
+    """The shape of a tensor [rows, columns].
+
+    Raises:
+        ValueError: it has another number of axes.
+    """
+    shape = tensor.shape
+    if len(shape) != 2:
+        raise ValueError(f"{name}: {list(shape)} where [rows, columns] is needed")
+    return shape[0], shape[1]
+
+
+def activation_code(activation: str) -> int:
+    """The number of an activation.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
+    code = ACTIVATIONS.get(activation)
+    if code is None:
+        raise ValueError(f"no activation {activation!r}; there are {', '.join(ACTIVATIONS)}")
+    return code

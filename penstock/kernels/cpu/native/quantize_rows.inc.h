@@ -1,0 +1,231 @@
+// Activation rows as int8 slices, which products.h defines. Integer kernels of every level compile this file for
+// themselves, within their anonymous namespace (so <cstring> and products.h are theirs to include).
+//
+// All levels give the same bytes: a lane does one IEEE operation after the other, and maxima and sums are of integers.
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+using Floats __attribute__((vector_size(LANES * 4))) = float;
+using Ints __attribute__((vector_size(LANES * 4))) = std::int32_t;
+using HalfWords __attribute__((vector_size(LANES * 2))) = std::uint16_t;
+using Bytes __attribute__((vector_size(LANES))) = std::int8_t;
+
+constexpr int CHUNK = 64;  // elements of K that are quantised at a time: with all rows of a tile they stay in the L1
+static_assert(CHUNK == K_UNIT && CHUNK % LANES == 0);
+
+constexpr float LARGEST_SLICE = 127.0f;
+constexpr float SLICE_RATIO = 254.0f;  // what is left after rounding is at most 1/2, that is 127 of the next slice
+
+// Added to a float below 2^22 it pushes the fraction out, to nearest even; what remains in the low bits is the integer.
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23
+constexpr std::int32_t ROUNDER_BITS = 0x4b400000;
+
+constexpr std::int32_t MAGNITUDE_BITS = 0x7fffffff;
+constexpr std::int32_t INFINITY_BITS = 0x7f800000;
+constexpr std::int32_t SMALLEST_BITS = (127 - 118) << 23;  // 2^-118
+
+template <class To, class From>
+inline To same_bits(const From& from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    __builtin_memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// LANES elements as bits of float32.
+inline Ints load_bits(const float* x) {
+    Ints bits;
+    __builtin_memcpy(&bits, x, sizeof bits);
+    return bits;
+}
+
+inline Ints load_bits(const std::uint16_t* x) {
+    HalfWords bits;
+    __builtin_memcpy(&bits, x, sizeof bits);
+#if defined(__AVX512F__)
+    // GCC 12 makes four instructions of the conversion below, and warns of the intrinsic without a mask.
+    return same_bits<Ints>(_mm512_maskz_cvtepu16_epi32(0xffff, same_bits<__m256i>(bits))) << 16;
+#else
+    return __builtin_convertvector(bits, Ints) << 16;
+#endif
+}
+
+// The first `count` elements and then zeros: x itself where it has `length` elements, else a copy in `padded`.
+template <class Element>
+inline const Element* pad(const Element* x, std::int64_t count, int length, Element* padded) {
+    if (count >= length) return x;
+    __builtin_memset(padded, 0, static_cast<std::size_t>(length) * sizeof(Element));
+    if (count > 0) __builtin_memcpy(padded, x, static_cast<std::size_t>(count) * sizeof(Element));
+    return padded;
+}
+
+inline std::int32_t greater(std::int32_t a, std::int32_t b) { return a > b ? a : b; }
+
+inline std::int32_t greatest(const Ints& values) {
+    Ints left = values;
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; ++lane) left[lane] = greater(left[lane], left[lane + half]);
+    return left[0];
+}
+
+inline std::int32_t total(const Ints& values) {
+    Ints left = values;
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; ++lane) left[lane] += left[lane + half];
+    return left[0];
+}
+
+// Bits of the greatest |x|. As integers they are in the order of the values, with infinity and then NaN on top.
+template <class Element>
+std::int32_t greatest_magnitude(const Element* x, std::int64_t count) {
+    Ints result{};
+    std::int64_t k = 0;
+    const auto take = [&](const Element* from) {
+        const Ints magnitude = load_bits(from) & MAGNITUDE_BITS;
+        result = magnitude > result ? magnitude : result;
+    };
+    for (; k + LANES <= count; k += LANES) take(x + k);
+    Element tail[LANES];
+    take(pad(x + k, count - k, LANES, tail));
+    return greatest(result);
+}
+
+// What an operand counts for, and what an element is multiplied with; a factor of 0 says that all slices are zeros.
+struct LeafScale {
+    float scale;
+    float factor;
+};
+
+// From 2^-118 on the scale is no denormal number and the factor no infinity; smaller leaves count as zeros.
+inline LeafScale leaf_scale(std::int32_t magnitude_bits) {
+    if (magnitude_bits >= INFINITY_BITS) return {__builtin_nanf(""), 0.0f};
+    if (magnitude_bits < SMALLEST_BITS) return {0.0f, 0.0f};
+    const float magnitude = same_bits<float>(magnitude_bits);
+    return {magnitude / LARGEST_SLICE, LARGEST_SLICE / magnitude};
+}
+
+// x [length] -> slices [SLICES][CHUNK], and adds them to their sums [SLICES].
+template <int SLICES, class Element>
+inline void quantize_chunk(const Element* x, int length, float factor, std::int8_t* slices, Ints* sums) {
+    Ints added[SLICES] = {};
+    for (int k = 0; k < length; k += LANES) {
+        Floats rest = same_bits<Floats>(load_bits(x + k)) * factor;
+        for (int s = 0; s < SLICES; ++s) {
+            const Floats rounded = rest + ROUNDER;
+            const Ints slice = same_bits<Ints>(rounded) - ROUNDER_BITS;
+            const Bytes bytes = __builtin_convertvector(slice, Bytes);
+            __builtin_memcpy(slices + s * CHUNK + k, &bytes, sizeof bytes);
+            added[s] += slice;
+            rest = (rest - (rounded - ROUNDER)) * SLICE_RATIO;
+        }
+    }
+    for (int s = 0; s < SLICES; ++s) sums[s] += added[s];
+}
+
+// Quantises a tile. A sum is taken of every `span` elements of padded K, or of every leaf where span is 0.
+// place(k, length, slices) puts the operands k .. k + length - 1 of padded K, in slices [rows * SLICES][CHUNK], where
+// the level wants them; length is CHUNK or, if that is less, span.
+template <int SLICES, class Element, class Place>
+void quantize_tile(const OperandArgs& args, int span, const Place& place) {
+    const PenstockWeight& weight = *args.weight;
+    alignas(64) std::int8_t slices[MAX_TILE_ROWS * CHUNK];
+    const Element* rows[MAX_TILE_ROWS];
+    float factors[MAX_TILE_ROWS];
+    std::int32_t* sums_out = args.sums;
+    std::int64_t start = 0, padded_start = 0;
+    for (int leaf = 0; leaf < weight.leaves; ++leaf) {
+        const std::int64_t count = weight.leaf_ends[leaf] - start;
+        const std::int64_t padded_end = weight.padded_leaf_ends[leaf];
+        for (int r = 0; r < args.rows; ++r) {
+            const std::int64_t row = args.row_index != nullptr ? args.row_index[r] : args.first_row + r;
+            rows[r] = static_cast<const Element*>(args.x) + row * args.x_stride + start;
+            const LeafScale found = leaf_scale(greatest_magnitude(rows[r], count));
+            args.scales[leaf * args.rows + r] = found.scale;
+            factors[r] = found.factor;
+        }
+        const std::int64_t step = span > 0 ? span : padded_end - padded_start;
+        const std::int64_t steps = span > 0 ? (padded_end - padded_start) / span : 1;
+        const int length = step < CHUNK ? static_cast<int>(step) : CHUNK;
+        for (std::int64_t i = 0; i < steps; ++i) {
+            const std::int64_t first = padded_start + i * step;
+            Ints sums[MAX_TILE_ROWS];
+            for (int o = 0; o < args.rows * SLICES; ++o) sums[o] = Ints{};
+            for (std::int64_t k = first; k < first + step; k += length) {
+                const std::int64_t done = k - padded_start;
+                for (int r = 0; r < args.rows; ++r) {
+                    std::int8_t* to = slices + r * SLICES * CHUNK;
+                    Element padded[CHUNK];
+                    if (factors[r] == 0.0f)
+                        __builtin_memset(to, 0, SLICES * CHUNK);
+                    else
+                        quantize_chunk<SLICES>(
+                            pad(rows[r] + done, count - done, length, padded), length, factors[r], to,
+                            sums + r * SLICES);
+                }
+                place(k, length, slices);
+            }
+            for (int o = 0; o < args.rows * SLICES; ++o) *sums_out++ = total(sums[o]);
+        }
+        start = weight.leaf_ends[leaf];
+        padded_start = padded_end;
+    }
+}
+
+template <class Element, class Place>
+void quantize_tile(const OperandArgs& args, int span, const Place& place) {
+    switch (args.weight->slices) {
+        case 1: return quantize_tile<1, Element>(args, span, place);
+        case 2: return quantize_tile<2, Element>(args, span, place);
+        default: return quantize_tile<3, Element>(args, span, place);
+    }
+}
+
+template <class Place>
+void quantize_tile(const OperandArgs& args, int span, const Place& place) {
+    if (args.x_type == TYPE_F32) return quantize_tile<float>(args, span, place);
+    quantize_tile<std::uint16_t>(args, span, place);
+}
+
+using Quads __attribute__((vector_size(16))) = std::int32_t;  // four times four operands
+
+inline Quads load_quads(const std::int8_t* from) {
+    Quads quads;
+    __builtin_memcpy(&quads, from, sizeof quads);
+    return quads;
+}
+
+// Four rows of 16 operands -> [4][rows][4].
+inline void interleave_four(const std::int8_t* slices, int rows, std::int8_t* to) {
+    const Quads a = load_quads(slices), b = load_quads(slices + CHUNK);
+    const Quads c = load_quads(slices + 2 * CHUNK), d = load_quads(slices + 3 * CHUNK);
+    const Quads ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    const Quads cd_low = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    const Quads columns[4] = {
+        __builtin_shufflevector(ab_low, cd_low, 0, 1, 4, 5), __builtin_shufflevector(ab_low, cd_low, 2, 3, 6, 7),
+        __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5), __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7)};
+    for (int quad = 0; quad < 4; ++quad) __builtin_memcpy(to + quad * rows * 4, &columns[quad], sizeof(Quads));
+}
+
+// slices [rows][CHUNK] -> [length / 4][rows][4]: the four operands that one instruction takes, row beside row.
+inline void interleave(const std::int8_t* slices, int rows, int length, std::int8_t* to) {
+    int r = 0;
+    for (; r + 4 <= rows; r += 4)
+        for (int k = 0; k < length; k += 16) interleave_four(slices + r * CHUNK + k, rows, to + k * rows + r * 4);
+    for (; r < rows; ++r)
+        for (int k = 0; k < length; k += 4) __builtin_memcpy(to + k * rows + r * 4, slices + r * CHUNK + k, 4);
+}
+
+// A tile laid out as [padded_k / 4][operand rows][4].
+inline void quantize_interleaved(const OperandArgs& args, int span) {
+    const int rows = args.rows * args.weight->slices;
+    std::int8_t* tile = static_cast<std::int8_t*>(args.tile);
+    quantize_tile(args, span, [=](std::int64_t k, int length, const std::int8_t* slices) {
+        interleave(slices, rows, length, tile + k * rows);
+    });
+}

@@ -1,0 +1,47 @@
+"""From SamplingTensors to the structure that the native sampler reads."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.arguments import address, optional_address
+from penstock.kernels.cpu.library import PenstockSampling
+from penstock.kernels.sampling import SamplingTensors
+
+F32, I64 = torch.float32, torch.int64
+
+
+def fill_sampling(native: PenstockSampling, params: SamplingTensors, rows: int, vocab_size: int) -> None:
+    """Fill every field for logits [rows, vocab_size]. The tensors have to outlive the call that reads them.
+
+    Raises:
+        ValueError: a tensor of another shape or type, or a pair outside the logits.
+    """
+    native.temperature = address(params.temperature, (rows,), F32, "temperature")
+    native.top_k = optional_address(params.top_k, (rows,), I64, "top_k")
+    native.top_p = optional_address(params.top_p, (rows,), F32, "top_p")
+    native.min_p = optional_address(params.min_p, (rows,), F32, "min_p")
+    native.noise_key = optional_address(params.noise_key, (rows, 3), I64, "noise_key")
+    bias_pairs, bias_values = params.bias or (None, None)
+    repetition, repetition_pairs = params.repetition or (None, None)
+    frequency, presence, count_pairs, count_values = params.counts or (None, None, None, None)
+    native.masked, native.num_masked = _pairs(params.masked, rows, vocab_size, "masked")
+    native.bias_pairs, native.num_bias = _pairs(bias_pairs, rows, vocab_size, "bias")
+    native.bias_values = optional_address(bias_values, (native.num_bias,), F32, "bias")
+    native.repetition = optional_address(repetition, (rows,), F32, "repetition")
+    native.repetition_pairs, native.num_repetition = _pairs(repetition_pairs, rows, vocab_size, "repetition")
+    native.frequency = optional_address(frequency, (rows,), F32, "frequency")
+    native.presence = optional_address(presence, (rows,), F32, "presence")
+    native.count_pairs, native.num_counts = _pairs(count_pairs, rows, vocab_size, "counts")
+    native.count_values = optional_address(count_values, (native.num_counts,), F32, "counts")
+
+
+def _pairs(pairs: Tensor | None, rows: int, vocab_size: int, name: str) -> tuple[int | None, int]:
+    """Address and number of the pairs [P, 2]; every one must be a place in the logits, since it is written to."""
+    if pairs is None or not len(pairs):
+        return None, 0
+    count = len(pairs)
+    at = address(pairs, (count, 2), I64, name)
+    (row, token), (last_row, last_token) = pairs.amin(dim=0).tolist(), pairs.amax(dim=0).tolist()
+    if row < 0 or token < 0 or last_row >= rows or last_token >= vocab_size:
+        raise ValueError(f"{name}: a pair lies outside the logits [{rows}, {vocab_size}]")
+    return at, count

@@ -1,0 +1,36 @@
+"""int8 weights, one scale an output channel: the specification of the values that are stored.
+
+    scale = absmax / 127        value = w * (127 / absmax), rounded to the nearest, ties to even
+
+All of it in float32, each operation rounded by itself, so every implementation finds the same integers. A row whose
+greatest value is below SMALLEST counts as zero: the quotient 127 / absmax could not be written any more.
+
+Error bound: |w - scale * value| <= scale * (1/2 + 2^-15). Half a step is the rounding's; the rest is what the float32
+operations add, each at most 2^-24 of a number up to 127. In a row that counts as zero it is at most SMALLEST.
+"""
+
+import torch
+from torch import Tensor
+
+SMALLEST = 2.0**-100
+
+
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] float32 -> values [N, K] int8 in -127 .. 127, scales [N] float32.
+
+    Raises:
+        ValueError: a weight is not finite.
+    """
+    if not torch.isfinite(weight).all():
+        raise ValueError("a weight that is not finite cannot be quantised")
+    greatest = weight.abs().amax(dim=1, keepdim=True) if weight.shape[1] else weight.new_zeros(len(weight), 1)
+    present = greatest >= SMALLEST
+    steps = torch.full_like(greatest, 127)  # a number divided by a tensor would be multiplied with its reciprocal
+    scales = torch.where(present, greatest / steps, 0.0)
+    inverse = torch.where(present, steps / greatest, 0.0)
+    return (weight * inverse).round().to(torch.int8), scales[:, 0]
+
+
+def dequantize_int8(values: Tensor, scales: Tensor) -> Tensor:
+    """values [N, K] int8, scales [N] -> [N, K] float32."""
+    return values.float() * scales[:, None]

@@ -1,0 +1,411 @@
+"""CpuOps against ReferenceOps: every operation, its buffers, and what it refuses. The native arithmetic has tests of
+its own; here a wrong address, size or type has to show."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.kernels.backends import load_ops
+from penstock.kernels.cpu import library
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF, SLICE_BYTES, Layout
+from penstock.kernels.ops import Ops, TensorRows
+from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.sampling import SamplingTensors
+from penstock.quant.scheme import SLICES, Scheme
+from tests.kernels.packed import levels
+
+pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+
+DTYPES = [torch.float32, torch.bfloat16]
+T, H, HKV, D, HIDDEN, VOCAB, EXPERTS = 5, 4, 2, 8, 24, 67, 6
+EPS = 1e-5
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 17 * len(shape))).to(dtype)
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=["float32", "bfloat16"])
+def pair(request: pytest.FixtureRequest) -> tuple[CpuOps, ReferenceOps]:
+    return CpuOps(request.param, threads=2), ReferenceOps(request.param)
+
+
+def both(pair: tuple[CpuOps, ReferenceOps], call: Callable[[Ops], Any]) -> list[Any]:
+    return [call(ops) for ops in pair]
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    """Equal up to float32 rounding; a bfloat16 result may fall on the other side of an edge."""
+    if found.dtype == torch.bfloat16:
+        tolerance = max(tolerance, 2.0**-7)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def table(positions: int, dims: int = D) -> Tensor:
+    angles = torch.outer(torch.arange(positions).double(), 100.0 ** -(torch.arange(0, dims, 2).double() / dims))
+    return torch.cat([angles.cos(), angles.sin()], dim=1).float()
+
+
+def calls(ops: Ops) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Each operation with an `out=`, and arguments for it."""
+    weight, bias, x = draw(2 * HIDDEN, HIDDEN), draw(2 * HIDDEN), draw(T, HIDDEN, dtype=ops.dtype)
+    gated = ops.pack_linear(weight, bias, gated=True)
+    rotary = {"positions": torch.arange(T), "cos_sin": table(T), "heads": (H, HKV, D), "eps": EPS}
+    experts = [ops.pack_linear(draw(2 * 20, HIDDEN, seed=e), gated=True) for e in range(EXPERTS)]
+    downs = [ops.pack_linear(draw(HIDDEN, 20, seed=e)) for e in range(EXPERTS)]
+    ids = torch.tensor([[0, 3], [3, 1], [5, 0], [2, 4], [1, 5]])
+    return {
+        "linear": (ops.linear, {"x": x, "weight": ops.pack_linear(weight, bias)}),
+        "gated_linear": (ops.gated_linear, {"x": x, "weight": gated, "activation": "silu"}),
+        "embedding": (ops.embedding, {"ids": torch.tensor([3, 0, 3]), "weight": draw(9, HIDDEN, dtype=ops.dtype)}),
+        "experts": (
+            ops.experts,
+            {"x": x, "gate_up": experts, "down": downs, "ids": ids, "weights": draw(T, 2), "activation": "gelu"},
+        ),
+        "rms_norm": (ops.rms_norm, {"x": draw(T, HIDDEN), "weight": draw(HIDDEN), "eps": EPS}),
+        "rotary_qkv": (
+            ops.rotary_qkv,
+            {"qkv": draw(T, (H + 2 * HKV) * D), "q_norm": draw(D), "k_norm": draw(D)} | rotary,
+        ),
+        "log_softmax": (ops.log_softmax, {"logits": draw(T, VOCAB)}),
+    }
+
+
+NAMES = ["linear", "gated_linear", "embedding", "experts", "rms_norm", "rotary_qkv", "log_softmax"]
+
+
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_operation_equals_the_reference(pair: tuple[CpuOps, ReferenceOps], name: str) -> None:
+    """Guards against an argument in the wrong place. And no argument is written to."""
+    results = []
+    for ops in pair:
+        function, arguments = calls(ops)[name]
+        before = {key: value.clone() for key, value in arguments.items() if isinstance(value, Tensor)}
+        results.append(as_tuple(function(**arguments)))
+        for key, value in before.items():
+            assert torch.equal(arguments[key], value), key
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        close(found, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_out_is_filled_and_returned(pair: tuple[CpuOps, ReferenceOps], name: str) -> None:
+    """Guards against a buffer that is ignored, or filled in part."""
+    function, arguments = calls(pair[0])[name]
+    expected = as_tuple(function(**arguments))
+    buffers = tuple(torch.full_like(item, math.nan) for item in expected)
+    returned = as_tuple(function(**arguments, out=buffers if len(buffers) > 1 else buffers[0]))
+    for buffer, item, value in zip(buffers, returned, expected, strict=True):
+        assert item is buffer
+        assert torch.equal(buffer, value)
+
+
+FREE = [("log_softmax", "logits"), ("embedding", "ids"), ("embedding", "weight")]  # any length will do
+
+
+def broken(tensor: Tensor) -> list[Tensor]:
+    """The same tensor in every way that a native function must not see."""
+    wide = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
+    return [
+        tensor.to(torch.float64 if tensor.is_floating_point() else torch.int32),
+        tensor[..., :-1].contiguous(),
+        tensor[None],
+        wide[..., ::2],
+        torch.empty_like(tensor, device="meta"),
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_tensors_are_refused(pair: tuple[CpuOps, ReferenceOps], name: str) -> None:
+    """Guards against an address handed to native code that believes it: wrong type, shape, layout or device."""
+    function, arguments = calls(pair[0])[name]
+    expected = function(**arguments)
+    for key, value in arguments.items():
+        for wrong in broken(value) if isinstance(value, Tensor) else []:
+            if wrong.ndim == value.ndim and wrong.shape != value.shape and (name, key) in FREE:
+                continue
+            with pytest.raises(ValueError, match="needed"):
+                function(**{**arguments, key: wrong})
+    if isinstance(expected, Tensor):
+        for wrong in broken(expected):
+            with pytest.raises(ValueError, match="out: "):
+                function(**arguments, out=wrong)
+    else:
+        for wrong in broken(expected[1]):
+            with pytest.raises(ValueError, match="k: "):
+                function(**arguments, out=(expected[0], wrong, expected[2]))
+
+
+def test_numbers_outside_of_their_table_are_refused(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against reads of foreign memory: ids, positions and experts that do not exist."""
+    for name, key in (("embedding", "ids"), ("rotary_qkv", "positions"), ("experts", "ids")):
+        function, arguments = calls(pair[0])[name]
+        for bad in (-1, 10**12, 9):
+            wrong = arguments[key].clone()
+            wrong.view(-1)[0] = bad
+            with pytest.raises(ValueError, match=f"{key}: one of them is outside"):
+                function(**{**arguments, key: wrong})
+
+
+def test_add_rms_norm_adds_in_place(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against a residual stream that is copied, or normed before it is added."""
+    x, h, weight = draw(T, HIDDEN), draw(T, HIDDEN, seed=9), draw(HIDDEN)
+    total = x + h
+    out = torch.empty(T, HIDDEN, dtype=pair[0].dtype)
+    stream, normed = pair[0].add_rms_norm(x, h, weight, EPS, out=out)
+    assert stream is x
+    assert normed is out
+    assert torch.equal(x, total)
+    assert torch.equal(normed, pair[0].rms_norm(total, weight, EPS))
+    with pytest.raises(ValueError, match="h: "):
+        pair[0].add_rms_norm(x, h[:-1], weight, EPS)
+
+
+def test_rotary_without_norms_tables_or_all_dimensions(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against optional arguments that are taken for others."""
+    qkv, positions = draw(T, (H + 2 * HKV) * D), torch.tensor([0, 3, 1, 7, 7])
+    for cos_sin in (table(8), table(8, 4), None):
+        for q_norm in (None, draw(D)):
+            found, expected = both(
+                pair,
+                lambda ops, cos_sin=cos_sin, q_norm=q_norm: ops.rotary_qkv(
+                    qkv, positions, cos_sin, (H, HKV, D), q_norm=q_norm, k_norm=q_norm, eps=EPS
+                ),
+            )
+            for one, other in zip(found, expected, strict=True):
+                close(one, other)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+SCHEMES = [None, *(Scheme.parse(name) for name in SLICES), Scheme.parse("int4", 32)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme and f"{scheme.name}-{scheme.group_size}")
+@pytest.mark.parametrize("leaf_ends", [(), (40, 40, 130, 200)], ids=["whole", "leaves"])
+def test_every_scheme_equals_the_reference(
+    pair: tuple[CpuOps, ReferenceOps], scheme: Scheme | None, leaf_ends: Sequence[int]
+) -> None:
+    """Guards against leaves, groups, slices or a bias that native code and quantisers count differently. Rounding
+    differs in float32 only, so what is quantised the same gives nearly equal results."""
+    x = draw(3, 200, dtype=pair[0].dtype)
+    for gated, rows in ((False, 70), (True, 76)):
+        weight, bias = draw(rows, 200), draw(rows)
+        packed = [ops.pack_linear(weight, bias, leaf_ends=leaf_ends, scheme=scheme, gated=gated) for ops in pair]
+        if gated:
+            found, expected = (ops.gated_linear(x, item, "silu") for ops, item in zip(pair, packed, strict=True))
+        else:
+            found, expected = (ops.linear(x, item) for ops, item in zip(pair, packed, strict=True))
+        scale = float(expected.float().abs().max())
+        close(found.float() / scale, expected.float() / scale, 1e-5 if found.dtype == torch.float32 else 2.0**-7)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme and f"{scheme.name}-{scheme.group_size}")
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_restored_weight_is_the_packed_one(
+    pair: tuple[CpuOps, ReferenceOps], scheme: Scheme | None, gated: bool
+) -> None:
+    """Guards against a state that leaves something out, and against tensors that are copied."""
+    ops, x = pair[0], draw(3, 130, dtype=pair[0].dtype)
+    settings: dict[str, Any] = {"leaf_ends": (64, 130), "scheme": scheme, "gated": gated}
+    packed = ops.pack_linear(draw(70, 130), draw(70), **settings)
+    copies = {name: tensor.clone() for name, tensor in packed.state().items()}
+    restored = ops.restore_linear((70, 130), copies, **settings)
+    assert restored.num_bytes == packed.num_bytes
+    for name, tensor in restored.state().items():
+        assert tensor.data_ptr() == copies[name].data_ptr()
+    multiply = (lambda w: ops.gated_linear(x, w, "gelu")) if gated else (lambda w: ops.linear(x, w))
+    assert torch.equal(multiply(restored), multiply(packed))
+    for name, tensor in copies.items():
+        for wrong in (tensor[:-1], tensor.double(), torch.empty(tensor.nbytes + 1, dtype=torch.uint8)[1:].view(-1)):
+            with pytest.raises(ValueError, match=name):
+                ops.restore_linear((70, 130), {**copies, name: wrong}, **settings)
+    with pytest.raises(ValueError, match="packed weight"):
+        ops.restore_linear((70, 130), {}, **settings)
+    with pytest.raises(NotSupportedError):
+        pair[1].pack_linear(draw(2, 2)).state()
+
+
+class Noting:
+    """A RowSource that notes what is read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.shape = tensor, tuple(tensor.shape)
+        self.reads: list[tuple[int, int]] = []
+
+    def read(self, start: int, stop: int) -> Tensor:
+        self.reads.append((start, stop))
+        return self.tensor[start:stop]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_weights_are_read_in_pieces(pair: tuple[CpuOps, ReferenceOps], gated: bool) -> None:
+    """Guards against a second copy of the weight in memory, rows that are read twice or never, and pieces that mix a
+    gate with what it lets through."""
+    ops, k = pair[0], SLICE_BYTES // 4 // 64 + 5
+    source = Noting(draw(202, 1).expand(202, k) + 1.0)
+    packed = ops.pack_linear(source, gated=gated)
+    whole = ops.pack_linear(TensorRows(source.tensor), gated=gated)
+    assert len(source.reads) >= 4
+    assert all((stop - start) * k * 4 <= SLICE_BYTES for start, stop in source.reads)
+    assert [start for start, _ in source.reads] == [0, *(stop for _, stop in source.reads[:-1])]
+    assert source.reads[-1][1] == 202
+    assert not gated or any(stop == 101 for _, stop in source.reads)
+    for name, tensor in whole.state().items():
+        assert torch.equal(packed.state()[name], tensor)
+
+
+def test_weights_are_rounded_before_they_are_quantised() -> None:
+    """Guards against a bfloat16 model whose int8 weights come from the float32 ones."""
+    ops, weight = CpuOps(torch.bfloat16), draw(40, 64)
+    scheme = Scheme.parse("int8")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        state = ops.pack_linear(weight.to(dtype), scheme=scheme).state()
+        rounded = ops.pack_linear(weight.bfloat16().float(), scheme=scheme).state()
+        assert all(torch.equal(state[name], rounded[name]) for name in rounded)
+
+
+def test_weights_that_cannot_be_packed() -> None:
+    """Guards against an int32 sum that overflows, and against leaves or gates that make no sense."""
+    int8, int4 = Scheme.parse("int8"), Scheme.parse("int4-a16")
+    long = MAX_INTEGER_LEAF + 1
+    with pytest.raises(NotSupportedError, match="int8 sums at most 65536") as caught:
+        Layout.of((8, long), torch.bfloat16, int8, (), False)
+    assert caught.value.param == "quantization"
+    assert Layout.of((8, long), torch.bfloat16, int8, (5, long), False).k == long
+    assert Layout.of((8, long), torch.bfloat16, int4, (), False).k == long
+    assert Layout.of((8, long), torch.bfloat16, None, (), False).k == long
+    for shape, ends in (((8,), ()), ((0, 8), ()), ((8, 8), (4, 9)), ((8, 8), (6, 4, 8)), ((8, 8), (*range(1, 9), 8))):
+        with pytest.raises(ValueError, match="cannot be"):
+            Layout.of(shape, torch.bfloat16, None, ends, False)
+    with pytest.raises(ValueError, match="for a gate"):
+        Layout.of((7, 8), torch.bfloat16, None, (), True)
+    ops = CpuOps(torch.float32)
+    with pytest.raises(ValueError, match="bias"):
+        ops.pack_linear(draw(4, 4), draw(5))
+    with pytest.raises(ValueError, match="not finite"):
+        ops.pack_linear(torch.full((4, 4), math.nan), scheme=int8)
+
+
+def test_a_weight_is_used_as_it_was_packed(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against gate and up rows taken for plain ones, and weights of another backend."""
+    ops, x = pair[0], draw(2, 8, dtype=pair[0].dtype)
+    with pytest.raises(ValueError, match="without a gate"):
+        ops.gated_linear(x, ops.pack_linear(draw(4, 8)), "silu")
+    with pytest.raises(ValueError, match="for a gate"):
+        ops.linear(x, ops.pack_linear(draw(4, 8), gated=True))
+    with pytest.raises(ValueError, match="no activation 'relu'"):
+        ops.gated_linear(x, ops.pack_linear(draw(4, 8), gated=True), "relu")
+    with pytest.raises(TypeError, match="another backend"):
+        ops.linear(x, pair[1].pack_linear(draw(4, 8)))
+
+
+def test_route(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against ids and weights that do not belong together, and ties that do not go to the lowest id."""
+    logits = draw(T, EXPERTS)
+    logits[1] = 0.25
+    for renormalize in (False, True):
+        (ids, weights), (expected_ids, expected) = both(
+            pair, lambda ops, on=renormalize: ops.route(logits, 3, renormalize=on)
+        )
+        assert torch.equal(ids, expected_ids)
+        close(weights, expected)
+    assert ids[1].tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="top_k"):
+        pair[0].route(logits, EXPERTS + 1, renormalize=True)
+
+
+# --- logits -----------------------------------------------------------------------------------------------------------
+
+
+def sampling(rows: int) -> SamplingTensors:
+    """Every field in use."""
+    pairs = torch.tensor([[0, 3], [rows - 1, VOCAB - 1], [1, 0]])
+    values = torch.tensor([1.0, -2.0, 3.0])
+    return SamplingTensors(
+        temperature=torch.linspace(0, 1.5, rows),
+        top_k=torch.arange(rows) + 3,
+        top_p=torch.full((rows,), 0.9),
+        min_p=torch.full((rows,), 0.02),
+        noise_key=torch.stack([torch.arange(rows) - 2**62, torch.arange(rows), torch.arange(rows) + 7], dim=1),
+        masked=pairs,
+        bias=(pairs, values),
+        repetition=(torch.full((rows,), 1.3), pairs),
+        counts=(torch.full((rows,), 0.5), torch.full((rows,), 0.25), pairs, values.abs()),
+    )
+
+
+NOTHING = SamplingTensors(torch.zeros(T), None, None, None, None, None, None, None, None)
+
+
+def test_sample_reads_every_field(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against a parameter that does not arrive, alone or beside the others."""
+    logits, full = draw(T, VOCAB) * 2, sampling(T)
+    before = logits.clone()
+    cases = [NOTHING, full, replace(NOTHING, temperature=full.temperature, noise_key=full.noise_key)]
+    fields = ("top_k", "top_p", "min_p", "masked", "bias", "repetition", "counts")
+    cases += [replace(cases[2], **{name: getattr(full, name)}) for name in fields]
+    for params in cases:
+        found, expected = both(pair, lambda ops, params=params: ops.sample(logits, params))
+        assert torch.equal(found, expected)
+    assert torch.equal(logits, before)
+
+
+def test_sample_refuses_what_would_write_elsewhere(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against a pair outside of the logits, and parameters of another number of rows."""
+    logits, full = draw(T, VOCAB), sampling(T)
+    for bad in ([T, 0], [-1, 0], [0, VOCAB], [0, -1]):
+        with pytest.raises(ValueError, match="masked: a pair lies outside"):
+            pair[0].sample(logits, replace(full, masked=torch.tensor([[0, 0], bad])))
+    for name in ("temperature", "top_k", "top_p", "min_p", "noise_key", "masked"):
+        with pytest.raises(ValueError, match=name):
+            pair[0].sample(logits, replace(full, **{name: torch.zeros(T + 1)}))
+    for name in ("bias", "repetition", "counts"):
+        for index, part in enumerate(getattr(full, name)):
+            wrong = list(getattr(full, name))
+            wrong[index] = part[:, :1] if part.ndim == 2 else part[:-1]
+            with pytest.raises(ValueError, match=name if name != "counts" else "counts|frequency|presence"):
+                pair[0].sample(logits, replace(full, **{name: tuple(wrong)}))
+
+
+def test_finite_rows(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against -inf taken for an error, and a row of nothing but -inf taken for health."""
+    inf = math.inf
+    rows = torch.tensor([[0.0, -inf], [math.nan, 0.0], [inf, 0.0], [-inf, -inf], [inf, math.nan], [1.0, 2.0]])
+    found, expected = both(pair, lambda ops: ops.finite_rows(rows))
+    assert found.dtype == torch.bool
+    assert found.tolist() == expected.tolist() == [True, False, False, False, False, True]
+
+
+# --- the backend ------------------------------------------------------------------------------------------------------
+
+
+def test_levels_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a forced level that is ignored, or one that is not there."""
+    for level in library.LEVELS[: len(levels())]:
+        monkeypatch.setenv(library.LEVEL_VARIABLE, level)
+        assert load_ops("cpu", torch.bfloat16, threads=2).level == level
+    monkeypatch.setenv(library.LEVEL_VARIABLE, "sse2")
+    with pytest.raises(InvalidRequestError, match="sse2"):
+        load_ops("cpu", torch.bfloat16)
+
+
+def test_without_a_library_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a crash on a machine without a compiler."""
+    monkeypatch.setattr("penstock.kernels.cpu.ops.load_library", lambda: None)
+    with pytest.raises(InvalidRequestError, match="not installed") as caught:
+        load_ops("cpu", torch.bfloat16)
+    assert caught.value.param == "kernels"

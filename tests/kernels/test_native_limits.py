@@ -1,0 +1,49 @@
+"""The measured limits of the machine: that each loop runs, and counts what it does."""
+
+import ctypes
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.kernels.packed import Native, aligned, levels
+
+pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
+
+
+def rate(native: Native, kind: int, iterations: int) -> float:
+    """Operations a second, the best of five."""
+    operations = ctypes.c_int64()
+    address = ctypes.addressof(operations)
+    seconds = [native.library.penstock_limit_multiply(native.context, kind, iterations, address) for _ in range(5)]
+    return operations.value / min(seconds)
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_the_loops_do_work(level: int, kind: int) -> None:
+    """Guards against a loop that the compiler shortened: its time grows with its iterations, within any processor."""
+    native = Native(level)
+    assert 1e9 < rate(native, kind, 40_000) < 1e13
+    ratio = rate(native, kind, 400_000) / rate(native, kind, 40_000)
+    native.close()
+    assert 0.2 < ratio < 5
+
+
+def test_a_higher_level_multiplies_no_slower() -> None:
+    """Guards against a level that measures the loop of a lower one."""
+    contexts = [Native(level) for level in levels()]
+    rates = [rate(native, 0, 400_000) for native in contexts]
+    for native in contexts:
+        native.close()
+    assert all(higher > 0.8 * lower for lower, higher in itertools.pairwise(rates))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 255, 256, (5 << 20) + 300])
+def test_reading_any_size(num_bytes: int) -> None:
+    """Guards against reading behind the end, and against a time that is no time."""
+    native = Native(0)
+    memory = aligned(np.zeros(max(num_bytes, 1), dtype=np.uint8))
+    seconds = native.library.penstock_limit_read(native.context, memory.ctypes.data, num_bytes)
+    native.close()
+    assert 0 <= seconds < 10

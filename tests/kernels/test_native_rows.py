@@ -1,0 +1,304 @@
+"""Norms, rotary, embedding and routing of the native library: formulas, rounding, levels, rows that stand alone."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.kernels.reference import ReferenceOps
+
+from .packed import TYPES, Native, levels
+
+F32, BF16 = torch.float32, torch.bfloat16
+UNIT = 2.0**-24  # the relative error of one float32 rounding
+EPS = 1e-5
+
+
+class Rows(Native):
+    """The row operations on tensors."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, dtype: torch.dtype = F32, eps: float = EPS) -> Tensor:
+        out = torch.full_like(x, torch.nan, dtype=dtype)
+        self._call("rms_norm", x, weight, eps, *x.shape, out, TYPES[dtype])
+        return out
+
+    def add_rms_norm(self, x: Tensor, h: Tensor, weight: Tensor, dtype: torch.dtype = F32) -> tuple[Tensor, Tensor]:
+        """Leaves x alone: the sum is new."""
+        total, out = x.clone(), torch.full_like(x, torch.nan, dtype=dtype)
+        self._call("add_rms_norm", total, h, weight, EPS, *x.shape, out, TYPES[dtype])
+        return total, out
+
+    def rotary(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        heads: tuple[int, int, int],
+        norms: tuple[Tensor, Tensor] | None = None,
+        dtype: torch.dtype = F32,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_heads, num_kv_heads, head_dim = heads
+        q, k, v = (
+            torch.full((len(qkv), count, head_dim), torch.nan, dtype=dtype)
+            for count in (num_heads, num_kv_heads, num_kv_heads)
+        )
+        self._call(
+            "rotary_qkv", qkv, positions, cos_sin, 0 if cos_sin is None else cos_sin.shape[1], len(qkv), *heads,
+            *(norms or (None, None)), EPS, q, k, v, TYPES[dtype],
+        )  # fmt: skip
+        return q, k, v
+
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        out = torch.full((len(ids), table.shape[1]), torch.nan)
+        self._call("embedding", ids, table, TYPES[table.dtype], len(ids), table.shape[1], out)
+        return out
+
+    def route(self, logits: Tensor, top_k: int, renormalize: bool = False) -> tuple[Tensor, Tensor]:
+        ids = torch.full((len(logits), top_k), -1)
+        weights = torch.full((len(logits), top_k), torch.nan)
+        self._call("route", logits, *logits.shape, top_k, int(renormalize), ids, weights)
+        return ids, weights
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        assert all(not isinstance(a, Tensor) or a.is_contiguous() for a in arguments)
+        plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        assert getattr(self.library, f"penstock_{name}")(self.context, *plain) == 0
+
+
+@pytest.fixture(params=levels())
+def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
+    rows = Rows(request.param)
+    yield rows
+    rows.close()
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def angles(positions: int, rotary_dim: int) -> Tensor:
+    """cos_sin [positions, rotary_dim]."""
+    turns = torch.outer(
+        torch.arange(positions).double(), 100.0 ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+    )
+    return torch.cat([turns.cos(), turns.sin()], dim=1).float()
+
+
+def bits(x: Tensor) -> Tensor:
+    """Equal where the values are, down to the sign of zero; all NaN are one."""
+    if not x.is_floating_point():
+        return x
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32 if x.dtype == F32 else torch.int16)
+
+
+def parts(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Results, each a tensor or several, with equal bits."""
+    return all(torch.equal(bits(one), bits(other)) for one, other in zip(parts(a), parts(b), strict=True))
+
+
+def norm_error(n: int) -> float:
+    """Relative: half that of the sum of squares (16 lanes, a tree), then mean, eps, root, inverse, two products."""
+    return ((n / 16 + 6) / 2 + 6) * UNIT
+
+
+def exact_norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+SIZES = [1, 7, 16, 17, 100, 2048]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_rms_norm_by_the_formula(rows: Rows, n: int) -> None:
+    """Guards against eps outside the root, a mean over padding, and elements past the last whole vector."""
+    x, weight = draw(5, n), draw(n, seed=1)
+    for eps in (EPS, 0.5):
+        exact = exact_norm(x, weight, eps)
+        assert bool(((rows.rms_norm(x, weight, eps=eps) - exact).abs() <= exact.abs() * norm_error(n)).all())
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_add_rms_norm_is_an_addition_and_a_norm(rows: Rows, n: int) -> None:
+    """Guards against a branch that is normed without the stream, or a sum that is not written back."""
+    x, h, weight = draw(5, n), draw(5, n, seed=1), draw(n, seed=2)
+    total, normed = rows.add_rms_norm(x, h, weight)
+    assert torch.equal(total, x + h)
+    assert same(normed, rows.rms_norm(total, weight))
+
+
+def test_a_norm_of_zeros_is_zero(rows: Rows) -> None:
+    """Guards against a division by zero where only eps keeps it away."""
+    assert torch.equal(rows.rms_norm(torch.zeros(2, 40), torch.ones(40)), torch.zeros(2, 40))
+
+
+@pytest.mark.parametrize("dim", [6, 32, 80, 128])
+@pytest.mark.parametrize("rotated", ["all", "part", "none"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotary_by_the_formula(rows: Rows, dim: int, rotated: str, normed: bool) -> None:
+    """Guards against pairs taken as neighbours, a turned sign, a rest that is lost, and q's norm given to k."""
+    heads = (3, 2, dim)
+    tokens, rotary_dim = 5, {"all": dim, "part": dim // 2 // 2 * 2, "none": 0}[rotated]
+    qkv, positions = draw(tokens, 7 * dim), torch.tensor([0, 3, 1, 7, 7])
+    norms = (draw(dim, seed=1), draw(dim, seed=2)) if normed else None
+    cos_sin = angles(8, rotary_dim) if rotary_dim else None
+    q, k, v = rows.rotary(qkv, positions, cos_sin, heads, norms)
+    before = qkv.view(tokens, 7, dim)
+    assert torch.equal(v, before[:, 5:])
+    for result, head, weight in ((q, before[:, :3], 0), (k, before[:, 3:5], 1)):
+        x = head.double() if norms is None else exact_norm(head, norms[weight])
+        table = torch.zeros(tokens, 1, 0).double() if cos_sin is None else cos_sin[positions, None].double()
+        cos, sin = table.chunk(2, dim=-1)
+        a, b, rest = x.split([rotary_dim // 2, rotary_dim // 2, dim - rotary_dim], dim=-1)
+        exact = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+        size = torch.cat([(a * cos).abs() + (b * sin).abs(), (b * cos).abs() + (a * sin).abs(), rest.abs()], dim=-1)
+        allowed = size * (2.01 * UNIT + (norm_error(dim) if normed else 0))
+        assert bool(((result - exact).abs() <= allowed).all())
+
+
+def test_rotary_is_the_reference_to_the_bit(rows: Rows) -> None:
+    """Guards against fused products: without a norm there is one way to round, and plain torch has it."""
+    qkv, positions, cos_sin = draw(9, 8 * 64), torch.arange(9) * 5, angles(50, 64)
+    reference = ReferenceOps(BF16).rotary_qkv(qkv, positions, cos_sin, (4, 2, 64))
+    assert same(rows.rotary(qkv, positions, cos_sin, (4, 2, 64), dtype=BF16), reference)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("n", [1, 7, 16, 100])
+def test_embedding_takes_rows(rows: Rows, dtype: torch.dtype, n: int) -> None:
+    """Guards against a row stride in the wrong unit."""
+    table, ids = draw(11, n).to(dtype), torch.tensor([3, 0, 10, 3])
+    assert torch.equal(rows.embedding(ids, table), table[ids].float())
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (4, 2), (8, 8), (16, 1), (60, 4), (128, 8)])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_route_by_the_formula(rows: Rows, experts: int, top_k: int, renormalize: bool) -> None:
+    """Guards against a softmax over the chosen only, padding that is chosen, and weights in another order."""
+    logits = draw(20, experts) * 3
+    ids, weights = rows.route(logits, top_k, renormalize)
+    probabilities = logits.double().softmax(-1)
+    exact, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    exact, order = exact[:, :top_k], order[:, :top_k]
+    exact = exact / exact.sum(-1, keepdim=True) if renormalize else exact
+    assert torch.equal(ids, order)
+    reach = (logits.max(-1).values - logits.min(-1).values).double()[:, None]
+    assert bool(((weights - exact).abs() <= exact * UNIT * 2 * (reach + experts / 16 + 16)).all())
+
+
+def test_route_ties_go_to_the_lowest_id(rows: Rows) -> None:
+    """Guards against a search from the end, or by lane: equal logits everywhere, also across vectors."""
+    for experts in (3, 16, 40):
+        assert rows.route(torch.zeros(2, experts), 3)[0].tolist() == [[0, 1, 2]] * 2
+    logits = torch.zeros(1, 40)
+    logits[0, [5, 21, 37, 38]] = 2.0
+    assert rows.route(logits, 6)[0].tolist() == [[5, 21, 37, 38, 0, 1]]
+    far = torch.tensor([[0.0, -500.0, -300.0, -float("inf")]])
+    assert rows.route(far, 4)[0].tolist() == [[0, 1, 2, 3]]  # the last three have the probability 0
+
+
+def test_a_row_without_a_softmax_routes_to_nan(rows: Rows) -> None:
+    """Guards against a search that runs past the experts because nothing equals NaN."""
+    infinity = float("inf")
+    logits = draw(5, 20)
+    alone = rows.route(logits, 3)
+    logits[1, 7], logits[2, 7], logits[3] = torch.nan, infinity, -infinity
+    ids, weights = rows.route(logits, 3)
+    for row in (1, 2, 3):
+        assert ids[row].tolist() == [0, 1, 2]
+        assert bool(weights[row].isnan().all())
+    for row in (0, 4):
+        assert same((ids[row], weights[row]), (alone[0][row], alone[1][row]))
+
+
+def operations(tokens: int, width: int, seed: int = 0) -> dict[str, Callable[[Rows, Tensor, torch.dtype], Any]]:
+    """Each operation on the rows that an index names."""
+    x, h, weight = draw(tokens, width, seed=seed), draw(tokens, width, seed=seed + 1), draw(width, seed=2)
+    heads = (width // 16 - 4, 2, 16)
+    cos_sin, positions, norms = angles(100, 12), torch.arange(tokens) % 90, (draw(16, seed=3), draw(16, seed=4))
+    table = draw(30, width)
+    return {
+        "rms_norm": lambda rows, i, dtype: rows.rms_norm(x[i], weight, dtype),
+        "add_rms_norm": lambda rows, i, dtype: rows.add_rms_norm(x[i], h[i], weight, dtype),
+        "rotary": lambda rows, i, dtype: rows.rotary(x[i], positions[i], cos_sin, heads, norms, dtype),
+        "embedding": lambda rows, i, dtype: rows.embedding(positions[i] % 30, table.to(dtype)),
+        "route": lambda rows, i, dtype: rows.route(x[i], 4, True),
+    }
+
+
+@pytest.mark.parametrize("name", operations(1, 112))
+@pytest.mark.parametrize("width", [112, 2000])
+def test_levels_agree_to_the_bit(name: str, width: int) -> None:
+    """Guards against a fused multiply-add, or another order of a sum, on one level."""
+    for dtype in (F32, BF16):
+        results = []
+        for level in levels():
+            rows = Rows(level)
+            results.append(operations(9, width)[name](rows, torch.arange(9), dtype))
+            rows.close()
+        assert all(same(results[0], other) for other in results)
+
+
+@pytest.mark.parametrize("name", operations(1, 112))
+@pytest.mark.parametrize("level", levels())
+def test_a_row_does_not_know_the_others(name: str, level: int) -> None:
+    """Guards against a result that depends on the batch, the order of rows or the thread; 2048 wide, 32 rows and more
+    are shared among threads."""
+    operation = operations(70, 2048)[name]
+    by_threads = [Rows(level, threads) for threads in (1, 2, 3)]
+    alone = [operation(by_threads[0], torch.tensor([row]), BF16) for row in range(70)]
+
+    @settings(deadline=None, max_examples=6)
+    @given(st.permutations(range(70)), st.integers(1, 70), st.sampled_from(by_threads))
+    def check(order: list[int], count: int, rows: Rows) -> None:
+        together = parts(operation(rows, torch.tensor(order[:count]), BF16))
+        for at, row in enumerate(order[:count]):
+            assert same(tuple(item[at] for item in together), tuple(item[0] for item in parts(alone[row])))
+
+    check()
+    for rows in by_threads:
+        rows.close()
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rotary"])
+def test_bfloat16_is_the_float32_result_rounded_once(rows: Rows, name: str) -> None:
+    """Guards against a rounding before the last operation."""
+    operation = operations(20, 112)[name]
+    wide, narrow = (parts(operation(rows, torch.arange(20), dtype)) for dtype in (F32, BF16))
+    for a, b in zip(wide, narrow, strict=True):
+        assert same(a.to(b.dtype), b)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_number_stays_in_its_row(rows: Rows, bad: float) -> None:
+    """Guards against lanes that two rows share."""
+    x, h, weight = draw(4, 35), draw(4, 35, seed=1), draw(35, seed=2)
+    before = rows.add_rms_norm(x, h, weight)[1]
+    x[2, 33] = bad
+    after = rows.add_rms_norm(x, h, weight)[1]
+    assert bool(after[2].isnan().any())
+    assert same(before[[0, 1, 3]], after[[0, 1, 3]])
+
+
+def test_no_rows_are_no_work(rows: Rows) -> None:
+    """Guards against a range that is not empty."""
+    assert rows.rms_norm(torch.empty(0, 8), torch.ones(8)).shape == (0, 8)
+    assert rows.embedding(torch.empty(0, dtype=torch.int64), torch.ones(3, 8)).shape == (0, 8)
+    assert rows.route(torch.empty(0, 8), 2)[0].shape == (0, 2)
+
+
+def test_nothing_is_written_behind_the_last_element(rows: Rows) -> None:
+    """Guards against a last vector that is stored whole."""
+    for dtype in (F32, BF16):
+        memory = torch.full((5 * 19 + 32,), 7.0, dtype=dtype)
+        x, weight = draw(5, 19), torch.ones(19)
+        rows._call("rms_norm", x, weight, EPS, 5, 19, memory, TYPES[dtype])
+        assert bool((memory[5 * 19 :] == 7.0).all())
