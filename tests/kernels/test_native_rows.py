@@ -268,6 +268,16 @@ def test_a_row_does_not_know_the_others(name: str, level: int) -> None:
         rows.close()
 
 
+def test_threads_share_no_scratch(rows: Rows) -> None:
+    """Guards against probabilities of one row in another's memory: many rows, each with a search of its own."""
+    logits = draw(4000, 100)
+    alone = rows.route(logits, 8)
+    together = Rows(levels()[-1], 3)
+    for _ in range(3):
+        assert same(together.route(logits, 8), alone)
+    together.close()
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rotary"])
 def test_bfloat16_is_the_float32_result_rounded_once(rows: Rows, name: str) -> None:
     """Guards against a rounding before the last operation."""
