@@ -1,5 +1,5 @@
 // Activation rows as int8 slices, which products.h defines. Integer kernels of every level compile this file for
-// themselves, within their anonymous namespace (so <cstring> and products.h are theirs to include).
+// themselves, within their anonymous namespace, after products.h and, for AVX-512, <immintrin.h>.
 //
 // All levels give the same bytes: a lane does one IEEE operation after the other, and maxima and sums are of integers.
 
@@ -128,7 +128,7 @@ inline void quantize_chunk(const Element* x, int length, float factor, std::int8
     for (int s = 0; s < SLICES; ++s) sums[s] += added[s];
 }
 
-// One leaf of a tile's rows.
+// The rows of a tile within one leaf.
 template <class Element>
 struct LeafRows {
     const Element* x[MAX_TILE_ROWS];
