@@ -1,5 +1,5 @@
-// int8 products for levels that have no exact dot product of bytes: they widen to words of 16 bits. A level compiles this
-// file within its anonymous namespace, after products_int8.inc.h, and defines dot().
+// int8 products for levels that have no exact dot product of bytes: they widen to words of 16 bits. A level compiles
+// this file within its anonymous namespace, after products_int8.inc.h, and defines dot().
 
 using Words __attribute__((vector_size(LANES * 4))) = std::int16_t;
 
