@@ -33,7 +33,8 @@ inline int operand_rows(const MultiplyArgs& a) {
 
 // The end of a leaf: from the totals of a tile, [rows][slices][columns], into the tree of partial sums or, the last
 // leaf, out.
-inline void end_leaf(const MultiplyArgs& a, int leaf, int tile, int panel, int slices, int columns, const float* totals) {
+inline void end_leaf(
+    const MultiplyArgs& a, int leaf, int tile, int panel, int slices, int columns, const float* totals) {
     constexpr float SECOND = 1.0f / 254.0f, THIRD = 1.0f / (254.0f * 254.0f);
     const PenstockWeight& w = *a.weight;
     const bool last = leaf + 1 == w.leaves;
@@ -60,8 +61,8 @@ inline void end_leaf(const MultiplyArgs& a, int leaf, int tile, int panel, int s
 // `element` bytes each, group after group. rows is operand_rows(a), as a constant if it can be; add_group(Group) sums
 // up one group.
 //
-// A single tile fetches its own weights some groups ahead. Of several tiles each fetches its share of the next leaf, for
-// the first one would wait for memory while the others have enough to do.
+// A single tile fetches its own weights some groups ahead. Of several tiles each fetches its share of the next leaf,
+// for the first one would wait for memory while the others have enough to do.
 template <class AddGroup>
 inline __attribute__((always_inline)) void multiply_panels(
     const MultiplyArgs& a, int panel, int panels, int rows, int element, AddGroup add_group) {

@@ -20,8 +20,9 @@ namespace {
 
 constexpr int HALF_PANEL = 16;  // columns in a register
 
-// Panels that are multiplied at once: as many as it takes for one multiplication to wait for none of the others.
-constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 4 ? 2 : 1; }
+// Panels that are multiplied at once: enough accumulators for no multiplication to wait for another, and for few rows
+// several streams from memory.
+constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
 
 int max_panels(int rows) { return panels_at_once(rows); }
 
@@ -161,7 +162,7 @@ struct Bf16Rows {
 
     template <int R, int P>
     static inline __attribute__((always_inline)) void add_group(const Group& g) {
-        const auto* pairs = static_cast<const std::uint32_t*>(g.operands);
+        const auto* pairs = static_cast<const std::int32_t*>(g.operands);
         const __m512i table = weight_table();
         __m512 low[P][R], high[P][R];
 #pragma GCC unroll 16
@@ -183,7 +184,7 @@ struct Bf16Rows {
                     const __m512i high_weights = _mm512_permutexvar_epi16((__m512i)(words >> (8 * pair + 4)), table);
 #pragma GCC unroll 16
                     for (int r = 0; r < R; ++r) {
-                        const __m512i x = _mm512_set1_epi32(static_cast<std::int32_t>(pairs[(quad * 2 + pair) * R + r]));
+                        const __m512i x = _mm512_set1_epi32(pairs[(quad * 2 + pair) * R + r]);
                         dot(low[p][r], low_weights, x);
                         dot(high[p][r], high_weights, x);
                     }
@@ -222,8 +223,8 @@ Block choose_block(int rows, bool one) {
         case 2: return one ? multiply_block<Rows, 2, 1> : multiply_block<Rows, 2, panels_at_once(2)>;
         case 3: return one ? multiply_block<Rows, 3, 1> : multiply_block<Rows, 3, panels_at_once(3)>;
         case 4: return one ? multiply_block<Rows, 4, 1> : multiply_block<Rows, 4, panels_at_once(4)>;
-        case 5: return multiply_block<Rows, 5, 1>;
-        case 6: return multiply_block<Rows, 6, 1>;
+        case 5: return one ? multiply_block<Rows, 5, 1> : multiply_block<Rows, 5, panels_at_once(5)>;
+        case 6: return one ? multiply_block<Rows, 6, 1> : multiply_block<Rows, 6, panels_at_once(6)>;
         case 7: return multiply_block<Rows, 7, 1>;
         case 8: return multiply_block<Rows, 8, 1>;
         case 9: return multiply_block<Rows, 9, 1>;
