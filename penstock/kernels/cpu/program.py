@@ -15,7 +15,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
