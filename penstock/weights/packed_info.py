@@ -37,7 +37,7 @@ class PackedInfo:
 
     def __str__(self) -> str:
         if self.quantization is None:
-            return f"{self.dtype} weights that are not quantised"
+            return f"{self.dtype}, not quantised"
         return f"{self.dtype}, {self.quantization}" + (f" in groups of {self.group_size}" if self.group_size else "")
 
     def metadata(self) -> dict[str, str]:
@@ -106,7 +106,7 @@ def fit(numerics: NumericsConfig, directory: Path) -> tuple[NumericsConfig, dict
         "quantization_group_size": scheme and scheme.group_size,
     }
     reasons = {
-        name: f"{value}: the directory holds packed weights, {info}"
+        name: f"{value}: the directory holds packed weights ({info})"
         for name, value in chosen.items()
         if value is not None and getattr(numerics, name) in (None, "auto")
     }
@@ -123,5 +123,5 @@ def unfit(name: str, value: object, info: PackedInfo) -> InvalidRequestError:
     if name == "kernels":
         text = f"kernels: {value!r} cannot read packed weights; use cpu, or the checkpoint they were made of"
     else:
-        text = f"{name}: {value!r} is not what the directory holds packed, {info}; convert the checkpoint for it"
+        text = f"{name}: {value!r} does not fit the packed weights of the directory ({info}); convert the checkpoint for it"
     return InvalidRequestError(text, param=name)

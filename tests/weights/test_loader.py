@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from penstock.errors import ModelLoadError
 from penstock.kernels.reference import ReferenceOps
 from penstock.model_config import ModelConfig
+from penstock.quant.scheme import Scheme
 from penstock.weights import loader
 from penstock.weights.loader import load_model
-from penstock.weights.safetensors import SINGLE, Checkpoint
+from penstock.weights.safetensors import SINGLE, Checkpoint, FileRows
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, make_qwen3, random_ids
 from tests.paged import PagedModel
 
@@ -87,7 +88,7 @@ def test_other_float_types_are_rounded_once(stored: torch.dtype, tmp_path: Path)
     config = ModelConfig.from_directory(directory)
     model: Any = load_model(directory, config, ReferenceOps(torch.bfloat16))
     expected = tensors["model.layers.1.mlp.down_proj.weight"].bfloat16().float()
-    assert torch.equal(model.model.layers[1].mlp.down_proj.packed.weight, expected)
+    assert torch.equal(model.model.layers[1].mlp.down_proj.packed._weight, expected)
     assert torch.equal(model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"].bfloat16())
 
 
@@ -95,21 +96,33 @@ def test_tensors_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Guards against a loader that holds the whole checkpoint: nothing is read before its layer takes it."""
     _, directory = make_llama(tmp_path)
     events: list[str] = []
-    read, pack = Checkpoint.read, ReferenceOps.pack_linear
+    read, pack = FileRows.read, ReferenceOps.pack_linear
 
-    def noting_read(self: Checkpoint, name: str) -> torch.Tensor:
-        events.append("read")
-        return read(self, name)
+    def noting_read(self: FileRows, start: int, stop: int) -> torch.Tensor:
+        events.append("r")
+        return read(self, start, stop)
 
     def noting_pack(self: ReferenceOps, *args: Any, **options: Any) -> Any:
-        events.append("pack")
-        return pack(self, *args, **options)
+        packed = pack(self, *args, **options)
+        events.append("p")
+        return packed
 
-    monkeypatch.setattr(Checkpoint, "read", noting_read)
+    monkeypatch.setattr(FileRows, "read", noting_read)
     monkeypatch.setattr(ReferenceOps, "pack_linear", noting_pack)
     load(directory)
-    longest = max(len(run) for run in "".join("r" if event == "read" else "p" for event in events).split("p"))
-    assert longest <= 5  # q, k, v with the norms or the embedding before them
+    assert max(len(run) for run in "".join(events).split("p")) <= 5  # q, k, v, the norms or the embedding before them
+
+
+def test_weights_that_cannot_be_quantised_are_named(tmp_path: Path) -> None:
+    """Guards against a damaged checkpoint whose NaN becomes a plausible integer, or a traceback."""
+    _, directory = make_llama(tmp_path)
+    up = "model.layers.1.mlp.up_proj.weight"
+    weight = load_file(directory / SINGLE)[up]
+    weight[-1, -1] = float("nan")
+    rewrite(directory, {up: weight})
+    load(directory)
+    with pytest.raises(ModelLoadError, match=rf"{up}: a weight that is not finite"):
+        load(directory, scheme=Scheme.parse("int8"))
 
 
 def test_dummy_weights_need_only_a_config_and_are_always_the_same(tmp_path: Path) -> None:
@@ -126,11 +139,11 @@ def test_dummy_weights_need_only_a_config_and_are_always_the_same(tmp_path: Path
     )
     shallow = load(bare, load_format="dummy")
     for layer in range(3):
-        expected = first.model.layers[layer].mlp.gate_up_proj.packed.weight
-        assert torch.equal(second.model.layers[layer].mlp.gate_up_proj.packed.weight, expected)
-        assert torch.equal(shallow.model.layers[layer].mlp.gate_up_proj.packed.weight, expected)
+        expected = first.model.layers[layer].mlp.gate_up_proj.packed._weight
+        assert torch.equal(second.model.layers[layer].mlp.gate_up_proj.packed._weight, expected)
+        assert torch.equal(shallow.model.layers[layer].mlp.gate_up_proj.packed._weight, expected)
     assert not torch.equal(
-        first.model.layers[0].mlp.gate_up_proj.packed.weight, first.model.layers[1].mlp.gate_up_proj.packed.weight
+        first.model.layers[0].mlp.gate_up_proj.packed._weight, first.model.layers[1].mlp.gate_up_proj.packed._weight
     )
     (bare / "config.json").write_text(config_text)
     logprobs = PagedModel(bare, load_format="dummy").step({0: random_ids(40)})[0]
@@ -151,7 +164,7 @@ def test_a_model_beyond_the_memory_is_refused(change: dict[str, int], named: str
     with pytest.raises(ModelLoadError, match=rf"{named} .*need .* MiB.*only 1\.0 MiB are free"):
         load(directory, load_format="dummy", free_memory=lambda: 2**20)
     (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 2**20, "hidden_size": 2**20}))
-    with pytest.raises(ModelLoadError, match=r"weights need 4 bytes each, .* MiB are free"):
+    with pytest.raises(ModelLoadError, match=r"weights need .* MiB.*only .* MiB are free"):
         load(directory, load_format="dummy")
 
 
@@ -162,6 +175,8 @@ def test_memory_is_counted_to_the_byte(tmp_path: Path) -> None:
     table, config = loader.lookup("LlamaForCausalLM").read_table(), ModelConfig.from_directory(directory)
     needed = 4 * sum(item.num_elements for item in table.parameters(config).values())
     load(directory, load_format="dummy", max_model_len=16, free_memory=lambda: needed)
+    scheme = Scheme.parse("int4", 32)
+    load(directory, load_format="dummy", scheme=scheme, max_model_len=16, free_memory=lambda: needed)
     with pytest.raises(ModelLoadError, match="weights need"):
         load(directory, load_format="dummy", max_model_len=16, free_memory=lambda: needed - 1)
     with pytest.raises(ModelLoadError, match="rotary tables"):

@@ -38,8 +38,10 @@ def test_single_and_sharded_checkpoints_read_alike(tmp_path: Path) -> None:
             "one": ((2, 3), "F32"),
             "two": ((4,), "BF16"),
         }
-        assert torch.equal(checkpoint.read("one"), ONE)
-        assert torch.equal(checkpoint.read("two"), TWO)
+        assert torch.equal(checkpoint.rows("one").read(0, 2), ONE)
+        assert torch.equal(checkpoint.rows("one").read(1, 2), ONE[1:])
+        assert torch.equal(checkpoint.rows("two").read(0, 4), TWO)
+        assert torch.equal(checkpoint.rows("two").read(1, 3), TWO[1:3])
 
 
 def test_pickles_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -157,7 +159,7 @@ def test_directories_in_place_of_files(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no weights"):
         Checkpoint(tmp_path)
     with pytest.raises(ModelLoadError, match="cannot be read"):
-        safetensors._read_header(tmp_path / SINGLE)
+        safetensors.read_header(tmp_path / SINGLE)
     (tmp_path / "a.safetensors").mkdir()
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"one": "a.safetensors"}}))
     with pytest.raises(ModelLoadError, match=r"a\.safetensors is missing"):
@@ -177,7 +179,20 @@ def test_integer_tensors_are_refused(tmp_path: Path) -> None:
     """Guards against a quantised checkpoint without quantization_config, whose integers would pass for weights."""
     save_file({"one": torch.ones(3, dtype=torch.int8)}, tmp_path / SINGLE)
     with pytest.raises(ModelLoadError, match="one is I8"):
-        Checkpoint(tmp_path).read("one")
+        Checkpoint(tmp_path).rows("one")
+
+
+def test_rows_of_a_file_that_changed_are_refused(tmp_path: Path) -> None:
+    """Guards against zeros, or a wait for ever, where a checkpoint is cut or removed while it is loaded."""
+    save_file({"one": torch.ones(1000)}, tmp_path / SINGLE)
+    rows = Checkpoint(tmp_path).rows("one")
+    (tmp_path / SINGLE).write_bytes((tmp_path / SINGLE).read_bytes()[:-4])
+    assert torch.equal(rows.read(0, 999), torch.ones(999))
+    with pytest.raises(ModelLoadError, match="one is cut short"):
+        rows.read(0, 1000)
+    (tmp_path / SINGLE).unlink()
+    with pytest.raises(ModelLoadError, match="one cannot be read"):
+        rows.read(0, 1)
 
 
 def test_fingerprint_tells_checkpoints_apart(tmp_path: Path) -> None:
