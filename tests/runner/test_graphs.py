@@ -11,6 +11,9 @@ from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.backends import load_ops
 from penstock.layers.context import ForwardContext
 from penstock.runner.graphs import ReplayedModel
+from penstock.runner.model_runner import ModelRunner
+from penstock.step import CacheGroup
+from tests.fakes import FakeCache, FakeOps, TinyModel, resolved_config
 from tests.hf_models import make_mistral, make_qwen3, random_ids
 from tests.kernels.packed import levels
 from tests.paged import PagedModel
@@ -85,3 +88,11 @@ def test_replayed_inputs_are_checked(tmp_path: Path) -> None:
         paged.step({0: [3]})
     with pytest.raises(ValueError, match="ids: one of them is outside"):
         paged.step({0: [10**6]})
+
+
+def test_the_runner_replays_where_the_backend_can() -> None:
+    """Guards against a runner that quietly runs every step's Python."""
+    group = CacheGroup((0,), None, 8, 16)
+    for ops, expected in ((load_ops("cpu", torch.float32), True), (FakeOps(), False)):
+        runner = ModelRunner(TinyModel(), ops, [group], resolved_config(), kv_caches=[FakeCache(8, 16)])
+        assert isinstance(runner._model, ReplayedModel) == expected

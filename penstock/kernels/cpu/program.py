@@ -100,6 +100,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name not in RECORDABLE:
             self.foreign = name
 
+    def keep(self, *memory: object) -> None:
+        """What the native calls read beside tensors."""
+        self._kept += memory
+
     def step(self, step: Step) -> None:
         """Something that is not native was done, and is to be done again by calling this."""
         self._end_part(step)
