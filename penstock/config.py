@@ -126,7 +126,9 @@ class NumericsConfig:
         check.check_int("threads", self.threads, 1, 1024, optional=True)
         check.check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.quantization_group_size is not None and not (self.quantization or "").startswith("int4"):
-            raise check.fail("quantization_group_size", self.quantization_group_size, "null: only int4 weights have groups")
+            raise check.fail(
+                "quantization_group_size", self.quantization_group_size, "null: only int4 weights have groups"
+            )
         if self.kernels == "triton":
             raise _not_built("kernels", self.kernels)
 

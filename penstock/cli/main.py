@@ -24,7 +24,6 @@ COMMANDS = {
 }
 PLANNED = {
     "bench serve": "load on a running server",
-    "bench ops": "each kernel against the machine's limits",
     "check": "compare a model with Transformers, layer by layer",
     "table": "print a parameter table for a new architecture",
     "plan": "predict memory and speed before loading",

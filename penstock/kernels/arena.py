@@ -1,8 +1,9 @@
 """Arena: the buffers that a forward pass writes its results to, kept from step to step.
 
 Each kind of result has a slot, shared by all decoder layers: what one layer wrote is used up before the next one
-writes. A slot grows when a step has more rows than any before, so in the long run a step allocates nothing. What a
-model returns lives in a slot too, until the model is called again.
+writes. A slot grows when a step has more rows than any before, so in the long run a step allocates nothing. Few rows
+have memory of their own that never moves, so what was recorded about it stays right. What a model returns lives in a
+slot too, until the model is called again.
 """
 
 from collections.abc import Callable
@@ -12,25 +13,26 @@ from torch import Tensor
 
 Buffer = Callable[[int], Tensor]  # rows -> a tensor of that many rows, for `out=`
 
-ROWS_UNIT = 32  # rows of a slot are a multiple of this: a batch that grows by one does not make it grow each time
+FEW_ROWS = 64  # up to so many rows are always at the same place
 
 
 class Slot:
-    """A buffer [rows, *columns] that grows with the rows asked for."""
+    """A buffer [rows, *columns]: one that stays for up to FEW_ROWS, and one that grows for more."""
 
     def __init__(self, columns: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.columns = columns
         self.dtype = dtype
-        self._memory = torch.empty((0, *columns), dtype=dtype, device=device)
-        self._rows = 0
-        self._last = self._memory
+        self._few = torch.empty((FEW_ROWS, *columns), dtype=dtype, device=device)
+        self._many = self._few
+        self._rows = FEW_ROWS
+        self._last = self._few
 
     def __call__(self, rows: int) -> Tensor:
         """The first `rows` rows. What was handed out before is overwritten through it, or left behind by growth."""
         if rows != self._rows:
-            if rows > self._memory.shape[0]:
-                self._memory = self._memory.new_empty((-(-rows // ROWS_UNIT) * ROWS_UNIT, *self.columns))
-            self._last = self._memory[:rows]
+            if rows > self._many.shape[0]:
+                self._many = self._many.new_empty((rows, *self.columns))
+            self._last = (self._few if rows <= FEW_ROWS else self._many)[:rows]
             self._rows = rows
         return self._last
 

@@ -26,9 +26,9 @@ Quantised weights. `scheme` (quant/scheme.py) says how a weight is stored and wh
 and quant/int4.py are the specification of the stored values, native/products.h that of the arithmetic.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -250,3 +250,26 @@ class Ops(Protocol):
 
         kernels/sampling.py has the steps and their order.
         """
+
+
+class RecordedForward(Protocol):
+    """A forward pass that can be done again."""
+
+    def run(self, attention: Sequence[AttentionMetadata]) -> Tensor:
+        """Do it again, with this step's metadata for each cache group: reads and writes the same tensors as the first
+        time, whatever they hold by now, and returns the same one.
+
+        Raises:
+            ValueError: a token id or a position is outside of its table.
+        """
+
+
+@runtime_checkable
+class RecordingOps(Ops, Protocol):
+    """A backend that can do a forward pass again without running its Python."""
+
+    def record(
+        self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata]
+    ) -> tuple[Tensor, RecordedForward | None]:
+        """Run a forward pass that gets this metadata, and write down what it did. None where it did something else
+        than call operations of this backend."""

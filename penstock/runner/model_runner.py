@@ -19,10 +19,11 @@ from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
-from penstock.kernels.ops import AttentionMetadata, KVCache, Ops
+from penstock.kernels.ops import AttentionMetadata, KVCache, Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
 from penstock.layers.causal_lm import CausalLM
 from penstock.layers.context import ForwardContext
+from penstock.runner.graphs import ReplayedModel
 from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
 from penstock.runner.kv_cache import layer_groups
 from penstock.runner.sampler import Sampler, token_logprobs
@@ -73,7 +74,7 @@ class ModelRunner:
         """
         if config.scheduler.max_model_len is None:
             raise EngineError("the runner needs a resolved config")
-        self._model = model
+        self._model = ReplayedModel(model, ops) if isinstance(ops, RecordingOps) else model
         self._sampler = Sampler(ops)
         self._ops = ops
         self._groups = tuple(groups)

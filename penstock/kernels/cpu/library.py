@@ -67,6 +67,24 @@ class PenstockSampling(ctypes.Structure):
     )
 
 
+RECORDABLE = (  # functions of a recorded program, in the order of native/program.cpp
+    "penstock_linear",
+    "penstock_experts",
+    "penstock_rms_norm",
+    "penstock_add_rms_norm",
+    "penstock_rotary_qkv",
+    "penstock_embedding",
+    "penstock_route",
+)
+
+
+class PenstockCall(ctypes.Structure):
+    """One call of a recorded program: an index of RECORDABLE, and the arguments after the context, a float as the bits
+    of a double."""
+
+    _fields_ = (("function", c_int64), ("arguments", c_int64 * 15))
+
+
 # Addresses are passed as plain integers. A function returns 0, or -1 where memory cannot be had, unless it says so.
 _PTR, _I32, _I64, _F32 = c_void_p, c_int32, c_int64, c_float
 _WEIGHT = POINTER(PenstockWeight)
@@ -105,6 +123,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "penstock_sample": (c_int32, [_PTR, _PTR, _I64, _I64, _PTR, _PTR]),
     # context, router logits [rows, experts], rows, experts, top_k, renormalize, ids and weights [rows, top_k]
     "penstock_route": (c_int32, [_PTR, _PTR, _I64, _I64, _I64, _I32, _PTR, _PTR]),
+    # context, PenstockCall*, how many: carries them out in order
+    "penstock_replay": (c_int32, [_PTR, _PTR, _I64]),
     # The machine's limits, with all threads of the context; each returns seconds.
     # context, memory, bytes: reads them once
     "penstock_limit_read": (c_double, [_PTR, _PTR, _I64]),

@@ -7,6 +7,7 @@ Bits depend on the instruction level only, never on the batch or on threads (nat
 import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from penstock.kernels.cpu.library import (
     load_library,
 )
 from penstock.kernels.cpu.packed import CpuLinear, Layout, pack
+from penstock.kernels.cpu.program import Program, Recorder
 from penstock.kernels.cpu.sampling import fill_sampling
 from penstock.kernels.ops import AttentionMetadata, KVCache, PackedLinear, RowSource, TensorRows
 from penstock.kernels.reference import ReferenceOps
@@ -67,6 +69,7 @@ class CpuOps:
         self._native: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in SIGNATURES}
         self._sampling = PenstockSampling()
         self._attention = ReferenceOps(dtype)  # until attention is native
+        self._recorder: Recorder | None = None
         self._checked: tuple[Tensor | None, int] = (None, 0)  # positions, and the table they were found inside of
 
     def _call(self, name: str, *arguments: int | float | None) -> None:
@@ -76,9 +79,33 @@ class CpuOps:
             MemoryError: it found no memory for its work.
             ValueError: a weight is not finite and cannot be quantised.
         """
+        if self._recorder is not None:
+            self._recorder.call(name, arguments)
         status = self._native[name](self._context, *arguments)
         if status:
             raise ValueError("a weight that is not finite cannot be quantised") if status == NOT_FINITE else MemoryError
+
+    def record(
+        self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata]
+    ) -> tuple[Tensor, Program | None]:
+        """Run a forward pass and write down what it did; see `kernels.ops.RecordingOps`."""
+        recorder = Recorder(attention, partial(self._native["penstock_replay"], self._context))
+        self._recorder = recorder
+        try:
+            with recorder:
+                result = forward()
+        finally:
+            self._recorder = None
+        return result, recorder.program(result)
+
+    def _check_range(self, numbers: Tensor, stop: int, name: str) -> None:
+        """Numbers that pick rows of a table: one outside would read foreign memory."""
+        if self._recorder is None:
+            _check_range(numbers, stop, name)
+            return
+        with self._recorder.unwatched():
+            _check_range(numbers, stop, name)
+        self._recorder.step(lambda attention: _check_range(numbers, stop, name))
 
     # --- products with a weight ------------------------------------------------------------------------------------
 
@@ -142,7 +169,7 @@ class CpuOps:
         _check_experts(gates, downs)
         (rows, _), (_, top_k) = rows_of(x, "x"), rows_of(ids, "ids")
         ids_at = address(ids, (rows, top_k), I64, "ids")
-        _check_range(ids, len(gates), "ids")
+        self._check_range(ids, len(gates), "ids")
         if out is None:
             out = torch.empty((rows, downs[0].outputs), dtype=F32)
         gate_array, down_array = _weight_array(gates), _weight_array(downs)
@@ -176,7 +203,7 @@ class CpuOps:
     def embedding(self, ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         rows, (vocab_size, hidden) = len(ids), rows_of(weight, "weight")
         table, at = address(weight, (vocab_size, hidden), self.dtype, "weight"), address(ids, (rows,), I64, "ids")
-        _check_range(ids, vocab_size, "ids")
+        self._check_range(ids, vocab_size, "ids")
         if out is None:
             out = torch.empty((rows, hidden), dtype=F32)
         to = address(out, (rows, hidden), F32, "out")
@@ -244,7 +271,7 @@ class CpuOps:
             if rotary_dim > head_dim or rotary_dim % 2:
                 raise ValueError(f"cos_sin: {rotary_dim} columns; an even number up to {head_dim} is needed")
             if self._checked[0] is not positions or self._checked[1] != num_positions:  # once for all layers of a step
-                _check_range(positions, num_positions, "positions")
+                self._check_range(positions, num_positions, "positions")
                 self._checked = positions, num_positions
         self._call(
             "penstock_rotary_qkv",
@@ -284,7 +311,14 @@ class CpuOps:
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        return self._attention.attend(q, k_new, v_new, cache, meta, scale=scale, out=out)
+        attend, recorder = self._attention.attend, self._recorder
+        if recorder is None:
+            return attend(q, k_new, v_new, cache, meta, scale=scale, out=out)
+        group, out = recorder.group(meta), torch.empty((len(q), q[0].numel()), dtype=q.dtype) if out is None else out
+        with recorder.unwatched():
+            result = attend(q, k_new, v_new, cache, meta, scale=scale, out=out)
+        recorder.step(lambda attention: attend(q, k_new, v_new, cache, attention[group], scale=scale, out=out))
+        return result
 
     # --- logits ----------------------------------------------------------------------------------------------------
 

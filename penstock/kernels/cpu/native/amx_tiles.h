@@ -1,9 +1,9 @@
 // The configuration of AMX tiles, which is a state of the thread. Internal linkage, for files of the AMX level.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
+
+#include "avx512.h"
 
 namespace penstock {
 namespace {

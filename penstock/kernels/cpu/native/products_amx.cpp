@@ -1,6 +1,292 @@
+// Products in bfloat16 and int8 with AMX tiles.
+//
+// A step of K is 64 bytes of a row. A tile of activations is [steps][operand rows][64 bytes]: 16 rows of it are an A
+// operand. A panel is a B operand as it lies in memory: 16 rows of a step, 128 bytes apart, columns 0..15 in the first
+// half of each. Up to 32 rows times 32 columns are four tiles of sums, two of A and two of B: all eight there are.
+
+#include "amx_tiles.h"
+#include "avx512_operands.h"
+#include "leaf_tree.h"
 #include "products.h"
 
 namespace penstock {
-ProductKernel amx_bf16() { return {}; }
-ProductKernel amx_int8() { return {}; }
+
+namespace {
+
+#include "quantize_rows.inc.h"
+
+constexpr int TILE_ROWS = 2 * AMX_ROWS;
+constexpr std::int64_t LINE = 64;
+constexpr std::int64_t STEP_BYTES = AMX_BYTES * PANEL;  // of a panel
+constexpr std::int64_t BLOCK_STEPS = 16;                // operands of so many steps stay in the L1 while panels pass
+constexpr std::int64_t AHEAD_BYTES = 8192;              // prefetched ahead of a stream from memory
+constexpr std::int32_t WEIGHT_OFFSET = 128;             // int8 weights are stored unsigned
+constexpr float SECOND_SLICE = 1.0f / 254.0f;
+constexpr float THIRD_SLICE = 1.0f / 64516.0f;
+
+// Tiles: 0 and 1 the sums of rows 0..15, 2 and 3 of rows 16..31; 4 and 5 operands, 6 and 7 weights.
+void load_config(int operand_rows) {
+    AmxConfig config;
+    const int upper = operand_rows < AMX_ROWS ? operand_rows : AMX_ROWS;
+    const int lower = operand_rows - upper;
+    const int rows[] = {upper, upper, lower, lower, upper, lower, AMX_ROWS, AMX_ROWS};
+    for (int tile = 0; tile < 8; ++tile)
+        if (rows[tile] > 0) config.set(tile, rows[tile]);
+    config.load();
+}
+
+// A leaf of one tile, all of its sums taken.
+struct Leaf {
+    const void* sums;            // float or int32 [operand rows][width]
+    int rows;
+    std::int64_t width;          // columns of a row in sums, tree and to
+    std::int64_t first_column;   // those to finish,
+    std::int64_t last_column;    // and the one behind them
+    int slices;                  // int8 only, as are
+    const float* scales;         // [rows] and
+    const std::int32_t* totals;  // of the operands, [operand rows]
+    const float* tree;           // where earlier leaves wait,
+    std::int64_t tree_stride;    // from one level to the next, and
+    unsigned levels;             // which of them to add
+    float* to;                   // [rows][width], perhaps `sums` itself
+};
+
+struct Bf16 {
+    static constexpr int STEP = 32;  // elements of K
+
+    static inline void multiply_upper() {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+    }
+
+    static inline void multiply_lower() {
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+
+    static __m512 value(const Leaf& leaf, int row, std::int64_t column) {
+        return _mm512_load_ps(static_cast<const float*>(leaf.sums) + row * leaf.width + column);
+    }
+};
+
+struct Int8 {
+    static constexpr int STEP = 64;
+
+    static inline void multiply_upper() {
+        _tile_dpbsud(0, 4, 6);
+        _tile_dpbsud(1, 4, 7);
+    }
+
+    static inline void multiply_lower() {
+        _tile_dpbsud(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+    }
+
+    static __m512 product(const Leaf& leaf, int operand_row, std::int64_t column) {
+        const std::int32_t* sums = static_cast<const std::int32_t*>(leaf.sums) + operand_row * leaf.width + column;
+        const __m512i excess = _mm512_set1_epi32(WEIGHT_OFFSET * leaf.totals[operand_row]);
+        return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(sums), excess));
+    }
+
+    static __m512 value(const Leaf& leaf, int row, std::int64_t column) {
+        const int first = row * leaf.slices;
+        __m512 value = product(leaf, first, column);
+        if (leaf.slices > 1) value += product(leaf, first + 1, column) * _mm512_set1_ps(SECOND_SLICE);
+        if (leaf.slices > 2) value += product(leaf, first + 2, column) * _mm512_set1_ps(THIRD_SLICE);
+        return value * _mm512_set1_ps(leaf.scales[row]);
+    }
+};
+
+void pack_bf16(const OperandArgs& a) {
+    const PenstockWeight& weight = *a.weight;
+    char* tile = static_cast<char*>(a.tile);
+    std::int64_t first = 0, padded_first = 0;
+    for (int leaf = 0; leaf < weight.leaves; ++leaf) {
+        const std::int64_t count = weight.leaf_ends[leaf] - first;
+        const std::int64_t padded = weight.padded_leaf_ends[leaf] - padded_first;
+        for (std::int64_t at = 0; at < padded; at += Bf16::STEP)
+            for (int r = 0; r < a.rows; ++r, tile += AMX_BYTES) {
+                const bool real = at < count;
+                _mm512_store_si512(
+                    tile, real ? load_bf16(row_address(a, r, first + at), count - at, a.x_type) : __m512i{});
+            }
+        first = weight.leaf_ends[leaf];
+        padded_first = weight.padded_leaf_ends[leaf];
+    }
+}
+
+void pack_int8(const OperandArgs& a) {
+    const int rows = a.rows * a.weight->slices;
+    char* tile = static_cast<char*>(a.tile);
+    static_assert(CHUNK == Int8::STEP, "quantize_tile delivers whole steps");
+    quantize_tile(a, 0, [=](std::int64_t k, int, const std::int8_t* slices) {
+        __builtin_memcpy(tile + k * rows, slices, static_cast<std::size_t>(rows) * CHUNK);
+    });
+}
+
+// Some steps of one tile and one panel.
+struct Piece {
+    const char* operands;
+    const char* weights;
+    std::int64_t steps;
+    const char* ahead;        // weights to fetch meanwhile, and
+    std::int64_t ahead_step;  // how many bytes of them at every step
+    bool continues;           // the piece before, whose sums are at `sums`
+    char* sums;               // four bytes each
+    std::int64_t sums_row;    // bytes from one row to the next
+};
+
+template <bool LOWER>
+inline void begin_sums(const Piece& piece) {
+    if (!piece.continues) {
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (LOWER) _tile_zero(2);
+        if constexpr (LOWER) _tile_zero(3);
+        return;
+    }
+    char* lower = piece.sums + AMX_ROWS * piece.sums_row;
+    _tile_loadd(0, piece.sums, piece.sums_row);
+    _tile_loadd(1, piece.sums + AMX_BYTES, piece.sums_row);
+    if constexpr (LOWER) _tile_loadd(2, lower, piece.sums_row);
+    if constexpr (LOWER) _tile_loadd(3, lower + AMX_BYTES, piece.sums_row);
+}
+
+template <bool LOWER>
+inline void store_sums(const Piece& piece) {
+    char* lower = piece.sums + AMX_ROWS * piece.sums_row;
+    _tile_stored(0, piece.sums, piece.sums_row);
+    _tile_stored(1, piece.sums + AMX_BYTES, piece.sums_row);
+    if constexpr (LOWER) _tile_stored(2, lower, piece.sums_row);
+    if constexpr (LOWER) _tile_stored(3, lower + AMX_BYTES, piece.sums_row);
+}
+
+template <class Type, bool LOWER>
+void multiply_piece(const Piece& piece, int operand_rows) {
+    begin_sums<LOWER>(piece);
+    const char* operands = piece.operands;
+    const char* weights = piece.weights;
+    const char* ahead = piece.ahead;
+    for (std::int64_t step = 0; step < piece.steps; ++step) {
+        const char* const ahead_end = ahead + piece.ahead_step;
+        for (; ahead < ahead_end; ahead += LINE) _mm_prefetch(ahead, _MM_HINT_T1);
+        _tile_loadd(4, operands, AMX_BYTES);
+        _tile_loadd(6, weights, 2 * AMX_BYTES);
+        _tile_loadd(7, weights + AMX_BYTES, 2 * AMX_BYTES);
+        Type::multiply_upper();
+        if constexpr (LOWER) _tile_loadd(5, operands + AMX_ROWS * AMX_BYTES, AMX_BYTES);
+        if constexpr (LOWER) Type::multiply_lower();
+        operands += operand_rows * AMX_BYTES;
+        weights += STEP_BYTES;
+    }
+    store_sums<LOWER>(piece);
+}
+
+template <class Type>
+void finish_leaf(const Leaf& leaf) {
+    for (int row = 0; row < leaf.rows; ++row)
+        for (std::int64_t column = leaf.first_column; column < leaf.last_column; column += LANES) {
+            const std::int64_t at = row * leaf.width + column;
+            __m512 value = Type::value(leaf, row, column);
+            for (unsigned levels = leaf.levels; levels != 0; levels &= levels - 1)
+                value = _mm512_load_ps(leaf.tree + __builtin_ctz(levels) * leaf.tree_stride + at) + value;
+            _mm512_store_ps(leaf.to + at, value);
+        }
+}
+
+// The panels first_panel .. last_panel-1 of a call.
+struct Range {
+    int first_panel, last_panel;
+};
+
+// One block of K: every tile meets every panel of the range. While several tiles pass they fetch the block that comes
+// `next` (bytes behind this one), each its share; a single one fetches a little ahead of itself.
+template <class Type>
+void multiply_block(
+    const MultiplyArgs& a, Range range, const Piece& block, std::int64_t next, int operand_rows,
+    std::int64_t sums_stride) {
+    const std::int64_t panel_bytes = a.weight->padded_k / Type::STEP * STEP_BYTES;
+    const auto kernel = operand_rows > AMX_ROWS ? multiply_piece<Type, true> : multiply_piece<Type, false>;
+    Piece piece = block;
+    piece.ahead_step = (STEP_BYTES / LINE + a.tiles - 1) / a.tiles * LINE;
+    for (int tile = 0; tile < a.tiles; ++tile) {
+        for (int panel = range.first_panel; panel < range.last_panel; ++panel) {
+            piece.weights = block.weights + panel * panel_bytes;
+            piece.ahead = piece.weights + (a.tiles > 1 ? next + tile * piece.steps * piece.ahead_step : AHEAD_BYTES);
+            piece.sums = block.sums + tile * sums_stride + panel * PANEL * 4;
+            kernel(piece, operand_rows);
+        }
+        piece.operands += a.tile_stride;
+    }
+}
+
+template <class Type>
+void multiply_range(const MultiplyArgs& a, Range range, int slices) {
+    const PenstockWeight& weight = *a.weight;
+    const int operand_rows = a.rows * slices;
+    const std::int64_t width = a.panels * PANEL;
+    const std::int64_t panel_bytes = weight.padded_k / Type::STEP * STEP_BYTES;
+    const std::int64_t tree_floats = TREE_LEVELS * MAX_TILE_ROWS * width;
+    Leaf done = {};
+    done.rows = a.rows;
+    done.width = width;
+    done.first_column = range.first_panel * PANEL;
+    done.last_column = range.last_panel * PANEL;
+    done.slices = slices;
+    done.tree_stride = a.rows * width;
+    Piece block = {};
+    block.sums_row = width * 4;
+    std::int64_t step = 0;
+    for (int leaf = 0; leaf < weight.leaves; ++leaf) {
+        const bool last_leaf = leaf + 1 == weight.leaves;
+        const std::int64_t end = weight.padded_leaf_ends[leaf] / Type::STEP;
+        const std::int64_t to_stride = last_leaf ? a.rows * width : tree_floats;
+        float* to = last_leaf ? a.out : a.tree + level_to_keep(leaf) * done.tree_stride;
+        // With several slices there are more sums than results; the tree, then narrow, leaves its last third free.
+        float* sums = slices > 1 ? a.tree + 2 * MAX_TILE_ROWS * width : to;
+        const std::int64_t sums_stride = slices > 1 ? tree_floats : to_stride;
+        block.sums = reinterpret_cast<char*>(sums);
+        block.continues = false;
+        for (std::int64_t left = end - step; left > 0 || !block.continues; block.continues = true, left = end - step) {
+            const std::int64_t blocks = a.tiles > 1 ? (left + BLOCK_STEPS - 1) / BLOCK_STEPS : 1;
+            block.steps = blocks > 1 ? left / blocks : left;
+            block.operands = static_cast<const char*>(a.tile) + step * operand_rows * AMX_BYTES;
+            block.weights = static_cast<const char*>(weight.values) + a.first_panel * panel_bytes + step * STEP_BYTES;
+            step += block.steps;
+            const bool last_block = last_leaf && step == end;
+            const std::int64_t next = block.steps * STEP_BYTES + (last_block ? (a.panels - 1) * panel_bytes : 0);
+            multiply_block<Type>(a, range, block, next, operand_rows, sums_stride * 4);
+        }
+        done.levels = levels_to_add(leaf, weight.leaves);
+        if (done.levels == 0 && reinterpret_cast<float*>(block.sums) == to && Type::STEP == Bf16::STEP) continue;
+        for (int tile = 0; tile < a.tiles; ++tile) {
+            done.sums = sums + tile * sums_stride;
+            done.scales = a.scales + tile * a.scales_stride + leaf * a.rows;
+            done.totals = a.sums + tile * a.sums_stride + leaf * operand_rows;
+            done.tree = a.tree + tile * tree_floats;
+            done.to = to + tile * to_stride;
+            finish_leaf<Type>(done);
+        }
+    }
+}
+
+// A single tile takes panel after panel, so that weights are read from front to back.
+template <class Type>
+void multiply(const MultiplyArgs& a) {
+    const int slices = a.weight->slices > 1 ? a.weight->slices : 1;
+    load_config(a.rows * slices);
+    if (a.tiles > 1)
+        multiply_range<Type>(a, {0, a.panels}, slices);
+    else
+        for (int panel = 0; panel < a.panels; ++panel) multiply_range<Type>(a, {panel, panel + 1}, slices);
+    _tile_release();
+}
+
+int max_panels(int) { return MAX_PANELS; }
+
+}  // namespace
+
+ProductKernel amx_bf16() { return {TILE_ROWS, max_panels, pack_bf16, multiply<Bf16>}; }
+ProductKernel amx_int8() { return {TILE_ROWS, max_panels, pack_int8, multiply<Int8>}; }
+
 }  // namespace penstock

@@ -4,11 +4,7 @@
 // A word of K of one panel is 32 of them, two registers; a tile of activations is [words of K][rows], so that the
 // kernel reads both from front to back. Rows and panels are template arguments: all sums stay in registers.
 
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 says so of its own header
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-
+#include "avx512_operands.h"
 #include "leaf_tree.h"
 #include "products.h"
 
@@ -24,9 +20,6 @@ constexpr std::int64_t WORD_BYTES = 4 * PANEL;     // one word of K of a panel
 constexpr std::int64_t AHEAD_BYTES = 2048;         // prefetched ahead of a stream from memory
 constexpr std::int64_t BLOCK_BYTES = 128 << 10;    // of a panel, to be met in the cache by every tile
 
-// A mask of the first `count` lanes, of 32 at most.
-inline __mmask32 first_lanes(std::int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
-
 struct Bf16 {
     static constexpr int ELEMENTS = 2;  // of K in a word
 
@@ -36,15 +29,7 @@ struct Bf16 {
         __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*word));
     }
 
-    // 32 elements of a row as 16 words, `count` of them real and the others zero.
-    static __m512i load(const void* row, std::int64_t at, std::int64_t count, bool is_f32) {
-        const __mmask32 mask = first_lanes(count);
-        if (!is_f32) return _mm512_maskz_loadu_epi16(mask, static_cast<const std::uint16_t*>(row) + at);
-        const float* from = static_cast<const float*>(row) + at;
-        const __m512 low = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from);
-        const __m512 high = _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), from + 16);
-        return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-    }
+    static __m512i load(const char* from, std::int64_t count, std::int32_t type) { return load_bf16(from, count, type); }
 };
 
 struct F32 {
@@ -54,12 +39,7 @@ struct F32 {
         __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*word));
     }
 
-    static __m512i load(const void* row, std::int64_t at, std::int64_t count, bool is_f32) {
-        const __mmask16 mask = static_cast<__mmask16>(first_lanes(count));
-        if (is_f32) return _mm512_castps_si512(_mm512_maskz_loadu_ps(mask, static_cast<const float*>(row) + at));
-        const __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const std::uint16_t*>(row) + at);
-        return _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-    }
+    static __m512i load(const char* from, std::int64_t count, std::int32_t type) { return load_f32(from, count, type); }
 };
 
 // Word j of register i becomes word i of register j.
@@ -95,16 +75,12 @@ inline void transpose(__m512i (&words)[LANES]) {
 // The elements first .. last-1 of the rows of x, padded with zeros, as words [padded / ELEMENTS][rows] at `tile`.
 template <class Type>
 void pack_leaf(const OperandArgs& a, std::int64_t first, std::int64_t last, std::int64_t padded, std::int32_t* tile) {
-    const bool is_f32 = a.x_type == TYPE_F32;
-    const std::int64_t row_bytes = a.x_stride * (is_f32 ? 4 : 2);
     const __mmask16 rows = static_cast<__mmask16>((1u << a.rows) - 1);
     for (std::int64_t at = 0; at < padded; at += LANES * Type::ELEMENTS) {
         const std::int64_t left = last - first - at;
         __m512i words[LANES] = {};
-        for (int r = 0; r < a.rows && left > 0; ++r) {
-            const std::int64_t row = a.row_index ? a.row_index[r] : a.first_row + r;
-            words[r] = Type::load(static_cast<const char*>(a.x) + row * row_bytes, first + at, left, is_f32);
-        }
+        for (int r = 0; r < a.rows && left > 0; ++r)
+            words[r] = Type::load(row_address(a, r, first + at), left, a.x_type);
         if (a.rows == 1) {
             _mm512_storeu_si512(tile, words[0]);
         } else {
@@ -135,7 +111,7 @@ struct Piece {
     std::int64_t words;
     const char* ahead;             // weights to fetch meanwhile, and
     std::int64_t ahead_step;       // how far to go on at every word
-    const float* start;            // the sums so far, or null: zero
+    bool continues;                // the piece before, whose sums are at `sums`
     const float* tree;             // where earlier leaves wait,
     std::int64_t tree_stride;      // from one level to the next, and
     unsigned levels;               // which of them to add at the end
@@ -147,9 +123,10 @@ void multiply_piece(const Piece& piece) {
     constexpr int WIDTH = 2 * PANELS;  // registers of a row
     static_assert(ROWS * WIDTH <= 2 * TILE_ROWS, "all sums stay in registers");
     __m512 acc[ROWS][WIDTH];
+    float* sums = piece.sums;
 #pragma GCC unroll 24
     for (int i = 0; i < ROWS * WIDTH; ++i)
-        acc[i / WIDTH][i % WIDTH] = piece.start ? _mm512_load_ps(piece.start + i * LANES) : _mm512_setzero_ps();
+        acc[i / WIDTH][i % WIDTH] = piece.continues ? _mm512_load_ps(sums + i * LANES) : _mm512_setzero_ps();
     const std::int32_t* operands = piece.operands;
     const char* weights = piece.weights;
     const char* ahead = piece.ahead;
@@ -175,7 +152,6 @@ void multiply_piece(const Piece& piece) {
         for (int i = 0; i < ROWS * WIDTH; ++i)
             acc[i / WIDTH][i % WIDTH] = _mm512_add_ps(_mm512_load_ps(earlier + i * LANES), acc[i / WIDTH][i % WIDTH]);
     }
-    float* sums = piece.sums;
 #pragma GCC unroll 24
     for (int i = 0; i < ROWS * WIDTH; ++i) _mm512_store_ps(sums + i * LANES, acc[i / WIDTH][i % WIDTH]);
 }
@@ -198,23 +174,17 @@ PieceKernel choose(int rows, int panels) {
     return panels == 2 ? TWO_PANELS[rows - 2] : ONE_PANEL[rows - 2];
 }
 
-// One piece of K, for all tiles one after the other. While several tiles pass over it they fetch the next piece, each
-// its share; a single one fetches a little ahead of itself.
-void multiply_tiles(const MultiplyArgs& a, PieceKernel kernel, Piece piece, std::int64_t first_word, float* tree_sums) {
-    const std::int64_t tile_floats = a.rows * a.panels * PANEL;
-    const std::int64_t tree_floats = TREE_LEVELS * piece.tree_stride;
+// One piece of K, for all tiles one after the other; those of piece.* that differ are given for the first. While several
+// tiles pass over it they fetch the next piece, each its share; a single one fetches a little ahead of itself.
+void multiply_tiles(const MultiplyArgs& a, PieceKernel kernel, Piece piece, std::int64_t sums_stride) {
     const std::int64_t piece_bytes = piece.words * WORD_BYTES;
-    const bool continues = piece.start != nullptr;
     piece.ahead_step = WORD_BYTES / a.tiles;
     for (int tile = 0; tile < a.tiles; ++tile) {
-        const char* operands = static_cast<const char*>(a.tile) + tile * a.tile_stride;
-        float* out = a.out + tile * tile_floats;
-        piece.operands = reinterpret_cast<const std::int32_t*>(operands) + first_word * a.rows;
         piece.ahead = piece.weights + (a.tiles > 1 ? piece_bytes + piece_bytes * tile / a.tiles : AHEAD_BYTES);
-        piece.start = continues ? out : nullptr;
-        piece.tree = a.tree + tile * tree_floats;
-        piece.sums = tree_sums ? tree_sums + tile * tree_floats : out;
         kernel(piece);
+        piece.operands += a.tile_stride / 4;
+        piece.tree += TREE_LEVELS * piece.tree_stride;
+        piece.sums += sums_stride;
     }
 }
 
@@ -227,20 +197,25 @@ void multiply(const MultiplyArgs& a) {
     const std::int64_t block = a.tiles > 1 ? BLOCK_BYTES / WORD_BYTES : weight.padded_k;
     Piece piece = {};
     piece.panel_bytes = weight.padded_k / Type::ELEMENTS * WORD_BYTES;
-    piece.tree_stride = MAX_TILE_ROWS * a.panels * PANEL;
     piece.weights = static_cast<const char*>(weight.values) + a.first_panel * piece.panel_bytes;
+    piece.operands = static_cast<const std::int32_t*>(a.tile);
+    piece.tree = a.tree;
+    piece.tree_stride = MAX_TILE_ROWS * a.panels * PANEL;
     std::int64_t word = 0;
     for (int leaf = 0; leaf < weight.leaves; ++leaf) {
         const std::int64_t end = weight.padded_leaf_ends[leaf] / Type::ELEMENTS;
-        piece.start = nullptr;
-        for (bool whole = false; !whole; piece.start = a.out) {
+        const bool last_leaf = leaf + 1 == weight.leaves;
+        const std::int64_t sums_stride = last_leaf ? a.rows * a.panels * PANEL : TREE_LEVELS * piece.tree_stride;
+        piece.sums = last_leaf ? a.out : a.tree + level_to_keep(leaf) * piece.tree_stride;
+        piece.continues = false;
+        for (bool whole = false; !whole; piece.continues = true) {
             whole = end - word <= block;
             piece.words = whole ? end - word : block;
             piece.levels = whole ? levels_to_add(leaf, weight.leaves) : 0;
-            const bool waits = whole && leaf + 1 < weight.leaves;
-            multiply_tiles(a, kernel, piece, word, waits ? a.tree + level_to_keep(leaf) * piece.tree_stride : nullptr);
-            piece.weights += piece.words * WORD_BYTES;
+            multiply_tiles(a, kernel, piece, sums_stride);
             word += piece.words;
+            piece.weights += piece.words * WORD_BYTES;
+            piece.operands += piece.words * a.rows;
         }
     }
 }

@@ -1,3 +1,6 @@
+// int8 products in plain C++ with the compiler's vectors of 16 bytes.
+
+#include "leaf_tree.h"
 #include "products.h"
 
 namespace penstock {
@@ -5,17 +8,18 @@ namespace {
 
 #include "quantize_rows.inc.h"
 
-constexpr int TILE_ROWS = 12;
+#include "products_int8.inc.h"
 
-int max_panels(int) { return 1; }
+#include "products_int8_words.inc.h"
 
-// Sums of operands, one a leaf. No sum or product of a leaf overflows: packing allows a leaf at most 65536 elements.
-void pack(const OperandArgs& args) { quantize_interleaved(args, 0); }
-
-void multiply(const MultiplyArgs&) {}
+// Two products fit into a word: 2 * 128 * 127 is below 2^15.
+inline Ints dot(const WordPairs& weights, const WordPairs& operands) {
+    const Ints two_sums = same_bits<Ints>(weights.even * operands.even + weights.odd * operands.odd);
+    return (two_sums << 16 >> 16) + (two_sums >> 16);
+}
 
 }  // namespace
 
-ProductKernel portable_int8() { return {TILE_ROWS, max_panels, pack, multiply}; }
+ProductKernel portable_int8() { return table(); }
 
 }  // namespace penstock

@@ -150,8 +150,10 @@ void quantize_tile(const OperandArgs& args, int span, const Place& place) {
             factors[r] = found.factor;
         }
         const std::int64_t step = span > 0 ? span : padded_end - padded_start;
+        const std::int64_t steps = span > 0 ? (padded_end - padded_start) / span : 1;
         const int length = step < CHUNK ? static_cast<int>(step) : CHUNK;
-        for (std::int64_t first = padded_start; first < padded_end; first += step) {
+        for (std::int64_t i = 0; i < steps; ++i) {
+            const std::int64_t first = padded_start + i * step;
             Ints sums[MAX_TILE_ROWS];
             for (int o = 0; o < args.rows * SLICES; ++o) sums[o] = Ints{};
             for (std::int64_t k = first; k < first + step; k += length) {
