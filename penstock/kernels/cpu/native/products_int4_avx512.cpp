@@ -20,12 +20,6 @@ namespace {
 
 constexpr int HALF_PANEL = 16;  // columns in a register
 
-// Panels that are multiplied at once: enough accumulators for no multiplication to wait for another, and for few rows
-// several streams from memory.
-constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
-
-int max_panels(int rows) { return panels_at_once(rows); }
-
 // The group scales of 16 columns.
 inline Floats load_scales(const std::uint16_t* scales) {
     const __m256i halves = _mm256_load_si256(reinterpret_cast<const __m256i*>(scales));
@@ -53,6 +47,7 @@ inline void add_to(float* total, Floats share) { floats(total) = floats(total) +
 // need room in float32 that a bfloat16 scale leaves: 4 bits below it, and above it as long as it is less than 2^104.
 struct Int8Rows {
     static constexpr int ELEMENT = 1;
+    static constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
     static constexpr float OFFSET = 12582912.0f;
     static constexpr std::int32_t OFFSET_BITS = 0x4b400000;
 
@@ -129,6 +124,7 @@ struct Int8Rows {
 // columns, then elements 1 and 3.
 struct Bf16Rows {
     static constexpr int ELEMENT = 2;
+    static constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }  // more would spill
     using Words __attribute__((vector_size(64))) = std::uint16_t;
 
     static void pack(const OperandArgs& args) {
@@ -206,6 +202,13 @@ struct Bf16Rows {
     }
 };
 
+// As many panels at once as it takes for no multiplication to wait for another, and for few rows several streams from
+// memory.
+template <class Rows>
+int max_panels(int rows) {
+    return Rows::panels_at_once(rows);
+}
+
 template <class Rows, int R, int P>
 void multiply_block(const MultiplyArgs& a, int panel) {
     multiply_panels(a, panel, P, R, Rows::ELEMENT, [](const Group& g) __attribute__((always_inline)) {
@@ -215,28 +218,33 @@ void multiply_block(const MultiplyArgs& a, int panel) {
 
 using Block = void (*)(const MultiplyArgs&, int panel);
 
-// The function for so many rows, with panels_at_once or, for what is left of the panels, with one.
+// For R rows: several panels or, for what is left of them, one.
+template <class Rows, int R>
+Block block_of(bool one) {
+    return one ? multiply_block<Rows, R, 1> : multiply_block<Rows, R, Rows::panels_at_once(R)>;
+}
+
 template <class Rows>
 Block choose_block(int rows, bool one) {
     switch (rows) {
-        case 1: return one ? multiply_block<Rows, 1, 1> : multiply_block<Rows, 1, panels_at_once(1)>;
-        case 2: return one ? multiply_block<Rows, 2, 1> : multiply_block<Rows, 2, panels_at_once(2)>;
-        case 3: return one ? multiply_block<Rows, 3, 1> : multiply_block<Rows, 3, panels_at_once(3)>;
-        case 4: return one ? multiply_block<Rows, 4, 1> : multiply_block<Rows, 4, panels_at_once(4)>;
-        case 5: return one ? multiply_block<Rows, 5, 1> : multiply_block<Rows, 5, panels_at_once(5)>;
-        case 6: return one ? multiply_block<Rows, 6, 1> : multiply_block<Rows, 6, panels_at_once(6)>;
-        case 7: return multiply_block<Rows, 7, 1>;
-        case 8: return multiply_block<Rows, 8, 1>;
-        case 9: return multiply_block<Rows, 9, 1>;
-        case 10: return multiply_block<Rows, 10, 1>;
-        case 11: return multiply_block<Rows, 11, 1>;
-        default: return multiply_block<Rows, TILE_ROWS, 1>;
+        case 1: return block_of<Rows, 1>(one);
+        case 2: return block_of<Rows, 2>(one);
+        case 3: return block_of<Rows, 3>(one);
+        case 4: return block_of<Rows, 4>(one);
+        case 5: return block_of<Rows, 5>(one);
+        case 6: return block_of<Rows, 6>(one);
+        case 7: return block_of<Rows, 7>(one);
+        case 8: return block_of<Rows, 8>(one);
+        case 9: return block_of<Rows, 9>(one);
+        case 10: return block_of<Rows, 10>(one);
+        case 11: return block_of<Rows, 11>(one);
+        default: return block_of<Rows, TILE_ROWS>(one);
     }
 }
 
 template <class Rows>
 void multiply(const MultiplyArgs& a) {
-    const int rows = operand_rows(a), step = panels_at_once(rows);
+    const int rows = operand_rows(a), step = Rows::panels_at_once(rows);
     int panel = 0;
     for (; panel + step <= a.panels; panel += step) choose_block<Rows>(rows, false)(a, panel);
     for (; panel < a.panels; ++panel) choose_block<Rows>(rows, true)(a, panel);
@@ -244,7 +252,7 @@ void multiply(const MultiplyArgs& a) {
 
 template <class Rows>
 ProductKernel kernel() {
-    return {TILE_ROWS, max_panels, Rows::pack, multiply<Rows>};
+    return {TILE_ROWS, max_panels<Rows>, Rows::pack, multiply<Rows>};
 }
 
 }  // namespace
