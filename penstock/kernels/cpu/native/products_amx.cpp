@@ -201,7 +201,7 @@ struct Range {
 };
 
 // One block of K: every tile meets every panel of the range. Many tiles fetch the block that comes `next` (bytes behind
-// this one) while they pass, each its share; of a few, the first reads from memory and fetches a little ahead of itself.
+// this one) while they pass, each its share; of a few, the first fetches a little ahead of itself.
 template <class Type>
 void multiply_block(
     const MultiplyArgs& a, Range range, const Piece& block, std::int64_t next, int operand_rows,
