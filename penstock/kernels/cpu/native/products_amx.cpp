@@ -18,8 +18,9 @@ namespace {
 constexpr int TILE_ROWS = 2 * AMX_ROWS;
 constexpr std::int64_t LINE = 64;
 constexpr std::int64_t STEP_BYTES = AMX_BYTES * PANEL;  // of a panel
-constexpr std::int64_t BLOCK_STEPS = 16;                // operands of so many steps stay in the L1 while panels pass
+constexpr std::int64_t BLOCK_STEPS = 8;                // operands of so many steps stay in the L1 while panels pass
 constexpr std::int64_t AHEAD_BYTES = 8192;              // prefetched ahead of a stream from memory
+constexpr int MANY_TILES = 5;                           // that take longer than to read their weights from memory
 constexpr std::int32_t WEIGHT_OFFSET = 128;             // int8 weights are stored unsigned
 constexpr float SECOND_SLICE = 1.0f / 254.0f;
 constexpr float THIRD_SLICE = 1.0f / 64516.0f;
@@ -199,8 +200,8 @@ struct Range {
     int first_panel, last_panel;
 };
 
-// One block of K: every tile meets every panel of the range. While several tiles pass they fetch the block that comes
-// `next` (bytes behind this one), each its share; a single one fetches a little ahead of itself.
+// One block of K: every tile meets every panel of the range. Many tiles fetch the block that comes `next` (bytes behind
+// this one) while they pass, each its share; of a few, the first fetches a little ahead of itself.
 template <class Type>
 void multiply_block(
     const MultiplyArgs& a, Range range, const Piece& block, std::int64_t next, int operand_rows,
@@ -208,11 +209,12 @@ void multiply_block(
     const std::int64_t panel_bytes = a.weight->padded_k / Type::STEP * STEP_BYTES;
     const auto kernel = operand_rows > AMX_ROWS ? multiply_piece<Type, true> : multiply_piece<Type, false>;
     Piece piece = block;
-    piece.ahead_step = (STEP_BYTES / LINE + a.tiles - 1) / a.tiles * LINE;
+    const bool shared = a.tiles >= MANY_TILES;
     for (int tile = 0; tile < a.tiles; ++tile) {
+        piece.ahead_step = shared ? (STEP_BYTES / LINE + a.tiles - 1) / a.tiles * LINE : tile == 0 ? STEP_BYTES : 0;
         for (int panel = range.first_panel; panel < range.last_panel; ++panel) {
             piece.weights = block.weights + panel * panel_bytes;
-            piece.ahead = piece.weights + (a.tiles > 1 ? next + tile * piece.steps * piece.ahead_step : AHEAD_BYTES);
+            piece.ahead = piece.weights + (shared ? next + tile * piece.steps * piece.ahead_step : AHEAD_BYTES);
             piece.sums = block.sums + tile * sums_stride + panel * PANEL * 4;
             kernel(piece, operand_rows);
         }

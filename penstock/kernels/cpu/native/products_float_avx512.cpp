@@ -29,7 +29,9 @@ struct Bf16 {
         __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*word));
     }
 
-    static __m512i load(const char* from, std::int64_t count, std::int32_t type) { return load_bf16(from, count, type); }
+    static __m512i load(const char* from, std::int64_t count, std::int32_t type) {
+        return load_bf16(from, count, type);
+    }
 };
 
 struct F32 {
@@ -39,7 +41,9 @@ struct F32 {
         __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*word));
     }
 
-    static __m512i load(const char* from, std::int64_t count, std::int32_t type) { return load_f32(from, count, type); }
+    static __m512i load(const char* from, std::int64_t count, std::int32_t type) {
+        return load_f32(from, count, type);
+    }
 };
 
 // Word j of register i becomes word i of register j.
@@ -167,15 +171,16 @@ PieceKernel choose(int rows, int panels) {
         multiply_piece<Type, 1, 1>, multiply_piece<Type, 1, 2>, multiply_piece<Type, 1, 3>, multiply_piece<Type, 1, 4>};
     static constexpr PieceKernel TWO_PANELS[] = {multiply_piece<Type, 2, 2>, multiply_piece<Type, 3, 2>};
     static constexpr PieceKernel ONE_PANEL[] = {
-        multiply_piece<Type, 2, 1>,  multiply_piece<Type, 3, 1>,  multiply_piece<Type, 4, 1>, multiply_piece<Type, 5, 1>,
-        multiply_piece<Type, 6, 1>,  multiply_piece<Type, 7, 1>,  multiply_piece<Type, 8, 1>, multiply_piece<Type, 9, 1>,
+        multiply_piece<Type, 2, 1>,  multiply_piece<Type, 3, 1>,  multiply_piece<Type, 4, 1>,
+        multiply_piece<Type, 5, 1>,  multiply_piece<Type, 6, 1>,  multiply_piece<Type, 7, 1>,
+        multiply_piece<Type, 8, 1>,  multiply_piece<Type, 9, 1>,
         multiply_piece<Type, 10, 1>, multiply_piece<Type, 11, 1>, multiply_piece<Type, 12, 1>};
     if (rows == 1) return ONE_ROW[panels - 1];
     return panels == 2 ? TWO_PANELS[rows - 2] : ONE_PANEL[rows - 2];
 }
 
-// One piece of K, for all tiles one after the other; those of piece.* that differ are given for the first. While several
-// tiles pass over it they fetch the next piece, each its share; a single one fetches a little ahead of itself.
+// One piece of K, for all tiles one after the other; `piece` is the first tile's. While several tiles pass over it they
+// fetch the next piece, each its share; a single one fetches a little ahead of itself.
 void multiply_tiles(const MultiplyArgs& a, PieceKernel kernel, Piece piece, std::int64_t sums_stride) {
     const std::int64_t piece_bytes = piece.words * WORD_BYTES;
     piece.ahead_step = WORD_BYTES / a.tiles;
