@@ -99,11 +99,12 @@ class FileRows:
         """
         import torch
 
-        dtype = getattr(torch, FLOATS[self.entry.dtype])
-        row_bytes = math.prod(self.shape[1:]) * dtype.itemsize
-        buffer = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
-        self._fill(buffer.numpy().data, self.entry.offset + start * row_bytes)
-        return buffer.view(dtype).view(stop - start, *self.shape[1:])
+        from penstock.weights.sources import empty_rows
+
+        rows = empty_rows((stop - start, *self.shape[1:]), getattr(torch, FLOATS[self.entry.dtype]))
+        row_bytes = math.prod(self.shape[1:]) * rows.itemsize
+        self._fill(rows.view(-1).view(torch.uint8).numpy().data, self.entry.offset + start * row_bytes)
+        return rows
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
         try:

@@ -1,8 +1,11 @@
 """Where a parameter's values come from, as kernels.ops.RowSources: nobody holds more than the rows he asked for."""
 
+import functools
 import hashlib
 import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +15,22 @@ from torch import Tensor
 from penstock.kernels.ops import RowSource
 
 PIECE_BYTES = 2**24  # what is read at once of a tensor that has to be converted
+OWN_PAGES = 2**18  # bytes of rows from which they are kept apart from the heap
 DUMMY_BLOCK = 2**16  # elements that come from one random stream
+
+
+def empty_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory for rows. Many of them get pages of their own, which go back to the system with them.
+
+    The heap would keep the holes: a scale or a norm settles in each, and the next rows find no room there.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < OWN_PAGES:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # a system without huge pages gives small ones
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the pages as long as it lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +55,10 @@ class JoinedRows:
             if first < last:
                 pieces.append(part.read(first, last))
             begin += part.shape[0]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if len(pieces) == 1:
+            return pieces[0]
+        dtype = functools.reduce(torch.promote_types, (piece.dtype for piece in pieces))
+        return torch.cat(pieces, out=empty_rows((stop - start, *self.shape[1:]), dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +74,13 @@ class RoundedRows:
 
     def read(self, start: int, stop: int) -> Tensor:
         step = max(1, PIECE_BYTES // (4 * math.prod(self.shape[1:])))
-        if stop - start <= step:
-            return self.source.read(start, stop).to(self.dtype)
-        result = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
-            result[first - start : last - start] = self.source.read(first, last)
+        rows = self.source.read(start, min(start + step, stop))
+        if len(rows) == stop - start and rows.dtype == self.dtype:
+            return rows
+        result = empty_rows((stop - start, *self.shape[1:]), self.dtype)
+        result[: len(rows)] = rows
+        for first in range(start + step, stop, step):
+            result[first - start : first - start + step] = self.source.read(first, min(first + step, stop))
         return result
 
 
@@ -78,17 +100,23 @@ class DummyRows:
             return torch.ones(stop - start, *self.shape[1:])
         width = math.prod(self.shape[1:])
         first, last = start * width, stop * width
-        result = torch.empty(last - first)
+        result = empty_rows((stop - start, *self.shape[1:]), torch.float32)
+        values = result.view(-1).numpy()  # numpy: torch would share out pieces as small as these among its threads
+        seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little")
         for block in range(first // DUMMY_BLOCK, -(-last // DUMMY_BLOCK)):
             origin = block * DUMMY_BLOCK
             low, high = max(first, origin), min(last, origin + DUMMY_BLOCK)
-            result[low - first : high - first] = self._block(block)[low - origin : high - origin]
-        return result.view(stop - start, *self.shape[1:])
+            self._fill(values[low - first : high - first], _random_bytes(seed, block)[low - origin : high - origin])
+        return result
 
-    def _block(self, block: int) -> Tensor:
+    def _fill(self, values: np.ndarray, random: np.ndarray) -> None:
         """One random byte a value: -127.5 .. 127.5 in steps of 1, scaled."""
-        seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little")
-        words = np.random.PCG64DXSM([seed, block]).random_raw(DUMMY_BLOCK // 8)
         deviation = 0.02 if len(self.shape) == 1 else self.shape[-1] ** -0.5
-        values = torch.from_numpy(words.astype("<u8", copy=False).view(np.int8)).float()
-        return values.add_(0.5).mul_(deviation * math.sqrt(12) / 256)
+        np.add(random, np.float32(0.5), out=values)
+        values *= np.float32(deviation * math.sqrt(12) / 256)
+
+
+def _random_bytes(seed: int, block: int) -> np.ndarray:
+    """DUMMY_BLOCK of them, int8."""
+    words = np.random.PCG64DXSM([seed, block]).random_raw(DUMMY_BLOCK // 8)
+    return words.astype("<u8", copy=False).view(np.int8)

@@ -224,8 +224,8 @@ def shapes_of_a_row(vocab: int) -> dict[str, Tensor]:
     lonely = torch.full((vocab,), NEVER)
     lonely[[vocab // 3, vocab - 1]] = torch.tensor([2.0, 2.0])
     return {
-        "normal": normal * 3, "flat": normal * 1e-3, "equal": torch.full((vocab,), -3.25), "ascending": normal.sort()[0],
-        "descending": normal.sort(descending=True)[0], "peaked": peaked, "zeros": zeros, "two values": two,
+        "normal": normal * 3, "flat": normal * 1e-3, "equal": torch.full((vocab,), -3.25), "peaked": peaked,
+        "ascending": normal.sort()[0], "descending": normal.sort(descending=True)[0], "zeros": zeros, "two values": two,
         "wide": wide.clamp(-30, 30), "lonely": lonely, "tiny": normal * 1e-40,
     }  # fmt: skip
 
@@ -251,6 +251,34 @@ def test_cuts_of_hard_rows(vocab: int, samplers: list[Sampler]) -> None:
         )  # fmt: skip
         excused += assert_same_choices(logits, params, samplers[-2:])
     assert excused <= 1
+
+
+def test_a_share_that_is_met_exactly(samplers: list[Sampler]) -> None:
+    """Guards against one entry too many where the sum before it equals top_p, and ties lost at min_p 1. Of eight equal
+    entries the first n remain at top_p n / 8, which float32 adds without rounding."""
+    count = 400
+    logits = torch.full((count, 40), NEVER)
+    logits[:, 3:35:4] = 1.5
+    kept = torch.arange(count) % 8 + 1
+    fields = {"temperature": torch.full((count,), 0.5), "noise_key": noise_keys(count)}
+    for top_k in (None, torch.full((count,), 39)):
+        params = tensors(count, top_p=kept / 8, top_k=top_k, **fields)
+        ids = every_id(logits, params, samplers)
+        assert (ids < 3 + 4 * kept).all()
+        assert torch.equal(ids, REFERENCE.sample(logits, params))
+    logits[:, 1] = 1.4
+    ids = every_id(logits, tensors(count, min_p=torch.ones(count), **fields), samplers)
+    assert sorted(set(ids.tolist())) == list(range(3, 35, 4))
+
+
+def test_a_share_far_below_the_most_likely(samplers: list[Sampler]) -> None:
+    """Guards against a search that stops where it expects the share: one entry has half of the probability, the others
+    lie more than e^10 below it, and the cut lies among them."""
+    count, vocab = 40, 33000
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3)).repeat(count, 1) * 0.1
+    logits[:, vocab // 2] = 10.7
+    params = tensors(count, temperature=torch.ones(count), top_p=torch.full((count,), 0.7))
+    assert assert_same_choices(logits, params, samplers[-1:]) == 0
 
 
 @pytest.mark.parametrize("vocab", [32000, 152064])

@@ -86,7 +86,7 @@ class Distribution {
         end_at(last_of_mass(share * static_cast<double>(total)));
     }
 
-    // One by one an entry takes about four times as long as in a row of neighbours, which share a block of noise.
+    // One by one, an entry takes about four times as long as among neighbours, which share a block of noise.
     std::int64_t draw(NoiseKey key) const {
         Candidates& few = memory_.candidates;
         if (!collected_ || few.count > vocab_ / 4) return kernels_.draw(x_, vocab_, max_, cut_, key);
@@ -97,16 +97,19 @@ class Distribution {
   private:
     // Probabilities as integers: in these units the most likely token has UNITS.
     static constexpr float UNITS = 0x1p40f;
-    static std::uint64_t units(float weight) { return static_cast<std::uint64_t>(static_cast<std::int64_t>(weight * UNITS)); }
+    static std::uint64_t units(float weight) {
+        return static_cast<std::uint64_t>(static_cast<std::int64_t>(weight * UNITS));  // signed: one instruction
+    }
 
-    // The whole row takes part, but most of it lies behind the cut: looks at the likely entries first.
+    // The whole row takes part, but most of it lies behind the cut: only entries that are likely enough to hold the
+    // share are looked at. The sums that say so are rounded, the cut itself is exact.
     void top_p_of_all(float share) {
         const Masses masses = kernels_.masses(x_, vocab_, max_);
         float floor = LOWEST;
         for (int i = NUM_STEPS - 1; i >= 0; --i)
             if (masses.above[i] > masses.total * share * 1.0001f) floor = max_ - STEPS[i];
         const double mass = static_cast<double>(share) * masses.total * UNITS;
-        for (; ; floor = LOWEST) {
+        for (;; floor = LOWEST) {
             collect(floor);
             weigh();
             const std::int64_t last = last_of_mass(mass);

@@ -33,11 +33,15 @@ struct PenstockSampling {
 
 namespace penstock {
 
-constexpr int SUM_LEAVES = 8;         // sums over a vocabulary of n: pieces that begin at i * n / 8, added as a binary tree
-constexpr int SCAN_BLOCK = 1024;      // entries whose greatest values `scan` writes as one group of SCAN_LANES
+// The sum of a log-softmax over n entries: leaf i is i * n / 8 .. (i + 1) * n / 8 - 1, and leaves are added as a binary
+// tree, so that ranks that share the vocabulary find the same bits.
+constexpr int SUM_LEAVES = 8;
+
+constexpr int SCAN_BLOCK = 1024;  // entries whose greatest values `scan` writes as one group of SCAN_LANES
 constexpr int SCAN_LANES = 16;
+
 constexpr int NUM_STEPS = 4;
-constexpr float STEPS[NUM_STEPS] = {2.0f, 5.0f, 9.0f, 14.0f};  // depths below the greatest value where `masses` looks
+constexpr float STEPS[NUM_STEPS] = {2.0f, 4.0f, 7.0f, 10.0f};  // how far below the greatest value `masses` looks
 
 // What is left of a row: of entries ordered by value, the highest first, and of equal ones by id, the lowest first,
 // those up to and with (value, id). That entry itself need not exist.

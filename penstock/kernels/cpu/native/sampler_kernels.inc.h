@@ -110,7 +110,7 @@ class BlockSums {
 // The sum of exp(x - max) over x [n].
 PENSTOCK_INLINE float sum_of_exp(const float* x, std::int64_t n, float max) {
     BlockSums<1> sums;
-    for (std::int64_t at = 0; at < n; at += LANES) sums.add({exp(load_entries(x, n, at) - max)});
+    for (std::int64_t at = 0; at < n; at += LANES) sums.add({exp_to_zero(load_entries(x, n, at) - max)});
     float total[1];
     sums.results(total);
     return total[0];
@@ -151,7 +151,7 @@ Masses masses(const float* x, std::int64_t n, float max) {
     BlockSums<1 + NUM_STEPS> sums;
     for (std::int64_t at = 0; at < n; at += LANES) {
         const F32x16 depth = load_entries(x, n, at) - max;
-        F32x16 mass[1 + NUM_STEPS] = {exp(depth)};
+        F32x16 mass[1 + NUM_STEPS] = {exp_to_zero(depth)};
         for (int i = 0; i < NUM_STEPS; ++i) mass[1 + i] = select(depth >= F32x16(-STEPS[i]), mass[0], F32x16(0.0f));
         sums.add(mass);
     }
@@ -204,7 +204,7 @@ std::int64_t collect(const float* x, std::int64_t n, float floor, std::int32_t* 
 
 void weights(const float* x, std::int64_t n, float max, float* out) {
     for (std::int64_t at = 0; at < n; at += LANES) {
-        const F32x16 result = exp(load_entries(x, n, at) - max);
+        const F32x16 result = exp_to_zero(load_entries(x, n, at) - max);
         if (at + LANES <= n)
             store(out + at, result);
         else

@@ -1,0 +1,45 @@
+"""What quantisation costs: the demo model's loss on its held-out text, through the engine, against bfloat16."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from penstock import LLM, SamplingParams
+from penstock.demo.corpus import read_heldout
+from penstock.kernels.cpu.library import best_level
+
+pytestmark = pytest.mark.skipif(best_level() is None, reason="no native library")
+MAX_PROMPT = 1000  # of the model's 1024 tokens
+
+
+@cache
+def heldout_loss(quantization: str | None = None, group_size: int | None = None) -> float:
+    """Mean negative log-likelihood of every token but the first, in nats."""
+    options: dict[str, Any] = {"quantization": quantization, "quantization_group_size": group_size}
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    with LLM(model="demo", dtype="bfloat16", kernels="cpu", **options) as llm:
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer is not None
+        documents = [tokenizer.encode(text, add_special_tokens=False)[:MAX_PROMPT] for text in read_heldout()]
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in documents], params)
+    total, count = 0.0, 0
+    for ids, output in zip(documents, outputs, strict=True):
+        assert output.prompt_logprobs is not None
+        for token, logprobs in zip(ids[1:], output.prompt_logprobs[1:], strict=True):
+            assert logprobs is not None
+            total -= logprobs[token].logprob
+            count += 1
+    assert count > 8000
+    return total / count
+
+
+@pytest.mark.parametrize(
+    ("quantization", "group_size", "allowed"),
+    [("int8", None, 0.005), ("int8-x2", None, 0.001), ("int4", 32, 0.03), ("int4-a16", 32, 0.03)],
+)
+def test_loss_of_quantised_weights(quantization: str, group_size: int | None, allowed: float) -> None:
+    """Guards against a scale, a group or a sum that is slightly wrong: text stays fluent long after the loss tells."""
+    exact, quantised = heldout_loss(), heldout_loss(quantization, group_size)
+    assert exact == pytest.approx(2.4651, rel=1e-3)  # training.json
+    assert quantised == pytest.approx(exact, rel=allowed)

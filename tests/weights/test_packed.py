@@ -1,0 +1,254 @@
+"""Packed directories: what convert writes is what loading a checkpoint makes, and nothing else is taken for it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.config import EngineConfig, NumericsConfig
+from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.kernels.backends import load_ops
+from penstock.kernels.reference import ReferenceOps
+from penstock.model_config import ModelConfig
+from penstock.quant.scheme import Scheme
+from penstock.weights import convert as converting
+from penstock.weights.convert import convert_model
+from penstock.weights.loader import load_model, weight_layers
+from penstock.weights.packed_info import fit, read_info
+from penstock.weights.safetensors import PACKED, Checkpoint, fingerprint, read_entries
+from tests.hf_models import make_llama, make_qwen2
+from tests.kernels import packed
+
+pytestmark = pytest.mark.skipif(not packed.levels(), reason="no native library")
+SCHEMES: list[dict[str, Any]] = [
+    {},
+    {"quantization": "int8"},
+    {"quantization": "int4", "quantization_group_size": 32},
+    {"dtype": "float32", "quantization": "int4-a16"},
+]
+
+
+def load(directory: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    return load_model(directory, ModelConfig.from_directory(directory), load_ops("cpu", dtype), **options)
+
+
+def convert(source: Path, destination: Path, **options: Any) -> int:
+    return convert_model(EngineConfig.from_options(model=str(source), **options), destination)
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Everything that a model's layers hold, by layer and part."""
+    result = {}
+    for name, layer in weight_layers(model):
+        held = layer.packed.state() if hasattr(layer, "packed") else dict(layer.named_parameters())
+        result.update({f"{name}.{part}": value for part, value in held.items()})
+    return result
+
+
+@pytest.fixture
+def int8_directory(tmp_path: Path) -> Path:
+    _, source = make_llama(tmp_path)
+    convert(source, tmp_path / "packed", dtype="bfloat16", quantization="int8")
+    return tmp_path / "packed"
+
+
+@pytest.mark.parametrize("options", SCHEMES, ids=str)
+def test_a_converted_model_is_the_loaded_one(options: dict[str, Any], tmp_path: Path) -> None:
+    """Guards against a layer that is packed otherwise, forgotten or mixed up; biases and a tied head are there too."""
+    _, source = make_qwen2(tmp_path, tie_word_embeddings=True)
+    config = {"dtype": "bfloat16"} | options
+    size = convert(source, tmp_path / "packed", **config)
+    assert size == (tmp_path / "packed" / PACKED).stat().st_size
+    dtype = getattr(torch, config["dtype"])
+    scheme = Scheme.parse(config.get("quantization"), config.get("quantization_group_size"))
+    expected = state_of(load(source, dtype, scheme=scheme))
+    found = state_of(load(tmp_path / "packed", dtype, scheme=scheme))
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+def test_loading_copies_nothing(int8_directory: Path) -> None:
+    """Guards against weights that every process holds for itself: they lie in the pages of the file."""
+    model = load(int8_directory, scheme=Scheme.parse("int8"))
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if PACKED in line]
+    ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in maps]
+    for name, tensor in state_of(model).items():
+        if "norm" not in name:
+            assert any(low <= tensor.data_ptr() < high for low, high in ranges), name
+
+
+def test_the_file_is_a_safetensors_file(int8_directory: Path) -> None:
+    """Guards against tensors that kernels could not read where they are, and holes that other readers refuse."""
+    entries = read_entries(int8_directory / PACKED)
+    assert all(entry.offset % 64 == 0 for name, entry in entries.items() if not name.startswith("_filler."))
+    assert "model.layers.1.mlp.down_proj.column_scales" in entries
+    assert str(read_info(int8_directory / PACKED)) == "bfloat16, int8"
+
+
+def test_companions_come_along_and_the_fingerprint_tells_directories_apart(tmp_path: Path) -> None:
+    """Guards against a converted model without its tokenizer, and one whose answers cannot be told from another's."""
+    _, source = make_llama(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        (source / name).write_text("{}")
+    (source / "notes.txt").write_text("stays")
+    convert(source, tmp_path / "one", quantization="int8")
+    convert(source, tmp_path / "two", quantization="int8")
+    convert(source, tmp_path / "three")
+    names = {file.name for file in (tmp_path / "one").iterdir()}
+    assert names == {PACKED, "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                     "chat_template.jinja"}  # fmt: skip
+    words = [fingerprint(tmp_path / name) for name in ("one", "two", "three")]
+    assert words[0] == words[1]
+    assert len({*words, fingerprint(source)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"dtype": "float32"}, "dtype"),
+        ({"quantization": "int4"}, "quantization"),
+        ({"kernels": "reference"}, "kernels"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options: dict[str, Any], param: str, int8_directory: Path) -> None:
+    """Guards against an option that is ignored in silence."""
+    with pytest.raises(InvalidRequestError, match=rf"^{param}: '.*packed") as caught:
+        fit(NumericsConfig(**options), int8_directory)
+    assert caught.value.param == param
+
+
+def test_open_options_become_what_the_directory_holds(int8_directory: Path, tmp_path: Path) -> None:
+    """Guards against int8 weights read as bfloat16, and against refusing a scheme that stores weights alike."""
+    numerics, reasons = fit(NumericsConfig(), int8_directory)
+    assert (numerics.dtype, numerics.quantization) == ("bfloat16", "int8")
+    assert set(reasons) == {"dtype", "quantization"}
+    finer, _ = fit(NumericsConfig(quantization="int8-x2"), int8_directory)
+    assert finer.quantization == "int8-x2"
+    load(int8_directory, scheme=finer.scheme)
+    assert fit(NumericsConfig(quantization="int4"), tmp_path)[1] == {}
+    _, source = make_llama(tmp_path / "other")
+    convert(source, tmp_path / "int4", quantization="int4", quantization_group_size=64)
+    assert fit(NumericsConfig(), tmp_path / "int4")[0].quantization_group_size == 64
+    assert fit(NumericsConfig(quantization="int4-a16"), tmp_path / "int4")[0].quantization_group_size == 64
+    with pytest.raises(InvalidRequestError, match="^quantization_group_size: 32 "):
+        fit(NumericsConfig(quantization="int4", quantization_group_size=32), tmp_path / "int4")
+
+
+def test_other_readers_refuse_packed_weights(int8_directory: Path, tmp_path: Path) -> None:
+    """Guards against a traceback, or bytes taken for something else, below the engine's own check."""
+    config = ModelConfig.from_directory(int8_directory)
+    with pytest.raises(InvalidRequestError, match="kernels: 'reference' cannot read packed weights"):
+        load_model(int8_directory, config, ReferenceOps(torch.bfloat16), scheme=Scheme.parse("int8"))
+    with pytest.raises(InvalidRequestError, match="^dtype: 'float32'"):
+        load(int8_directory, torch.float32, scheme=Scheme.parse("int8"))
+    with pytest.raises(InvalidRequestError, match="^quantization: None"):
+        load(int8_directory)
+    with pytest.raises(ModelLoadError, match="packed"):
+        Checkpoint(int8_directory)
+    with pytest.raises(InvalidRequestError, match="packed weights already"):
+        convert(int8_directory, tmp_path / "again", quantization="int8")
+
+
+def damage_header(file: Path, old: str, new: str) -> None:
+    content = file.read_bytes()
+    assert len(old) == len(new)
+    assert old.encode() in content
+    file.write_bytes(content.replace(old.encode(), new.encode(), 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"version":"1"', '"version":"9"', "version 9.*convert the checkpoint once more"),
+        ('"format":"penstock-packed"', '"format":"penstock-pickle"', "holds no packed weights"),
+        ('"quantization":"int8"', '"quantization":"int7"', "metadata are damaged"),
+        ("model.layers.0.mlp.down_proj.values", "model.layers.0.mlp.down_proj.volume", "down_proj does not fit"),
+        ("model.layers.1.mlp.", "model.layers.9.mlp.", "does not fit config.json in model.layers"),
+    ],
+)
+def test_damaged_headers_are_refused(old: str, new: str, message: str, int8_directory: Path) -> None:
+    """Guards against a segmentation fault where a file is not what the loader thinks."""
+    damage_header(int8_directory / PACKED, old, new)
+    with pytest.raises(ModelLoadError, match=message):
+        load(int8_directory, scheme=Scheme.parse("int8"))
+
+
+@pytest.mark.parametrize("size", [0, 5, 3000, -1])
+def test_a_file_cut_short_is_refused(size: int, int8_directory: Path) -> None:
+    """Guards against a bus error in the middle of an answer."""
+    file = int8_directory / PACKED
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ModelLoadError, match=r"penstock\.safetensors: .*(cut short|not a sound)"):
+        load(int8_directory, scheme=Scheme.parse("int8"))
+
+
+def test_another_models_config_is_refused(int8_directory: Path) -> None:
+    """Guards against kernels that read beyond a weight because config.json was edited."""
+    config = json.loads((int8_directory / "config.json").read_text())
+    (int8_directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 4096}))
+    with pytest.raises(ModelLoadError, match="does not fit config.json"):
+        load(int8_directory, scheme=Scheme.parse("int8"))
+
+
+def test_a_destination_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    """Guards against overwriting somebody's files; an empty directory is fine."""
+    _, source = make_llama(tmp_path / "source")
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "mine").write_text("mine")
+    with pytest.raises(InvalidRequestError, match="not empty"):
+        convert(source, target)
+    assert [file.name for file in target.iterdir()] == ["mine"]
+    (target / "mine").unlink()
+    convert(source, target)
+    load(target, torch.float32)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequestError, match="cannot be made"):
+        convert(source, tmp_path / "file")
+
+
+def test_an_interrupted_conversion_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against half a model under a whole one's name: nothing is left, and what a killed process leaves has no
+    config.json."""
+    _, source = make_llama(tmp_path / "source")
+    target = tmp_path / "target"
+    seen: list[set[str]] = []
+
+    def interrupt(*_: Any) -> None:
+        seen.append({file.name for file in target.iterdir()})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(converting, "_copy_companions", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, target)
+    assert seen == [{PACKED}]
+    assert not target.exists()
+    monkeypatch.setattr(converting, "fill_layer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, target)
+    assert seen[1] == {PACKED + converting.UNFINISHED}
+
+
+def test_a_checkpoint_that_cannot_be_packed_leaves_nothing(tmp_path: Path) -> None:
+    """Guards against an empty directory after an error, which would look like a result."""
+    _, source = make_llama(tmp_path / "source")
+    shutil.copytree(source, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match="cut short"):
+        convert(tmp_path / "broken", tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_dummy_weights_can_be_packed(tmp_path: Path) -> None:
+    """Guards against conversions that need weights to measure with: config.json is enough."""
+    _, source = make_llama(tmp_path / "source")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(source / "config.json", tmp_path / "bare")
+    convert(tmp_path / "bare", tmp_path / "packed", load_format="dummy", dtype="bfloat16")
+    expected = state_of(load(tmp_path / "bare", load_format="dummy"))
+    found = state_of(load(tmp_path / "packed"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
