@@ -79,6 +79,7 @@ class InputBatch:
         noise_key: [max_num_seqs, 2] int64, the seed's 64 bits and the choice index.
         num_logprobs, num_prompt_logprobs: [max_num_seqs] int64, -1 where not asked for.
         processors: what is rarer, None for most rows.
+        version: goes up with every request that is learnt; until then a row's parameters stay as they are.
 
     For greedy rows top_k, top_p and min_p are off: they cannot change the most likely token.
     """
@@ -97,6 +98,7 @@ class InputBatch:
         self.num_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
         self.num_prompt_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
         self.processors: list[RowProcessors | None] = [None] * max_num_seqs
+        self.version = 0
         self.block_tables = [BlockTable(group, max_num_seqs, max_model_len) for group in groups]
         self._eos_token_ids = tuple(eos_token_ids)
         self._row_of: dict[str, int] = {}
@@ -146,6 +148,7 @@ class InputBatch:
         if num_tokens > self.token_ids.shape[1]:
             raise EngineError(f"{num_tokens} tokens, more than max_model_len = {self.token_ids.shape[1]}")
         row = self._row_of[request.request_id] = self._free_rows.pop()
+        self.version += 1
         self.token_ids[row, :num_tokens] = request.token_ids
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = request.num_prompt_tokens

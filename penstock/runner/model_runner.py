@@ -98,12 +98,15 @@ class ModelRunner:
             return StepOutput(scheduler_output.step_id, {})
         step = self.batch.pack(scheduler_output.scheduled)
         hidden = self._model(self._tensor(step.input_ids), self._context(step))
-        hidden = hidden[self._tensor(step.logits_indices)]
         results = [_Result() for _ in scheduler_output.scheduled]
         num_sampled = len(step.sampled)
-        self._score_prompts(hidden[num_sampled:], step.prompt_pieces, results)
+        if step.prompt_pieces or num_sampled < len(step.input_ids):  # else every token is sampled after, in order
+            hidden = hidden[self._tensor(step.logits_indices)]
+        if step.prompt_pieces:
+            self._score_prompts(hidden[num_sampled:], step.prompt_pieces, results)
+            hidden = hidden[:num_sampled]
         if num_sampled:
-            self._sample(self._model.compute_logits(hidden[:num_sampled]), step, results)
+            self._sample(self._model.compute_logits(hidden), step, results)
         ids = (item.request_id for item in scheduler_output.scheduled)
         finished = {request_id: result.finish() for request_id, result in zip(ids, results, strict=True)}
         return StepOutput(scheduler_output.step_id, finished)
@@ -128,9 +131,9 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
         """logits [M, V]: one new token for each sampled sequence that has no error."""
-        healthy = self._ops.finite_rows(logits).cpu().numpy()
-        for index in step.sampled[~healthy].tolist():
-            results[index].error = NOT_FINITE
+        for b, healthy in zip(step.sampled.tolist(), self._ops.finite_rows(logits).tolist(), strict=True):
+            if not healthy:
+                results[b].error = NOT_FINITE
         sequences = [b for b in step.sampled.tolist() if results[b].error is None]
         if not sequences:
             return

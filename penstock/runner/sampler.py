@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.ops import Ops
 from penstock.runner.input_batch import InputBatch, Int64
-from penstock.runner.sampling_tensors import on_device, sampling_tensors
+from penstock.runner.sampling_tensors import SamplingCache, on_device
 from penstock.step import TokenLogprobs
 
 
@@ -39,16 +39,17 @@ class Sampler:
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
+        self._params = SamplingCache()
 
     def sample(self, logits: Tensor, batch: InputBatch, rows: Int64) -> Sampled:
         """logits [M, V] float32, all rows finite somewhere and nowhere NaN; rows [M] of the batch. Changes neither."""
         device = self._ops.device
         asking = np.flatnonzero(batch.num_logprobs[rows] >= 0)
-        picked = on_device(asking, device)
         raw = None
         if asking.size:
+            picked = on_device(asking, device)
             raw = self._ops.log_softmax(logits if len(asking) == len(rows) else logits[picked])
-        token_ids = self._ops.sample(logits, sampling_tensors(batch, rows, logits.shape[1], device))
+        token_ids = self._ops.sample(logits, self._params.tensors(batch, rows, logits.shape[1], device))
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
             some = token_ids[picked].clamp(min=0)  # what stands at NO_TOKEN, nobody reads

@@ -4,6 +4,7 @@ What no row of a step needs becomes None, so that its pass over the logits is sk
 a few indexed reads and no Python of their own.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,30 @@ class StepProcessors:
             self.presence[index] = processors.params.presence_penalty
             self.counts.add(index, processors.generated.ids, processors.generated.counts)
 
+    def collect(self, vocab_size: int, device: torch.device) -> list[tuple[Tensor, Tensor] | None]:
+        """Masked, bias, seen and counts, as PairList.collect has them."""
+        return [pairs.collect(vocab_size, device) for pairs in (self.masked, self.bias, self.seen, self.counts)]
+
+
+class SamplingCache:
+    """`sampling_tensors`, made anew only when the rows or their requests change. Rows with processors are never kept:
+    what these ask for changes with every token."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._kept: SamplingTensors | None = None
+
+    def tensors(self, batch: InputBatch, rows: Int64, vocab_size: int, device: torch.device) -> SamplingTensors:
+        key = (batch, batch.version, rows.tobytes(), vocab_size, device)
+        if self._kept is None or key != self._key:
+            made = sampling_tensors(batch, rows, vocab_size, device)
+            simple = all(batch.processors[row] is None for row in rows.tolist())
+            self._key, self._kept = key, made if simple else None
+            return made
+        if self._kept.noise_key is not None:
+            self._kept = replace(self._kept, noise_key=on_device(_noise_key(batch, rows), device))
+        return self._kept
+
 
 def sampling_tensors(batch: InputBatch, rows: Int64, vocab_size: int, device: torch.device) -> SamplingTensors:
     """The parameters of `rows` [M] for logits [M, vocab_size] of that device; what no row needs is None."""
@@ -93,9 +118,7 @@ def sampling_tensors(batch: InputBatch, rows: Int64, vocab_size: int, device: to
     top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
     limited = (top_k > 0) & (top_k < vocab_size)
     step = _step_processors(batch, rows)
-    masked, bias, seen, counts = (
-        pairs.collect(vocab_size, device) for pairs in (step.masked, step.bias, step.seen, step.counts)
-    )
+    masked, bias, seen, counts = (None,) * 4 if step is None else step.collect(vocab_size, device)
     moved = partial(on_device, device=device)
     return SamplingTensors(
         temperature=moved(temperature),
@@ -105,17 +128,23 @@ def sampling_tensors(batch: InputBatch, rows: Int64, vocab_size: int, device: to
         noise_key=moved(_noise_key(batch, rows)) if temperature.any() else None,
         masked=None if masked is None else masked[0],
         bias=bias,
-        repetition=None if seen is None else (moved(step.repetition), seen[0]),
-        counts=None if counts is None else (moved(step.frequency), moved(step.presence), *counts),
+        repetition=None if step is None or seen is None else (moved(step.repetition), seen[0]),
+        counts=None if step is None or counts is None else (moved(step.frequency), moved(step.presence), *counts),
     )
 
 
-def _step_processors(batch: InputBatch, rows: Int64) -> StepProcessors:
+def _step_processors(batch: InputBatch, rows: Int64) -> StepProcessors | None:
+    """None where no row has any, which is usual."""
+    asking = [
+        (index, row, processors)
+        for index, row in enumerate(rows.tolist())
+        if (processors := batch.processors[row]) is not None
+    ]
+    if not asking:
+        return None
     step = StepProcessors(len(rows))
-    for index, row in enumerate(rows.tolist()):
-        processors = batch.processors[row]
-        if processors is not None:
-            step.add(index, processors, batch.history(row), batch.num_outputs(row))
+    for index, row, processors in asking:
+        step.add(index, processors, batch.history(row), batch.num_outputs(row))
     return step
 
 

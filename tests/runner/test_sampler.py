@@ -90,3 +90,11 @@ def test_tokens_do_not_depend_on_the_batch(bench: Callable[..., Any]) -> None:
     for _ in range(5):
         made.step()
     assert {name: r.token_ids[1:7] for name, r in made.scheduler.requests.items()} == alone
+
+
+def test_a_row_that_changes_hands_changes_its_parameters(bench: Callable[..., Any]) -> None:
+    """Guards against sampling parameters kept for a request that has left: the next one in its row has its own."""
+    expected = bench().generate("b", [7], 5, temperature=2.0, seed=5, top_k=3)
+    made = bench()
+    made.generate("a", [3], 5, temperature=2.0, seed=9, top_p=0.5)
+    assert made.generate("b", [7], 5, temperature=2.0, seed=5, top_k=3) == expected
