@@ -26,7 +26,7 @@ BLOCK_SIZE_UNIT = 16  # kernels read whole groups of 16 cached tokens
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 MAX_CONTEXT = 2**24
-SMALL_MATRIX = 2**19  # elements of an MLP matrix below which torch's threads only cost
+SMALL_MATRIX = 2**19  # elements of an MLP matrix, of which one thread reads and multiplies a megabyte in 30 us
 
 
 def _not_built(name: str, value: Any) -> NotSupportedError:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from penstock.config import PARTS, EngineConfig, option_names
 from penstock.errors import InvalidRequestError, NotSupportedError, PenstockError
+from penstock.model_config import ModelConfig
 from penstock.sampling_params import SamplingParams
 from penstock.validation import shown
+from penstock.weights.hub import resolve_model
 
 JUNK = st.one_of(
     st.none(),
@@ -153,6 +155,55 @@ def test_what_is_planned_says_so():
         with pytest.raises(NotSupportedError) as caught:
             EngineConfig.from_options(**options)
         assert caught.value.code == "not_implemented"
+
+
+def test_group_sizes_belong_to_int4():
+    """A group size that nothing uses is not ignored in silence."""
+    for quantization in (None, "int8", "int8-x2"):
+        with pytest.raises(InvalidRequestError, match=r"^quantization_group_size: 32 is not allowed") as caught:
+            EngineConfig.from_options(quantization=quantization, quantization_group_size=32)
+        assert caught.value.param == "quantization_group_size"
+    for quantization in ("int4", "int4-a16"):
+        for size, expected in ((None, 128), (32, 32), (64, 64), (128, 128)):
+            numerics = EngineConfig.from_options(quantization=quantization, quantization_group_size=size).numerics
+            assert numerics.scheme.group_size == expected
+    assert EngineConfig.from_options().numerics.scheme is None
+
+
+def resolved(**options):
+    return EngineConfig.from_options(model="demo", **options).resolve(ModelConfig.from_directory(resolve_model("demo")))
+
+
+@pytest.mark.parametrize(
+    ("level", "asked", "kernels", "reason"),
+    [
+        ("avx2", "auto", "cpu", "level avx2"),
+        ("avx2", "cpu", "cpu", None),
+        ("avx2", "reference", "reference", None),
+        (None, "auto", "reference", "slow"),
+        (None, "reference", "reference", None),
+    ],
+)
+def test_kernels_are_the_native_ones_where_they_are(monkeypatch, level, asked, kernels, reason):
+    """Guards against a slow backend that is chosen without a word, or a choice of the user's that is overruled."""
+    monkeypatch.setattr("penstock.config.chosen_level", lambda: level)
+    config = resolved(kernels=asked)
+    assert config.numerics.kernels == kernels
+    assert (reason is None) == ("kernels" not in config.reasons)
+    assert reason is None or reason in config.reasons["kernels"]
+
+
+def test_native_kernels_that_are_not_there_are_refused(monkeypatch):
+    monkeypatch.setattr("penstock.config.chosen_level", lambda: None)
+    with pytest.raises(InvalidRequestError, match=r"^kernels: 'cpu' is not allowed.*not installed") as caught:
+        resolved(kernels="cpu")
+    assert caught.value.param == "kernels"
+
+
+def test_reasons_name_the_group_size_that_was_chosen():
+    assert "128" in resolved(quantization="int4").reasons["quantization_group_size"]
+    for options in ({"quantization": "int4", "quantization_group_size": 32}, {"quantization": "int8"}, {}):
+        assert "quantization_group_size" not in resolved(**options).reasons
 
 
 def test_configs_are_frozen():

@@ -390,6 +390,61 @@ def test_finite_rows(pair: tuple[CpuOps, ReferenceOps]) -> None:
     assert found.tolist() == expected.tolist() == [True, False, False, False, False, True]
 
 
+# --- recording --------------------------------------------------------------------------------------------------------
+
+
+def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against arguments that are written down in the wrong order or type, and against memory that is freed
+    before the program runs again: arrays of experts, results that have no buffer."""
+    ops, rows = pair[0], 3
+    made = {name: calls(ops)[name][1] for name in ("linear", "gated_linear", "rms_norm", "rotary_qkv", "experts")}
+    table, ids = draw(9, HIDDEN, dtype=ops.dtype), torch.tensor([1, 0, 8])
+    router = ops.pack_linear(draw(EXPERTS, HIDDEN))
+    qkv = ops.pack_linear(draw((H + 2 * HKV) * D, HIDDEN))
+    cos_sin, positions = made["rotary_qkv"]["cos_sin"], torch.tensor([4, 0, 2])
+
+    def forward() -> Tensor:
+        x = ops.embedding(ids, table)
+        y = ops.rms_norm(x, made["rms_norm"]["weight"], EPS)
+        q, _, _ = ops.rotary_qkv(ops.linear(y, qkv), positions, cos_sin, (H, HKV, D), q_norm=q_norm_weight, eps=EPS)
+        chosen, weights = ops.route(ops.linear(y, router), 2, renormalize=True)
+        h = ops.experts(y, made["experts"]["gate_up"], made["experts"]["down"], chosen, weights, "silu")
+        x, y = ops.add_rms_norm(x, h, made["rms_norm"]["weight"], EPS)
+        z = ops.gated_linear(y, made["gated_linear"]["weight"], "gelu_tanh")
+        results[:] = [q, chosen, weights, x, z]
+        return z
+
+    q_norm_weight, results = draw(D, seed=5), list[Tensor]()
+    first, program = ops.record(forward, ())
+    assert program is not None
+    recorded = list(results)
+    for new_ids, new_positions in (([8, 8, 3], [1, 1, 0]), ([0, 5, 2], [3, 2, 4])):
+        ids.copy_(torch.tensor(new_ids))
+        positions.copy_(torch.tensor(new_positions))
+        assert program.run(()) is first
+        found = [item.clone() for item in recorded]
+        forward()
+        for one, other in zip(found, results, strict=True):
+            assert torch.equal(one, other)
+    assert first.shape == (rows, HIDDEN)
+    ids[0] = 9
+    with pytest.raises(ValueError, match="ids: one of them is outside"):
+        program.run(())
+
+
+def test_what_a_program_would_leave_out_is_not_recorded(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against a sum of torch's, or an operation that no program knows, that a replayed step would not do."""
+    ops, x, weight = pair[0], draw(2, HIDDEN), draw(HIDDEN)
+    assert ops.record(lambda: ops.rms_norm(x, weight, EPS), ())[1] is not None
+    assert ops.record(lambda: ops.rms_norm(x[:1], weight, EPS), ())[1] is not None
+    assert ops.record(lambda: ops.rms_norm(x + 1, weight, EPS), ())[1] is None
+    assert ops.record(lambda: ops.rms_norm(x, weight, EPS).clone(), ())[1] is None
+    assert ops.record(lambda: ops.log_softmax(x), ())[1] is None
+    with pytest.raises(ValueError, match="x: "):
+        ops.record(lambda: ops.rms_norm(x.double(), weight, EPS), ())
+    assert torch.equal(ops.rms_norm(x, weight, EPS), ops.rms_norm(x, weight, EPS))
+
+
 # --- the backend ------------------------------------------------------------------------------------------------------
 
 

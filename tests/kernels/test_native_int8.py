@@ -66,6 +66,7 @@ def as_tree(leaves: list[np.ndarray]) -> np.ndarray:
     return leaves[0]
 
 
+@np.errstate(over="ignore", invalid="ignore")  # a result beyond float32 is infinite, or NaN, on both sides
 def by_definition(x: torch.Tensor, weight: Weight, slices: int) -> np.ndarray:
     """native/products.h step by step, each in float32, and then the columns' scales."""
     rows, leaves = x.float().numpy(), []

@@ -250,7 +250,7 @@ def test_levels_agree_to_the_bit(name: str, width: int) -> None:
 @pytest.mark.parametrize("name", operations(1, 112))
 @pytest.mark.parametrize("level", levels())
 def test_a_row_does_not_know_the_others(name: str, level: int) -> None:
-    """Guards against a result that depends on the batch, the order of rows or the thread; 2048 wide, 32 rows and more
+    """Guards against a result that depends on the batch, the order of rows or the thread; 2048 wide, 16 rows and more
     are shared among threads."""
     operation = operations(70, 2048)[name]
     by_threads = [Rows(level, threads) for threads in (1, 2, 3)]
@@ -266,6 +266,16 @@ def test_a_row_does_not_know_the_others(name: str, level: int) -> None:
     check()
     for rows in by_threads:
         rows.close()
+
+
+def test_threads_share_no_scratch(rows: Rows) -> None:
+    """Guards against probabilities of one row in another's memory: many rows, each with a search of its own."""
+    logits = draw(4000, 100)
+    alone = rows.route(logits, 8)
+    together = Rows(levels()[-1], 3)
+    for _ in range(3):
+        assert same(together.route(logits, 8), alone)
+    together.close()
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rotary"])

@@ -1,15 +1,19 @@
 """Layers: what they own, how they take their weights, and how the factory names them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.kernels.arena import Slot
+from penstock.kernels.ops import TensorRows
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
 from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
 from penstock.models.param_table import Parameter
+from penstock.quant.scheme import Scheme
 
 
 def slot(columns: tuple[int, ...], dtype: torch.dtype) -> Slot:
@@ -42,6 +46,78 @@ def test_a_linear_keeps_no_second_copy_of_its_weight() -> None:
     layer.load({"weight": torch.ones(6, 4), "bias": torch.ones(6)})
     assert layer.weight.device.type == "meta"
     assert layer(torch.ones(1, 4)).tolist() == [[5.0] * 6]
+
+
+def test_layers_of_the_same_name_share_a_buffer() -> None:
+    """Guards against results that are allocated anew, against buffers of which there is one a layer, and against two
+    kinds of result in one."""
+    names = {f"blocks.{layer}.{name}.weight": (6, 4) for layer in range(2) for name in ("up", "down")}
+    make = LayerFactory.single_device(
+        ReferenceOps(torch.float32), {name: parameter(name, shape) for name, shape in names.items()}
+    )
+    up, down = ([make.at(f"blocks.{layer}").linear(name) for layer in range(2)] for name in ("up", "down"))
+    for layer in (*up, *down):
+        layer.load({"weight": torch.ones(6, 4)})
+    results = [layer(torch.ones(3, 4)) for layer in (*up, *down)]
+    assert results[0] is results[1]
+    assert results[2] is results[3]
+    assert results[0].data_ptr() != results[2].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "quant", "expected"),
+    [
+        ("int4", True, "int4"),
+        ("int4", "int8", "int8"),
+        ("int4", False, None),
+        ("int4-a16", "int8", "int8-x2"),
+        ("int8-x2", "int8", "int8-x2"),
+        ("int8", True, "int8"),
+        (None, True, None),
+    ],
+)
+def test_the_table_says_what_is_quantised(scheme: str | None, quant: bool | str, expected: str | None) -> None:
+    """Guards against a head in int4, a weight that may not be quantised, and one that is forgotten."""
+    table = {"a.weight": replace(parameter("a.weight", (6, 4)), quant=quant)}
+    make = LayerFactory.single_device(ReferenceOps(torch.float32), table, scheme=Scheme.parse(scheme))
+    found = make.linear("a").spec.scheme
+    assert (None if found is None else found.name) == expected
+
+
+def test_leaves_are_cut_between_units() -> None:
+    """Guards against leaves that depend on more than the table: tensor parallelism must find the same ones."""
+    table = {"a.weight": replace(parameter("a.weight", (6, 60)), leaves=8, unit_size=20)}
+    spec = LayerFactory.single_device(ReferenceOps(torch.float32), table).linear("a").spec
+    assert spec.leaf_ends == (0, 0, 20, 20, 20, 40, 40, 60)
+    assert (
+        LayerFactory.single_device(ReferenceOps(torch.float32), {"a.weight": parameter("a", (6, 60))})
+        .linear("a")
+        .spec.leaf_ends
+        == ()
+    )
+
+
+class Source:
+    """Rows that count how often they are read."""
+
+    shape = (6, 4)
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        self.reads += 1
+        return torch.ones(stop - start, 4)
+
+
+def test_layers_take_rows_from_a_source() -> None:
+    """Guards against a loader that must read whole tensors."""
+    layer, source = factory().at("block").linear("proj"), Source()
+    layer.load({"weight": source, "bias": TensorRows(torch.ones(6))})
+    assert source.reads == 1
+    assert layer(torch.ones(1, 4)).tolist() == [[5.0] * 6]
+    with pytest.raises(NotSupportedError):
+        layer.restore({})
 
 
 def test_the_first_norm_has_no_branch_to_add() -> None:

@@ -173,6 +173,8 @@ class CpuOps:
         if out is None:
             out = torch.empty((rows, downs[0].outputs), dtype=F32)
         gate_array, down_array = _weight_array(gates), _weight_array(downs)
+        if self._recorder is not None:
+            self._recorder.keep(gate_array, down_array)
         self._call(
             "penstock_experts",
             ctypes.addressof(gate_array),

@@ -15,7 +15,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,6 +104,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls.append((name, arguments))
         if name not in RECORDABLE:
             self.foreign = name
+
+    def keep(self, *memory: object) -> None:
+        """What the native calls read beside tensors."""
+        self._kept += memory
 
     def step(self, step: Step) -> None:
         """Something that is not native was done, and is to be done again by calling this."""

@@ -20,8 +20,9 @@ constexpr int TREE_LEVELS = 3;     // partial sums that wait in the tree of 8 le
 // Integer kinds: with a = the greatest |x| of the row within the leaf, scale = a / 127 and y = x * (127 / a), slice 0
 // is q0 = round(y), slice 1 q1 = round((y - q0) * 254), slice 2 q2 = round(((y - q0) * 254 - q1) * 254), to nearest
 // even (the multi-step decomposition of the IncreFlashAttention operator). So x is scale * (q0 + q1/254 + q2/254^2).
-// Operand row r * slices + s is slice s of row r. A leaf of zeros has scale 0; one with a value that is not finite has
-// scale NaN and zeros for slices, so its row's results are NaN and no other's.
+// Operand row r * slices + s is slice s of row r. A leaf of zeros has scale 0, and so has one whose a is below 2^-118
+// (near there 127 / a overflows); one with a value that is not finite has scale NaN and zeros for slices, so its row's
+// results are NaN and no other's.
 struct OperandArgs {
     const PenstockWeight* weight;
     const void* x;                  // [.., k] of x_type

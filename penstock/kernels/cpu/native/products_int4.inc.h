@@ -1,57 +1,68 @@
 // What the levels share of products with int4 weights: the walk over leaves, tiles and groups, the end of a leaf, and
 // activations in bfloat16. The products_int4 files compile it for themselves, within their anonymous namespace.
 
-constexpr int TILE_ROWS = 12;  // operand rows of a tile, on every level
+constexpr int TILE_ROWS = 12;                 // operand rows of a tile, on every level
 constexpr int MAX_BLOCK = TILE_ROWS * PANEL;  // operand rows * columns that are summed up at once
 constexpr int MAX_GROUP = 128;
-constexpr int QUAD = 4;         // elements of K that packed values keep together
-constexpr int QUAD_BYTES = 64;  // what they take in a panel
+constexpr int QUAD = 4;            // elements of K that packed values keep together
+constexpr int QUAD_BYTES = 64;     // what they take in a panel
+constexpr int FETCH_AHEAD = 2048;  // bytes of a panel, at least a group
 
 // One group of K: all operand rows of a tile, some neighbouring panels.
 struct Group {
-    const std::uint8_t* values;   // of the first panel, [size / 4][16][4]
-    std::int64_t values_stride;   // bytes from one panel to the next
-    const std::uint16_t* scales;  // of the first panel, bfloat16 [32]
-    std::int64_t scales_stride;   // elements from one panel to the next
-    const void* operands;         // of the tile, in the level's layout
-    const std::int32_t* sums;     // of the operands, [operand rows]; nothing where activations are bfloat16
-    int size;                     // 32, 64 or 128
-    float* totals;                // [operand rows][panels * 32], to be added to
+    const std::uint8_t* values;        // of the first panel, [size / 4][16][4]
+    std::int64_t values_stride;        // bytes from one panel to the next
+    const std::uint16_t* scales;       // of the first panel, bfloat16 [32]
+    std::int64_t scales_stride;        // elements from one panel to the next
+    const void* operands;              // of the tile, in the level's layout
+    const std::int32_t* sums;          // of the operands, [operand rows]; nothing where activations are bfloat16
+    int size;                          // 32, 64 or 128
+    float* totals;                     // [operand rows][panels * 32], to be added to
+    const std::uint8_t* next_values;   // what may be fetched into the caches meanwhile, of the first panel,
+    int next_step;                     // and how many bytes that goes on with every 4 of K
+    const std::uint16_t* next_scales;
 };
+
+// Aligned floats as a vector.
+inline Floats& floats(float* at) { return *reinterpret_cast<Floats*>(at); }
+inline const Floats& floats(const float* at) { return *reinterpret_cast<const Floats*>(at); }
 
 inline int operand_rows(const MultiplyArgs& a) {
     return a.weight->slices > 0 ? a.rows * a.weight->slices : a.rows;
 }
 
-// Takes the next leaf of some results of one row, values [columns], into the binary tree of partial sums.
-//
-// Level l of the tree holds the sum of 2^l leaves that waits for as many more; the bits of the leaf's number say where
-// something waits. The last leaf collects all that does, the latest first, and goes out.
-inline void add_to_tree(const MultiplyArgs& a, int leaf, int tile, int row, int column, int columns, float* values) {
-    const bool last = leaf + 1 == a.weight->leaves;
-    const int width = a.panels * PANEL;
-    const std::int64_t level_stride = std::int64_t{MAX_TILE_ROWS} * width;
-    float* waiting = a.tree + tile * TREE_LEVELS * level_stride + std::int64_t{row} * width + column;
-    for (int level = 0; level < TREE_LEVELS; ++level, waiting += level_stride) {
-        const bool waits = leaf >> level & 1;
-        if (!waits && !last) break;
-        for (int c = 0; waits && c < columns; ++c) values[c] = waiting[c] + values[c];
+// The end of a leaf: from the totals of a tile, [rows][slices][columns], into the tree of partial sums or, the last
+// leaf, out.
+inline void end_leaf(
+    const MultiplyArgs& a, int leaf, int tile, int panel, int slices, int columns, const float* totals) {
+    constexpr float SECOND = 1.0f / 254.0f, THIRD = 1.0f / (254.0f * 254.0f);
+    const PenstockWeight& w = *a.weight;
+    const bool last = leaf + 1 == w.leaves;
+    const unsigned levels = levels_to_add(leaf, w.leaves);
+    const std::int64_t width = a.panels * PANEL, level_stride = MAX_TILE_ROWS * width;
+    for (int row = 0; row < a.rows; ++row, totals += slices * columns) {
+        const float scale = w.kind == KIND_INT4 ? a.scales[tile * a.scales_stride + leaf * a.rows + row] : 1.0f;
+        const std::int64_t at = row * width + panel * PANEL;
+        float* tree = a.tree + tile * TREE_LEVELS * level_stride + at;
+        float* to = last ? a.out + tile * a.rows * width + at : tree + level_to_keep(leaf) * level_stride;
+        for (int c = 0; c < columns; c += LANES) {
+            Floats sum = floats(totals + c);
+            if (slices > 1) sum = sum + floats(totals + columns + c) * SECOND;
+            if (slices > 2) sum = sum + floats(totals + 2 * columns + c) * THIRD;
+            sum = sum * scale;
+            for (int level = 0; levels >> level; ++level)
+                if (levels >> level & 1) sum = floats(tree + level * level_stride + c) + sum;
+            floats(to + c) = sum;
+        }
     }
-    float* to = last ? a.out + (std::int64_t{tile} * a.rows + row) * width + column : waiting;
-    for (int c = 0; c < columns; ++c) to[c] = values[c];
-}
-
-// One row's leaf from the totals of its slices, [slices][columns]; it replaces the first.
-inline void combine_slices(int slices, float scale, int columns, float* totals) {
-    constexpr float WEIGHT[] = {1.0f, 1.0f / 254.0f, 1.0f / (254.0f * 254.0f)};
-    for (int s = 1; s < slices; ++s)
-        for (int c = 0; c < columns; ++c) totals[c] += totals[s * columns + c] * WEIGHT[s];
-    for (int c = 0; c < columns; ++c) totals[c] *= scale;
 }
 
 // All tiles times `panels` panels, the first of which is args.first_panel + panel. The operands of a group are
 // `element` bytes each, group after group. rows is operand_rows(a), as a constant if it can be; add_group(Group) sums
 // up one group.
+//
+// A single tile fetches its own weights some groups ahead. Of several tiles each fetches its share of the next leaf,
+// for the first one would wait for memory while the others have enough to do.
 template <class AddGroup>
 inline __attribute__((always_inline)) void multiply_panels(
     const MultiplyArgs& a, int panel, int panels, int rows, int element, AddGroup add_group) {
@@ -67,19 +78,21 @@ inline __attribute__((always_inline)) void multiply_panels(
         const std::int64_t end = w.padded_leaf_ends[leaf] / w.group_size;
         for (int tile = 0; tile < a.tiles; ++tile) {
             alignas(64) float totals[MAX_BLOCK];
-            for (int i = 0; i < rows * columns; ++i) totals[i] = 0.0f;
+            for (int i = 0; i < rows * columns; i += LANES) {
+                floats(totals + i) = Floats{};
+                asm volatile("" ::: "memory");  // or GCC makes the loop a slow instruction for long strings
+            }
             const auto* operands = static_cast<const std::uint8_t*>(a.tile) + tile * a.tile_stride;
             const std::int32_t* sums = a.sums + tile * a.sums_stride;
-            for (std::int64_t g = first; g < end; ++g)
+            const std::int64_t ahead = a.tiles > 1 ? end - first : FETCH_AHEAD / group_bytes;
+            for (std::int64_t g = first; g < end; ++g) {
+                const std::int64_t next = g + ahead + (g + ahead < groups ? 0 : (panels - 1) * groups);
                 add_group(Group{values + g * group_bytes, groups * group_bytes, scales + g * PANEL, groups * PANEL,
-                                operands + g * w.group_size * rows * element, sums + g * rows, w.group_size, totals});
-            const int slices = rows / a.rows;
-            for (int row = 0; row < a.rows; ++row) {
-                float* result = totals + row * slices * columns;
-                if (w.kind == KIND_INT4)
-                    combine_slices(slices, a.scales[tile * a.scales_stride + leaf * a.rows + row], columns, result);
-                add_to_tree(a, leaf, tile, row, panel * PANEL, columns, result);
+                                operands + g * w.group_size * rows * element, sums + g * rows, w.group_size, totals,
+                                values + next * group_bytes + tile * group_bytes / a.tiles,
+                                (QUAD_BYTES + a.tiles - 1) / a.tiles, scales + next * PANEL});
             }
+            end_leaf(a, leaf, tile, panel, rows / a.rows, columns, totals);
         }
         first = end;
     }

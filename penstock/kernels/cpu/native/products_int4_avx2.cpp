@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "leaf_tree.h"
 #include "products.h"
 
 namespace penstock {
@@ -19,7 +20,7 @@ int max_panels(int) { return 1; }
 
 inline Floats load_scales(const std::uint16_t* scales) { return same_bits<Floats>(load_bits(scales)); }
 
-// Packed bytes of a group, 8 columns of a quad at a time: the low nibbles are columns 8 half .., the high 16 columns on.
+// Half of a quad's packed bytes: the low nibbles are columns 8 half .., the high ones 16 + 8 half ..
 inline Ints load_packed(const std::uint8_t* values, int quad, int half) {
     Ints bytes;
     __builtin_memcpy(&bytes, values + quad * QUAD_BYTES + half * sizeof bytes, sizeof bytes);

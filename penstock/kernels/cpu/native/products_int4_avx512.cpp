@@ -1,13 +1,14 @@
 // Products with int4 weights in AVX-512: integer dot products (VNNI) or bfloat16 ones (BF16), a group at a time.
 //
 // Packed bytes are used with as little unpacking as can be: few rows stay bound by memory, and many rows need no
-// unpacked copy. The instructions that multiply are inline assembly, because GCC 12 moves accumulators of intrinsics
-// to the stack and does not know that the other operand can be broadcast from memory.
+// unpacked copy. The instructions that multiply are inline assembly, as GCC 12 moves accumulators of intrinsics to the
+// stack.
 
 #include <immintrin.h>
 
 #include <cstring>
 
+#include "leaf_tree.h"
 #include "products.h"
 
 namespace penstock {
@@ -18,10 +19,10 @@ namespace {
 #include "products_int4.inc.h"
 
 constexpr int HALF_PANEL = 16;  // columns in a register
-constexpr int PREFETCH = 1024;  // bytes ahead, where memory is the limit
 
-// Panels that are multiplied at once: as many as it takes for one multiplication to wait for none of the others.
-constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 4 ? 2 : 1; }
+// Panels that are multiplied at once: enough accumulators for no multiplication to wait for another, and for few rows
+// several streams from memory.
+constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
 
 int max_panels(int rows) { return panels_at_once(rows); }
 
@@ -31,31 +32,34 @@ inline Floats load_scales(const std::uint16_t* scales) {
     return (Floats)((Ints)_mm512_maskz_cvtepu16_epi32(0xffff, halves) << 16);
 }
 
-inline void prefetch(const std::uint8_t* bytes) {
-    _mm_prefetch(reinterpret_cast<const char*>(bytes) + PREFETCH, _MM_HINT_T0);
+// Into the caches. A call that GCC does not inline at once it takes to be without effect, and drops.
+inline __attribute__((always_inline)) void fetch(const void* line) {
+    _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T0);
 }
 
 inline void broadcast(__m512i& to, const std::int32_t& from) { asm("vpbroadcastd %1, %0" : "=v"(to) : "m"(from)); }
 
 inline void set_zero(__m512& to) { asm("vpxord %0, %0, %0" : "=v"(to)); }
 
-inline void add_to(float* total, Floats share) {
-    auto* sum = reinterpret_cast<Floats*>(total);
-    *sum = *sum + share;
-}
+inline void add_to(float* total, Floats share) { floats(total) = floats(total) + share; }
 
 // Activations in int8, a tile [padded_k / 4][rows][4].
 //
 // A byte is low + 16 high. Its dot product less that of its low nibble is 16 times that of the high one, so one AND
-// makes two vectors of weights. The 16 goes into the scale, unrounded: integers stay below 2^24, and float32 reaches
-// far enough below the smallest bfloat16.
+// makes two vectors of weights; the 16 goes into the scale.
+//
+// The sums begin with the bits of 1.5 * 2^23, whose last bit counts 1, so that as a float they are OFFSET + d. A fused
+// d * scale = (OFFSET + d) * scale - OFFSET * scale is rounded once, for OFFSET * scale has ten bits and is exact. Both
+// need room in float32 that a bfloat16 scale leaves: 4 bits below it, and above it as long as it is less than 2^104.
 struct Int8Rows {
     static constexpr int ELEMENT = 1;
+    static constexpr float OFFSET = 12582912.0f;
+    static constexpr std::int32_t OFFSET_BITS = 0x4b400000;
 
     static void pack(const OperandArgs& args) { pack_int8(args); }
 
-    static inline void dot(__m512i& sum, __m512i weights, const std::int32_t& quad) {
-        asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(quad));
+    static inline void dot(__m512i& sum, __m512i weights, __m512i quads) {
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(quads));
     }
 
     // What the sums of low nibbles and of bytes begin with, because 8 was added to every weight.
@@ -64,10 +68,15 @@ struct Int8Rows {
 
         explicit Starts(const std::int32_t* sums, int rows) {
             const Ints sum = (Ints)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1 << rows) - 1), sums);
-            *reinterpret_cast<Ints*>(low) = sum * -8;
-            *reinterpret_cast<Ints*>(whole) = sum * (-8 - 16 * 8);
+            *reinterpret_cast<Ints*>(low) = OFFSET_BITS - sum * 8;
+            *reinterpret_cast<Ints*>(whole) = static_cast<std::int32_t>(2u * OFFSET_BITS) - sum * (8 + 16 * 8);
         }
     };
+
+    // total += d * scale
+    static inline void add(float* total, Ints offset_sum, Floats scale, Floats offset) {
+        add_to(total, (Floats)_mm512_fmsub_ps((__m512)same_bits<Floats>(offset_sum), (__m512)scale, (__m512)offset));
+    }
 
     template <int R, int P>
     static inline __attribute__((always_inline)) void add_group(const Group& g) {
@@ -86,26 +95,28 @@ struct Int8Rows {
 #pragma GCC unroll 16
             for (int p = 0; p < P; ++p) {
                 const std::uint8_t* bytes = g.values + p * g.values_stride + quad * QUAD_BYTES;
-                if (P > 1) prefetch(bytes);
+                fetch(g.next_values + p * g.values_stride + quad * g.next_step);
                 const __m512i both = _mm512_load_si512(bytes);
                 const __m512i nibbles = both & nibble;
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
-                    dot(low[p][r], nibbles, quads[quad * R + r]);
-                    dot(whole[p][r], both, quads[quad * R + r]);
+                    const __m512i x = _mm512_set1_epi32(quads[quad * R + r]);
+                    dot(low[p][r], nibbles, x);
+                    dot(whole[p][r], both, x);
                 }
             }
         }
 #pragma GCC unroll 16
         for (int p = 0; p < P; ++p) {
+            fetch(g.next_scales + p * g.scales_stride);
             const std::uint16_t* scales = g.scales + p * g.scales_stride;
             const Floats low_scale = load_scales(scales), high_scale = load_scales(scales + HALF_PANEL) * (1.0f / 16);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 float* total = g.totals + (r * P + p) * PANEL;
                 const Ints high = (Ints)whole[p][r] - (Ints)low[p][r];
-                add_to(total, __builtin_convertvector((Ints)low[p][r], Floats) * low_scale);
-                add_to(total + HALF_PANEL, __builtin_convertvector(high, Floats) * high_scale);
+                add(total, (Ints)low[p][r], low_scale, low_scale * OFFSET);
+                add(total + HALF_PANEL, high, high_scale, high_scale * OFFSET);
             }
         }
     }
@@ -136,8 +147,8 @@ struct Bf16Rows {
         });
     }
 
-    static inline void dot(__m512& sum, __m512i weights, const std::uint32_t& pair) {
-        asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(pair));
+    static inline void dot(__m512& sum, __m512i weights, __m512i pairs) {
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(pairs));
     }
 
     // bfloat16 of -8 .. 7, twice, so that the fifth bit of an index does not matter.
@@ -151,7 +162,7 @@ struct Bf16Rows {
 
     template <int R, int P>
     static inline __attribute__((always_inline)) void add_group(const Group& g) {
-        const auto* pairs = static_cast<const std::uint32_t*>(g.operands);
+        const auto* pairs = static_cast<const std::int32_t*>(g.operands);
         const __m512i table = weight_table();
         __m512 low[P][R], high[P][R];
 #pragma GCC unroll 16
@@ -165,7 +176,7 @@ struct Bf16Rows {
 #pragma GCC unroll 16
             for (int p = 0; p < P; ++p) {
                 const std::uint8_t* bytes = g.values + p * g.values_stride + quad * QUAD_BYTES;
-                if (P > 1) prefetch(bytes);
+                fetch(g.next_values + p * g.values_stride + quad * g.next_step);
                 const Words words = (Words)_mm512_load_si512(bytes);
 #pragma GCC unroll 2
                 for (int pair = 0; pair < 2; ++pair) {
@@ -173,14 +184,16 @@ struct Bf16Rows {
                     const __m512i high_weights = _mm512_permutexvar_epi16((__m512i)(words >> (8 * pair + 4)), table);
 #pragma GCC unroll 16
                     for (int r = 0; r < R; ++r) {
-                        dot(low[p][r], low_weights, pairs[(quad * 2 + pair) * R + r]);
-                        dot(high[p][r], high_weights, pairs[(quad * 2 + pair) * R + r]);
+                        const __m512i x = _mm512_set1_epi32(pairs[(quad * 2 + pair) * R + r]);
+                        dot(low[p][r], low_weights, x);
+                        dot(high[p][r], high_weights, x);
                     }
                 }
             }
         }
 #pragma GCC unroll 16
         for (int p = 0; p < P; ++p) {
+            fetch(g.next_scales + p * g.scales_stride);
             const std::uint16_t* scales = g.scales + p * g.scales_stride;
             const Floats low_scale = load_scales(scales), high_scale = load_scales(scales + HALF_PANEL);
 #pragma GCC unroll 16
@@ -210,8 +223,8 @@ Block choose_block(int rows, bool one) {
         case 2: return one ? multiply_block<Rows, 2, 1> : multiply_block<Rows, 2, panels_at_once(2)>;
         case 3: return one ? multiply_block<Rows, 3, 1> : multiply_block<Rows, 3, panels_at_once(3)>;
         case 4: return one ? multiply_block<Rows, 4, 1> : multiply_block<Rows, 4, panels_at_once(4)>;
-        case 5: return multiply_block<Rows, 5, 1>;
-        case 6: return multiply_block<Rows, 6, 1>;
+        case 5: return one ? multiply_block<Rows, 5, 1> : multiply_block<Rows, 5, panels_at_once(5)>;
+        case 6: return one ? multiply_block<Rows, 6, 1> : multiply_block<Rows, 6, panels_at_once(6)>;
         case 7: return multiply_block<Rows, 7, 1>;
         case 8: return multiply_block<Rows, 8, 1>;
         case 9: return multiply_block<Rows, 9, 1>;

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "leaf_tree.h"
 #include "products.h"
 
 namespace penstock {

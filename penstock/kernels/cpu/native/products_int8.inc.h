@@ -38,7 +38,7 @@ inline Floats leaf_value(const Ints& d0, const Ints& d1, const Ints& d2, float s
 
 inline Floats load_floats(const float* from) { return same_bits<Floats>(load_bits(from)); }
 
-// Turns the sums of operand rows, [ROWS][COLUMNS], into values of this leaf and adds them to those that wait in the tree.
+// Turns the sums of operand rows, [ROWS][COLUMNS], into values of this leaf, added to those that wait in the tree.
 template <int SLICES, int ROWS, int COLUMNS>
 inline void finish_leaf(const LeafArgs& leaf, const Ints (*sums)[COLUMNS]) {
     const float *scales = leaf.scales, *tree = leaf.tree;

@@ -58,13 +58,13 @@ void multiply_leaf(const LeafArgs& leaf) {
         }
 #pragma GCC unroll 12
         for (int row = 0; row < ROWS; ++row) {
-            const Ints four = broadcast(operands + row * 4);
+            const Ints four = broadcast(operands + row * STEP);
 #pragma GCC unroll 8
             for (int c = 0; c < COLUMNS; ++c) add_products(sums[row][c], columns[c], four);
         }
         weights += STEP_BYTES;
         prefetch += leaf.prefetch_step;
-        operands += ROWS * 4;
+        operands += ROWS * STEP;
     }
     if constexpr (ROWS % 3 == 0)
         if (leaf.slices == 3) return finish_leaf<3, ROWS>(leaf, sums);

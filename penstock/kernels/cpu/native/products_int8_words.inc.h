@@ -1,11 +1,11 @@
-// int8 products for levels that have no exact dot product of bytes: they widen to words of 16 bits. A level compiles this
-// file within its anonymous namespace, after products_int8.inc.h, and defines dot().
+// int8 products for levels that have no exact dot product of bytes: they widen to words of 16 bits. A level compiles
+// this file within its anonymous namespace, after products_int8.inc.h, and defines dot().
 
 using Words __attribute__((vector_size(LANES * 4))) = std::int16_t;
 
 constexpr int TILE_ROWS = 12;
 constexpr int BLOCK_COLUMNS = 4;  // registers of columns that are summed up at once
-constexpr int BLOCK_ROWS = 2;
+constexpr int BLOCK_ROWS = 3;     // more sums than these do not fit into 16 registers
 
 // The lanes of an Ints, each as two words: those of even k and those of odd k, of 4 bytes of K.
 struct WordPairs {
@@ -66,7 +66,8 @@ void multiply_leaf(const LeafArgs& leaf) {
     for (int column = 0; column < PANEL / LANES; column += BLOCK_COLUMNS) {
         int row = 0;
         for (; row + BLOCK_ROWS <= leaf.operand_rows; row += BLOCK_ROWS) sum_block<BLOCK_ROWS>(leaf, row, column, sums);
-        if (row < leaf.operand_rows) sum_block<1>(leaf, row, column, sums);
+        if (row + 2 == leaf.operand_rows) sum_block<2>(leaf, row, column, sums);
+        if (row + 1 == leaf.operand_rows) sum_block<1>(leaf, row, column, sums);
     }
     switch (leaf.slices) {
         case 1: return finish_rows<1>(leaf, sums);

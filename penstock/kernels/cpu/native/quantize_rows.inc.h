@@ -1,5 +1,5 @@
 // Activation rows as int8 slices, which products.h defines. Integer kernels of every level compile this file for
-// themselves, within their anonymous namespace (so <cstring> and products.h are theirs to include).
+// themselves, within their anonymous namespace, after products.h and, for AVX-512, <immintrin.h>.
 //
 // All levels give the same bytes: a lane does one IEEE operation after the other, and maxima and sums are of integers.
 
@@ -128,6 +128,44 @@ inline void quantize_chunk(const Element* x, int length, float factor, std::int8
     for (int s = 0; s < SLICES; ++s) sums[s] += added[s];
 }
 
+// The rows of a tile within one leaf.
+template <class Element>
+struct LeafRows {
+    const Element* x[MAX_TILE_ROWS];
+    float factors[MAX_TILE_ROWS];
+    int rows;
+    std::int64_t count;  // elements of a row; after them the leaf is padded
+};
+
+// Finds a leaf's rows, [start, end) of K, and writes their scales [rows].
+template <class Element>
+LeafRows<Element> find_leaf(const OperandArgs& args, std::int64_t start, std::int64_t end, float* scales) {
+    LeafRows<Element> leaf;
+    leaf.rows = args.rows;
+    leaf.count = end - start;
+    for (int r = 0; r < args.rows; ++r) {
+        const std::int64_t row = args.row_index != nullptr ? args.row_index[r] : args.first_row + r;
+        leaf.x[r] = static_cast<const Element*>(args.x) + row * args.x_stride + start;
+        const LeafScale found = leaf_scale(greatest_magnitude(leaf.x[r], leaf.count));
+        scales[r] = found.scale;
+        leaf.factors[r] = found.factor;
+    }
+    return leaf;
+}
+
+// Elements k .. k + length - 1 of a padded leaf -> slices [rows * SLICES][CHUNK], added to sums [rows * SLICES].
+template <int SLICES, class Element>
+void quantize_chunks(const LeafRows<Element>& leaf, std::int64_t k, int length, std::int8_t* slices, Ints* sums) {
+    Element padded[CHUNK];
+    for (int r = 0; r < leaf.rows; ++r, slices += SLICES * CHUNK, sums += SLICES) {
+        if (leaf.factors[r] == 0.0f)
+            __builtin_memset(slices, 0, SLICES * CHUNK);
+        else
+            quantize_chunk<SLICES>(
+                pad(leaf.x[r] + k, leaf.count - k, length, padded), length, leaf.factors[r], slices, sums);
+    }
+}
+
 // Quantises a tile. A sum is taken of every `span` elements of padded K, or of every leaf where span is 0.
 // place(k, length, slices) puts the operands k .. k + length - 1 of padded K, in slices [rows * SLICES][CHUNK], where
 // the level wants them; length is CHUNK or, if that is less, span.
@@ -135,45 +173,27 @@ template <int SLICES, class Element, class Place>
 void quantize_tile(const OperandArgs& args, int span, const Place& place) {
     const PenstockWeight& weight = *args.weight;
     alignas(64) std::int8_t slices[MAX_TILE_ROWS * CHUNK];
-    const Element* rows[MAX_TILE_ROWS];
-    float factors[MAX_TILE_ROWS];
+    Ints sums[MAX_TILE_ROWS];
     std::int32_t* sums_out = args.sums;
     std::int64_t start = 0, padded_start = 0;
-    for (int leaf = 0; leaf < weight.leaves; ++leaf) {
-        const std::int64_t count = weight.leaf_ends[leaf] - start;
-        const std::int64_t padded_end = weight.padded_leaf_ends[leaf];
-        for (int r = 0; r < args.rows; ++r) {
-            const std::int64_t row = args.row_index != nullptr ? args.row_index[r] : args.first_row + r;
-            rows[r] = static_cast<const Element*>(args.x) + row * args.x_stride + start;
-            const LeafScale found = leaf_scale(greatest_magnitude(rows[r], count));
-            args.scales[leaf * args.rows + r] = found.scale;
-            factors[r] = found.factor;
-        }
-        const std::int64_t step = span > 0 ? span : padded_end - padded_start;
-        const std::int64_t steps = span > 0 ? (padded_end - padded_start) / span : 1;
-        const int length = step < CHUNK ? static_cast<int>(step) : CHUNK;
-        for (std::int64_t i = 0; i < steps; ++i) {
-            const std::int64_t first = padded_start + i * step;
-            Ints sums[MAX_TILE_ROWS];
+    for (int l = 0; l < weight.leaves; ++l) {
+        const LeafRows<Element> leaf =
+            find_leaf<Element>(args, start, weight.leaf_ends[l], args.scales + l * args.rows);
+        const std::int64_t padded = weight.padded_leaf_ends[l] - padded_start;
+        const std::int64_t spans = span > 0 ? padded / span : 1;
+        const std::int64_t elements = span > 0 ? span : padded;
+        const int length = elements < CHUNK ? static_cast<int>(elements) : CHUNK;
+        for (std::int64_t i = 0; i < spans; ++i) {
+            const std::int64_t first = i * elements;
             for (int o = 0; o < args.rows * SLICES; ++o) sums[o] = Ints{};
-            for (std::int64_t k = first; k < first + step; k += length) {
-                const std::int64_t done = k - padded_start;
-                for (int r = 0; r < args.rows; ++r) {
-                    std::int8_t* to = slices + r * SLICES * CHUNK;
-                    Element padded[CHUNK];
-                    if (factors[r] == 0.0f)
-                        __builtin_memset(to, 0, SLICES * CHUNK);
-                    else
-                        quantize_chunk<SLICES>(
-                            pad(rows[r] + done, count - done, length, padded), length, factors[r], to,
-                            sums + r * SLICES);
-                }
-                place(k, length, slices);
+            for (std::int64_t k = first; k < first + elements; k += length) {
+                quantize_chunks<SLICES>(leaf, k, length, slices, sums);
+                place(padded_start + k, length, slices);
             }
             for (int o = 0; o < args.rows * SLICES; ++o) *sums_out++ = total(sums[o]);
         }
-        start = weight.leaf_ends[leaf];
-        padded_start = padded_end;
+        start = weight.leaf_ends[l];
+        padded_start = weight.padded_leaf_ends[l];
     }
 }
 

@@ -39,7 +39,7 @@ constexpr float LOWEST = -3.40282347e38f;  // the least float that is finite, fo
 
 // x / (1 + e^-t) for x and t of one sign. Large |t| and infinite x give the limit: e^-|t| cannot overflow.
 PENSTOCK_INLINE F32x16 times_sigmoid(F32x16 x, F32x16 t) {
-    const F32x16 decay = exp_to_zero(with_sign(t, F32x16(-1.0f)));
+    const F32x16 decay = exp_to_zero(minus_abs(t));
     return select(t < 0.0f, max(LOWEST, x) * decay, x) / (decay + 1.0f);
 }
 

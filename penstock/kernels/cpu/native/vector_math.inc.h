@@ -126,6 +126,9 @@ PENSTOCK_INLINE F32x16 max(F32x16 a, F32x16 b) {
 
 PENSTOCK_INLINE F32x16 abs(F32x16 a) { return bits_as<F32x16>(bits_as<U32x16>(a) & 0x7FFFFFFFu); }
 
+// -|a|.
+PENSTOCK_INLINE F32x16 minus_abs(F32x16 a) { return bits_as<F32x16>(bits_as<U32x16>(a) | 0x80000000u); }
+
 // The magnitude of one with the sign of the other.
 PENSTOCK_INLINE F32x16 with_sign(F32x16 magnitude, F32x16 sign) {
     return bits_as<F32x16>(bits_as<U32x16>(abs(magnitude)) | (bits_as<U32x16>(sign) & 0x80000000u));

@@ -1,0 +1,98 @@
+"""Recorded forward passes: the tokens and log-probabilities of the model itself, whatever changes between steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.arena import FEW_ROWS
+from penstock.kernels.backends import load_ops
+from penstock.layers.context import ForwardContext
+from penstock.runner.graphs import ReplayedModel
+from penstock.runner.model_runner import ModelRunner
+from penstock.step import CacheGroup
+from tests.fakes import FakeCache, FakeOps, TinyModel, resolved_config
+from tests.hf_models import make_mistral, make_qwen3, random_ids
+from tests.kernels.packed import levels
+from tests.paged import PagedModel
+
+pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PagedModels get native kernels."""
+    monkeypatch.setattr("tests.paged.load_ops", lambda _, dtype: load_ops("cpu", dtype, threads=2))
+
+
+def replayed(paged: PagedModel) -> PagedModel:
+    paged.model = ReplayedModel(paged.model, paged.ops)
+    return paged
+
+
+class Counting:
+    """A model that counts its own runs."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.runs = model, 0
+
+    def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        self.runs += 1
+        result: Tensor = self.model(input_ids, ctx)
+        return result
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("make", [make_mistral, make_qwen3])
+def test_replayed_steps_have_the_models_bits(make: Any, tmp_path: Path) -> None:
+    """Guards against an address, a block table or a length that a program keeps from the step that it was recorded in.
+    Sequences come and grow; steps of one, two and three tokens alternate with long ones, for which buffers grow."""
+    _, directory = make(tmp_path)
+    plain, recorded = PagedModel(directory, num_seqs=4), replayed(PagedModel(directory, num_seqs=4))
+    counting = recorded.model._model = Counting(recorded.model._model)
+    counting.compute_logits = counting.model.compute_logits
+    ids = [random_ids(60, seed=seed) for seed in range(4)]
+    steps = [{row: ids[row][at : at + 1] for row in range(1 + at % 3)} for at in range(12)]
+    steps.insert(5, {3: ids[3] + ids[2]})
+    assert len(ids[3] + ids[2]) > FEW_ROWS
+    for new in steps:
+        for found, expected in zip(recorded.step(new).values(), plain.step(new).values(), strict=True):
+            assert torch.equal(found, expected)
+    assert counting.runs == 4  # three recordings, and the step that is too long for one
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("foreign", [lambda x: x * 2, lambda x: x.add_(1), lambda x: x + int(x[0, 0])])
+def test_a_model_that_computes_by_itself_is_never_replayed(foreign: Any, tmp_path: Path) -> None:
+    """Guards against arithmetic of a model's own that a program would leave out."""
+    _, directory = make_mistral(tmp_path)
+    plain, recorded = PagedModel(directory, num_seqs=4), PagedModel(directory, num_seqs=4)
+    for paged in (plain, recorded):
+        norm, model = paged.model.model.norm, paged.model
+        norm.add = lambda x, h, norm=norm: (x, foreign(type(norm).add(norm, x, h)[1]))
+        assert model.model.norm.add is norm.add
+    replayed(recorded)
+    for token in range(4):
+        assert torch.equal(recorded.step({0: [token]})[0], plain.step({0: [token]})[0])
+    assert not recorded.model._recordable
+
+
+@pytest.mark.usefixtures("native")
+def test_replayed_inputs_are_checked(tmp_path: Path) -> None:
+    """Guards against a token id or a position that was checked only in the step that was recorded."""
+    _, directory = make_mistral(tmp_path)
+    paged = replayed(PagedModel(directory, num_seqs=2))
+    for _ in range(2):
+        paged.step({0: [3]})
+    with pytest.raises(ValueError, match="ids: one of them is outside"):
+        paged.step({0: [10**6]})
+
+
+def test_the_runner_replays_where_the_backend_can() -> None:
+    """Guards against a runner that quietly runs every step's Python."""
+    group = CacheGroup((0,), None, 8, 16)
+    for ops, expected in ((load_ops("cpu", torch.float32), True), (FakeOps(), False)):
+        runner = ModelRunner(TinyModel(), ops, [group], resolved_config(), kv_caches=[FakeCache(8, 16)])
+        assert isinstance(runner._model, ReplayedModel) == expected

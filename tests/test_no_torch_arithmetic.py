@@ -1,0 +1,181 @@
+"""With native kernels a step does no float arithmetic in torch: a sum there could depend on the batch.
+
+Every operation that torch carries out during whole steps is on a list: it moves values, compares them, or counts in
+integers. One that is not on the list fails the test, so a new one has to be looked at. Attention is left out: it is
+plain torch until it is native.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.build import build_engine
+from penstock.config import EngineConfig
+from penstock.engine.messages import EngineOutput, EngineRequest
+from penstock.kernels.reference import ReferenceOps
+from penstock.sampling_params import SamplingParams
+from tests.kernels.packed import levels
+from tests.runner.test_with_engine import LLAMA
+
+pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+
+MOVES = {
+    "aten::alias",
+    "aten::cat",
+    "aten::clone",
+    "aten::copy_",
+    "aten::detach",
+    "aten::empty.memory_format",
+    "aten::flatten.using_ints",
+    "aten::gather",
+    "aten::index.Tensor",
+    "aten::index_put_",
+    "aten::is_nonzero",
+    "aten::item",
+    "aten::new_empty",
+    "aten::lift_fresh",
+    "aten::resolve_conj",
+    "aten::resolve_neg",
+    "aten::select.int",
+    "aten::slice.Tensor",
+    "aten::to.dtype_layout",
+    "aten::unsqueeze",
+    "aten::view",
+    "aten::_local_scalar_dense",
+}
+COMPARISONS = {
+    "aten::all",
+    "aten::amax",
+    "aten::amin",
+    "aten::any",
+    "aten::ge.Tensor",
+    "aten::gt.Scalar",
+    "aten::gt.Tensor",
+    "aten::max",
+    "aten::min",
+    "aten::nonzero",
+    "aten::sort",
+    "aten::sort.stable",
+    "aten::topk",
+}
+CONVERSIONS = {"aten::to.dtype_layout", "aten::copy_", "aten::cat"}  # moves only where the type stays
+INTEGER = {"aten::add.Tensor", "aten::clamp", "aten::sum.dim_IntList"}  # on whole numbers and truth values only
+
+
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operation, and those that are not allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+        self.forbidden: set[str] = set()
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.paused:
+            return result
+        name = func.name()
+        self.seen.add(name)
+        counts = name in INTEGER and not any(item.is_floating_point() for item in tensors([*args, result]))
+        converts = name in CONVERSIONS and len({item.dtype for item in tensors([*args, result])}) > 1
+        if converts or (name not in MOVES and name not in COMPARISONS and not counts):
+            self.forbidden.add(name)
+        return result
+
+
+def tensors(values: Any) -> list[Tensor]:
+    return [item for item in values if isinstance(item, Tensor)]
+
+
+@pytest.fixture
+def watcher(monkeypatch: pytest.MonkeyPatch) -> Watcher:
+    """A Watcher that does not look at attention."""
+    made, attend = Watcher(), ReferenceOps.attend
+
+    def unwatched(*args: Any, **kwargs: Any) -> Tensor:
+        made.paused = True
+        try:
+            return attend(*args, **kwargs)
+        finally:
+            made.paused = False
+
+    monkeypatch.setattr(ReferenceOps, "attend", unwatched)
+    return made
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., dict[str, list[EngineOutput]]]:
+    """Makes an engine and runs requests of every kind to their end, all at once."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"attention_bias": True}))
+
+    def run(watcher: Watcher, **options: Any) -> dict[str, list[EngineOutput]]:
+        config = EngineConfig.from_options(
+            model=str(tmp_path), load_format="dummy", kernels="cpu", threads=2, max_num_seqs=16,
+            max_num_batched_tokens=80, kv_cache_memory_bytes=2**22, **options,
+        )  # fmt: skip
+        engine, outputs = build_engine(config).engine, {}
+        for index, params in enumerate(KINDS):
+            prompt = [1 + (index * step) % 49 for step in range(3, 40)]
+            engine.add_request(EngineRequest(str(index), prompt, SamplingParams(max_tokens=6, **params)))
+        with watcher:
+            while engine.has_work:
+                for output in engine.step():
+                    outputs.setdefault(output.request_id, []).append(output)
+        return outputs
+
+    return run
+
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.7, "seed": 2, "top_k": 5, "top_p": 0.8, "min_p": 0.05},
+    {"temperature": 1.3, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -0.5},
+    {"temperature": 0.0, "logit_bias": {3: 5.0}, "min_tokens": 3, "bad_words_token_ids": ((4,), (5, 6))},
+    {"temperature": 0.0, "logprobs": 5},
+    {"temperature": 1.0, "seed": 4, "logprobs": 0, "prompt_logprobs": 3},
+]
+OPTIONS: list[dict[str, Any]] = [
+    {"dtype": "bfloat16"},
+    {"dtype": "float32", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 32},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
+def test_a_step_does_no_float_arithmetic_in_torch(
+    options: dict[str, Any], watcher: Watcher, run: Callable[..., dict[str, list[EngineOutput]]]
+) -> None:
+    """Guards against a norm, an activation, a softmax or a sum of torch's in prefill, decode, sampling with every
+    parameter, or log-probabilities."""
+    outputs = run(watcher, **options)
+    assert len(outputs) == len(KINDS)
+    assert all(output.error is None for made in outputs.values() for output in made)
+    assert watcher.seen >= {"aten::index.Tensor", "aten::topk", "aten::gather"}  # it does look
+    assert not watcher.forbidden
+
+
+def test_the_watcher_sees_arithmetic() -> None:
+    """Guards against a watcher that lets everything through."""
+    x, n = torch.rand(3, 4), torch.arange(4)
+    with Watcher() as watcher:
+        n.add(1)
+        assert not watcher.forbidden
+        for compute in (
+            lambda: x + 1,
+            lambda: x.softmax(-1),
+            lambda: x @ x.T,
+            lambda: x.sum(dim=1),
+            lambda: x.cumsum(1),
+            lambda: x.bfloat16(),
+        ):
+            watcher.forbidden.clear()
+            compute()
+            assert watcher.forbidden
