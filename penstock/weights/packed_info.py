@@ -123,5 +123,5 @@ def unfit(name: str, value: object, info: PackedInfo) -> InvalidRequestError:
     if name == "kernels":
         text = f"kernels: {value!r} cannot read packed weights; use cpu, or the checkpoint they were made of"
     else:
-        text = f"{name}: {value!r} does not fit the packed weights of the directory ({info}); convert the checkpoint for it"
+        text = f"{name}: {value!r} does not fit the directory's packed weights ({info}); convert the checkpoint for it"
     return InvalidRequestError(text, param=name)

@@ -134,18 +134,18 @@ def test_open_options_become_what_the_directory_holds(int8_directory: Path, tmp_
     convert(source, tmp_path / "int4", quantization="int4", quantization_group_size=64)
     assert fit(NumericsConfig(), tmp_path / "int4")[0].quantization_group_size == 64
     assert fit(NumericsConfig(quantization="int4-a16"), tmp_path / "int4")[0].quantization_group_size == 64
-    with pytest.raises(InvalidRequestError, match="^quantization_group_size: 32 "):
+    with pytest.raises(InvalidRequestError, match=r"^quantization_group_size: 32 "):
         fit(NumericsConfig(quantization="int4", quantization_group_size=32), tmp_path / "int4")
 
 
 def test_other_readers_refuse_packed_weights(int8_directory: Path, tmp_path: Path) -> None:
     """Guards against a traceback, or bytes taken for something else, below the engine's own check."""
     config = ModelConfig.from_directory(int8_directory)
-    with pytest.raises(InvalidRequestError, match="kernels: 'reference' cannot read packed weights"):
+    with pytest.raises(InvalidRequestError, match=r"kernels: 'reference' cannot read packed weights"):
         load_model(int8_directory, config, ReferenceOps(torch.bfloat16), scheme=Scheme.parse("int8"))
-    with pytest.raises(InvalidRequestError, match="^dtype: 'float32'"):
+    with pytest.raises(InvalidRequestError, match=r"^dtype: 'float32'"):
         load(int8_directory, torch.float32, scheme=Scheme.parse("int8"))
-    with pytest.raises(InvalidRequestError, match="^quantization: None"):
+    with pytest.raises(InvalidRequestError, match=r"^quantization: None"):
         load(int8_directory)
     with pytest.raises(ModelLoadError, match="packed"):
         Checkpoint(int8_directory)
@@ -190,7 +190,7 @@ def test_another_models_config_is_refused(int8_directory: Path) -> None:
     """Guards against kernels that read beyond a weight because config.json was edited."""
     config = json.loads((int8_directory / "config.json").read_text())
     (int8_directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 4096}))
-    with pytest.raises(ModelLoadError, match="does not fit config.json"):
+    with pytest.raises(ModelLoadError, match=r"does not fit config.json"):
         load(int8_directory, scheme=Scheme.parse("int8"))
 
 

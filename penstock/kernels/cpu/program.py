@@ -76,6 +76,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         foreign: an operation that a program would leave out, or None.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing here is ever compiled, and skipping would first import the compiler, which takes a second."""
+        return False
+
     def __init__(self, attention: Sequence[AttentionMetadata], replay: Replay) -> None:
         """Take the metadata of this pass, and what carries out native calls."""
         super().__init__()  # type: ignore[no-untyped-call]
