@@ -45,7 +45,7 @@ class FakeCache:
 
 
 class FakeOps:
-    """What the runner itself asks of a backend: caches, finite_rows, log_softmax and sample, the last as plain loops."""
+    """What the runner asks of a backend: caches, finite_rows, log_softmax and sample, the last as plain loops."""
 
     name = "fake"
     dtype = torch.float32
