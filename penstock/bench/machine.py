@@ -29,6 +29,7 @@ class MachineLimits:
         self.multiply_gop_s = dict.fromkeys(KINDS, 0.0)
         for kind in KINDS:
             self._calibrate(kind)
+        self.probe(*KINDS)
 
     def probe(self, *kinds: str) -> None:
         """Measure reading once, and multiplying in these kinds."""
