@@ -19,7 +19,8 @@ from penstock.engine.messages import ModelInfo
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import chosen_level
-from penstock.kernels.ops import NUMERICS_VERSION
+from penstock.kernels.ops import NUMERICS_VERSION, Ops
+from penstock.layers.causal_lm import CausalLM
 from penstock.model_config import ModelConfig
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor
@@ -35,12 +36,18 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine ready to work, its resolved config, and what it says of its model."""
+    """An engine ready to work, its resolved config, and what it says of its model.
+
+    Model, its numbers and the backend are there for those who measure; they are the engine's own.
+    """
 
     engine: Engine
     config: EngineConfig
     info: ModelInfo
     cache_bytes: int
+    model: CausalLM
+    model_config: ModelConfig
+    ops: Ops
 
 
 def build_engine(config: EngineConfig) -> BuiltEngine:
@@ -81,7 +88,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     weights = "dummy" if numerics.load_format == "dummy" else fingerprint(directory)
     info = _model_info(config, model_config, plan, weights)
     engine = _engine(config, model_config, plan, worker)
-    return BuiltEngine(engine, config, info, plan.num_bytes)
+    return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops)
 
 
 def _check_defaults(model_config: ModelConfig) -> None:

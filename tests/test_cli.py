@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.options import parse_size
+from penstock.kernels.cpu.library import load_library
 from tests.hf_models import make_llama
+
+needs_library = pytest.mark.skipif(load_library() is None, reason="no native library was built")
 
 
 def penstock(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess:
@@ -118,16 +121,21 @@ def test_chat_keeps_the_conversation():
     assert answers[0] == answers[-1]  # after /reset the same question gets the same answer
 
 
-def test_bench_offline_needs_only_a_config(tmp_path: Path):
+@pytest.mark.parametrize("kernels", ["reference", pytest.param("cpu", marks=needs_library)])
+def test_bench_offline_needs_only_a_config(tmp_path: Path, kernels: str):
     _, directory = make_llama(tmp_path)
     (directory / "model.safetensors").unlink()
     words = ["--load-format", "dummy", "--num-prompts", "2", "--input-len", "8", "--output-len", "4", "--json", "-"]
-    done = penstock("bench", "offline", str(directory), *words)
+    done = penstock("bench", "offline", str(directory), *words, "--kernels", kernels)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for name in ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction"):
-        assert found[name] is None
-        assert found["reason"][name]
+        for part in (found, found["prefill"], found["decode"]):
+            if kernels == "reference":  # it has no limits of its own
+                assert part[name] is None
+                assert found["reason"][name]
+            else:
+                assert 0 < part[name] < 1
     assert found["output_tokens_per_s"] > 0
     assert found["prefill"]["input_tokens"] == 16
     assert found["decode"]["output_tokens"] == 6

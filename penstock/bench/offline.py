@@ -1,7 +1,13 @@
 """Throughput and latency of an engine in this process, on random token ids.
 
-Every step is attributed to prefill (it computed prompt tokens, perhaps beside decodes) or decode (it did not). A
-figure that needs limits of the machine which are not measured yet is null, and `reason` says so.
+Every step is attributed to prefill (it computed prompt tokens, perhaps beside decodes) or decode (it did not).
+
+    bandwidth_fraction         bytes of weights and cache that had to be read, over the time, of the memory's bandwidth
+    compute_fraction           operations over the rate at which their type multiplies, of the time
+    python_overhead_fraction   of the time, what was spent outside the kernels
+
+The limits are measured right after the run, with the same threads. With reference kernels, which have no limits of
+their own, these are null, and `reason` says so.
 """
 
 import random
@@ -12,22 +18,23 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from penstock import validation as check
-from penstock.build import build_engine
+from penstock.bench.costs import ModelCosts, Work
+from penstock.bench.machine import KINDS, MachineLimits
+from penstock.build import BuiltEngine, build_engine
 from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
 from penstock.engine.messages import ModelInfo
 from penstock.errors import EngineError, InvalidRequestError
+from penstock.kernels.cpu.ops import CpuOps
 from penstock.sampling_params import RequestOutputKind, SamplingParams
 from penstock.step import Executor, SchedulerOutput, StepOutput
 
-NO_LIMITS = "the machine's limits are not measured yet (bench ops is not built)"
-NO_KERNEL_TIMES = "kernels are not timed one by one yet, so Python's own share is unknown"
-REASONS = {
-    "bandwidth_fraction": NO_LIMITS,
-    "compute_fraction": NO_LIMITS,
-    "python_overhead_fraction": NO_KERNEL_TIMES,
-}
+FRACTIONS = ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction")
+NO_LIMITS = "only native kernels (--kernels cpu) are timed and held against the machine's limits"
+LIMIT_PROBES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +53,16 @@ class Workload:
 
 @dataclass(slots=True)
 class _Phase:
-    """Time and tokens of the steps of one kind."""
+    """Time, tokens and work of the steps of one kind."""
 
     seconds: float = 0.0
+    kernel_seconds: float = 0.0
     steps: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+    work: Work = field(default_factory=Work)
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self, limits: MachineLimits | None) -> dict[str, Any]:
         tokens = self.input_tokens + self.output_tokens
         return {
             "steps": self.steps,
@@ -62,12 +71,25 @@ class _Phase:
             "output_tokens": self.output_tokens,
             "output_tokens_per_s": _rate(self.output_tokens, self.seconds),
             "total_tokens_per_s": _rate(tokens, self.seconds),
-            **dict.fromkeys(REASONS),
+            **_fractions(self, limits),
         }
 
 
 def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if seconds else None
+
+
+def _fractions(phase: _Phase, limits: MachineLimits | None) -> dict[str, float | None]:
+    """The three fractions of a phase."""
+    if limits is None or not phase.seconds:
+        return dict.fromkeys(FRACTIONS)
+    at_least = sum(count / 1e9 / limits.multiply_gop_s[kind] for kind, count in phase.work.operations.items())
+    values = (
+        phase.work.read_bytes / 1e9 / limits.read_gb_s / phase.seconds,
+        at_least / phase.seconds,
+        1 - phase.kernel_seconds / phase.seconds,
+    )
+    return dict(zip(FRACTIONS, values, strict=True))
 
 
 class _RecordingExecutor:
@@ -130,17 +152,47 @@ def measure_offline(
     recorder = _RecordingExecutor(built.engine.executor)
     built.engine.executor = recorder
     client = InProcessClient(built.engine, built.info, None)
+    meter = _Meter(built)
     with progress("tokens", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
         for index in range(workload.warmup):
-            _run(client, recorder, workload, index, advance)
-        run = _run(client, recorder, workload, workload.warmup, advance)
+            _run(client, recorder, meter, workload, index, advance)
+        run = _run(client, recorder, meter, workload, workload.warmup, advance)
+    peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    limits = meter.limits()
     client.shutdown()
-    return _figures(run, workload, built.info, built.config)
+    figures = _figures(run, workload, built.info, built.config, limits)
+    return {**figures, "peak_rss_bytes": peak_rss_bytes}
+
+
+class _Meter:
+    """Counts the work of steps, and what kernels took for it."""
+
+    def __init__(self, built: BuiltEngine) -> None:
+        numerics, cache = built.config.numerics, built.config.cache
+        self._ops = built.ops if isinstance(built.ops, CpuOps) else None
+        if isinstance(built.model, nn.Module):
+            self._costs = ModelCosts(built.model, built.model_config, numerics.dtype, cache.kv_cache_dtype)
+
+    def kernel_seconds(self) -> float:
+        return 0.0 if self._ops is None else self._ops.kernel_seconds()
+
+    def work(self, step: SchedulerOutput | None) -> Work:
+        return Work() if step is None else self._costs.step(step)
+
+    def limits(self) -> MachineLimits | None:
+        """What the machine can do, by the threads that have just computed."""
+        if self._ops is None:
+            return None
+        limits = MachineLimits(self._ops)
+        for _ in range(LIMIT_PROBES):
+            limits.probe(*KINDS)
+        return limits
 
 
 def _run(
     client: InProcessClient,
     recorder: _RecordingExecutor,
+    meter: _Meter,
     workload: Workload,
     index: int,
     advance: Callable[[int], None],
@@ -159,10 +211,12 @@ def _run(
     for _ in range(workload.num_prompts):
         client.add_request(None, rng.choices(range(client.model_info.vocab_size), k=workload.input_len), params)
     while client.has_unfinished_requests():
-        begun = time.perf_counter()
+        kernels_before, begun = meter.kernel_seconds(), time.perf_counter()
         outputs = client.step()
         now = time.perf_counter()
-        _attribute(run, recorder, workload, now - begun, len(outputs))
+        phase = _attribute(run, recorder, workload, now - begun, len(outputs))
+        phase.kernel_seconds += meter.kernel_seconds() - kernels_before
+        phase.work.add(meter.work(recorder.last))
         for output in outputs:
             if output.error is not None:
                 raise EngineError(f"a request failed, so there is nothing to measure: {output.error}")
@@ -172,7 +226,8 @@ def _run(
     return run
 
 
-def _attribute(run: _Run, recorder: _RecordingExecutor, workload: Workload, seconds: float, num_outputs: int) -> None:
+def _attribute(run: _Run, recorder: _RecordingExecutor, workload: Workload, seconds: float, num_outputs: int) -> _Phase:
+    """Add a step to the phase that it belongs to, and return that."""
     scheduled = recorder.last.scheduled if recorder.last is not None else []
     prompt_tokens = sum(
         max(0, min(item.num_new_tokens, workload.input_len - item.num_computed_tokens)) for item in scheduled
@@ -182,6 +237,7 @@ def _attribute(run: _Run, recorder: _RecordingExecutor, workload: Workload, seco
     phase.steps += 1
     phase.input_tokens += prompt_tokens
     phase.output_tokens += num_outputs
+    return phase
 
 
 def _note_token(run: _Run, request_id: str, at: float) -> None:
@@ -192,7 +248,12 @@ def _note_token(run: _Run, request_id: str, at: float) -> None:
     run.last_token[request_id] = at
 
 
-def _figures(run: _Run, workload: Workload, info: ModelInfo, config: EngineConfig) -> dict[str, Any]:
+def _figures(
+    run: _Run, workload: Workload, info: ModelInfo, config: EngineConfig, limits: MachineLimits | None
+) -> dict[str, Any]:
+    whole = _Phase(run.seconds, run.prefill.kernel_seconds + run.decode.kernel_seconds)
+    for phase in (run.prefill, run.decode):
+        whole.work.add(phase.work)
     output_tokens = workload.num_prompts * workload.output_len
     total_tokens = output_tokens + workload.num_prompts * workload.input_len
     return {
@@ -207,11 +268,11 @@ def _figures(run: _Run, workload: Workload, info: ModelInfo, config: EngineConfi
         "total_tokens_per_s": total_tokens / run.seconds,
         "ttft_ms": _percentiles(list(run.first_token.values())),
         "itl_ms": _percentiles(run.gaps),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        **dict.fromkeys(REASONS),
-        "reason": REASONS,
-        "prefill": run.prefill.figures(),
-        "decode": run.decode.figures(),
+        **_fractions(whole, limits),
+        "reason": dict.fromkeys(FRACTIONS, NO_LIMITS) if limits is None else {},
+        "machine": None if limits is None else limits.figures(),
+        "prefill": run.prefill.figures(limits),
+        "decode": run.decode.figures(limits),
     }
 
 

@@ -18,8 +18,8 @@ def print_offline(result: dict[str, Any]) -> None:
     table.add_row("seconds", *(f"{part['seconds']:.2f}" for part in parts))
     for name in ("output_tokens_per_s", "total_tokens_per_s"):
         table.add_row(name, *(_number(part[name]) for part in parts))
-    for name in result["reason"]:
-        table.add_row(name, *(_number(part[name]) for part in parts))
+    for name in ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction"):
+        table.add_row(name, *("-" if part[name] is None else f"{part[name]:.1%}" for part in parts))
     console.print(table)
     for name in ("ttft_ms", "itl_ms"):
         console.print(f"{name}: p50 {_number(result[name]['p50'])}, p99 {_number(result[name]['p99'])}")

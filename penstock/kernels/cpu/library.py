@@ -13,7 +13,7 @@ import penstock.kernels.cpu
 from penstock.errors import InvalidRequestError
 from penstock.validation import shown
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LEVELS = ("portable", "avx2", "avx512", "amx")
 LEVEL_VARIABLE = "PENSTOCK_CPU_LEVEL"
 MAX_LEAVES = 8
@@ -93,6 +93,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "penstock_best_level": (c_int32, []),
     "penstock_context_new": (c_void_p, [_I32, _I32]),  # level, threads
     "penstock_context_free": (None, [_PTR]),
+    "penstock_busy_seconds": (c_double, [_PTR]),  # that the functions of this context have taken so far
     # Products. context, weight*, x [rows, k], its type, rows, out [rows, n or n / 2], its type, activation
     "penstock_linear": (c_int32, [_PTR, _PTR, _PTR, _I32, _I64, _PTR, _I32, _I32]),
     # context, gate_up weights [experts], down weights [experts] (arrays of PenstockWeight), experts, x [rows, k], its

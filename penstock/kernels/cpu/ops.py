@@ -8,6 +8,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ class CpuOps:
         self._native: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in SIGNATURES}
         self._sampling = PenstockSampling()
         self._attention = ReferenceOps(dtype)  # until attention is native
+        self._attend_seconds = 0.0
         self._recorder: Recorder | None = None
         self._checked: tuple[Tensor | None, int] = (None, 0)  # positions, and the table they were found inside of
 
@@ -313,13 +315,29 @@ class CpuOps:
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        attend, recorder = self._attention.attend, self._recorder
+        attend, recorder = self._timed_attend, self._recorder
         if recorder is None:
             return attend(q, k_new, v_new, cache, meta, scale=scale, out=out)
         group, out = recorder.group(meta), torch.empty((len(q), q[0].numel()), dtype=q.dtype) if out is None else out
         with recorder.unwatched():
             result = attend(q, k_new, v_new, cache, meta, scale=scale, out=out)
         recorder.step(lambda attention: attend(q, k_new, v_new, cache, attention[group], scale=scale, out=out))
+        return result
+
+    def _timed_attend(
+        self,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        out: Tensor | None,
+    ) -> Tensor:
+        begun = perf_counter()
+        result = self._attention.attend(q, k_new, v_new, cache, meta, scale=scale, out=out)
+        self._attend_seconds += perf_counter() - begun
         return result
 
     # --- logits ----------------------------------------------------------------------------------------------------
@@ -346,7 +364,12 @@ class CpuOps:
         self._call("penstock_sample", at, rows, vocab_size, ctypes.addressof(self._sampling), out.data_ptr())
         return out
 
-    # --- what the machine can do -----------------------------------------------------------------------------------
+    # --- measurements -----------------------------------------------------------------------------------
+
+    def kernel_seconds(self) -> float:
+        """Seconds that operations have taken so far, attention among them; the rest of a step is Python and torch."""
+        native: float = self._library.penstock_busy_seconds(self._context)
+        return native + self._attend_seconds
 
     def limit_read(self, memory: Tensor) -> float:
         """Seconds that all threads need to read this memory once."""

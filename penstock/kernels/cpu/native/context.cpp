@@ -130,3 +130,9 @@ PENSTOCK_EXPORT Context* penstock_context_new(std::int32_t level, std::int32_t t
 }
 
 PENSTOCK_EXPORT void penstock_context_free(Context* context) { delete context; }
+
+// Seconds that the calls of this context have taken so far, waiting for their turn not counted.
+PENSTOCK_EXPORT double penstock_busy_seconds(Context* context) {
+    const std::lock_guard<std::mutex> turn(context->in_use);
+    return static_cast<double>(context->busy_nanoseconds) * 1e-9;
+}

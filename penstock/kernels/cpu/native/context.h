@@ -1,6 +1,7 @@
 // Context: an instruction level, its kernels, a thread pool and scratch memory. One for each engine; nothing is global.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <mutex>
 
@@ -60,7 +61,8 @@ class Carver {
 struct Context {
     Context(Level level, int threads);
 
-    std::mutex in_use;  // held by the call that is carried out
+    std::mutex in_use;                  // held by the call that is carried out
+    std::int64_t busy_nanoseconds = 0;  // that calls have taken so far
     const Level level;
     ProductKernel products[NUM_KINDS];
     RowKernels rows;
@@ -69,6 +71,21 @@ struct Context {
     Scratch workspace;            // whatever else an operation shares among its threads
     Scratch* const per_thread;    // [pool.threads()]
     ~Context();
+};
+
+// One call of the C interface: it waits until no other is carried out, and notes how long it took.
+class Turn {
+  public:
+    explicit Turn(Context* context) : context_(context), lock_(context->in_use), begun_(Clock::now()) {}
+    ~Turn() { context_->busy_nanoseconds += std::chrono::nanoseconds(Clock::now() - begun_).count(); }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    Context* context_;
+    std::lock_guard<std::mutex> lock_;
+    Clock::time_point begun_;
 };
 
 }  // namespace penstock

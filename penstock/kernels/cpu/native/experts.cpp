@@ -5,6 +5,7 @@
 
 #include "abi.h"
 #include "context.h"
+#include "functions.h"
 #include "linear.h"
 
 namespace penstock {
@@ -152,7 +153,7 @@ PENSTOCK_EXPORT std::int32_t penstock_experts(Context* context, const PenstockWe
                                               std::int32_t x_type, std::int64_t rows, std::int64_t top_k,
                                               const std::int64_t* ids, const float* weights, std::int32_t activation,
                                               float* out) try {
-    const std::lock_guard<std::mutex> turn(context->in_use);
+    const Turn turn(context);
     const auto is_expert = [=](std::int64_t id) { return id >= 0 && id < count; };
     if (!std::all_of(ids, ids + rows * top_k, is_expert)) return -2;
     const Experts experts{gate_up, down, count, top_k, x_type, activation};

@@ -93,6 +93,7 @@ using namespace penstock;
 // Reads `bytes` of memory, at a multiple of 64, once with all threads, but for a tail of less than 256 bytes. Returns
 // seconds.
 PENSTOCK_EXPORT double penstock_limit_read(Context* context, const void* memory, std::int64_t bytes) {
+    const Turn turn(context);
     constexpr std::int64_t RANGE = 2 << 20, UNIT = 256;
     const std::int64_t whole = bytes / UNIT * UNIT;
     volatile std::int64_t sink = 0;
@@ -108,6 +109,7 @@ PENSTOCK_EXPORT double penstock_limit_read(Context* context, const void* memory,
 // operations. In pieces, so that a thread that starts late holds nobody up. Returns seconds.
 PENSTOCK_EXPORT double penstock_limit_multiply(
     Context* context, std::int32_t kind, std::int64_t iterations, std::int64_t* operations) {
+    const Turn turn(context);
     constexpr int PIECES = 16;  // of each thread
     LimitLoops loops;
     choose_loops(context->level, loops);

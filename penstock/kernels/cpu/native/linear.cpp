@@ -7,6 +7,8 @@
 
 #include <algorithm>
 
+#include "functions.h"
+
 namespace penstock {
 
 namespace {
@@ -262,7 +264,7 @@ using namespace penstock;
 PENSTOCK_EXPORT std::int32_t penstock_linear(Context* context, const PenstockWeight* weight, const void* x,
                                              std::int32_t x_type, std::int64_t rows, void* out, std::int32_t out_type,
                                              std::int32_t activation) try {
-    const std::lock_guard<std::mutex> turn(context->in_use);
+    const Turn turn(context);
     if (rows == 0) return 0;
     const std::int64_t step = rows_per_pass(*context, *weight, rows);
     for (std::int64_t row = 0; row < rows; row += step) {

@@ -194,6 +194,7 @@ using namespace penstock;
 PENSTOCK_EXPORT std::int32_t penstock_pack_rows(
     Context* context, PenstockWeight* weight, const void* rows, std::int32_t type, std::int64_t first_row,
     std::int64_t num_rows) {
+    const Turn turn(context);
     if (num_rows <= 0) return 0;
     const std::int64_t units = weight->padded_k * element_bytes(weight->kind) / UNIT_BYTES;
     const std::int64_t bytes = HALF * (units + STAGGER) * UNIT_BYTES;

@@ -4,6 +4,7 @@
 
 #include "abi.h"
 #include "context.h"
+#include "functions.h"
 
 namespace penstock {
 namespace {
@@ -40,12 +41,14 @@ using namespace penstock;
 PENSTOCK_EXPORT std::int32_t penstock_rms_norm(
     Context* context, const float* x, const float* weight, float eps, std::int64_t rows, std::int64_t n, void* out,
     std::int32_t out_type) {
+    const Turn turn(context);
     return norm(*context, {x, nullptr, nullptr, weight, eps, n, out, out_type}, rows);
 }
 
 PENSTOCK_EXPORT std::int32_t penstock_add_rms_norm(
     Context* context, float* x, const float* h, const float* weight, float eps, std::int64_t rows, std::int64_t n,
     void* out, std::int32_t out_type) {
+    const Turn turn(context);
     return norm(*context, {x, h, x, weight, eps, n, out, out_type}, rows);
 }
 
@@ -53,6 +56,7 @@ PENSTOCK_EXPORT std::int32_t penstock_rotary_qkv(
     Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin, std::int64_t rotary_dim,
     std::int64_t rows, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim, const float* q_norm,
     const float* k_norm, float eps, void* q, void* k, void* v, std::int32_t out_type) {
+    const Turn turn(context);
     const RotaryArgs args = {qkv,    positions, cos_sin, rotary_dim, heads, kv_heads, head_dim,
                              q_norm, k_norm,    eps,     q,          k,     v,        out_type};
     over_rows(*context, rows, (heads + 2 * kv_heads) * head_dim, [&](std::int64_t first, std::int64_t count, int) {
@@ -64,6 +68,7 @@ PENSTOCK_EXPORT std::int32_t penstock_rotary_qkv(
 PENSTOCK_EXPORT std::int32_t penstock_embedding(
     Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type, std::int64_t rows,
     std::int64_t n, float* out) {
+    const Turn turn(context);
     const EmbeddingArgs args = {ids, table, table_type, n, out};
     over_rows(*context, rows, n, [&](std::int64_t first, std::int64_t count, int) {
         context->rows.embedding(args, first, count);
@@ -74,6 +79,7 @@ PENSTOCK_EXPORT std::int32_t penstock_embedding(
 PENSTOCK_EXPORT std::int32_t penstock_route(
     Context* context, const float* logits, std::int64_t rows, std::int64_t experts, std::int64_t top_k,
     std::int32_t renormalize, std::int64_t* ids, float* weights) {
+    const Turn turn(context);
     const RouteArgs args = {logits, experts, top_k, renormalize, ids, weights};
     const std::int64_t row_floats = (experts + 15) / 16 * 16;
     float* scratch = nullptr;

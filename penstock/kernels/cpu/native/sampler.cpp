@@ -248,6 +248,7 @@ using penstock::Context;
 // logits [rows, vocab] -> out [rows, vocab]: the logarithms of their softmax. `out` may be `logits`.
 PENSTOCK_EXPORT std::int32_t penstock_log_softmax(Context* context, const float* logits, std::int64_t rows,
                                                   std::int64_t vocab, float* out) {
+    const penstock::Turn turn(context);
     try {
         penstock::log_softmax(*context, logits, rows, vocab, out);
         return 0;
@@ -259,6 +260,7 @@ PENSTOCK_EXPORT std::int32_t penstock_log_softmax(Context* context, const float*
 // logits [rows, vocab] -> out [rows]: 1 where no value is NaN or +inf and some value is above -inf, else 0.
 PENSTOCK_EXPORT std::int32_t penstock_finite_rows(Context* context, const float* logits, std::int64_t rows,
                                                   std::int64_t vocab, std::uint8_t* out) {
+    const penstock::Turn turn(context);
     const penstock::SamplerKernels kernels = penstock::choose_sampler(context->level);
     context->pool.run(rows, [&](std::int64_t row, int) { out[row] = kernels.finite(logits + row * vocab, vocab); });
     return 0;
@@ -267,6 +269,7 @@ PENSTOCK_EXPORT std::int32_t penstock_finite_rows(Context* context, const float*
 // logits [rows, vocab] -> out [rows]: the chosen ids, -1 where no id may be chosen.
 PENSTOCK_EXPORT std::int32_t penstock_sample(Context* context, const float* logits, std::int64_t rows,
                                              std::int64_t vocab, const PenstockSampling* params, std::int64_t* out) {
+    const penstock::Turn turn(context);
     try {
         penstock::sample(*context, logits, rows, vocab, *params, out);
         return 0;

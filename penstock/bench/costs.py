@@ -1,0 +1,77 @@
+"""What the steps of a model read and multiply at the least: the numerators of the fractions that benchmarks print.
+
+Weights count as packed, once a step, the head only where somebody samples. Attention counts the cached keys and values
+of every sequence, once a step, and four operations for each pair of a new token and a key, head and element.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from penstock.layers.linear import Linear
+from penstock.layers.lm_head import LMHead
+from penstock.model_config import ModelConfig
+from penstock.planner.memory import DTYPE_BYTES
+from penstock.step import SchedulerOutput
+
+
+@dataclass(slots=True)
+class Work:
+    """Bytes read, and operations by the type that multiplies (as bench.machine.KINDS)."""
+
+    read_bytes: int = 0
+    operations: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Work") -> None:
+        self.read_bytes += other.read_bytes
+        self.operations.update(other.operations)
+
+
+class ModelCosts:
+    """Counts the work of a model's steps."""
+
+    def __init__(self, model: nn.Module, config: ModelConfig, dtype: str, kv_cache_dtype: str) -> None:
+        """Take a loaded model, its numbers, and the types of its weights and cache."""
+        self._body, self._head = Work(), Work()
+        for layer in model.modules():
+            if isinstance(layer, Linear):
+                part = self._head if isinstance(layer, LMHead) else self._body
+                part.add(_product(layer, dtype))
+        self._windows = [window for layers, window in config.cache_groups() for _ in layers]
+        self._token_bytes = 2 * config.num_key_value_heads * config.head_dim * DTYPE_BYTES[kv_cache_dtype]
+        self._pair_operations = 4 * config.num_attention_heads * config.head_dim
+
+    def step(self, scheduler_output: SchedulerOutput) -> Work:
+        """The work of one step: operations of its tokens, bytes read once."""
+        tokens = scheduler_output.num_tokens
+        sampled = sum(item.num_samples for item in scheduler_output.scheduled)
+        work = _times(self._body, tokens)
+        work.add(_times(self._head, sampled))
+        for item in scheduler_output.scheduled:
+            for window in self._windows:
+                work.add(self._attention(item.num_computed_tokens, item.num_new_tokens, window))
+        return work
+
+    def _attention(self, cached: int, new: int, window: int | None) -> Work:
+        """One layer, one sequence."""
+        seen = cached if window is None else min(cached, window - 1)
+        keys = sum(min(cached + index + 1, window or cached + new) for index in range(new))
+        return Work(seen * self._token_bytes, Counter({"f32": keys * self._pair_operations}))
+
+
+def _product(layer: Linear, dtype: str) -> Work:
+    """One row through one weight."""
+    n, k = layer.spec.shape
+    scheme = layer.spec.scheme
+    if scheme is not None and scheme.slices:
+        kind, passes = "int8", scheme.slices
+    else:
+        kind, passes = "f32" if dtype == "float32" else "bf16", 1
+    return Work(layer.packed.num_bytes, Counter({kind: 2 * n * k * passes}))
+
+
+def _times(work: Work, rows: int) -> Work:
+    """Weights are read once for any number of rows, and not at all for none."""
+    operations = Counter({kind: count * rows for kind, count in work.operations.items()})
+    return Work(work.read_bytes if rows else 0, operations)
