@@ -99,10 +99,10 @@ def load_once(options: dict[str, str]) -> tuple[float, float, int]:
 def report(what: str, options: dict[str, str], packed_bytes: int) -> None:
     runs = [load_once(options) for _ in range(REPEATS)]
     loaded_s, token_s, peak = (statistics.median(column) for column in zip(*runs, strict=True))
-    over = peak - packed_bytes
+    beyond = f"{(peak - packed_bytes) / 1e6:,.0f} MB beyond them" if peak > packed_bytes else "which are mapped"
     print(
-        f"{what}: loaded after {loaded_s:.2f} s, first token after {token_s:.2f} s, peak while loading "
-        f"{peak / 2**20:,.0f} MiB, packed weights {packed_bytes / 2**20:,.0f} MiB, beyond them {over / 1e6:,.0f} MB"
+        f"{what}: loaded after {loaded_s:.2f} s, first token after {token_s:.2f} s; peak while loading "
+        f"{peak / 1e6:,.0f} MB, packed weights {packed_bytes / 1e6:,.0f} MB, {beyond}"
     )
 
 
