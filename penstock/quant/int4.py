@@ -28,7 +28,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.quant.int8 import SMALLEST
+from penstock.quant.int8 import SMALLEST, check_quantisable
 
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 LANES = 16
@@ -48,10 +48,9 @@ def quantize_int4(weight: Tensor, group_size: int, leaf_ends: Sequence[int] = ()
     """weight [N, K] float32 -> values [N, K] int8 in -8 .. 7, scales [N, groups] float32, which bfloat16 holds.
 
     Raises:
-        ValueError: a weight is not finite.
+        ValueError: a weight is not finite, or too great.
     """
-    if not torch.isfinite(weight).all():
-        raise ValueError("a weight that is not finite cannot be quantised")
+    check_quantisable(weight)
     rows, k = weight.shape
     groups = leaf_groups(k, group_size, leaf_ends)
     wide = weight.new_zeros(rows, len(groups), group_size)

@@ -13,16 +13,22 @@ import torch
 from torch import Tensor
 
 SMALLEST = 2.0**-100
+TOO_GREAT = 2.0**100  # so that no product of a scale and a sum of integers leaves the range of float32
+
+
+def check_quantisable(weight: Tensor) -> None:
+    """Raise ValueError where a weight is not finite, or its size is TOO_GREAT or more."""
+    if not (weight.abs() < TOO_GREAT).all():
+        raise ValueError("a weight that is not finite, or as great as 2^100, cannot be quantised")
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K] float32 -> values [N, K] int8 in -127 .. 127, scales [N] float32.
 
     Raises:
-        ValueError: a weight is not finite.
+        ValueError: a weight is not finite, or too great.
     """
-    if not torch.isfinite(weight).all():
-        raise ValueError("a weight that is not finite cannot be quantised")
+    check_quantisable(weight)
     greatest = weight.abs().amax(dim=1, keepdim=True) if weight.shape[1] else weight.new_zeros(len(weight), 1)
     present = greatest >= SMALLEST
     steps = torch.full_like(greatest, 127)  # a number divided by a tensor would be multiplied with its reciprocal

@@ -1,7 +1,9 @@
 """CpuOps against ReferenceOps: every operation, its buffers, and what it refuses. The native arithmetic has tests of
 its own; here a wrong address, size or type has to show."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -156,7 +158,7 @@ def test_numbers_outside_of_their_table_are_refused(pair: tuple[CpuOps, Referenc
         for bad in (-1, 10**12, 9):
             wrong = arguments[key].clone()
             wrong.view(-1)[0] = bad
-            with pytest.raises(ValueError, match=f"{key}: one of them is outside"):
+            with pytest.raises(ValueError, match="outside of its table"):
                 function(**{**arguments, key: wrong})
 
 
@@ -428,8 +430,48 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
             assert torch.equal(one, other)
     assert first.shape == (rows, HIDDEN)
     ids[0] = 9
-    with pytest.raises(ValueError, match="ids: one of them is outside"):
+    with pytest.raises(ValueError, match="outside of its table"):
         program.run(())
+
+
+def test_a_program_keeps_what_it_uses(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against a replay that reads freed memory, because the one who recorded has let go of it."""
+    weight, x = draw(64, HIDDEN), draw(2, HIDDEN, dtype=pair[0].dtype)
+    expected = pair[0].linear(x, pair[0].pack_linear(weight)).clone()
+
+    def record() -> tuple[Any, list[Any]]:
+        ops = CpuOps(pair[0].dtype)
+        packed, own = ops.pack_linear(weight), x.clone()
+        return ops.record(lambda: ops.linear(own, packed), ())[1], [weakref.ref(item) for item in (ops, packed, own)]
+
+    program, alive = record()
+    gc.collect()
+    assert all(item() is not None for item in alive)
+    assert torch.equal(program.run(()), expected)
+
+
+def test_a_number_given_for_a_float_is_recorded_as_one(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against an integer's bits that a replay reads as those of a double."""
+    x, weight = draw(2, HIDDEN), draw(HIDDEN)
+    first, program = pair[0].record(lambda: pair[0].rms_norm(x, weight, 1), ())
+    assert program is not None
+    expected = first.clone()
+    assert torch.equal(program.run(()), expected)
+
+
+def test_rounding_is_the_same_on_every_thread() -> None:
+    """Guards against helper threads that keep tiny numbers where the caller, by another library's doing, drops them."""
+    ops, reference = CpuOps(torch.float32, threads=4), CpuOps(torch.float32)
+    packed, alone = (item.pack_linear(torch.full((2048, 64), 1e-20)) for item in (ops, reference))
+    x = torch.full((256, 64), 1e-20)
+    expected = reference.linear(x, alone)
+    try:
+        torch.set_flush_denormal(True)
+        for _ in range(10):
+            assert torch.equal(ops.linear(x, packed).view(torch.int32), expected.view(torch.int32))
+    finally:
+        torch.set_flush_denormal(False)
+    assert expected.abs().max() > 0
 
 
 def test_what_a_program_would_leave_out_is_not_recorded(pair: tuple[CpuOps, ReferenceOps]) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.cpu.library import PenstockWeight
+from penstock.kernels.cpu.library import OUT_OF_RANGE, PenstockWeight
 from tests.kernels.packed import ACTIVATIONS, KINDS, TYPES, Native, Packed, levels
 from tests.kernels.test_native_linear import Contexts, assert_same_bits, contexts, normal, random_weight
 
@@ -107,7 +107,7 @@ def test_an_id_that_is_no_expert_is_refused(contexts: Contexts, bad: int) -> Non
     ids, weights = random_routes(2, 5, 3, 2)
     ids[4, 1] = bad
     status, out = experts.run(contexts(0, 1), torch.ones(5, 64), ids, weights)
-    assert status == -2
+    assert status == OUT_OF_RANGE
     assert out.isnan().all()
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels.cpu.library import NOT_QUANTISABLE
 from penstock.quant.int4 import leaf_groups, quantize_int4
 from penstock.quant.int8 import quantize_int8
 from tests.kernels import packed
@@ -175,14 +176,14 @@ def test_quantised_values_at_any_magnitude(exponent: int, group_size: int, seed:
 @pytest.mark.parametrize("level", packed.levels())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4_a16"])
-@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_told(bad: float, kind: str, dtype: torch.dtype, level: int) -> None:
-    """Guards against a damaged checkpoint that is quantised to plausible nonsense."""
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf"), -(2.0**100)])
+def test_weights_that_cannot_be_quantised_are_told(bad: float, kind: str, dtype: torch.dtype, level: int) -> None:
+    """Guards against a damaged checkpoint that becomes plausible nonsense, and scales that levels read apart."""
     native, shape = Native(level), Shape(40, 70)
     weight = random_weight(40, 70)
     target = dirty_copy(expected(weight, kind, shape))
     weight[37, 69] = bad
-    assert pack_rows(native, target, weight.to(dtype)) == -2
+    assert pack_rows(native, target, weight.to(dtype)) == NOT_QUANTISABLE
     native.close()
 
 

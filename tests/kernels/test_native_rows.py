@@ -47,14 +47,14 @@ class Rows(Native):
             for count in (num_heads, num_kv_heads, num_kv_heads)
         )
         self._call(
-            "rotary_qkv", qkv, positions, cos_sin, 0 if cos_sin is None else cos_sin.shape[1], len(qkv), *heads,
+            "rotary_qkv", qkv, positions, cos_sin, *((0, 0) if cos_sin is None else cos_sin.shape), len(qkv), *heads,
             *(norms or (None, None)), EPS, q, k, v, TYPES[dtype],
         )  # fmt: skip
         return q, k, v
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         out = torch.full((len(ids), table.shape[1]), torch.nan)
-        self._call("embedding", ids, table, TYPES[table.dtype], len(ids), table.shape[1], out)
+        self._call("embedding", ids, table, TYPES[table.dtype], len(table), len(ids), table.shape[1], out)
         return out
 
     def route(self, logits: Tensor, top_k: int, renormalize: bool = False) -> tuple[Tensor, Tensor]:

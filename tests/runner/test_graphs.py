@@ -86,7 +86,7 @@ def test_replayed_inputs_are_checked(tmp_path: Path) -> None:
     paged = replayed(PagedModel(directory, num_seqs=2))
     for _ in range(2):
         paged.step({0: [3]})
-    with pytest.raises(ValueError, match="ids: one of them is outside"):
+    with pytest.raises(ValueError, match="outside of its table"):
         paged.step({0: [10**6]})
 
 

@@ -82,10 +82,10 @@ class PenstockCall(ctypes.Structure):
     """One call of a recorded program: an index of RECORDABLE, and the arguments after the context, a float as the bits
     of a double."""
 
-    _fields_ = (("function", c_int64), ("arguments", c_int64 * 15))
+    _fields_ = (("function", c_int64), ("arguments", c_int64 * 16))
 
 
-# Addresses are passed as plain integers. A function returns 0, or -1 where memory cannot be had, unless it says so.
+# Addresses are passed as plain integers. A function returns a Status of native/abi.h, unless it says so.
 _PTR, _I32, _I64, _F32 = c_void_p, c_int32, c_int64, c_float
 _WEIGHT = POINTER(PenstockWeight)
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -108,14 +108,14 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "penstock_rms_norm": (c_int32, [_PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR, _I32]),
     # context, x (written), h, weight, eps, rows, n, out, its type
     "penstock_add_rms_norm": (c_int32, [_PTR, _PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR, _I32]),
-    # context, qkv, positions, cos_sin (or null), rotary dim, rows, H, Hkv, D, q_norm, k_norm (or null), eps, q, k, v,
-    # their type
+    # context, qkv, positions, cos_sin (or null), its rows, rotary dim, rows, H, Hkv, D, q_norm, k_norm (or null), eps,
+    # q, k, v, their type
     "penstock_rotary_qkv": (
         c_int32,
-        [_PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64, _PTR, _PTR, _F32, _PTR, _PTR, _PTR, _I32],
+        [_PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64, _I64, _PTR, _PTR, _F32, _PTR, _PTR, _PTR, _I32],
     ),
-    # context, ids, table, its type, rows, n, out float32
-    "penstock_embedding": (c_int32, [_PTR, _PTR, _PTR, _I32, _I64, _I64, _PTR]),
+    # context, ids, table, its type, its rows, rows, n, out float32
+    "penstock_embedding": (c_int32, [_PTR, _PTR, _PTR, _I32, _I64, _I64, _I64, _PTR]),
     # context, logits, rows, vocabulary, out
     "penstock_log_softmax": (c_int32, [_PTR, _PTR, _I64, _I64, _PTR]),
     # context, logits, rows, vocabulary, out uint8: 1 where no value is NaN or +inf and some value is above -inf
@@ -132,6 +132,23 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     # context, kind (0 f32, 1 bf16, 2 int8), iterations, operations* (out, int64): multiplies from registers
     "penstock_limit_multiply": (c_double, [_PTR, _I32, _I64, _PTR]),
 }
+
+NOT_QUANTISABLE, OUT_OF_RANGE = -2, -3  # native/abi.h, Status
+
+
+def check_status(status: int) -> None:
+    """Raise what a function's Status stands for.
+
+    Raises:
+        ValueError: a weight cannot be quantised, or an id or a position is beyond its table.
+        MemoryError: there was no memory for the work.
+    """
+    if status == NOT_QUANTISABLE:
+        raise ValueError("a weight that is not finite, or as great as 2^100, cannot be quantised")
+    if status == OUT_OF_RANGE:
+        raise ValueError("an id or a position is outside of its table")
+    if status:
+        raise MemoryError("no memory for a native operation")
 
 
 @lru_cache(maxsize=1)

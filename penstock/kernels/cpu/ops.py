@@ -20,6 +20,7 @@ from penstock.kernels.cpu.library import (
     SIGNATURES,
     PenstockSampling,
     PenstockWeight,
+    check_status,
     chosen_level,
     load_library,
 )
@@ -30,9 +31,9 @@ from penstock.kernels.ops import AttentionMetadata, KVCache, PackedLinear, RowSo
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.sampling import SamplingTensors
 from penstock.quant.scheme import Scheme
+from penstock.validation import check_choice
 
 F32, I64 = torch.float32, torch.int64
-NOT_FINITE = -2  # native/pack.cpp
 
 
 class CpuOps:
@@ -57,6 +58,7 @@ class CpuOps:
         library, level = load_library(), level or chosen_level()
         if library is None or level is None:
             raise InvalidRequestError("kernels: 'cpu' is not installed: there was no C++ compiler", param="kernels")
+        check_choice("level", level, LEVELS[: library.penstock_best_level() + 1])
         context = library.penstock_context_new(LEVELS.index(level), threads)
         if not context:
             raise EngineError(f"the native kernels cannot start at level {level} with {threads} threads")
@@ -72,26 +74,25 @@ class CpuOps:
         self._attention = ReferenceOps(dtype)  # until attention is native
         self._attend_seconds = 0.0
         self._recorder: Recorder | None = None
-        self._checked: tuple[Tensor | None, int] = (None, 0)  # positions, and the table they were found inside of
 
-    def _call(self, name: str, *arguments: int | float | None) -> None:
-        """Carry out one native function.
+    def _call(self, name: str, used: tuple[object, ...], *arguments: int | float | None) -> None:
+        """Carry out one native function; `used` are the owners of the memory behind its arguments.
 
         Raises:
-            MemoryError: it found no memory for its work.
-            ValueError: a weight is not finite and cannot be quantised.
+            ValueError, MemoryError: as library.check_status.
         """
         if self._recorder is not None:
             self._recorder.call(name, arguments)
-        status = self._native[name](self._context, *arguments)
-        if status:
-            raise ValueError("a weight that is not finite cannot be quantised") if status == NOT_FINITE else MemoryError
+            self._recorder.keep(*used)
+        if status := self._native[name](self._context, *arguments):
+            check_status(status)
 
     def record(
         self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata]
     ) -> tuple[Tensor, Program | None]:
         """Run a forward pass and write down what it did; see `kernels.ops.RecordingOps`."""
         recorder = Recorder(attention, partial(self._native["penstock_replay"], self._context))
+        recorder.keep(self)
         self._recorder = recorder
         try:
             with recorder:
@@ -99,15 +100,6 @@ class CpuOps:
         finally:
             self._recorder = None
         return result, recorder.program(result)
-
-    def _check_range(self, numbers: Tensor, stop: int, name: str) -> None:
-        """Numbers that pick rows of a table: one outside would read foreign memory."""
-        if self._recorder is None:
-            _check_range(numbers, stop, name)
-            return
-        with self._recorder.unwatched():
-            _check_range(numbers, stop, name)
-        self._recorder.step(lambda attention: _check_range(numbers, stop, name))
 
     # --- products with a weight ------------------------------------------------------------------------------------
 
@@ -137,7 +129,7 @@ class CpuOps:
 
     def _pack_rows(self, weight: CpuLinear, rows: Tensor, first: int) -> None:
         at = address(rows, (len(rows), weight.depth), self.dtype, "weight")
-        self._call("penstock_pack_rows", weight.address, at, self._type, first, len(rows))
+        self._call("penstock_pack_rows", (), weight.address, at, self._type, first, len(rows))
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
         return self._product(x, _own(weight, gated=False), 0, F32, 0, out)
@@ -153,7 +145,9 @@ class CpuOps:
         if out is None:
             out = torch.empty(shape, dtype=dtype)
         x_at, out_at = address(x, (rows, weight.depth), self.dtype, "x"), address(out, shape, dtype, "out")
-        self._call("penstock_linear", weight.address, x_at, self._type, rows, out_at, out_type, activation)
+        self._call(
+            "penstock_linear", (x, weight, out), weight.address, x_at, self._type, rows, out_at, out_type, activation
+        )
         return out
 
     def experts(
@@ -171,14 +165,12 @@ class CpuOps:
         _check_experts(gates, downs)
         (rows, _), (_, top_k) = rows_of(x, "x"), rows_of(ids, "ids")
         ids_at = address(ids, (rows, top_k), I64, "ids")
-        self._check_range(ids, len(gates), "ids")
         if out is None:
             out = torch.empty((rows, downs[0].outputs), dtype=F32)
         gate_array, down_array = _weight_array(gates), _weight_array(downs)
-        if self._recorder is not None:
-            self._recorder.keep(gate_array, down_array)
         self._call(
             "penstock_experts",
+            (x, gates, downs, gate_array, down_array, ids, weights, out),
             ctypes.addressof(gate_array),
             ctypes.addressof(down_array),
             len(gates),
@@ -199,7 +191,17 @@ class CpuOps:
             raise ValueError(f"top_k: {top_k} of {experts} experts")
         at = address(logits, (rows, experts), F32, "logits")
         ids, weights = torch.empty((rows, top_k), dtype=I64), torch.empty((rows, top_k), dtype=F32)
-        self._call("penstock_route", at, rows, experts, top_k, renormalize, ids.data_ptr(), weights.data_ptr())
+        self._call(
+            "penstock_route",
+            (logits, ids, weights),
+            at,
+            rows,
+            experts,
+            top_k,
+            renormalize,
+            ids.data_ptr(),
+            weights.data_ptr(),
+        )
         return ids, weights
 
     # --- row operations --------------------------------------------------------------------------------------------
@@ -207,11 +209,10 @@ class CpuOps:
     def embedding(self, ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
         rows, (vocab_size, hidden) = len(ids), rows_of(weight, "weight")
         table, at = address(weight, (vocab_size, hidden), self.dtype, "weight"), address(ids, (rows,), I64, "ids")
-        self._check_range(ids, vocab_size, "ids")
         if out is None:
             out = torch.empty((rows, hidden), dtype=F32)
         to = address(out, (rows, hidden), F32, "out")
-        self._call("penstock_embedding", at, table, self._type, rows, hidden, to)
+        self._call("penstock_embedding", (ids, weight, out), at, table, self._type, vocab_size, rows, hidden, to)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -220,6 +221,7 @@ class CpuOps:
             out = torch.empty(shape, dtype=self.dtype)
         self._call(
             "penstock_rms_norm",
+            (x, weight, out),
             address(x, shape, F32, "x"),
             address(weight, (hidden,), F32, "weight"),
             eps,
@@ -238,6 +240,7 @@ class CpuOps:
             out = torch.empty(shape, dtype=self.dtype)
         self._call(
             "penstock_add_rms_norm",
+            (x, h, weight, out),
             address(x, shape, F32, "x"),
             address(h, shape, F32, "h"),
             address(weight, (hidden,), F32, "weight"),
@@ -268,20 +271,20 @@ class CpuOps:
             q, k, v = (torch.empty(shape, dtype=dtype) for shape in (q_shape, kv_shape, kv_shape))
         else:
             q, k, v = out
-        positions_at, cos_sin_at, rotary_dim = address(positions, (rows,), I64, "positions"), None, 0
+        positions_at, cos_sin_at = address(positions, (rows,), I64, "positions"), None
+        num_positions = rotary_dim = 0
         if cos_sin is not None:
             num_positions, rotary_dim = rows_of(cos_sin, "cos_sin")
             cos_sin_at = address(cos_sin, (num_positions, rotary_dim), F32, "cos_sin")
             if rotary_dim > head_dim or rotary_dim % 2:
                 raise ValueError(f"cos_sin: {rotary_dim} columns; an even number up to {head_dim} is needed")
-            if self._checked[0] is not positions or self._checked[1] != num_positions:  # once for all layers of a step
-                self._check_range(positions, num_positions, "positions")
-                self._checked = positions, num_positions
         self._call(
             "penstock_rotary_qkv",
+            (qkv, positions, cos_sin, q_norm, k_norm, q, k, v),
             address(qkv, (rows, (num_heads + 2 * num_kv_heads) * head_dim), F32, "qkv"),
             positions_at,
             cos_sin_at,
+            num_positions,
             rotary_dim,
             rows,
             num_heads,
@@ -345,7 +348,7 @@ class CpuOps:
     def finite_rows(self, logits: Tensor) -> Tensor:
         rows, vocab_size = shape = rows_of(logits, "logits")
         out = torch.empty(rows, dtype=torch.bool)
-        self._call("penstock_finite_rows", address(logits, shape, F32, "logits"), rows, vocab_size, out.data_ptr())
+        self._call("penstock_finite_rows", (), address(logits, shape, F32, "logits"), rows, vocab_size, out.data_ptr())
         return out
 
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -353,7 +356,7 @@ class CpuOps:
         if out is None:
             out = torch.empty(shape, dtype=F32)
         at, to = address(logits, shape, F32, "logits"), address(out, shape, F32, "out")
-        self._call("penstock_log_softmax", at, rows, vocab_size, to)
+        self._call("penstock_log_softmax", (), at, rows, vocab_size, to)
         return out
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
@@ -361,7 +364,7 @@ class CpuOps:
         at = address(logits, shape, F32, "logits")
         fill_sampling(self._sampling, params, rows, vocab_size)
         out = torch.empty(rows, dtype=I64)
-        self._call("penstock_sample", at, rows, vocab_size, ctypes.addressof(self._sampling), out.data_ptr())
+        self._call("penstock_sample", (), at, rows, vocab_size, ctypes.addressof(self._sampling), out.data_ptr())
         return out
 
     # --- measurements -----------------------------------------------------------------------------------
@@ -390,12 +393,6 @@ def _own(weight: PackedLinear, *, gated: bool) -> CpuLinear:
     if weight.gated is not gated:
         raise ValueError(f"a weight packed {'for' if weight.gated else 'without'} a gate is used otherwise")
     return weight
-
-
-def _check_range(ids: Tensor, stop: int, name: str) -> None:
-    """Numbers that pick rows of a table: one outside would read foreign memory."""
-    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < stop):
-        raise ValueError(f"{name}: one of them is outside 0 .. {stop - 1}")
 
 
 def _check_experts(gate_up: list[CpuLinear], down: list[CpuLinear]) -> None:

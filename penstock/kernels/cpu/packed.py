@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import NotSupportedError
 from penstock.kernels.cpu.library import MAX_LEAVES, PenstockWeight
 from penstock.kernels.ops import RowSource
-from penstock.quant.scheme import Scheme
+from penstock.quant.scheme import GROUP_SIZES, Scheme
 
 PANEL = 32  # columns that are packed together
 K_UNIT = 64  # leaves are padded to a multiple of this
@@ -77,6 +77,8 @@ class Layout:
                 f"quantization: {scheme.name} sums at most {MAX_INTEGER_LEAF} products, and this model has {k}",
                 param="quantization",
             )
+        if scheme.group_size not in (None, *GROUP_SIZES):
+            raise ValueError(f"no groups of {scheme.group_size}; there are {', '.join(map(str, GROUP_SIZES))}")
         kind = INT8 if scheme.weight_bits == 8 else INT4 if scheme.slices else INT4_A16
         return cls(n, k, kind, ends, scheme.group_size or 0, scheme.slices, gated)
 

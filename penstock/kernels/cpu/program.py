@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.kernels.cpu.library import RECORDABLE, PenstockCall
+from penstock.kernels.cpu.library import RECORDABLE, SIGNATURES, PenstockCall, check_status
 from penstock.kernels.ops import AttentionMetadata
 
 Step = Callable[[Sequence[AttentionMetadata]], object]  # something that is not native
@@ -59,11 +59,11 @@ class Program:
         """Do it again, with this step's metadata for each cache group.
 
         Raises:
-            MemoryError: a native call found none.
+            ValueError, MemoryError: as library.check_status.
         """
         for native, step in self._parts:
-            if native():
-                raise MemoryError
+            if status := native():
+                check_status(status)
             if step is not None:
                 step(attention)
         return self.result
@@ -156,13 +156,14 @@ class Unwatched:
 
 
 def _written(name: str, arguments: tuple[int | float | None, ...]) -> PenstockCall:
-    words = (_word(value) for value in arguments)
-    return PenstockCall(RECORDABLE.index(name), (ctypes.c_int64 * 15)(*words))
+    types = SIGNATURES[name][1][1:]  # without the context
+    words = (_word(value, kind) for value, kind in zip(arguments, types, strict=True))
+    return PenstockCall(RECORDABLE.index(name), (ctypes.c_int64 * 16)(*words))
 
 
-def _word(value: int | float | None) -> int:
+def _word(value: int | float | None, kind: type) -> int:
     """A float as the bits of a double, an address or a number as it is, nothing as 0."""
-    if isinstance(value, float):
+    if kind is ctypes.c_float:
         word: int = struct.unpack("<q", struct.pack("<d", value))[0]
         return word
-    return value or 0
+    return int(value or 0)

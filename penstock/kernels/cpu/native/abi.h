@@ -1,6 +1,6 @@
 // The plain C interface between Python (ctypes) and the native kernels. Knows nothing of models, layers or tensors.
 //
-// Every function takes a Context first (context.h), reads and writes memory that the caller owns, and keeps no pointer
+// Every function that computes takes a Context first (context.h), reads and writes memory that the caller owns, and keeps no pointer
 // after it returns. Arrays are contiguous. A Context carries out one call at a time.
 //
 // Two rules hold for every file here.
@@ -31,6 +31,14 @@ enum Kind : std::int32_t {
     KIND_INT4 = 3,      // int4, a scale a group of K and column; activations as for int8
     KIND_INT4_A16 = 4,  // stored as KIND_INT4; activations bfloat16
     NUM_KINDS = 5
+};
+
+// What a function returns.
+enum Status : std::int32_t {
+    STATUS_DONE = 0,
+    STATUS_NO_MEMORY = -1,
+    STATUS_NOT_QUANTISABLE = -2,  // a weight is not finite, or its size is 2^100 or more
+    STATUS_OUT_OF_RANGE = -3      // an id or a position that its table does not have
 };
 
 enum Activation : std::int32_t { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU = 2, ACT_GELU_TANH = 3 };

@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "abi.h"
+#include "float_mode.h"
 #include "products.h"
 #include "row_kernels.h"
 #include "thread_pool.h"
@@ -73,7 +74,8 @@ struct Context {
     ~Context();
 };
 
-// One call of the C interface: it waits until no other is carried out, and notes how long it took.
+// One call of the C interface: it waits until no other is carried out, notes how long it took, and computes with the
+// usual rounding whatever the calling thread has set.
 class Turn {
   public:
     explicit Turn(Context* context) : context_(context), lock_(context->in_use), begun_(Clock::now()) {}
@@ -86,6 +88,7 @@ class Turn {
     Context* context_;
     std::lock_guard<std::mutex> lock_;
     Clock::time_point begun_;
+    FloatMode mode_;
 };
 
 }  // namespace penstock

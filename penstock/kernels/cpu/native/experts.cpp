@@ -147,7 +147,7 @@ void run_rows(Context& context, const Experts& experts, const void* x, std::int6
 
 using namespace penstock;
 
-// All experts have the same shapes. Returns -2, with nothing written, where an id is not 0 .. experts-1.
+// All experts have the same shapes. Ids that are not 0 .. experts-1 are refused before anything is written.
 PENSTOCK_EXPORT std::int32_t penstock_experts(Context* context, const PenstockWeight* gate_up,
                                               const PenstockWeight* down, std::int64_t count, const void* x,
                                               std::int32_t x_type, std::int64_t rows, std::int64_t top_k,
@@ -155,12 +155,12 @@ PENSTOCK_EXPORT std::int32_t penstock_experts(Context* context, const PenstockWe
                                               float* out) try {
     const Turn turn(context);
     const auto is_expert = [=](std::int64_t id) { return id >= 0 && id < count; };
-    if (!std::all_of(ids, ids + rows * top_k, is_expert)) return -2;
+    if (!std::all_of(ids, ids + rows * top_k, is_expert)) return STATUS_OUT_OF_RANGE;
     const Experts experts{gate_up, down, count, top_k, x_type, activation};
     for (std::int64_t row = 0; row < rows; row += ROWS_PER_PASS)
         run_rows(*context, experts, row_of(x, x_type, gate_up[0].k, row), std::min(ROWS_PER_PASS, rows - row),
                  ids + row * top_k, weights + row * top_k, out + row * down[0].n);
-    return 0;
+    return STATUS_DONE;
 } catch (...) {
-    return -1;
+    return STATUS_NO_MEMORY;
 }

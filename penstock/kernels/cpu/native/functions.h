@@ -9,10 +9,12 @@
 
 extern "C" {
 
+constexpr int MAX_ARGUMENTS = 16;
+
 // One call of a program.
 struct PenstockCall {
     std::int64_t function;
-    std::int64_t arguments[15];  // those after the context; a float as the bits of a double
+    std::int64_t arguments[MAX_ARGUMENTS];  // those after the context; a float as the bits of a double
 };
 
 std::int32_t penstock_linear(
@@ -34,12 +36,12 @@ std::int32_t penstock_add_rms_norm(
 
 std::int32_t penstock_rotary_qkv(
     penstock::Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin,
-    std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim,
+    std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim,
     const float* q_norm, const float* k_norm, float eps, void* q, void* k, void* v, std::int32_t out_type);
 
 std::int32_t penstock_embedding(
-    penstock::Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type, std::int64_t rows,
-    std::int64_t n, float* out);
+    penstock::Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type,
+    std::int64_t table_rows, std::int64_t rows, std::int64_t n, float* out);
 
 std::int32_t penstock_route(
     penstock::Context* context, const float* logits, std::int64_t rows, std::int64_t experts, std::int64_t top_k,

@@ -45,7 +45,7 @@ struct Job {
     std::int32_t type;
     std::int64_t first, end;  // rows of the weight
     std::int64_t units;       // of a staged row
-    std::atomic<bool> finite{true};
+    std::atomic<bool> quantisable{true};
 
     void pack_panel(std::int64_t panel, std::uint32_t* staged);
 
@@ -89,11 +89,11 @@ void Job::stage_float(const char* x, std::uint8_t* out) {
 }
 
 void Job::stage_int8(const char* x, std::int64_t column, std::uint8_t* out) {
-    constexpr float SMALLEST = 0x1p-100f, GREATEST = 0x1.fffffep127f;
+    constexpr float SMALLEST = 0x1p-100f;
     const int size = type == TYPE_F32 ? 4 : 2;
     const float most = kernels.abs_max(x, type, weight.k);
-    if (!(most <= GREATEST)) finite = false;
-    const bool present = most >= SMALLEST && most <= GREATEST;
+    if (!(most < TOO_GREAT)) quantisable = false;
+    const bool present = most >= SMALLEST && most < TOO_GREAT;
     weight.column_scales[column] = present ? most / 127 : 0;
     each_leaf([&](std::int64_t start, std::int64_t count, std::int64_t to) {
         if (present)
@@ -106,15 +106,15 @@ void Job::stage_int8(const char* x, std::int64_t column, std::uint8_t* out) {
 void Job::stage_int4(const char* x, std::int64_t column, std::uint8_t* out) {
     const int size = type == TYPE_F32 ? 4 : 2, group = weight.group_size;
     std::uint16_t* scales = group_scale(column);
-    bool all_finite = true;
+    bool all_fit = true;
     each_leaf([&](std::int64_t start, std::int64_t count, std::int64_t to) {
         for (std::int64_t at = 0; at < count; at += group) {
             const int length = static_cast<int>(std::min<std::int64_t>(group, count - at));
             scales[(to + at) / group * PANEL] =
-                kernels.to_int4(x + (start + at) * size, type, length, out + to + at, all_finite);
+                kernels.to_int4(x + (start + at) * size, type, length, out + to + at, all_fit);
         }
     });
-    if (!all_finite) finite = false;
+    if (!all_fit) quantisable = false;
 }
 
 // A row of the weight, or nothing, as a column of weights of zero with scales of zero.
@@ -190,7 +190,7 @@ PanelRange touched(const PenstockWeight& weight, std::int64_t first, std::int64_
 using namespace penstock;
 
 // Rows first_row .. first_row + num_rows - 1 of a weight, [num_rows, k] of a type. Each row is to be packed once.
-// Returns -1 where memory cannot be had, -2 where a weight that is to be quantised is not finite.
+// STATUS_NOT_QUANTISABLE is for quantised kinds alone.
 PENSTOCK_EXPORT std::int32_t penstock_pack_rows(
     Context* context, PenstockWeight* weight, const void* rows, std::int32_t type, std::int64_t first_row,
     std::int64_t num_rows) {
@@ -201,7 +201,7 @@ PENSTOCK_EXPORT std::int32_t penstock_pack_rows(
     try {
         for (int thread = 0; thread < context->pool.threads(); ++thread) context->per_thread[thread].take(bytes);
     } catch (...) {
-        return -1;
+        return STATUS_NO_MEMORY;
     }
     Job job{*weight, choose_kernels(context->level), static_cast<const char*>(rows), type, first_row,
             first_row + num_rows, units};
@@ -209,5 +209,5 @@ PENSTOCK_EXPORT std::int32_t penstock_pack_rows(
     context->pool.run(range.end - range.first, [&](std::int64_t item, int thread) {
         job.pack_panel(range.first + item, static_cast<std::uint32_t*>(context->per_thread[thread].take(bytes)));
     });
-    return job.finite ? 0 : -2;
+    return job.quantisable ? STATUS_DONE : STATUS_NOT_QUANTISABLE;
 }

@@ -11,6 +11,7 @@
 
 namespace penstock {
 
+constexpr float TOO_GREAT = 0x1p100f;  // a weight of this size or more is not quantised, nor one that is not finite
 constexpr int UNIT_BYTES = 4;  // what stands together of one column: 1 float, 2 bfloat16, 4 int8 or 4 nibbles
 
 // Elements of one row; all but `abs_max` read `count` of them from x, of type `type`.
@@ -22,8 +23,8 @@ struct PackKernels {
     // x * inverse, rounded, + 128.
     void (*to_int8)(const void* x, std::int32_t type, std::int64_t count, float inverse, std::uint8_t* out);
     // One group, or what a leaf has left for one: value + 8 in each byte. Returns the scale as bfloat16 bits;
-    // `finite` becomes false where a weight is not.
-    std::uint16_t (*to_int4)(const void* x, std::int32_t type, int count, std::uint8_t* out, bool& finite);
+    // `quantisable` becomes false where a weight is not.
+    std::uint16_t (*to_int4)(const void* x, std::int32_t type, int count, std::uint8_t* out, bool& quantisable);
 
     // rows [columns] of `units` units each, `stride` units apart -> out[unit][column], 32 columns apart.
     void (*weave)(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units, std::uint32_t* out);

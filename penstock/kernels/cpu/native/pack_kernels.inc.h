@@ -204,7 +204,7 @@ float best_scale(const Group& group, float abs_max, float extreme) {
     return best;
 }
 
-std::uint16_t to_int4(const void* x, std::int32_t type, int count, std::uint8_t* out, bool& finite) {
+std::uint16_t to_int4(const void* x, std::int32_t type, int count, std::uint8_t* out, bool& quantisable) {
     Group group{};
     group.count = (count + LANES - 1) / LANES * LANES;
     Ints sizes = {}, positive = {};
@@ -216,8 +216,9 @@ std::uint16_t to_int4(const void* x, std::int32_t type, int count, std::uint8_t*
     });
     const std::uint32_t most = greatest(sizes);
     float scale = 0, inverse = 0;
-    finite = finite && most < INFINITE;
-    if (const float abs_max = bits_of<float>(most); abs_max >= SMALLEST && most < INFINITE) {
+    const float abs_max = bits_of<float>(most);
+    quantisable = quantisable && abs_max < TOO_GREAT;
+    if (abs_max >= SMALLEST && abs_max < TOO_GREAT) {
         scale = best_scale(group, abs_max, greatest(positive) == most ? abs_max : -abs_max);
         inverse = 1 / scale;
     }

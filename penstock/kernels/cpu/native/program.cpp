@@ -61,5 +61,5 @@ PENSTOCK_EXPORT std::int32_t penstock_replay(
     penstock::Context* context, const PenstockCall* calls, std::int64_t count) {
     for (std::int64_t index = 0; index < count; ++index)
         if (const std::int32_t status = penstock::carry_out(context, calls[index])) return status;
-    return 0;
+    return penstock::STATUS_DONE;
 }

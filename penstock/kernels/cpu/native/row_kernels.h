@@ -39,7 +39,7 @@ struct NormArgs {
 // Splits rows of q, k and v, norms the heads of q and k where weights are given, and rotates them.
 struct RotaryArgs {
     const float* qkv;  // [.., heads + 2 kv_heads, head_dim]
-    const std::int64_t* positions;
+    const std::int64_t* positions;  // each a row of cos_sin, which the caller has checked
     const float* cos_sin;  // [positions, rotary_dim], cosines then sines; null: nothing is rotated
     std::int64_t rotary_dim;
     std::int64_t heads, kv_heads, head_dim;
@@ -54,7 +54,7 @@ struct RotaryArgs {
 
 struct EmbeddingArgs {
     const std::int64_t* ids;
-    const void* table;  // [.., n] of table_type; every id is one of its rows
+    const void* table;  // [.., n] of table_type; every id is one of its rows, which the caller has checked
     std::int32_t table_type;
     std::int64_t n;
     float* out;  // [.., n]

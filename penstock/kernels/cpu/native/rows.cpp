@@ -26,11 +26,15 @@ void over_rows(Context& context, std::int64_t rows, std::int64_t elements_per_ro
     });
 }
 
+bool all_within(const std::int64_t* numbers, std::int64_t count, std::int64_t stop) {
+    return std::all_of(numbers, numbers + count, [=](std::int64_t number) { return number >= 0 && number < stop; });
+}
+
 std::int32_t norm(Context& context, const NormArgs& args, std::int64_t rows) {
     over_rows(context, rows, args.n, [&](std::int64_t first, std::int64_t count, int) {
         context.rows.norm(args, first, count);
     });
-    return 0;
+    return STATUS_DONE;
 }
 
 }  // namespace
@@ -52,28 +56,33 @@ PENSTOCK_EXPORT std::int32_t penstock_add_rms_norm(
     return norm(*context, {x, h, x, weight, eps, n, out, out_type}, rows);
 }
 
+// Positions that the table does not have are refused before anything is written.
 PENSTOCK_EXPORT std::int32_t penstock_rotary_qkv(
-    Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin, std::int64_t rotary_dim,
+    Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin,
+    std::int64_t num_positions, std::int64_t rotary_dim,
     std::int64_t rows, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim, const float* q_norm,
     const float* k_norm, float eps, void* q, void* k, void* v, std::int32_t out_type) {
     const Turn turn(context);
+    if (cos_sin != nullptr && !all_within(positions, rows, num_positions)) return STATUS_OUT_OF_RANGE;
     const RotaryArgs args = {qkv,    positions, cos_sin, rotary_dim, heads, kv_heads, head_dim,
                              q_norm, k_norm,    eps,     q,          k,     v,        out_type};
     over_rows(*context, rows, (heads + 2 * kv_heads) * head_dim, [&](std::int64_t first, std::int64_t count, int) {
         context->rows.rotary(args, first, count);
     });
-    return 0;
+    return STATUS_DONE;
 }
 
+// Ids that the table does not have are refused before anything is written.
 PENSTOCK_EXPORT std::int32_t penstock_embedding(
-    Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type, std::int64_t rows,
-    std::int64_t n, float* out) {
+    Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type,
+    std::int64_t table_rows, std::int64_t rows, std::int64_t n, float* out) {
     const Turn turn(context);
+    if (!all_within(ids, rows, table_rows)) return STATUS_OUT_OF_RANGE;
     const EmbeddingArgs args = {ids, table, table_type, n, out};
     over_rows(*context, rows, n, [&](std::int64_t first, std::int64_t count, int) {
         context->rows.embedding(args, first, count);
     });
-    return 0;
+    return STATUS_DONE;
 }
 
 PENSTOCK_EXPORT std::int32_t penstock_route(
@@ -86,11 +95,11 @@ PENSTOCK_EXPORT std::int32_t penstock_route(
     try {
         scratch = static_cast<float*>(context->workspace.take(context->pool.threads() * row_floats * sizeof(float)));
     } catch (...) {
-        return -1;
+        return STATUS_NO_MEMORY;
     }
     // Each expert costs an exponential and its part of top_k searches.
     over_rows(*context, rows, experts * (4 + top_k), [&](std::int64_t first, std::int64_t count, int thread) {
         context->rows.route(args, first, count, scratch + thread * row_floats);
     });
-    return 0;
+    return STATUS_DONE;
 }

@@ -15,6 +15,8 @@
 #include <sys/syscall.h>
 #endif
 
+#include "float_mode.h"
+
 namespace penstock {
 
 namespace {
@@ -152,6 +154,7 @@ void ThreadPool::State::stop_helpers() {
 }
 
 void ThreadPool::State::help(int thread) {
+    const FloatMode usual;  // not what the thread that made this one happened to have
     for (std::uint32_t current = next_run(0); !stopping.load(); current = next_run(current)) work(current, thread);
 }
 
