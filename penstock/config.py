@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import validation as check
 from penstock.errors import InvalidRequestError, NotSupportedError
-from penstock.kernels.cpu.library import chosen_level
+from penstock.kernels.cpu.library import chosen_level, why_missing
 from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
 
 if TYPE_CHECKING:
@@ -243,8 +243,8 @@ def _choose_kernels(asked: str) -> tuple[str, str]:
     if level is not None:
         return "cpu", "" if asked == "cpu" else f"cpu: native kernels, level {level}"
     if asked == "cpu":
-        raise check.fail("kernels", asked, "reference: the native library is not installed (it needs a C++ compiler)")
-    return "reference", "reference (plain torch; slow): the native library is not installed (it needs a C++ compiler)"
+        raise check.fail("kernels", asked, f"reference: {why_missing()}")
+    return "reference", f"reference (plain torch; slow): {why_missing()}"
 
 
 def _resolve_scheduler(config: SchedulerConfig, model: "ModelConfig", reasons: dict[str, str]) -> SchedulerConfig:

@@ -17,6 +17,7 @@ ABI_VERSION = 3
 LEVELS = ("portable", "avx2", "avx512", "amx")
 LEVEL_VARIABLE = "PENSTOCK_CPU_LEVEL"
 MAX_LEAVES = 8
+NOT_BUILT = "the native library is not installed, because there was no C++ compiler"
 
 
 class PenstockWeight(ctypes.Structure):
@@ -151,20 +152,38 @@ def check_status(status: int) -> None:
         raise MemoryError("no memory for a native operation")
 
 
-@lru_cache(maxsize=1)
 def load_library() -> ctypes.CDLL | None:
-    """The library, or None where none was built or it is of another version."""
-    for folder in penstock.kernels.cpu.__path__:
-        path = Path(folder) / "penstock_cpu.so"
-        if path.exists():
-            library = ctypes.CDLL(str(path))
-            if library.penstock_abi_version() != ABI_VERSION:
-                return None
-            for name, (result, arguments) in SIGNATURES.items():
-                function = getattr(library, name)
-                function.restype, function.argtypes = result, arguments
-            return library
-    return None
+    """The library, or None where there is none that can be used; `why_missing` says why."""
+    found = _find_library()
+    return None if isinstance(found, str) else found
+
+
+def why_missing() -> str:
+    """What to tell a user who has no native library."""
+    found = _find_library()
+    return found if isinstance(found, str) else NOT_BUILT
+
+
+@lru_cache(maxsize=1)
+def _find_library() -> ctypes.CDLL | str:
+    """The library with its functions declared, or why there is none."""
+    files = (Path(folder) / "penstock_cpu.so" for folder in penstock.kernels.cpu.__path__)
+    path = next((file for file in files if file.exists()), None)
+    return NOT_BUILT if path is None else _open_library(path)
+
+
+def _open_library(path: Path) -> ctypes.CDLL | str:
+    try:
+        library = ctypes.CDLL(str(path))
+        version = library.penstock_abi_version()
+        if version != ABI_VERSION:
+            return f"the native library is version {version}, and {ABI_VERSION} is needed; install the package again"
+        for name, (result, arguments) in SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:  # cut short, of another machine, or something else under its name
+        return f"the native library cannot be used ({' '.join(str(error).split())}); install the package again"
+    return library
 
 
 def best_level() -> str | None:
