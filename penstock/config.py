@@ -102,10 +102,11 @@ class NumericsConfig:
     Attributes:
         dtype: type of weights and of what products read; "auto" takes the checkpoint's, float16 as bfloat16.
         quantization: how the weights are stored and multiplied (quant/scheme.py); None keeps dtype.
-        quantization_group_size: of int4 weights; None takes the default, where there are groups.
+        quantization_group_size: of int4 weights; None takes the default, where there are groups. Without a
+            quantization it is for packed weights, which know theirs.
         load_format: "dummy" makes random weights, so that a directory holding only config.json is enough.
         kernels: which backend carries out the arithmetic.
-        threads: cores that compute; None takes those the process may use.
+        threads: cores that compute; None takes those the process may use, or 1 for a small model.
         seed: of the engine; a request without a seed gets one made from it and its arrival number.
     """
 
@@ -125,16 +126,24 @@ class NumericsConfig:
         check.check_choice("kernels", self.kernels, KERNELS)
         check.check_int("threads", self.threads, 1, 1024, optional=True)
         check.check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.quantization_group_size is not None and not (self.quantization or "").startswith("int4"):
-            raise check.fail(
-                "quantization_group_size", self.quantization_group_size, "null: only int4 weights have groups"
-            )
+        if self.quantization is not None and not self.quantization.startswith("int4"):
+            self.check_no_groups()
         if self.kernels == "triton":
             raise _not_built("kernels", self.kernels)
 
+    def check_no_groups(self) -> None:
+        """For weights without groups.
+
+        Raises:
+            InvalidRequestError: a group size is given, which nothing would use.
+        """
+        if self.quantization_group_size is not None:
+            allowed = "null: only int4 weights have groups"
+            raise check.fail("quantization_group_size", self.quantization_group_size, allowed)
+
     @property
     def scheme(self) -> Scheme | None:
-        """What `quantization` and `quantization_group_size` say together."""
+        """What `quantization` and `quantization_group_size` say together; both are known then."""
         return Scheme.parse(self.quantization, self.quantization_group_size)
 
 
@@ -181,7 +190,7 @@ class EngineConfig:
         """A new config without "auto" and None (but for the cache's bytes), and why each was chosen.
 
         Raises:
-            InvalidRequestError: max_model_len is beyond what the model was made for.
+            InvalidRequestError: an option fits neither the others, nor the model or the machine.
         """
         reasons: dict[str, str] = {}
         numerics = _resolve_numerics(self.numerics, model_config, reasons)
@@ -218,6 +227,8 @@ def _resolve_numerics(config: NumericsConfig, model: "ModelConfig", reasons: dic
     kernels, reason = _choose_kernels(kernels)
     if reason:
         reasons["kernels"] = reason
+    if config.quantization is None:
+        config.check_no_groups()
     scheme = config.scheme
     if scheme is not None and scheme.group_size != config.quantization_group_size:
         reasons["quantization_group_size"] = f"{scheme.group_size}: the default"

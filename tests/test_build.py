@@ -8,7 +8,10 @@ import pytest
 
 from penstock.build import build_engine
 from penstock.config import EngineConfig
-from penstock.kernels.cpu.library import LEVEL_VARIABLE, LEVELS
+from penstock.errors import InvalidRequestError
+from penstock.kernels.cpu.library import LEVEL_VARIABLE, chosen_level
+from penstock.weights.convert import convert_model
+from tests.hf_models import make_llama
 from tests.kernels.packed import levels
 from tests.runner.test_with_engine import LLAMA
 
@@ -32,6 +35,22 @@ def test_the_fingerprint_names_what_can_change_a_bit(tmp_path: Path, monkeypatch
     assert len(words) == 13
     best = fingerprint(tmp_path, kernels="cpu", dtype="bfloat16")
     assert best in words
-    assert LEVELS[levels()[-1]] in best
+    assert f"-cpu.{chosen_level()}-" in best
     monkeypatch.setenv(LEVEL_VARIABLE, "portable")
     assert "portable" in fingerprint(tmp_path, kernels="cpu", dtype="bfloat16")
+
+
+@pytest.mark.skipif(not levels(), reason="no native library")
+def test_a_packed_directory_decides_what_was_left_open(tmp_path: Path) -> None:
+    """Guards against packed weights served in another scheme than theirs, and against a choice made without a word."""
+    _, source = make_llama(tmp_path)
+    options = {"dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 32}
+    convert_model(EngineConfig.from_options(model=str(source), **options), tmp_path / "packed")
+    built = build_engine(EngineConfig.from_options(model=str(tmp_path / "packed"), threads=1))
+    for name, value in options.items():
+        assert getattr(built.config.numerics, name) == value
+        assert built.info.choices_made[name] == f"{value}: the directory holds packed weights " + (
+            "(bfloat16, int4 in groups of 32)"
+        )
+    with pytest.raises(InvalidRequestError, match=r"^quantization: 'int8' does not fit"):
+        build_engine(EngineConfig.from_options(model=str(tmp_path / "packed"), quantization="int8"))

@@ -61,7 +61,7 @@ BAD_OPTIONS = {
     "model": ["", None, 5, [], "x" * 5000],
     "dtype": ["float16", "bf16", None, 3, [], {}],
     "quantization": ["int3", 8, "int8-x4", "INT8", ["int4"], ""],
-    "quantization_group_size": [16, 64, "32", True],
+    "quantization_group_size": [16, 48, "32", True],
     "kv_cache_dtype": ["int8", "fp8", None],
     "load_format": ["gguf", None],
     "kernels": ["cuda", "triton", None],
@@ -161,8 +161,10 @@ def test_group_sizes_belong_to_int4():
     """A group size that nothing uses is not ignored in silence."""
     for quantization in (None, "int8", "int8-x2"):
         with pytest.raises(InvalidRequestError, match=r"^quantization_group_size: 32 is not allowed") as caught:
-            EngineConfig.from_options(quantization=quantization, quantization_group_size=32)
+            resolved(quantization=quantization, quantization_group_size=32)
         assert caught.value.param == "quantization_group_size"
+    with pytest.raises(InvalidRequestError):
+        EngineConfig.from_options(quantization="int8", quantization_group_size=32)
     for quantization in ("int4", "int4-a16"):
         for size, expected in ((None, 128), (32, 32), (64, 64), (128, 128)):
             numerics = EngineConfig.from_options(quantization=quantization, quantization_group_size=size).numerics

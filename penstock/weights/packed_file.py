@@ -23,7 +23,7 @@ from penstock.kernels.ops import Ops
 from penstock.layers.linear import Linear
 from penstock.layers.weights import WeightLayer
 from penstock.quant.scheme import Scheme
-from penstock.weights.packed_info import PackedInfo, read_info, stored_alike, unfit
+from penstock.weights.packed_info import PackedInfo, check_fit, read_info
 from penstock.weights.safetensors import LENGTH_BYTES, TensorEntry, read_entries
 
 ALIGNMENT = 64
@@ -44,14 +44,7 @@ class PackedFile:
             ModelLoadError: the file is damaged.
             InvalidRequestError: it was packed for another backend, type or scheme.
         """
-        info = read_info(file)
-        if ops.name != "cpu":
-            raise unfit("kernels", ops.name, info)
-        dtype = str(ops.dtype).removeprefix("torch.")
-        if dtype != info.dtype:
-            raise unfit("dtype", dtype, info)
-        if not stored_alike(scheme, info.scheme):
-            raise unfit("quantization", scheme and scheme.name, info)
+        check_fit(read_info(file), ops.name, str(ops.dtype).removeprefix("torch."), scheme)
         self._file = file
         self._entries = {name: entry for name, entry in read_entries(file).items() if not name.startswith(FILLER)}
         self._map = _map(file)

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.config import NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.quant.scheme import Scheme
 from penstock.weights.safetensors import PACKED, read_metadata
 
@@ -70,7 +71,7 @@ def read_info(file: Path) -> PackedInfo:
     try:
         info = PackedInfo(metadata["dtype"], metadata.get("quantization"), None if size is None else int(size))
         Scheme.parse(info.quantization, info.group_size)
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, OverflowError):
         raise ModelLoadError(f"{file}: its metadata are damaged") from None
     if info.dtype not in DTYPES:
         raise ModelLoadError(f"{file}: its metadata are damaged")
@@ -80,29 +81,24 @@ def read_info(file: Path) -> PackedInfo:
 def fit(numerics: NumericsConfig, directory: Path) -> tuple[NumericsConfig, dict[str, str]]:
     """Options that were left open become what a packed directory holds, and why; others pass as they are.
 
-    The scheme may be another one if it stores weights alike: int8 weights serve int8, int8-x2 and int8-x3.
-
     Raises:
-        InvalidRequestError: an option asks for something else than the directory holds.
+        InvalidRequestError: an option asks for something else than the directory holds, or nothing here can read it.
     """
     file = find_packed(directory) if numerics.load_format == "auto" else None
     if file is None:
         return numerics, {}
+    if best_level() is None:
+        raise InvalidRequestError(
+            f"kernels: the directory's packed weights need the native ones, and {why_missing()}", param="kernels"
+        )
     info = read_info(file)
-    if numerics.kernels not in ("auto", "cpu"):
-        raise unfit("kernels", numerics.kernels, info)
-    if numerics.dtype not in ("auto", info.dtype):
-        raise unfit("dtype", numerics.dtype, info)
-    asked = numerics.quantization or info.quantization
-    group_size = numerics.quantization_group_size
-    scheme = Scheme.parse(asked, group_size or (info.group_size if (asked or "").startswith("int4") else None))
-    if not stored_alike(scheme, info.scheme):
-        same_bits = scheme is not None and info.scheme is not None and scheme.weight_bits == info.scheme.weight_bits
-        name = "quantization_group_size" if same_bits else "quantization"
-        raise unfit(name, group_size if same_bits else asked, info)
+    scheme = _asked_scheme(numerics, info)
+    kernels = "cpu" if numerics.kernels == "auto" else numerics.kernels
+    dtype = info.dtype if numerics.dtype == "auto" else numerics.dtype
+    check_fit(info, kernels, dtype, scheme)
     chosen: dict[str, Any] = {
-        "dtype": info.dtype,
-        "quantization": asked,
+        "dtype": dtype,
+        "quantization": scheme and scheme.name,
         "quantization_group_size": scheme and scheme.group_size,
     }
     reasons = {
@@ -113,15 +109,38 @@ def fit(numerics: NumericsConfig, directory: Path) -> tuple[NumericsConfig, dict
     return replace(numerics, **chosen), reasons
 
 
-def stored_alike(one: Scheme | None, other: Scheme | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return (one.weight_bits, one.group_size) == (other.weight_bits, other.group_size)
+def check_fit(info: PackedInfo, kernels: str, dtype: str, scheme: Scheme | None) -> None:
+    """Whether packed weights can be computed with like this.
+
+    The scheme may be another one if it stores weights alike: int8 weights serve int8, int8-x2 and int8-x3.
+
+    Raises:
+        InvalidRequestError: they cannot; it names the option.
+    """
+    if kernels != "cpu":
+        raise InvalidRequestError(
+            f"kernels: {kernels!r} cannot read packed weights; use cpu, or the checkpoint they were made of",
+            param="kernels",
+        )
+    if dtype != info.dtype:
+        raise _unfit("dtype", dtype, info)
+    held = info.scheme
+    if (scheme and scheme.weight_bits) != (held and held.weight_bits):
+        raise _unfit("quantization", scheme and scheme.name, info)
+    if (scheme and scheme.group_size) != (held and held.group_size):
+        raise _unfit("quantization_group_size", scheme and scheme.group_size, info)
 
 
-def unfit(name: str, value: object, info: PackedInfo) -> InvalidRequestError:
-    if name == "kernels":
-        text = f"kernels: {value!r} cannot read packed weights; use cpu, or the checkpoint they were made of"
-    else:
-        text = f"{name}: {value!r} does not fit the directory's packed weights ({info}); convert the checkpoint for it"
+def _asked_scheme(numerics: NumericsConfig, info: PackedInfo) -> Scheme | None:
+    """What the options and, where they are open, the directory say together."""
+    name, group_size = numerics.quantization or info.quantization, numerics.quantization_group_size
+    if (name or "").startswith("int4"):
+        return Scheme.parse(name, group_size or info.group_size)
+    if group_size is not None:
+        raise _unfit("quantization_group_size", group_size, info)
+    return Scheme.parse(name)
+
+
+def _unfit(name: str, value: object, info: PackedInfo) -> InvalidRequestError:
+    text = f"{name}: {value!r} does not fit the directory's packed weights ({info}); convert the checkpoint for it"
     return InvalidRequestError(text, param=name)

@@ -138,6 +138,38 @@ def test_open_options_become_what_the_directory_holds(int8_directory: Path, tmp_
         fit(NumericsConfig(quantization="int4", quantization_group_size=32), tmp_path / "int4")
 
 
+def test_a_group_size_alone_is_held_against_the_directory(int8_directory: Path, tmp_path: Path) -> None:
+    """Guards against refusing what the directory holds, and against a size that is ignored or leads to a traceback."""
+    _, source = make_llama(tmp_path / "other")
+    convert(source, tmp_path / "int4", quantization="int4", quantization_group_size=32)
+    numerics, reasons = fit(NumericsConfig(quantization_group_size=32), tmp_path / "int4")
+    assert (numerics.quantization, numerics.quantization_group_size) == ("int4", 32)
+    assert set(reasons) == {"dtype", "quantization"}
+    convert(source, tmp_path / "plain")
+    for directory, size in ((tmp_path / "int4", 64), (int8_directory, 32), (tmp_path / "plain", 32)):
+        with pytest.raises(InvalidRequestError, match=rf"^quantization_group_size: {size} does not fit .*packed"):
+            fit(NumericsConfig(quantization_group_size=size), directory)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "cpu"])
+def test_packed_weights_without_native_kernels_are_refused(
+    kernels: str, int8_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against "use cpu" where there is none, and against a word about the reference, which nobody asked for."""
+    monkeypatch.setattr("penstock.weights.packed_info.best_level", lambda: None)
+    monkeypatch.setattr("penstock.weights.packed_info.why_missing", lambda: "there was no C++ compiler")
+    with pytest.raises(InvalidRequestError, match=r"^kernels: .*packed weights need .*no C\+\+ compiler$") as caught:
+        fit(NumericsConfig(kernels=kernels), int8_directory)
+    assert caught.value.param == "kernels"
+    assert fit(NumericsConfig(load_format="dummy"), int8_directory) == (NumericsConfig(load_format="dummy"), {})
+
+
+def test_random_weights_do_not_care_what_is_packed(int8_directory: Path) -> None:
+    """Guards against load_format=dummy that is held against a file which it never reads."""
+    numerics = NumericsConfig(load_format="dummy", dtype="float32", kernels="reference")
+    assert fit(numerics, int8_directory) == (numerics, {})
+
+
 def test_other_readers_refuse_packed_weights(int8_directory: Path, tmp_path: Path) -> None:
     """Guards against a traceback, or bytes taken for something else, below the engine's own check."""
     config = ModelConfig.from_directory(int8_directory)
@@ -166,6 +198,7 @@ def damage_header(file: Path, old: str, new: str) -> None:
         ('"version":"1"', '"version":"9"', "version 9.*convert the checkpoint once more"),
         ('"format":"penstock-packed"', '"format":"penstock-pickle"', "holds no packed weights"),
         ('"quantization":"int8"', '"quantization":"int7"', "metadata are damaged"),
+        ('"quantization":"int8"', '"group_size"  : 1e999', "metadata are damaged"),
         ("model.layers.0.mlp.down_proj.values", "model.layers.0.mlp.down_proj.volume", "down_proj does not fit"),
         ("model.layers.1.mlp.", "model.layers.9.mlp.", "does not fit config.json in model.layers"),
     ],
