@@ -73,7 +73,8 @@ def add_weight_options(group: Any) -> None:
     _add_choice(group, "--quantization", QUANTIZATIONS[1:], "how weights are stored and multiplied")
     group.add_argument("--quantization-group-size", type=int, default=UNSET, metavar="N", help="32, 64 or 128")
     _add_choice(group, "--load-format", LOAD_FORMATS, "dummy: random weights, only config.json is needed")
-    group.add_argument("--threads", type=int, default=UNSET, metavar="N", help="cores that compute (default: all)")
+    help_text = "cores that compute (default: all, or 1 for a small model)"
+    group.add_argument("--threads", type=int, default=UNSET, metavar="N", help=help_text)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
