@@ -22,7 +22,7 @@ from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter
-from penstock.quant.scheme import Scheme
+from penstock.quant.scheme import Scheme, scheme_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,7 @@ class LayerFactory:
     def _linear_spec(self, name: str) -> LinearSpec:
         weight = self._find(name)
         bias = f"{self.prefix}{name}.bias" in self.parameters
-        return LinearSpec(weight.shape, bias, weight.leaf_ends, self._scheme_of(weight))
-
-    def _scheme_of(self, weight: Parameter) -> Scheme | None:
-        """How this weight is quantised: its line of the table says whether, and how finely at least."""
-        if self.scheme is None or not weight.quant:
-            return None
-        return self.scheme.at_finest(8) if weight.quant == "int8" else self.scheme
+        return LinearSpec(weight.shape, bias, weight.leaf_ends, scheme_of(weight.quant, self.scheme))
 
     def _find(self, name: str) -> Parameter:
         full = f"{self.prefix}{name}.weight"

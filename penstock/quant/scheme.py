@@ -55,9 +55,12 @@ class Scheme:
             raise ValueError(f"no groups of {size}; there are {', '.join(map(str, GROUP_SIZES))}")
         return cls(quantization, 4, size, SLICES[quantization])
 
-    def at_finest(self, bits: int) -> "Scheme":
-        """This scheme for a weight that must keep at least so many bits; its activations stay about as exact."""
-        if self.weight_bits >= bits:
-            return self
-        name = "int8" if self.slices else "int8-x2"
-        return Scheme(name, 8, None, SLICES[name])
+
+def scheme_of(quant: bool | str, asked: Scheme | None) -> Scheme | None:
+    """How one weight is stored where `asked` is the model's scheme: `quant`, from its line of the parameter table, is
+    whether it may be quantised, and "int8" where it must keep 8 bits; its activations stay about as exact."""
+    if asked is None or not quant:
+        return None
+    if quant != "int8" or asked.weight_bits >= 8:
+        return asked
+    return Scheme.parse("int8" if asked.slices else "int8-x2")
