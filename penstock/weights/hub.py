@@ -1,5 +1,6 @@
 """Where a model's files are: the bundled demo, a directory, or a name on the Hugging Face hub."""
 
+import os
 from pathlib import Path
 
 from penstock.errors import ModelLoadError
@@ -18,7 +19,7 @@ def resolve_model(name: str) -> Path:
         from penstock.demo import MODEL_DIR
 
         return MODEL_DIR
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # which leaves ~ of a user who does not exist
     if path.is_dir():
         return path
     if path.exists():
@@ -39,4 +40,5 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelLoadError(f"model: there is no directory {shown(name)}, and the hub says: {error}") from None
+        said = " ".join(str(error).split())  # in one line
+        raise ModelLoadError(f"model: there is no directory {shown(name)}, and the hub says: {said}") from None
