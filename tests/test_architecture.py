@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "async_llm": {"client", "engine", "tokenizer"},
     "server": {"client", "engine", "tokenizer"},
     "bench": {"build", "client", "engine", "kernels", "layers", "llm", "models", "planner", "quant"},
-    "cli": {"async_llm", "bench", "client", "engine", "kernels", "llm", "server", "weights"},
+    "cli": {"async_llm", "bench", "client", "engine", "kernels", "llm", "planner", "server", "weights"},
     "demo": set(),
     "__init__": {"llm", "async_llm", "models"},
     "__main__": {"cli"},

@@ -26,6 +26,12 @@ def take_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def take_termination() -> None:
+    """From now on SIGTERM raises SystemExit with the code that the shell gives it, so that `finally` is kept."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def tell_choices(info: "ModelInfo") -> None:
     """What was chosen automatically, and why."""
     tell(f"penstock: {info.model}, {info.dtype}, {info.system_fingerprint}")

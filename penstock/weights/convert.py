@@ -1,30 +1,37 @@
 """Conversion: a checkpoint, or random weights, become a directory of packed weights that loads by a map.
 
-Layer by layer: one is packed as the loader packs it, written, and forgotten. The directory becomes a model with its
-last file, config.json, and that file gets its name when everything else is on the disk: whatever interrupts a
-conversion, nobody takes the rest for a model.
+Layer by layer: one is packed as the loader packs it, written, and forgotten. config.json is the last file: the
+directory is a model when everything else is there (weights/destination.py).
 """
 
 import os
-import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor, nn
 
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
-from penstock.kernels.cpu.library import best_level
-from penstock.kernels.ops import Ops
+from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.layers.linear import Linear
 from penstock.layers.weights import WeightLayer
 from penstock.model_config import ModelConfig
-from penstock.quant.scheme import Scheme
+from penstock.models.param_table import Parameter
+from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
-from penstock.weights.loader import empty_model, fill_layer, open_source, read_parameters, weight_layers
+from penstock.weights.loader import (
+    ParameterSource,
+    check_memory,
+    empty_model,
+    fill_layer,
+    open_source,
+    read_parameters,
+    stored_bytes,
+    weight_layers,
+)
 from penstock.weights.packed_file import PackedWriter
 from penstock.weights.packed_info import PackedInfo, find_packed
 from penstock.weights.safetensors import PACKED
@@ -32,98 +39,84 @@ from penstock.weights.safetensors import PACKED
 CONFIG = "config.json"
 COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
           "merges.txt", "chat_template*", "*.jinja")  # fmt: skip
-Progress = Callable[[int, int], None]  # what is done, and all there is
-UNFINISHED = ".unfinished"  # the end of a file's name while it is written
+Progress = Callable[[int, int], None]  # called with the layers that are done, and all there are
 
 
-def convert_model(config: EngineConfig, destination: Path, progress: Progress = lambda done, total: None) -> int:
+def convert_model(
+    config: EngineConfig,
+    destination: Path,
+    progress: Progress = lambda done, total: None,
+    *,
+    free_memory: Callable[[], int] | None = None,
+) -> int:
     """Write the packed form of the model that a config names, in its dtype and scheme. Returns the weights' bytes.
 
-    Raises:
-        InvalidRequestError: there are no native kernels; or as `convert`.
-        ModelLoadError: as `convert`.
-    """
-    if best_level() is None:
-        raise InvalidRequestError("convert: packed weights are for the native library, which is not installed here")
-    directory = resolve_model(config.model)
-    model_config = ModelConfig.from_directory(directory)
-    numerics = config.resolve(model_config).numerics
-    ops = load_ops("cpu", getattr(torch, numerics.dtype), threads=numerics.threads or 1)
-    return convert(
-        directory,
-        destination,
-        model_config,
-        ops,
-        scheme=numerics.scheme,
-        load_format=numerics.load_format,
-        progress=progress,
-    )
-
-
-def convert(
-    source: Path,
-    destination: Path,
-    model_config: ModelConfig,
-    ops: Ops,
-    *,
-    scheme: Scheme | None,
-    load_format: str = "auto",
-    progress: Progress = lambda done, total: None,
-) -> int:
-    """Write the packed form of a model directory. Returns the bytes of its weights.
-
-    destination: does not exist, or is empty.
-    progress: called with the layers that are done, and all there are.
+    destination: does not exist, or is empty but for what a killed conversion has left.
+    free_memory: bytes that may be taken; a model with a greater layer is refused. None checks nothing.
 
     Raises:
-        InvalidRequestError: the destination is not empty, or the source is packed already.
+        InvalidRequestError: there are no native kernels, the source is packed already, or the destination is not empty
+            or has no room.
         ModelLoadError: the checkpoint cannot be loaded, or the destination cannot be written.
     """
-    if find_packed(source) is not None and load_format == "auto":
+    if best_level() is None:
+        raise InvalidRequestError(f"convert: packed weights are for the native kernels, and {why_missing()}")
+    source = resolve_model(config.model)
+    model_config = ModelConfig.from_directory(source)
+    numerics = config.resolve(model_config).numerics
+    if find_packed(source) is not None and numerics.load_format == "auto":
         raise InvalidRequestError(
             f"src: {str(source)!r} holds packed weights already; give the checkpoint they were made of", param="src"
         )
-    rows = open_source(source, model_config, load_format)
-    parameters = read_parameters(model_config)
-    model = empty_model(model_config, ops, scheme=scheme, max_model_len=1)
-    info = PackedInfo(
-        dtype=str(ops.dtype).removeprefix("torch."),
-        quantization=scheme.name if scheme else None,
-        group_size=scheme.group_size if scheme else None,
-    )
-    created = _make_empty(destination)
-    try:
-        layers = dict(weight_layers(model))
-        with (destination / (PACKED + UNFINISHED)).open("xb") as stream:
-            writer = PackedWriter(stream, info, len(layers))
-            for done, (prefix, layer) in enumerate(layers.items()):
-                progress(done, len(layers))
-                fill_layer(prefix, layer, parameters, rows)
-                writer.write(prefix, _take_state(layer))
-            writer.finish()
-            size = stream.seek(0, os.SEEK_END)
-        _name(destination / PACKED)
-        _copy_companions(source, destination)
-    except BaseException as error:
-        _remove(destination, itself=created)
-        if isinstance(error, OSError):
-            raise ModelLoadError(f"{destination}: cannot be written: {error.strerror or error}") from None
-        raise
+    packing = _Packing(model_config, numerics, open_source(source, model_config, numerics.load_format))
+    packing.check_memory(free_memory)
+    with Destination(destination) as directory:
+        directory.require(packing.num_bytes)
+        with directory.file(PACKED) as stream:
+            size = packing.write(stream, progress)
+        for file in _companions(source):
+            _copy(file, directory)
     return size
 
 
-def _make_empty(destination: Path) -> bool:
-    """Make sure that there is a directory with nothing in it. Returns whether it was made here."""
-    try:
-        if destination.is_dir():
-            if any(destination.iterdir()):
-                raise InvalidRequestError(f"dst: {str(destination)!r} is not empty", param="dst")
-            return False
-        destination.mkdir(parents=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise InvalidRequestError(f"dst: {str(destination)!r} cannot be made: {reason}", param="dst") from None
-    return True
+class _Packing:
+    """A model's layers on their way into a file."""
+
+    def __init__(self, model_config: ModelConfig, numerics: NumericsConfig, rows: ParameterSource) -> None:
+        self._rows = rows
+        self._scheme = numerics.scheme
+        self._ops = load_ops("cpu", getattr(torch, numerics.dtype), threads=numerics.threads or 1)
+        self._parameters: Mapping[str, Parameter] = read_parameters(model_config)
+        model = empty_model(model_config, self._ops, scheme=self._scheme, max_model_len=1)
+        self._layers = dict(weight_layers(model))
+        self._info = PackedInfo(
+            numerics.dtype, numerics.quantization, None if self._scheme is None else self._scheme.group_size
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights together, about."""
+        return stored_bytes(self._parameters.values(), self._ops, self._scheme)
+
+    def check_memory(self, free_memory: Callable[[], int] | None) -> None:
+        """One layer at a time has to fit.
+
+        Raises:
+            ModelLoadError: the greatest does not.
+        """
+        if free_memory is not None:
+            greatest = max(stored_bytes([item], self._ops, self._scheme) for item in self._parameters.values())
+            check_memory({"weights of the greatest layer": greatest}, free_memory())
+
+    def write(self, stream: BinaryIO, progress: Progress) -> int:
+        """Pack every layer and write it. Returns the bytes of the file."""
+        writer = PackedWriter(stream, self._info, len(self._layers))
+        for done, (prefix, layer) in enumerate(self._layers.items()):
+            progress(done, len(self._layers))
+            fill_layer(prefix, layer, self._parameters, self._rows)
+            writer.write(prefix, _take_state(layer))
+        writer.finish()
+        return stream.seek(0, os.SEEK_END)
 
 
 def _take_state(layer: WeightLayer) -> dict[str, Tensor]:
@@ -138,30 +131,16 @@ def _take_state(layer: WeightLayer) -> dict[str, Tensor]:
     return {name: value.data for name, value in state.items()}
 
 
-def _copy_companions(source: Path, destination: Path) -> None:
+def _companions(source: Path) -> list[Path]:
     """Tokenizer, chat template and defaults; config.json at the very end."""
     files = {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
-    for file in [*sorted(files), source / CONFIG]:
-        unfinished = destination / (file.name + UNFINISHED)
-        shutil.copyfile(file, unfinished)
-        with unfinished.open("rb") as stream:
-            os.fsync(stream.fileno())
-        _name(destination / file.name)
+    return [*sorted(files), source / CONFIG]
 
 
-def _name(file: Path) -> None:
-    """Give a file that is complete its name, for good."""
-    file.with_name(file.name + UNFINISHED).rename(file)
-    folder = os.open(file.parent, os.O_RDONLY)
+def _copy(file: Path, directory: Destination) -> None:
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _remove(destination: Path, *, itself: bool) -> None:
-    with suppress(OSError):
-        for file in destination.iterdir():
-            file.unlink()
-        if itself:
-            destination.rmdir()
+        content = file.read_bytes()
+    except OSError as error:
+        raise ModelLoadError(f"{file}: cannot be read: {error.strerror or error}") from None
+    with directory.file(file.name) as stream:
+        stream.write(content)

@@ -21,7 +21,7 @@ from penstock.layers.weights import WeightLayer
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter, ParamTable
 from penstock.models.registry import CausalLM, lookup
-from penstock.quant.scheme import Scheme
+from penstock.quant.scheme import Scheme, scheme_of
 from penstock.validation import check_choice
 from penstock.weights.packed_file import PackedFile
 from penstock.weights.packed_info import find_packed
@@ -85,15 +85,6 @@ class DummySource:
         return DummyRows(parameter.tied_to or parameter.name, parameter.shape)
 
 
-def available_bytes() -> int:
-    """Memory that the machine could still give; an endless amount where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 2**62
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 2**62)
-
-
 def load_model(
     directory: str | Path,
     model_config: ModelConfig,
@@ -102,7 +93,7 @@ def load_model(
     *,
     scheme: Scheme | None = None,
     max_model_len: int | None = None,
-    free_memory: Callable[[], int] = available_bytes,
+    free_memory: Callable[[], int] | None = None,
 ) -> CausalLM:
     """The model of a directory, ready to compute.
 
@@ -111,6 +102,7 @@ def load_model(
     scheme: how to quantise; None keeps the backend's type. What is packed already has to fit (packed_info.fit).
     max_model_len: positions that will be asked for; None takes the model's max_position_embeddings.
     free_memory: bytes that the weights may take; a model that needs more is refused before anything is allocated.
+        None checks nothing.
 
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture, or the model the memory, and how.
@@ -118,10 +110,12 @@ def load_model(
     """
     check_choice("load_format", load_format, ("auto", "dummy"))
     packed = find_packed(Path(directory)) if load_format == "auto" else None
-    weights = [] if packed is not None else read_parameters(model_config).values()  # mapped ones need no memory
-    positions = max_model_len or model_config.max_position_embeddings
-    if ops.device.type == "cpu":  # what another device has is not known here
-        _check_memory(stored_bytes(weights, ops, scheme), positions * model_config.head_dim, free_memory())
+    if free_memory is not None and ops.device.type == "cpu":  # what another device has is not known here
+        weights = [] if packed is not None else read_parameters(model_config).values()  # mapped ones need no memory
+        positions = max_model_len or model_config.max_position_embeddings
+        rotary = ROTARY_BYTES * positions * model_config.head_dim  # these are made before there are weights
+        needs = {"weights": stored_bytes(weights, ops, scheme), "rotary tables of all positions": rotary}
+        check_memory(needs, free_memory())
     source = None if packed is not None else open_source(directory, model_config, load_format)
     model = empty_model(model_config, ops, scheme=scheme, max_model_len=max_model_len)
     if packed is not None:
@@ -203,15 +197,18 @@ def _bits(parameter: Parameter, ops: Ops, scheme: Scheme | None) -> int:
     """Bits that an element takes, rounded up."""
     if ops.name == "reference":
         return 8 * REFERENCE_BYTES
-    if scheme is None or not parameter.quant:
+    scheme = scheme_of(parameter.quant, scheme)
+    if scheme is None:
         return 8 * ops.dtype.itemsize
-    scheme = scheme.at_finest(8) if parameter.quant == "int8" else scheme
     return scheme.weight_bits + (-(-GROUP_SCALE_BITS // scheme.group_size) if scheme.group_size else 0)
 
 
-def _check_memory(weight_bytes: int, rotary_elements: int, free: int) -> None:
-    """The rotary tables are made before there are weights."""
-    needs = {"weights": weight_bytes, "rotary tables of all positions": ROTARY_BYTES * rotary_elements}
+def check_memory(needs: Mapping[str, int], free: int) -> None:
+    """Refuse what cannot be had.
+
+    Raises:
+        ModelLoadError: one of the needs, bytes by what they are for, is more than what is free.
+    """
     for what, needed in needs.items():
         if needed > free:
             raise ModelLoadError(

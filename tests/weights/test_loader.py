@@ -8,7 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.build import build_engine
+from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
+from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
 from penstock.model_config import ModelConfig
 from penstock.quant.scheme import Scheme
@@ -16,6 +19,7 @@ from penstock.weights import loader
 from penstock.weights.loader import load_model
 from penstock.weights.safetensors import SINGLE, Checkpoint, FileRows
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, make_qwen3, random_ids
+from tests.kernels.packed import levels
 from tests.paged import PagedModel
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -157,7 +161,7 @@ def test_dummy_weights_need_only_a_config_and_are_always_the_same(tmp_path: Path
 )
 def test_a_model_beyond_the_memory_is_refused(change: dict[str, int], named: str, tmp_path: Path) -> None:
     """Guards against torch's RuntimeError out of a config.json that asks for terabytes: nothing is allocated, and both
-    numbers are named. What is free is really asked for."""
+    numbers are named. The engine asks for what is really free."""
     _, directory = make_llama(tmp_path)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | change))
@@ -165,7 +169,7 @@ def test_a_model_beyond_the_memory_is_refused(change: dict[str, int], named: str
         load(directory, load_format="dummy", free_memory=lambda: 2**20)
     (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 2**20, "hidden_size": 2**20}))
     with pytest.raises(ModelLoadError, match=r"weights need .* MiB.*only .* MiB are free"):
-        load(directory, load_format="dummy")
+        build_engine(EngineConfig.from_options(model=str(directory), load_format="dummy"))
 
 
 def test_memory_is_counted_to_the_byte(tmp_path: Path) -> None:
@@ -181,6 +185,23 @@ def test_memory_is_counted_to_the_byte(tmp_path: Path) -> None:
         load(directory, load_format="dummy", max_model_len=16, free_memory=lambda: needed - 1)
     with pytest.raises(ModelLoadError, match="rotary tables"):
         load(directory, load_format="dummy", max_model_len=2**24, free_memory=lambda: 2**30)
+
+
+@pytest.mark.skipif(not levels(), reason="no native library")
+def test_a_head_counts_as_the_int8_that_it_is(tmp_path: Path) -> None:
+    """Guards against the head of an int4 model counted in 4 bits: what is counted is what is packed, to the byte where
+    no panel has to be filled up."""
+    _, directory = make_llama(tmp_path, vocab_size=256, hidden_size=512, intermediate_size=1024, num_attention_heads=8)
+    config, ops = ModelConfig.from_directory(directory), load_ops("cpu", torch.bfloat16)
+    for name, bits in (("int4", 5), ("int4-a16", 5), ("int8", 8)):
+        scheme = Scheme.parse(name, 64 if name.startswith("int4") else None)
+        parameters = loader.read_parameters(config)
+        assert 8 * loader.stored_bytes([parameters["lm_head.weight"]], ops, scheme) == 8 * 256 * 512
+        layer = "model.layers.0.mlp.gate_up_proj.weight"
+        assert 8 * loader.stored_bytes([parameters[layer]], ops, scheme) == bits * 2048 * 512
+        model = load_model(directory, config, ops, scheme=scheme)
+        scales = 4 * 256
+        assert model.lm_head.packed.num_bytes == 256 * 512 + scales
 
 
 def test_rotary_tables_end_where_they_are_needed(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
 from penstock.model_config import ModelConfig
 from penstock.quant.scheme import Scheme
-from penstock.weights import convert as converting
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model, weight_layers
 from penstock.weights.packed_info import fit, read_info
@@ -225,55 +224,6 @@ def test_another_models_config_is_refused(int8_directory: Path) -> None:
     (int8_directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 4096}))
     with pytest.raises(ModelLoadError, match=r"does not fit config.json"):
         load(int8_directory, scheme=Scheme.parse("int8"))
-
-
-def test_a_destination_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
-    """Guards against overwriting somebody's files; an empty directory is fine."""
-    _, source = make_llama(tmp_path / "source")
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "mine").write_text("mine")
-    with pytest.raises(InvalidRequestError, match="not empty"):
-        convert(source, target)
-    assert [file.name for file in target.iterdir()] == ["mine"]
-    (target / "mine").unlink()
-    convert(source, target)
-    load(target, torch.float32)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidRequestError, match="cannot be made"):
-        convert(source, tmp_path / "file")
-
-
-def test_an_interrupted_conversion_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against half a model under a whole one's name: nothing is left, and what a killed process leaves has no
-    config.json."""
-    _, source = make_llama(tmp_path / "source")
-    target = tmp_path / "target"
-    seen: list[set[str]] = []
-
-    def interrupt(*_: Any) -> None:
-        seen.append({file.name for file in target.iterdir()})
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(converting, "_copy_companions", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, target)
-    assert seen == [{PACKED}]
-    assert not target.exists()
-    monkeypatch.setattr(converting, "fill_layer", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        convert(source, target)
-    assert seen[1] == {PACKED + converting.UNFINISHED}
-
-
-def test_a_checkpoint_that_cannot_be_packed_leaves_nothing(tmp_path: Path) -> None:
-    """Guards against an empty directory after an error, which would look like a result."""
-    _, source = make_llama(tmp_path / "source")
-    shutil.copytree(source, tmp_path / "broken")
-    (tmp_path / "broken" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelLoadError, match="cut short"):
-        convert(tmp_path / "broken", tmp_path / "target")
-    assert not (tmp_path / "target").exists()
 
 
 def test_dummy_weights_can_be_packed(tmp_path: Path) -> None:
