@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.kernels.ops import RowSource
 
 PIECE_BYTES = 2**24  # what is read at once of a tensor that has to be converted
-OWN_PAGES = 2**18  # bytes of rows from which they are kept apart from the heap
+OWN_PAGES = 2**18  # bytes of rows from which they are kept apart from the heap; far fewer than a huge page has
 DUMMY_BLOCK = 2**16  # elements that come from one random stream
 
 
