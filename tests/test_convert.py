@@ -36,6 +36,15 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+FULL = """
+import sys
+from penstock.cli.main import main
+from penstock.planner import memory
+memory.free_memory_bytes = lambda: 1000
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("source"))[1]
@@ -210,6 +219,10 @@ def test_what_does_not_fit_is_refused_before_it_is_written(
     with pytest.raises(InvalidRequestError, match=r"MiB free; the weights need") as caught, Destination(target) as made:
         made.require(2**60)
     assert caught.value.param == "dst"
+    command = [sys.executable, "-c", FULL, "convert", str(source), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "greatest layer need" in done.stderr
     assert not target.exists()
     asked = []
     monkeypatch.setattr(Destination, "require", lambda self, num_bytes: asked.append(num_bytes))

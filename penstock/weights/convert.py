@@ -60,7 +60,7 @@ def convert_model(
         ModelLoadError: the checkpoint cannot be loaded, or the destination cannot be written.
     """
     if best_level() is None:
-        raise InvalidRequestError(f"convert: packed weights are for the native kernels, and {why_missing()}")
+        raise InvalidRequestError(f"convert: packed weights are for the native kernels; {why_missing()}")
     source = resolve_model(config.model)
     model_config = ModelConfig.from_directory(source)
     numerics = config.resolve(model_config).numerics

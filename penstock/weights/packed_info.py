@@ -89,7 +89,7 @@ def fit(numerics: NumericsConfig, directory: Path) -> tuple[NumericsConfig, dict
         return numerics, {}
     if best_level() is None:
         raise InvalidRequestError(
-            f"kernels: the directory's packed weights need the native ones, and {why_missing()}", param="kernels"
+            f"kernels: the directory's packed weights need the native kernels; {why_missing()}", param="kernels"
         )
     info = read_info(file)
     scheme = _asked_scheme(numerics, info)
