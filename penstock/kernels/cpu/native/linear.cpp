@@ -18,6 +18,9 @@ constexpr std::int64_t ITEM_BYTES = 128 << 10;
 // Tiles in one call of a micro-kernel: a leaf of a panel is read once from memory, then so many times from the L2.
 constexpr std::int64_t TILES_PER_CALL = 8;
 
+// Operand rows of so many tiles that take long enough to read their weights from memory, even for them alone.
+constexpr std::int64_t REREAD_ROWS = 256;
+
 // Operand tiles of one pass over the weight. They are read again for every panel, so they should stay in the L3.
 constexpr std::int64_t OPERANDS_PER_PASS = 8 << 20;
 
@@ -173,9 +176,13 @@ void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t ti
     }
 }
 
-// Items of one plan go through the groups of tiles first, so that a thread meets the same panels again.
+// Items of one plan go through the groups of tiles first, so that a thread meets the same panels again; or, where the
+// groups are large, through the panels, so that it meets the same operands again.
 void do_item(const RowKernels& kernels, const Plan& plan, std::int64_t item, float* memory) {
-    const std::int64_t panel = item / plan.tile_groups * plan.item_panels, group = item % plan.tile_groups;
+    const std::int64_t ranges = divide_up(plan.product.weight->panels, plan.item_panels);
+    const bool large = plan.kernel->tile_rows * TILES_PER_CALL >= REREAD_ROWS;
+    const std::int64_t group = large ? item / ranges : item % plan.tile_groups;
+    const std::int64_t panel = (large ? item % ranges : item / plan.tile_groups) * plan.item_panels;
     const Panels panels{panel, std::min(panel + plan.item_panels, plan.product.weight->panels)};
     const std::int64_t begin = plan.full_tiles * group / plan.tile_groups;
     const std::int64_t end = plan.full_tiles * (group + 1) / plan.tile_groups;
