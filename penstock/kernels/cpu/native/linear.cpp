@@ -153,6 +153,16 @@ struct Panels {
     std::int64_t begin, end;
 };
 
+// Whether sums are the results as they are, so that the micro-kernel can write them where they belong: no scales, bias
+// or gate, float32, and whole cache lines in every row, also of the last panel.
+bool sums_are_results(const Plan& plan) {
+    const Product& product = plan.product;
+    const PenstockWeight& weight = *product.weight;
+    return plan.kernel->strided && product.out_type == TYPE_F32 && weight.column_scales == nullptr &&
+           weight.bias == nullptr && weight.gated == 0 && weight.n == weight.panels * PANEL &&
+           reinterpret_cast<std::uintptr_t>(product.out) % 64 == 0;
+}
+
 // Tiles of `rows` rows each with some panels, as many panels at a time as the micro-kernel likes. memory: one thread's.
 void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t tile, std::int64_t tiles, int rows,
                     Panels panels, float* memory) {
@@ -166,13 +176,17 @@ void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t ti
     args.scales_stride = plan.scales_stride;
     args.sums = plan.sums + tile * plan.sums_stride;
     args.sums_stride = plan.sums_stride;
-    args.out = memory;
+    args.partial = memory;
     args.tree = memory + OUT_FLOATS;
-    const std::int64_t together = plan.max_panels(rows);
+    const std::int64_t together = plan.max_panels(rows), first_row = tile * plan.tile_rows;
+    const bool direct = sums_are_results(plan);
     for (args.first_panel = panels.begin; args.first_panel < panels.end; args.first_panel += together) {
         args.panels = static_cast<int>(std::min(together, panels.end - args.first_panel));
+        args.out_stride = direct ? plan.product.weight->n : args.panels * PANEL;
+        args.out = direct ? static_cast<float*>(plan.product.out) + first_row * args.out_stride + args.first_panel * PANEL
+                          : args.partial;
         plan.kernel->multiply(args);
-        finish_rows(kernels, plan, args, tile * plan.tile_rows);
+        if (!direct) finish_rows(kernels, plan, args, first_row);
     }
 }
 

@@ -50,7 +50,7 @@ void load_config(int operand_rows) {
 struct Leaf {
     const void* sums;            // float or int32 [operand rows][width]
     int rows;
-    std::int64_t width;          // columns of a row in sums, tree and to
+    std::int64_t width;          // columns of a row in sums and tree
     std::int64_t first_column;   // those to finish,
     std::int64_t last_column;    // and the one behind them
     int slices;                  // int8 only, as are
@@ -59,7 +59,8 @@ struct Leaf {
     const float* tree;           // where earlier leaves wait,
     std::int64_t tree_stride;    // from one level to the next, and
     unsigned levels;             // which of them to add
-    float* to;                   // [rows][width], perhaps `sums` itself
+    float* to;                   // perhaps `sums` itself,
+    std::int64_t to_row;         // from one row to the next
 };
 
 struct Bf16 {
@@ -155,14 +156,16 @@ struct Piece {
     const char* ahead;         // weights to fetch meanwhile, and
     std::int64_t ahead_step;   // how many bytes of them at every step
     bool continues;            // the piece before, whose sums are at `sums`
-    char* sums;                // four bytes each
+    const char* sums;          // four bytes each
     std::int64_t sums_row;     // bytes from one row to the next
+    char* to;                  // where the sums go, perhaps `sums` itself, and
+    std::int64_t to_row;       // likewise
 };
 
-// Where the sums of tiles 2 and 3 begin.
+// Bytes from the sums of tiles 0 and 1 to those of tiles 2 and 3.
 template <Form FORM>
-inline char* second_sums(const Piece& piece) {
-    return piece.sums + (FORM == Form::TALL ? AMX_ROWS * piece.sums_row : 2 * AMX_BYTES);
+inline std::int64_t to_second(std::int64_t row) {
+    return FORM == Form::TALL ? AMX_ROWS * row : 2 * AMX_BYTES;
 }
 
 template <Form FORM>
@@ -174,7 +177,7 @@ inline void begin_sums(const Piece& piece) {
         if constexpr (FORM != Form::HALF) _tile_zero(3);
         return;
     }
-    char* second = second_sums<FORM>(piece);
+    const char* second = piece.sums + to_second<FORM>(piece.sums_row);
     _tile_loadd(0, piece.sums, piece.sums_row);
     _tile_loadd(1, piece.sums + AMX_BYTES, piece.sums_row);
     if constexpr (FORM != Form::HALF) _tile_loadd(2, second, piece.sums_row);
@@ -183,11 +186,11 @@ inline void begin_sums(const Piece& piece) {
 
 template <Form FORM>
 inline void store_sums(const Piece& piece) {
-    char* second = second_sums<FORM>(piece);
-    _tile_stored(0, piece.sums, piece.sums_row);
-    _tile_stored(1, piece.sums + AMX_BYTES, piece.sums_row);
-    if constexpr (FORM != Form::HALF) _tile_stored(2, second, piece.sums_row);
-    if constexpr (FORM != Form::HALF) _tile_stored(3, second + AMX_BYTES, piece.sums_row);
+    char* second = piece.to + to_second<FORM>(piece.to_row);
+    _tile_stored(0, piece.to, piece.to_row);
+    _tile_stored(1, piece.to + AMX_BYTES, piece.to_row);
+    if constexpr (FORM != Form::HALF) _tile_stored(2, second, piece.to_row);
+    if constexpr (FORM != Form::HALF) _tile_stored(3, second + AMX_BYTES, piece.to_row);
 }
 
 inline void load_weights(const char* weights) {
@@ -231,7 +234,7 @@ void finish_leaf(const Leaf& leaf) {
             __m512 value = Type::value(leaf, row, column);
             for (unsigned levels = leaf.levels; levels != 0; levels &= levels - 1)
                 value = _mm512_load_ps(leaf.tree + __builtin_ctz(levels) * leaf.tree_stride + at) + value;
-            _mm512_store_ps(leaf.to + at, value);
+            _mm512_store_ps(leaf.to + row * leaf.to_row + column, value);
         }
 }
 
@@ -250,6 +253,7 @@ void multiply_panels(Range range, const Piece& block, std::int64_t behind) {
         piece.weights = block.weights + panel * block.panel_bytes;
         piece.ahead = piece.weights + (behind < 0 ? ahead_bytes(FORM) : behind);
         piece.sums = block.sums + panel * PANEL * 4;
+        piece.to = block.to + panel * PANEL * 4;
         multiply_piece<Type, FORM>(piece);
     }
 }
@@ -258,7 +262,8 @@ void multiply_panels(Range range, const Piece& block, std::int64_t behind) {
 // this one) while they pass, each its share; of a few, the first fetches a little ahead of itself.
 template <class Type>
 void multiply_block(
-    const MultiplyArgs& a, Range range, const Piece& block, std::int64_t next, std::int64_t sums_stride) {
+    const MultiplyArgs& a, Range range, const Piece& block, std::int64_t next, std::int64_t sums_stride,
+    std::int64_t to_stride) {
     const bool wide = (range.last_panel - range.first_panel) % 2 == 0;
     const auto kernel = block.operand_rows > AMX_ROWS ? multiply_panels<Type, Form::TALL>
                         : wide                        ? multiply_panels<Type, Form::WIDE>
@@ -269,7 +274,8 @@ void multiply_block(
         piece.ahead_step = shared ? (STEP_BYTES / LINE + a.tiles - 1) / a.tiles * LINE : tile == 0 ? STEP_BYTES : 0;
         kernel(range, piece, shared ? next + tile * piece.steps * piece.ahead_step : -1);
         piece.operands += a.tile_stride;
-        piece.sums += sums_stride;
+        piece.sums += 4 * sums_stride;
+        piece.to += 4 * to_stride;
     }
 }
 
@@ -295,12 +301,15 @@ void multiply_range(const MultiplyArgs& a, Range range, int slices) {
     for (int leaf = 0; leaf < weight.leaves; ++leaf) {
         const bool last_leaf = leaf + 1 == weight.leaves;
         const std::int64_t end = weight.padded_leaf_ends[leaf] / Type::STEP;
-        const std::int64_t to_stride = last_leaf ? a.rows * width : tree_floats;
         float* to = last_leaf ? a.out : a.tree + level_to_keep(leaf) * done.tree_stride;
+        const std::int64_t to_stride = last_leaf ? a.rows * a.out_stride : tree_floats;
         // With several slices there are more sums than results; the tree, then narrow, leaves its last third free.
-        float* sums = slices > 1 ? a.tree + 2 * MAX_TILE_ROWS * width : to;
-        const std::int64_t sums_stride = slices > 1 ? tree_floats : to_stride;
-        block.sums = reinterpret_cast<char*>(sums);
+        float* sums = slices > 1 ? a.tree + 2 * MAX_TILE_ROWS * width : last_leaf ? a.partial : to;
+        const std::int64_t sums_stride = slices == 1 && last_leaf ? a.rows * width : tree_floats;
+        done.levels = levels_to_add(leaf, weight.leaves);
+        done.to_row = last_leaf ? a.out_stride : width;
+        const bool to_finish = done.levels != 0 || Type::STEP == Int8::STEP;
+        block.sums = reinterpret_cast<const char*>(sums);
         block.continues = false;
         for (std::int64_t left = end - step; left > 0 || !block.continues; block.continues = true, left = end - step) {
             const std::int64_t blocks = a.tiles > 1 ? (left + BLOCK_STEPS - 1) / BLOCK_STEPS : 1;
@@ -308,12 +317,14 @@ void multiply_range(const MultiplyArgs& a, Range range, int slices) {
             block.operands = static_cast<const char*>(a.tile) + step * operand_rows * AMX_BYTES;
             block.weights = static_cast<const char*>(weight.values) + a.first_panel * panel_bytes + step * STEP_BYTES;
             step += block.steps;
+            const bool results = step == end && !to_finish;
+            block.to = reinterpret_cast<char*>(results ? to : sums);
+            block.to_row = 4 * (results ? done.to_row : width);
             const bool last_block = last_leaf && step == end;
             const std::int64_t next = block.steps * STEP_BYTES + (last_block ? (a.panels - 1) * panel_bytes : 0);
-            multiply_block<Type>(a, range, block, next, sums_stride * 4);
+            multiply_block<Type>(a, range, block, next, sums_stride, results ? to_stride : sums_stride);
         }
-        done.levels = levels_to_add(leaf, weight.leaves);
-        if (done.levels == 0 && reinterpret_cast<float*>(block.sums) == to && Type::STEP == Bf16::STEP) continue;
+        if (!to_finish) continue;
         for (int tile = 0; tile < a.tiles; ++tile) {
             done.sums = sums + tile * sums_stride;
             done.scales = a.scales + tile * a.scales_stride + leaf * a.rows;
@@ -342,7 +353,7 @@ int max_panels(int) { return MAX_PANELS; }
 
 }  // namespace
 
-ProductKernel amx_bf16() { return {TILE_ROWS, max_panels, pack_bf16, multiply<Bf16>}; }
-ProductKernel amx_int8() { return {TILE_ROWS, max_panels, pack_int8, multiply<Int8>}; }
+ProductKernel amx_bf16() { return {TILE_ROWS, max_panels, pack_bf16, multiply<Bf16>, true}; }
+ProductKernel amx_int8() { return {TILE_ROWS, max_panels, pack_int8, multiply<Int8>, true}; }
 
 }  // namespace penstock
