@@ -183,8 +183,9 @@ void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t ti
     for (args.first_panel = panels.begin; args.first_panel < panels.end; args.first_panel += together) {
         args.panels = static_cast<int>(std::min(together, panels.end - args.first_panel));
         args.out_stride = direct ? plan.product.weight->n : args.panels * PANEL;
-        args.out = direct ? static_cast<float*>(plan.product.out) + first_row * args.out_stride + args.first_panel * PANEL
-                          : args.partial;
+        args.out = args.partial;
+        if (direct)
+            args.out = static_cast<float*>(plan.product.out) + first_row * args.out_stride + args.first_panel * PANEL;
         plan.kernel->multiply(args);
         if (!direct) finish_rows(kernels, plan, args, first_row);
     }
