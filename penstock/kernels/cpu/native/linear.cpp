@@ -22,7 +22,7 @@ constexpr std::int64_t TILES_PER_CALL = 8;
 constexpr std::int64_t REREAD_ROWS = 256;
 
 // Operand tiles of one pass over the weight. They are read again for every panel, so they should stay in the L3.
-constexpr std::int64_t OPERANDS_PER_PASS = 8 << 20;
+constexpr std::int64_t OPERANDS_PER_PASS = 16 << 20;
 
 // Below these it takes longer to wake a helper than to do the work alone.
 constexpr std::int64_t ALONE_BYTES = 128 << 10;     // of weights, once for every ROWS_PER_READ rows
