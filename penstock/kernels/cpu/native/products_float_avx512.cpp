@@ -107,7 +107,7 @@ void pack(const OperandArgs& a) {
     }
 }
 
-// A piece of K of one tile and some panels. A row of sums has panels * 32 columns.
+// A piece of K of one tile and some panels. Sums are [rows][panels * 32].
 struct Piece {
     const std::int32_t* operands;  // [words][rows]
     const char* weights;           // of the first panel
@@ -116,11 +116,10 @@ struct Piece {
     const char* ahead;             // weights to fetch meanwhile, and
     std::int64_t ahead_step;       // how far to go on at every word
     bool continues;                // the piece before, whose sums are at `sums`
-    const float* tree;             // where earlier leaves wait, [rows][panels * 32],
+    const float* tree;             // where earlier leaves wait,
     std::int64_t tree_stride;      // from one level to the next, and
     unsigned levels;               // which of them to add at the end
     float* sums;                   // out
-    std::int64_t sums_row;         // from one row to the next
 };
 
 template <class Type, int ROWS, int PANELS>
@@ -128,11 +127,10 @@ void multiply_piece(const Piece& piece) {
     constexpr int WIDTH = 2 * PANELS;  // registers of a row
     static_assert(ROWS * WIDTH <= 2 * TILE_ROWS, "all sums stay in registers");
     __m512 acc[ROWS][WIDTH];
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-        for (int j = 0; j < WIDTH; ++j)
-            acc[r][j] = piece.continues ? _mm512_load_ps(piece.sums + r * piece.sums_row + j * LANES) : __m512{};
+    float* sums = piece.sums;
+#pragma GCC unroll 24
+    for (int i = 0; i < ROWS * WIDTH; ++i)
+        acc[i / WIDTH][i % WIDTH] = piece.continues ? _mm512_load_ps(sums + i * LANES) : _mm512_setzero_ps();
     const std::int32_t* operands = piece.operands;
     const char* weights = piece.weights;
     const char* ahead = piece.ahead;
@@ -158,10 +156,8 @@ void multiply_piece(const Piece& piece) {
         for (int i = 0; i < ROWS * WIDTH; ++i)
             acc[i / WIDTH][i % WIDTH] = _mm512_add_ps(_mm512_load_ps(earlier + i * LANES), acc[i / WIDTH][i % WIDTH]);
     }
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-        for (int j = 0; j < WIDTH; ++j) _mm512_store_ps(piece.sums + r * piece.sums_row + j * LANES, acc[r][j]);
+#pragma GCC unroll 24
+    for (int i = 0; i < ROWS * WIDTH; ++i) _mm512_store_ps(sums + i * LANES, acc[i / WIDTH][i % WIDTH]);
 }
 
 using PieceKernel = void (*)(const Piece&);
@@ -214,8 +210,7 @@ void multiply(const MultiplyArgs& a) {
     for (int leaf = 0; leaf < weight.leaves; ++leaf) {
         const std::int64_t end = weight.padded_leaf_ends[leaf] / Type::ELEMENTS;
         const bool last_leaf = leaf + 1 == weight.leaves;
-        const std::int64_t sums_stride = last_leaf ? a.rows * a.out_stride : TREE_LEVELS * piece.tree_stride;
-        piece.sums_row = last_leaf ? a.out_stride : a.panels * PANEL;
+        const std::int64_t sums_stride = last_leaf ? a.rows * a.panels * PANEL : TREE_LEVELS * piece.tree_stride;
         piece.sums = last_leaf ? a.out : a.tree + level_to_keep(leaf) * piece.tree_stride;
         piece.continues = false;
         for (bool whole = false; !whole; piece.continues = true) {
@@ -232,7 +227,7 @@ void multiply(const MultiplyArgs& a) {
 
 }  // namespace
 
-ProductKernel avx512_f32() { return {TILE_ROWS, max_panels, pack<F32>, multiply<F32>, true}; }
-ProductKernel avx512_bf16() { return {TILE_ROWS, max_panels, pack<Bf16>, multiply<Bf16>, true}; }
+ProductKernel avx512_f32() { return {TILE_ROWS, max_panels, pack<F32>, multiply<F32>}; }
+ProductKernel avx512_bf16() { return {TILE_ROWS, max_panels, pack<Bf16>, multiply<Bf16>}; }
 
 }  // namespace penstock
