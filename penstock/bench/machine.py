@@ -7,6 +7,7 @@ that was ever seen is the denominator.
 import torch
 
 from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.cpu.packed import empty
 
 READ_BYTES = 512 * 2**20  # beyond any cache that one user of a machine gets to himself
 MULTIPLY_SECONDS = 0.01  # that one probe of a multiply rate should take
@@ -23,7 +24,7 @@ class MachineLimits:
 
     def __init__(self, ops: CpuOps) -> None:
         self._ops = ops
-        self._memory = torch.ones(READ_BYTES, dtype=torch.uint8)
+        self._memory = empty((READ_BYTES,), torch.uint8).fill_(1)  # in the same big pages as weights
         self._iterations = dict.fromkeys(KINDS, 1000)
         self.read_gb_s = 0.0
         self.multiply_gop_s = dict.fromkeys(KINDS, 0.0)

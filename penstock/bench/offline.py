@@ -71,12 +71,17 @@ class _Phase:
             "output_tokens": self.output_tokens,
             "output_tokens_per_s": _rate(self.output_tokens, self.seconds),
             "total_tokens_per_s": _rate(tokens, self.seconds),
+            "step_ms": _rate(1000 * self.seconds, self.steps),
+            "python_overhead_ms": None
+            if limits is None
+            else _rate(1000 * (self.seconds - self.kernel_seconds), self.steps),
             **_fractions(self, limits),
         }
 
 
-def _rate(count: int, seconds: float) -> float | None:
-    return count / seconds if seconds else None
+def _rate(count: float, of: float) -> float | None:
+    """count / of; null where there is nothing."""
+    return count / of if of else None
 
 
 def _fractions(phase: _Phase, limits: MachineLimits | None) -> dict[str, float | None]:

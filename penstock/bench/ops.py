@@ -27,9 +27,14 @@ from penstock.config import available_threads
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF, empty
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
+from penstock.model_config import ModelConfig
 from penstock.models.param_table import leaf_bounds
+from penstock.models.registry import lookup
+from penstock.planner.memory import free_memory_bytes
 from penstock.quant.scheme import Scheme
+from penstock.weights.hub import resolve_model
 
 DTYPES = ("bf16", "f32", "int8", "int8-x2", "int4", "int4-a16")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
@@ -59,7 +64,21 @@ class Selection:
         for name, values in (("rows", self.rows), ("shape", [side for shape in self.shapes for side in shape])):
             if not values or min(values) < 1 or max(values) > 2**20:
                 raise InvalidRequestError(f"{name}: numbers must be from 1 to {2**20}", param=name)
+        if max(k for _, k in self.shapes) > MAX_INTEGER_LEAF and not {"bf16", "f32"}.issuperset(self.dtypes):
+            message = f"shape: integer products sum at most k = {MAX_INTEGER_LEAF}; choose --dtype bf16 f32 beyond"
+            raise InvalidRequestError(message, param="shape")
         check.check_int("threads", self.threads, 1, 1024, optional=True)
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Weights of two kinds, activations and results of the largest case."""
+        largest = max(8 * n * k + max(self.rows) * 4 * (n + 2 * k) for n, k in self.shapes) + 3 * RING_BYTES
+        free = free_memory_bytes()
+        if largest > free:
+            raise InvalidRequestError(
+                f"shape: the largest case needs {largest / 2**20:,.0f} MiB; {free / 2**20:,.0f} MiB are free",
+                param="shape",
+            )
 
     def cases(self) -> Iterator[tuple[int, int, str, int]]:
         """(n, k, dtype, leaves), in the order of measuring."""
@@ -70,6 +89,14 @@ class Selection:
                     yield n, k, dtype, REDUCTION_LEAVES
 
 
+def model_shapes(model: str) -> list[tuple[int, int]]:
+    """(n, k) of every product with a weight in a model (a directory, a hub name or demo), each once."""
+    config = ModelConfig.from_directory(resolve_model(model))
+    parameters = lookup(config.architecture).read_table().parameters(config)
+    shapes = ((item.shape[0], item.shape[1]) for item in parameters.values() if item.quant)
+    return list(dict.fromkeys(shapes))
+
+
 def measure_ops(
     selection: Selection,
     *,
@@ -78,7 +105,7 @@ def measure_ops(
     """Measure, and return the machine's limits and one row for each case and number of rows.
 
     Raises:
-        InvalidRequestError: there are no native kernels to measure.
+        InvalidRequestError: there are no native kernels to measure, or not the memory for a case.
     """
     level = chosen_level()
     if level is None:
@@ -124,7 +151,7 @@ class _Case:
         self._num_bytes = first.num_bytes
         self._packed: list[PackedLinear] = [first]
         for _ in range(RING_BYTES // first.num_bytes):
-            copy = {name: tensor.clone() for name, tensor in first.state().items()}
+            copy = {name: empty(tensor.shape, tensor.dtype).copy_(tensor) for name, tensor in first.state().items()}
             self._packed.append(ops.restore_linear((n, k), copy, leaf_ends=leaf_ends, scheme=scheme))
         self._plain = [weight.clone() for _ in range(RING_BYTES // (weight.numel() * weight.element_size()) + 1)]
 

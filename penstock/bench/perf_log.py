@@ -16,7 +16,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-COMMAND = "penstock bench ops --json ops.json"
 UP, DOWN = (14336, 4096), (4096, 14336)  # of a 7B
 SMALL_UP, SMALL_DOWN = (5632, 2048), (2048, 5632)  # of a 1.1B
 ROW = re.compile(r"^\| (?P<figure>[^|]+) \| (?P<before>[^|]+) \| (?P<now>[^|]+) \|$")
@@ -84,7 +83,7 @@ def entry(result: dict[str, Any], log: str, title: str) -> str:
     lines = [
         f"\n## {title}",
         "",
-        f"{machine}; torch {result['torch']}; `{COMMAND}`.",
+        f"{machine}; torch {result['torch']}; `{result['command']}`.",
         f"Limits: reads {limits['read_gb_s']:.1f} GB/s; multiplies {limits['bf16_gflop_s']:.0f} GFLOP/s bf16, "
         f"{limits['f32_gflop_s']:.0f} GFLOP/s f32, {limits['int8_gop_s']:.0f} GOP/s int8.",
         "",

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ EXAMPLES = """examples:
   penstock bench offline DIR --load-format dummy        DIR holds only a config.json
   penstock bench ops --json ops.json                    every kernel against the machine's limits
   penstock bench ops --dtype bf16 int8 --rows 1 512 --shape 5632x2048
+  penstock bench ops demo --dtype int8                  the shapes of that model
 """
 
 
@@ -42,11 +45,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _configure_ops(kinds: Any) -> None:
     ops = kinds.add_parser("ops", help="each kernel against the machine's measured limits", epilog=EXAMPLES)
     ops.formatter_class = argparse.RawDescriptionHelpFormatter
-    ops.add_argument("--dtype", nargs="+", metavar="NAME", help="weight types (default: all)")
-    ops.add_argument("--rows", nargs="+", type=int, metavar="M", help="rows of a product (default: 1 to 512)")
-    ops.add_argument(
-        "--shape", nargs="+", type=_parse_shape, metavar="NxK", help="shapes of the weight, like 5632x2048"
-    )
+    help_text = "measure the shapes of this model (default: those of a 1.1B and a 7B Llama)"
+    ops.add_argument("model", nargs="?", metavar="MODEL", help=help_text)
+    ops.add_argument("--dtype", nargs="+", action="extend", metavar="NAME", help="weight types (default: all)")
+    help_text = "rows of a product (default: 1 to 512)"
+    ops.add_argument("--rows", nargs="+", action="extend", type=int, metavar="M", help=help_text)
+    help_text = "shapes of the weight, like 5632x2048"
+    ops.add_argument("--shape", nargs="+", action="extend", type=_parse_shape, metavar="NxK", help=help_text)
     ops.add_argument("--threads", type=int, metavar="N", help="cores that compute (default: all)")
     ops.add_argument("--json", metavar="FILE", help="write the figures there (- is standard output)")
     ops.set_defaults(run=run_ops)
@@ -80,14 +85,20 @@ def run_offline(args: argparse.Namespace) -> int:
 
 
 def run_ops(args: argparse.Namespace) -> int:
-    from penstock.bench.ops import Selection, measure_ops
+    from penstock.bench.ops import Selection, measure_ops, model_shapes
     from penstock.bench.report import print_ops
 
-    given = {"dtypes": args.dtype, "rows": args.rows, "shapes": args.shape, "threads": args.threads}
+    shapes = args.shape
+    if args.model is not None:
+        if shapes:
+            raise InvalidRequestError("shape: give a model or shapes, not both", param="shape")
+        shapes = model_shapes(args.model)
+    given = {"dtypes": args.dtype, "rows": args.rows, "shapes": shapes, "threads": args.threads}
     selection = Selection(**{name: value for name, value in given.items() if value is not None})
     if args.json and args.json != "-":
         _check_writable(Path(args.json))
-    return _deliver(measure_ops(selection, progress=progress), args.json, print_ops)
+    result = {"command": shlex.join(["penstock", *sys.argv[1:]]), **measure_ops(selection, progress=progress)}
+    return _deliver(result, args.json, print_ops)
 
 
 def _deliver(result: dict[str, Any], json_file: str | None, show: Callable[[dict[str, Any]], None]) -> int:

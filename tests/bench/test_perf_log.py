@@ -14,6 +14,7 @@ def result(processor: str, ms: float) -> dict[str, Any]:
     half = {**row, "dtype": "int8", "ms": ms / 2}
     return {
         "machine": {**limits, "processor": processor, "threads": 2, "level": "avx512"},
+        "command": "penstock bench ops",
         "torch": "2.13.0",
         "rows": [row, half],
     }

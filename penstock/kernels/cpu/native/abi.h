@@ -23,6 +23,8 @@ constexpr int MAX_LEAVES = 8;  // pieces of K that are summed apart and added as
 
 enum DataType : std::int32_t { TYPE_F32 = 0, TYPE_BF16 = 1 };
 
+constexpr int type_bytes(std::int32_t type) { return type == TYPE_F32 ? 4 : 2; }
+
 // How a weight is stored and what it is multiplied with.
 enum Kind : std::int32_t {
     KIND_F32 = 0,       // float32 x float32

@@ -4,36 +4,19 @@
 
 #include <cstdint>
 
+#include "context.h"
 #include "sampler_kernels.h"
 
 namespace penstock {
 
-// Hands out 64-aligned arrays of one piece of memory; of null it only counts them.
-class Pieces {
-  public:
-    explicit Pieces(void* memory) : memory_(static_cast<char*>(memory)) {}
-
-    template <class Element>
-    Element* take(std::int64_t count) {
-        char* here = memory_ == nullptr ? nullptr : memory_ + used_;
-        used_ += (count * static_cast<std::int64_t>(sizeof(Element)) + 63) / 64 * 64;
-        return reinterpret_cast<Element*>(here);
-    }
-    std::int64_t used() const { return used_; }
-
-  private:
-    char* memory_;
-    std::int64_t used_ = 0;
-};
-
 // Pairs (row, id), which may come in any order, by row and within a row in the order given.
 class PairsByRow {
   public:
-    PairsByRow(const std::int64_t* pairs, std::int64_t count, std::int64_t rows, Pieces& memory)
+    PairsByRow(const std::int64_t* pairs, std::int64_t count, std::int64_t rows, Carver& memory)
         : pairs_(pairs), count_(pairs == nullptr ? 0 : count), rows_(rows) {
         if (count_ == 0) return;
-        begin_ = memory.take<std::int64_t>(rows + 2);
-        order_ = memory.take<std::int64_t>(count_);
+        begin_ = memory.cut<std::int64_t>(rows + 2);
+        order_ = memory.cut<std::int64_t>(count_);
     }
 
     // Sorts them by counting, into the memory.
@@ -64,13 +47,13 @@ class PairsByRow {
 
 class Adjustments {
   public:
-    Adjustments(const PenstockSampling& params, std::int64_t rows, Pieces memory)
+    Adjustments(const PenstockSampling& params, std::int64_t rows, Carver memory)
         : params_(params),
           masked_(params.masked, params.num_masked, rows, memory),
           bias_(params.bias_pairs, params.num_bias, rows, memory),
           repetition_(params.repetition_pairs, params.num_repetition, rows, memory),
           counts_(params.count_pairs, params.num_counts, rows, memory),
-          bytes_(memory.used()) {}
+          bytes_(memory.bytes()) {}
 
     // Memory that sort() writes.
     std::int64_t bytes() const { return bytes_; }

@@ -60,15 +60,23 @@ void choose_products(Level level, ProductKernel (&products)[NUM_KINDS]) {
             if (by_level[at][kind].multiply != nullptr) products[kind] = by_level[at][kind];
 }
 
-RowKernels choose_rows(Level level) {
-#if defined(PENSTOCK_HAVE_AVX512)
-    if (level >= LEVEL_AVX512) return avx512_rows();
-#endif
 #if defined(PENSTOCK_HAVE_AVX2)
-    if (level >= LEVEL_AVX2) return avx2_rows();
+#define IF_AVX2(function) function
+#else
+#define IF_AVX2(function) nullptr
 #endif
-    (void)level;
-    return portable_rows();
+#if defined(PENSTOCK_HAVE_AVX512)
+#define IF_AVX512(function) function
+#else
+#define IF_AVX512(function) nullptr
+#endif
+
+// The table of this level, or of the highest one below it that has one.
+template <class Table>
+Table choose(Level level, Table (*portable)(), Table (*avx2)(), Table (*avx512)()) {
+    if (level >= LEVEL_AVX512 && avx512 != nullptr) return avx512();
+    if (level >= LEVEL_AVX2 && avx2 != nullptr) return avx2();
+    return portable();
 }
 
 }  // namespace
@@ -108,7 +116,13 @@ void* Scratch::take(std::int64_t bytes) {
 }
 
 Context::Context(Level chosen, int threads)
-    : level(chosen), products{}, rows(choose_rows(chosen)), pool(threads), per_thread(new Scratch[threads]) {
+    : level(chosen),
+      products{},
+      rows(choose(chosen, portable_rows, IF_AVX2(avx2_rows), IF_AVX512(avx512_rows))),
+      pack(choose(chosen, portable_pack, IF_AVX2(avx2_pack), IF_AVX512(avx512_pack))),
+      sampler(choose(chosen, portable_sampler, IF_AVX2(avx2_sampler), IF_AVX512(avx512_sampler))),
+      pool(threads),
+      per_thread(new Scratch[threads]) {
     choose_products(chosen, products);
 }
 

@@ -7,8 +7,10 @@
 
 #include "abi.h"
 #include "float_mode.h"
+#include "pack_kernels.h"
 #include "products.h"
 #include "row_kernels.h"
+#include "sampler_kernels.h"
 #include "thread_pool.h"
 
 namespace penstock {
@@ -66,7 +68,9 @@ struct Context {
     std::int64_t busy_nanoseconds = 0;  // that calls have taken so far
     const Level level;
     ProductKernel products[NUM_KINDS];
-    RowKernels rows;
+    const RowKernels rows;
+    const PackKernels pack;
+    const SamplerKernels sampler;
     ThreadPool pool;
     Scratch operands;             // activation tiles of the product under way
     Scratch workspace;            // whatever else an operation shares among its threads

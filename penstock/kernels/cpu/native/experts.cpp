@@ -56,7 +56,7 @@ Buffers cut_buffers(const Experts& experts, std::int64_t rows, Carver& carver) {
     routing.places = carver.cut<std::int64_t>(pairs);
     routing.filled = carver.cut<std::int64_t>(rows);
     buffers.products = carver.cut<Product>(std::min(experts.count, pairs));
-    buffers.inner = carver.cut<char>(pairs * inner * (experts.x_type == TYPE_F32 ? 4 : 2));
+    buffers.inner = carver.cut<char>(pairs * inner * type_bytes(experts.x_type));
     buffers.results = carver.cut<float>(pairs * outer);
     return buffers;
 }

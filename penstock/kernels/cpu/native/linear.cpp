@@ -20,8 +20,11 @@ constexpr std::int64_t ITEM_BYTES = 128 << 10;
 // Tiles in one call of a micro-kernel: a leaf of a panel is read once from memory, then so many times from the L2.
 constexpr std::int64_t TILES_PER_CALL = 8;
 
+// Operand rows of so many tiles that take long enough to read their weights from memory, even for them alone.
+constexpr std::int64_t REREAD_ROWS = 256;
+
 // Operand tiles of one pass over the weight. They are read again for every panel, so they should stay in the L3.
-constexpr std::int64_t OPERANDS_PER_PASS = 8 << 20;
+constexpr std::int64_t OPERANDS_PER_PASS = 16 << 20;
 
 // Below these it takes longer to wake a helper than to do the work alone.
 constexpr std::int64_t ALONE_BYTES = 128 << 10;     // of weights, once for every ROWS_PER_READ rows
@@ -152,6 +155,16 @@ struct Panels {
     std::int64_t begin, end;
 };
 
+// Whether sums are the results as they are, so that the micro-kernel can write them where they belong: no scales, bias
+// or gate, float32, and whole cache lines in every row, also of the last panel.
+bool sums_are_results(const Plan& plan) {
+    const Product& product = plan.product;
+    const PenstockWeight& weight = *product.weight;
+    return plan.kernel->strided && product.out_type == TYPE_F32 && weight.column_scales == nullptr &&
+           weight.bias == nullptr && weight.gated == 0 && weight.n == weight.panels * PANEL &&
+           reinterpret_cast<std::uintptr_t>(product.out) % 64 == 0;
+}
+
 // Tiles of `rows` rows each with some panels, as many panels at a time as the micro-kernel likes. memory: one thread's.
 void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t tile, std::int64_t tiles, int rows,
                     Panels panels, float* memory) {
@@ -165,19 +178,28 @@ void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t ti
     args.scales_stride = plan.scales_stride;
     args.sums = plan.sums + tile * plan.sums_stride;
     args.sums_stride = plan.sums_stride;
-    args.out = memory;
+    args.partial = memory;
     args.tree = memory + OUT_FLOATS;
-    const std::int64_t together = plan.max_panels(rows);
+    const std::int64_t together = plan.max_panels(rows), first_row = tile * plan.tile_rows;
+    const bool direct = sums_are_results(plan);
     for (args.first_panel = panels.begin; args.first_panel < panels.end; args.first_panel += together) {
         args.panels = static_cast<int>(std::min(together, panels.end - args.first_panel));
+        args.out_stride = direct ? plan.product.weight->n : args.panels * PANEL;
+        args.out = args.partial;
+        if (direct)
+            args.out = static_cast<float*>(plan.product.out) + first_row * args.out_stride + args.first_panel * PANEL;
         plan.kernel->multiply(args);
-        finish_rows(kernels, plan, args, tile * plan.tile_rows);
+        if (!direct) finish_rows(kernels, plan, args, first_row);
     }
 }
 
-// Items of one plan go through the groups of tiles first, so that a thread meets the same panels again.
+// Items of one plan go through the groups of tiles first, so that a thread meets the same panels again; or, where the
+// groups are large, through the panels, so that it meets the same operands again.
 void do_item(const RowKernels& kernels, const Plan& plan, std::int64_t item, float* memory) {
-    const std::int64_t panel = item / plan.tile_groups * plan.item_panels, group = item % plan.tile_groups;
+    const std::int64_t ranges = divide_up(plan.product.weight->panels, plan.item_panels);
+    const bool large = plan.kernel->tile_rows * TILES_PER_CALL >= REREAD_ROWS;
+    const std::int64_t group = large ? item / ranges : item % plan.tile_groups;
+    const std::int64_t panel = (large ? item % ranges : item / plan.tile_groups) * plan.item_panels;
     const Panels panels{panel, std::min(panel + plan.item_panels, plan.product.weight->panels)};
     const std::int64_t begin = plan.full_tiles * group / plan.tile_groups;
     const std::int64_t end = plan.full_tiles * (group + 1) / plan.tile_groups;

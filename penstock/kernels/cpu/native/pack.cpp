@@ -18,17 +18,6 @@ namespace {
 constexpr int HALF = PANEL / 2;       // columns whose rows follow one another, in a gated weight too
 constexpr std::int64_t STAGGER = 16;  // units between staged rows, so that they do not share cache sets
 
-PackKernels choose_kernels(Level level) {
-#if defined(PENSTOCK_HAVE_AVX512)
-    if (level >= LEVEL_AVX512) return avx512_pack();
-#endif
-#if defined(PENSTOCK_HAVE_AVX2)
-    if (level >= LEVEL_AVX2) return avx2_pack();
-#endif
-    (void)level;
-    return portable_pack();
-}
-
 // Bytes that an element takes before nibbles are joined.
 int element_bytes(std::int32_t kind) { return kind == KIND_F32 ? 4 : kind == KIND_BF16 ? 2 : 1; }
 
@@ -40,7 +29,7 @@ int zero_byte(std::int32_t kind) {
 // One call of penstock_pack_rows.
 struct Job {
     const PenstockWeight& weight;
-    const PackKernels kernels;
+    const PackKernels& kernels;
     const char* rows;
     std::int32_t type;
     std::int64_t first, end;  // rows of the weight
@@ -79,7 +68,7 @@ std::uint16_t* Job::group_scale(std::int64_t column) const {
 }
 
 void Job::stage_float(const char* x, std::uint8_t* out) {
-    const int size = type == TYPE_F32 ? 4 : 2;
+    const int size = type_bytes(type);
     each_leaf([&](std::int64_t start, std::int64_t count, std::int64_t to) {
         if (weight.kind == KIND_F32)
             kernels.to_f32(x + start * size, type, count, reinterpret_cast<float*>(out) + to);
@@ -90,7 +79,7 @@ void Job::stage_float(const char* x, std::uint8_t* out) {
 
 void Job::stage_int8(const char* x, std::int64_t column, std::uint8_t* out) {
     constexpr float SMALLEST = 0x1p-100f;
-    const int size = type == TYPE_F32 ? 4 : 2;
+    const int size = type_bytes(type);
     const float most = kernels.abs_max(x, type, weight.k);
     if (!(most < TOO_GREAT)) quantisable = false;
     const bool present = most >= SMALLEST && most < TOO_GREAT;
@@ -104,7 +93,7 @@ void Job::stage_int8(const char* x, std::int64_t column, std::uint8_t* out) {
 }
 
 void Job::stage_int4(const char* x, std::int64_t column, std::uint8_t* out) {
-    const int size = type == TYPE_F32 ? 4 : 2, group = weight.group_size;
+    const int size = type_bytes(type), group = weight.group_size;
     std::uint16_t* scales = group_scale(column);
     bool all_fit = true;
     each_leaf([&](std::int64_t start, std::int64_t count, std::int64_t to) {
@@ -128,7 +117,7 @@ void Job::stage_padding(std::int64_t column, std::uint8_t* out) {
 
 void Job::stage(std::int64_t row, std::int64_t column, std::uint8_t* out) {
     if (weight.padded_k != weight.k) stage_padding(column, out);
-    const char* x = rows + (row - first) * weight.k * (type == TYPE_F32 ? 4 : 2);
+    const char* x = rows + (row - first) * weight.k * type_bytes(type);
     if (weight.kind == KIND_INT8)
         stage_int8(x, column, out);
     else if (weight.kind == KIND_INT4 || weight.kind == KIND_INT4_A16)
@@ -203,7 +192,7 @@ PENSTOCK_EXPORT std::int32_t penstock_pack_rows(
     } catch (...) {
         return STATUS_NO_MEMORY;
     }
-    Job job{*weight, choose_kernels(context->level), static_cast<const char*>(rows), type, first_row,
+    Job job{*weight, context->pack, static_cast<const char*>(rows), type, first_row,
             first_row + num_rows, units};
     const PanelRange range = touched(*weight, job.first, job.end);
     context->pool.run(range.end - range.first, [&](std::int64_t item, int thread) {

@@ -45,7 +45,7 @@ Floats widen(Halves bf16) { return bits_of<Floats>(__builtin_convertvector(bf16,
 // Elements at .. at + WIDTH - 1 of x; those from `count` on are zero.
 template <int TYPE>
 Floats load(const void* x, std::int64_t at, std::int64_t count) {
-    constexpr int BYTES = TYPE == TYPE_F32 ? 4 : 2;
+    constexpr int BYTES = type_bytes(TYPE);
     const std::int64_t left = count - at;
     const char* from = static_cast<const char*>(x) + at * BYTES;
     char raw[WIDTH * BYTES] = {};

@@ -57,7 +57,9 @@ struct MultiplyArgs {
     const std::int32_t* sums;
     std::int64_t sums_stride;
     float* tree;                 // scratch, [tiles][TREE_LEVELS][MAX_TILE_ROWS * PANEL * panels], 64-aligned
+    float* partial;              // scratch, [tiles * rows][panels * 32], 64-aligned; perhaps the same as out
     float* out;                  // [tiles * rows][panels * 32], 64-aligned
+    std::int64_t out_stride;     // elements between rows of out; panels * 32 unless the kernel is `strided`
 };
 
 struct ProductKernel {
@@ -65,6 +67,7 @@ struct ProductKernel {
     int (*max_panels)(int operand_rows);  // panels that one call takes best
     void (*pack)(const OperandArgs&);
     void (*multiply)(const MultiplyArgs&);
+    bool strided = false;  // multiply takes any out_stride that is a multiple of 16
 };
 
 // Bytes that the operands of one full tile take, on any level.

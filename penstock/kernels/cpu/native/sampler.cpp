@@ -18,17 +18,6 @@ namespace {
 constexpr std::int64_t NO_TOKEN = -1;
 constexpr float LOWEST = -FLT_MAX;  // what lies below is -inf, which nobody draws
 
-SamplerKernels choose_sampler(Level level) {
-#if defined(PENSTOCK_HAVE_AVX512)
-    if (level >= LEVEL_AVX512) return avx512_sampler();
-#endif
-#if defined(PENSTOCK_HAVE_AVX2)
-    if (level >= LEVEL_AVX2) return avx2_sampler();
-#endif
-    (void)level;
-    return portable_sampler();
-}
-
 std::int64_t num_maxima(std::int64_t vocab) { return (vocab + SCAN_BLOCK - 1) / SCAN_BLOCK * SCAN_LANES; }
 
 // What a thread needs for one row of a vocabulary. Only a row that is drawn uses more than the first two.
@@ -39,17 +28,17 @@ struct RowMemory {
     float* weights;          // [vocab], of the candidates
     std::int32_t* open;      // [vocab or num_maxima], for last_within
 
-    RowMemory(Pieces& pieces, std::int64_t vocab)
-        : maxima(pieces.take<float>(num_maxima(vocab))),
-          logits(pieces.take<float>(vocab)),
-          candidates{0, pieces.take<std::int32_t>(vocab), pieces.take<float>(vocab)},
-          weights(pieces.take<float>(vocab)),
-          open(pieces.take<std::int32_t>(std::max(vocab, num_maxima(vocab)))) {}
+    RowMemory(Carver& carver, std::int64_t vocab)
+        : maxima(carver.cut<float>(num_maxima(vocab))),
+          logits(carver.cut<float>(vocab)),
+          candidates{0, carver.cut<std::int32_t>(vocab), carver.cut<float>(vocab)},
+          weights(carver.cut<float>(vocab)),
+          open(carver.cut<std::int32_t>(std::max(vocab, num_maxima(vocab)))) {}
 
     static std::int64_t bytes(std::int64_t vocab) {
-        Pieces counted(nullptr);
+        Carver counted(nullptr);
         RowMemory(counted, vocab);
-        return counted.used();
+        return counted.bytes();
     }
 };
 
@@ -215,7 +204,7 @@ class TokenSampler {
 };
 
 void log_softmax(Context& context, const float* logits, std::int64_t rows, std::int64_t vocab, float* out) {
-    const SamplerKernels kernels = choose_sampler(context.level);
+    const SamplerKernels& kernels = context.sampler;
     const std::int64_t bytes = num_maxima(vocab) * static_cast<std::int64_t>(sizeof(float));
     for (int thread = 0; thread < context.pool.threads(); ++thread) context.per_thread[thread].take(bytes);
     context.pool.run(rows, [&](std::int64_t row, int thread) {
@@ -227,16 +216,16 @@ void log_softmax(Context& context, const float* logits, std::int64_t rows, std::
 
 void sample(Context& context, const float* logits, std::int64_t rows, std::int64_t vocab,
             const PenstockSampling& params, std::int64_t* out) {
-    const SamplerKernels kernels = choose_sampler(context.level);
-    const std::int64_t sorting = Adjustments(params, rows, Pieces(nullptr)).bytes();
-    Adjustments adjustments(params, rows, Pieces(context.workspace.take(sorting)));
+    const SamplerKernels& kernels = context.sampler;
+    const std::int64_t sorting = Adjustments(params, rows, Carver(nullptr)).bytes();
+    Adjustments adjustments(params, rows, Carver(context.workspace.take(sorting)));
     adjustments.sort();
     const std::int64_t bytes = RowMemory::bytes(vocab);
     for (int thread = 0; thread < context.pool.threads(); ++thread) context.per_thread[thread].take(bytes);
     const TokenSampler sampler(kernels, logits, vocab, params, adjustments);
     context.pool.run(rows, [&](std::int64_t row, int thread) {
-        Pieces pieces(context.per_thread[thread].take(bytes));
-        out[row] = sampler.choose(row, RowMemory(pieces, vocab));
+        Carver carver(context.per_thread[thread].take(bytes));
+        out[row] = sampler.choose(row, RowMemory(carver, vocab));
     });
 }
 
@@ -261,7 +250,7 @@ PENSTOCK_EXPORT std::int32_t penstock_log_softmax(Context* context, const float*
 PENSTOCK_EXPORT std::int32_t penstock_finite_rows(Context* context, const float* logits, std::int64_t rows,
                                                   std::int64_t vocab, std::uint8_t* out) {
     const penstock::Turn turn(context);
-    const penstock::SamplerKernels kernels = penstock::choose_sampler(context->level);
+    const penstock::SamplerKernels& kernels = context->sampler;
     context->pool.run(rows, [&](std::int64_t row, int) { out[row] = kernels.finite(logits + row * vocab, vocab); });
     return 0;
 }
