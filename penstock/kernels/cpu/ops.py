@@ -23,6 +23,7 @@ from penstock.kernels.cpu.library import (
     check_status,
     chosen_level,
     load_library,
+    why_missing,
 )
 from penstock.kernels.cpu.packed import CpuLinear, Layout, pack
 from penstock.kernels.cpu.program import Program, Recorder
@@ -57,7 +58,7 @@ class CpuOps:
         """
         library, level = load_library(), level or chosen_level()
         if library is None or level is None:
-            raise InvalidRequestError("kernels: 'cpu' is not installed: there was no C++ compiler", param="kernels")
+            raise InvalidRequestError(f"kernels: 'cpu' is not installed: {why_missing()}", param="kernels")
         check_choice("level", level, LEVELS[: library.penstock_best_level() + 1])
         context = library.penstock_context_new(LEVELS.index(level), threads)
         if not context:
