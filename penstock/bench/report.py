@@ -37,14 +37,14 @@ def print_ops(result: dict[str, Any]) -> None:
         f"reads {machine['read_gb_s']:.1f} GB/s, multiplies {machine['bf16_gflop_s']:.0f} GFLOP/s bf16, "
         f"{machine['f32_gflop_s']:.0f} GFLOP/s f32, {machine['int8_gop_s']:.0f} GOP/s int8"
     )
-    table = Table(
-        "op", "dtype", "n", "k", "leaves", "m", "ms", "GB/s", "of reading", "GFLOP/s", "of multiplying", "x torch"
-    )
+    names = ("op", "dtype", "n x k", "leaves", "m", "ms", "GB/s", "of read", "GFLOP/s", "of mult", "x torch")
+    table = Table(*names)
     for row in result["rows"]:
         table.add_row(
             row["op"],
             row["dtype"],
-            *(str(row[name]) for name in ("n", "k", "leaves", "m")),
+            f"{row['n']} x {row['k']}",
+            *(str(row[name]) for name in ("leaves", "m")),
             f"{row['ms']:.3f}",
             f"{row['gb_s']:.1f}",
             f"{row['bw_fraction']:.0%}",
