@@ -33,13 +33,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.plan import AttentionPlan
 from penstock.kernels.sampling import SamplingTensors
 from penstock.quant.scheme import Scheme
 
 NUMERICS_VERSION = 1  # goes up whenever a constant or an order changes a bit of any answer
 REDUCTION_LEAVES = 8  # fixed pieces of K in products that tensor parallelism splits along K
-ATTENTION_TILE = 64  # L: positions jL .. (j+1)L-1 make one attention tile
-ATTENTION_SPAN = 32  # C: tiles folded in ascending order before spans are folded
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,11 @@ class AttentionMetadata:
             a negative one: nowhere, because no later token will see it.
         block_size: tokens a block holds.
         sliding_window: a token sees itself and the sliding_window - 1 before it; None sees all.
+        num_sink_tokens: the first tokens of a sequence, which stay visible (and allocated) behind a window.
+        plan: who computes what, where somebody has planned already (kernels/attention/plan.py).
+
+    A ring is a block table that repeats one block: its rows are used again, and slot_mapping stores only tokens that
+    no later one of the step overwrites.
     """
 
     query_start_loc: Tensor
@@ -65,6 +69,49 @@ class AttentionMetadata:
     slot_mapping: Tensor
     block_size: int
     sliding_window: int | None
+    num_sink_tokens: int = 0
+    plan: AttentionPlan | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionParams:
+    """How scores are made in one layer.
+
+    In this order: s = q . k; s += bias if bias_before_scale; s *= scale; s = softcap * tanh(s / softcap); s += bias
+    otherwise. Then hidden positions become -inf.
+
+    Attributes:
+        scale: usually 1 / sqrt(D).
+        softcap: a soft limit to the size of scores (Gemma 2); None: none.
+        alibi_slopes: [H] float32; the bias is slope * (key position - query position). None: no bias.
+        bias_before_scale: add the bias before scaling (Falcon, and `pse` of IncreFlashAttention), not after (BLOOM).
+        sink_logits: [H] float32, learned logits that take part in every softmax and bring no value. None: none.
+    """
+
+    scale: float
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    bias_before_scale: bool = False
+    sink_logits: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVScales:
+    """Scales and offsets of an int8 cache of one layer that belong to channels, [Hkv, D] float32 each."""
+
+    key_scales: Tensor
+    key_offsets: Tensor
+    value_scales: Tensor
+    value_offsets: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Query heads, kv heads and elements of a head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class RowSource(Protocol):
@@ -217,9 +264,34 @@ class Ops(Protocol):
         """
 
     def new_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        slices: int = 0,
+        scales: KVScales | None = None,
     ) -> KVCache:
-        """An empty cache for one layer."""
+        """An empty cache for one layer: float32, bfloat16 or int8.
+
+        int8 only: `slices`, 2 (closer than a bfloat16 query) or 3 (close to float32), is how many int8 rows stand for a
+        query row and for a row of probabilities; `scales` belong to channels, without them to tokens (quant/kv.py).
+
+        Raises:
+            NotSupportedError: the backend cannot hold this; `param` names what.
+        """
+
+    def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Keep k, v [N, Hkv, D] dtype at slots [N] int64 (as slot_mapping; negative ones are not kept)."""
+
+    def load_kv(self, cache: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What is at slots [N] int64, none negative: k, v [N, Hkv, D] float32. For hand-written attention and tests."""
+
+    def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
+        """The same metadata with a plan, for all layers that have such heads and such a cache. Reserves the memory that
+        the plan needs, so that `attend` allocates nothing. A backend that needs no plan returns meta as it is."""
 
     def attend(
         self,
@@ -228,15 +300,20 @@ class Ops(Protocol):
         v_new: Tensor,
         cache: KVCache,
         meta: AttentionMetadata,
+        params: AttentionParams,
         *,
-        scale: float,
         out: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Each sequence's new tokens attend to its cached and to its new tokens; the new ones are stored.
 
-        q [T, H, D], k_new and v_new [T, Hkv, D] in dtype -> [T, H * D] dtype. Causal, within meta.sliding_window.
+        q [T, H, D], k_new and v_new [T, Hkv, D] in dtype -> [T, H * D] dtype; where `lse` [T, H] float32 is given, the
+        logarithm of each row's sum of e^score is written there (sink logits included). Causal, within
+        meta.sliding_window. A row that sees nothing is zeros, its lse -inf.
         New keys and values are rounded to the cache's type before they are attended to, so it makes no difference
         whether a token is read from the cache or from the step. The cache is written; nothing waits for it.
+        Queries and probabilities are rounded to the cache's type as well; for an int8 cache they are written as slices.
+        Plans where meta has no plan.
         """
 
     def finite_rows(self, logits: Tensor) -> Tensor:

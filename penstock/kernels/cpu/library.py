@@ -13,7 +13,7 @@ import penstock.kernels.cpu
 from penstock.errors import InvalidRequestError
 from penstock.validation import shown
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LEVELS = ("portable", "avx2", "avx512", "amx")
 LEVEL_VARIABLE = "PENSTOCK_CPU_LEVEL"
 MAX_LEAVES = 8
@@ -68,6 +68,65 @@ class PenstockSampling(ctypes.Structure):
     )
 
 
+class PenstockCache(ctypes.Structure):
+    """native/abi.h explains the fields."""
+
+    _fields_ = (
+        ("memory", c_void_p),
+        ("blocks", c_int64),
+        ("block_size", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("padded_dim", c_int64),
+        ("kind", c_int32),
+        ("slices", c_int32),
+        ("key_scales", c_void_p),
+        ("key_offsets", c_void_p),
+        ("value_scales", c_void_p),
+        ("value_offsets", c_void_p),
+    )
+
+
+class PenstockAttention(ctypes.Structure):
+    """native/abi.h explains the fields."""
+
+    _fields_ = (
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("slopes", c_void_p),
+        ("sink_logits", c_void_p),
+        ("bias_before_scale", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class PenstockAttentionStep(ctypes.Structure):
+    """native/abi.h explains the fields; kernels/attention/plan.py the plan in it."""
+
+    _fields_ = (
+        ("sequences", c_int64),
+        ("tokens", c_int64),
+        ("query_start_loc", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("max_blocks", c_int64),
+        ("slot_mapping", c_void_p),
+        ("positions", c_void_p),
+        ("sliding_window", c_int64),
+        ("num_sink_tokens", c_int64),
+        ("items", c_int64),
+        ("combines", c_int64),
+        ("item", c_void_p),
+        ("item_starts", c_void_p),
+        ("combine", c_void_p),
+        ("references", c_void_p),
+        ("staged", c_void_p),
+        ("partial_rows", c_int64),
+        ("workspace_bytes", c_int64),
+        ("scratch_bytes", c_int64),
+    )
+
+
 RECORDABLE = (  # functions of a recorded program, in the order of native/program.cpp
     "penstock_linear",
     "penstock_experts",
@@ -76,6 +135,7 @@ RECORDABLE = (  # functions of a recorded program, in the order of native/progra
     "penstock_rotary_qkv",
     "penstock_embedding",
     "penstock_route",
+    "penstock_attend",
 )
 
 
@@ -125,6 +185,18 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "penstock_sample": (c_int32, [_PTR, _PTR, _I64, _I64, _PTR, _PTR]),
     # context, router logits [rows, experts], rows, experts, top_k, renormalize, ids and weights [rows, top_k]
     "penstock_route": (c_int32, [_PTR, _PTR, _I64, _I64, _I64, _I32, _PTR, _PTR]),
+    # Attention. context, PenstockAttentionStep*, PenstockCache*, PenstockAttention*, q, k_new, v_new, their type (and
+    # out's), query heads, out [tokens, heads * D], lse [tokens, heads] float32 or null
+    "penstock_attend": (c_int32, [_PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _I32, _I64, _PTR, _PTR]),
+    # context, workspace bytes, scratch bytes of each thread: memory that later steps will not have to ask for
+    "penstock_attention_reserve": (c_int32, [_PTR, _I64, _I64]),
+    # PenstockAttentionStep*, PenstockCache*, query heads, threads, out int64 [2]: workspace and scratch bytes that the
+    # step takes
+    "penstock_attention_bytes": (c_int32, [_PTR, _PTR, _I64, _I64, _PTR]),
+    # context, PenstockCache*, k, v [tokens, Hkv, D], their type, slots int64 [tokens], tokens
+    "penstock_cache_store": (c_int32, [_PTR, _PTR, _PTR, _PTR, _I32, _PTR, _I64]),
+    # context, PenstockCache*, slots int64 [tokens], tokens, k, v [tokens, Hkv, D] float32
+    "penstock_cache_load": (c_int32, [_PTR, _PTR, _PTR, _I64, _PTR, _PTR]),
     # context, PenstockCall*, how many: carries them out in order
     "penstock_replay": (c_int32, [_PTR, _PTR, _I64]),
     # The machine's limits, with all threads of the context; each returns seconds.

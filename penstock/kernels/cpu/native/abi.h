@@ -77,4 +77,65 @@ struct PenstockWeight {
     std::uint16_t* group_scales;  // int4: bfloat16 [panels][padded_k / group_size][32]; else null
     const float* bias;            // [panels * 32] in the order of the columns, or null
 };
+
+// The keys and values of one layer; attention.h has the layout.
+struct PenstockCache {
+    void* memory;
+    std::int64_t blocks, block_size;  // block_size: a multiple of 16
+    std::int64_t kv_heads, head_dim, padded_dim;
+    std::int32_t kind;                // CacheKind
+    std::int32_t slices;              // int8: how many int8 rows stand for a query row, and for a row of probabilities
+    const float* key_scales;          // int8: [kv heads][padded_dim]; all four null: scales belong to tokens
+    const float* key_offsets;
+    const float* value_scales;
+    const float* value_offsets;
+};
+
+// How scores are made in one layer.
+struct PenstockAttention {
+    float scale;
+    float softcap;             // 0: none
+    const float* slopes;       // ALiBi, [query heads], or null
+    const float* sink_logits;  // [query heads], or null
+    std::int32_t bias_before_scale;
+    std::int32_t reserved;
+};
+
+// A piece of work, and a result that several pieces make together: kernels/attention/plan.py.
+struct PenstockAttentionItem {
+    std::int32_t sequence;              // whose block table is read
+    std::int32_t head_begin, head_end;  // kv heads
+    std::int32_t row_begin, row_end;    // rows of the packed step: token * group + g
+    std::int32_t span_begin, span_end;
+    std::int32_t partial;               // -1: results are final; else the first of the partial rows it writes
+};
+
+struct PenstockAttentionCombine {
+    std::int32_t head_begin, head_end;
+    std::int32_t row_begin, row_end;
+    std::int32_t reference_begin, reference_end;  // into references: items, spans ascending
+};
+
+// One step for the layers of one cache group: where its sequences stand (kernels/ops.py, AttentionMetadata) and its
+// plan. Python rewrites it before each step; recorded programs keep its address.
+struct PenstockAttentionStep {
+    std::int64_t sequences, tokens;
+    const std::int32_t* query_start_loc;  // [sequences + 1]
+    const std::int32_t* seq_lens;         // [sequences]
+    const std::int32_t* block_table;      // [sequences][max_blocks]
+    std::int64_t max_blocks;
+    const std::int64_t* slot_mapping;     // [tokens]
+    const std::int32_t* positions;        // [tokens]
+    std::int64_t sliding_window;          // 0: none
+    std::int64_t num_sink_tokens;
+    std::int64_t items, combines;
+    const PenstockAttentionItem* item;
+    const std::int64_t* item_starts;      // [threads + 1]: the first item of each thread, then their number
+    const PenstockAttentionCombine* combine;
+    const std::int32_t* references;
+    const std::int32_t* staged;           // [sequences + 1]: the first staged granule (of each head) of a sequence
+    std::int64_t partial_rows;
+    std::int64_t workspace_bytes;         // that all threads share
+    std::int64_t scratch_bytes;           // of each thread
+};
 }

@@ -46,4 +46,9 @@ std::int32_t penstock_embedding(
 std::int32_t penstock_route(
     penstock::Context* context, const float* logits, std::int64_t rows, std::int64_t experts, std::int64_t top_k,
     std::int32_t renormalize, std::int64_t* ids, float* weights);
+
+std::int32_t penstock_attend(
+    penstock::Context* context, const PenstockAttentionStep* step, const PenstockCache* cache,
+    const PenstockAttention* how, const void* q, const void* k_new, const void* v_new, std::int32_t type,
+    std::int64_t heads, void* out, float* lse);
 }
