@@ -6,7 +6,7 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
-from penstock.kernels.ops import Ops
+from penstock.kernels.ops import Heads, Ops
 from penstock.layers.causal_lm import CausalLM
 from penstock.runner.kv_cache import allocate_kv_caches
 from penstock.runner.model_runner import ModelRunner
@@ -23,8 +23,7 @@ class Worker:
         groups: Sequence[CacheGroup],
         config: EngineConfig,
         *,
-        num_kv_heads: int,
-        head_dim: int,
+        heads: Heads,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         """Take a loaded model and a resolved config; allocate the caches and set torch's threads, which are the
@@ -37,10 +36,10 @@ class Worker:
         if config.numerics.threads is None:
             raise EngineError("the worker needs a resolved config")
         torch.set_num_threads(1 if config.numerics.kernels == "cpu" else config.numerics.threads)
-        caches = allocate_kv_caches(ops, groups, num_kv_heads, head_dim, config.cache.kv_cache_dtype)
+        caches = allocate_kv_caches(ops, groups, heads.num_kv_heads, heads.head_dim, config.cache.kv_cache_dtype)
         self.cache_bytes = sum(cache.num_bytes for cache in caches)
         self._runner: ModelRunner | None = ModelRunner(
-            model, ops, groups, config, kv_caches=caches, eos_token_ids=eos_token_ids
+            model, ops, groups, config, heads=heads, kv_caches=caches, eos_token_ids=eos_token_ids
         )
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
