@@ -14,6 +14,7 @@ import torch
 
 from penstock.engine.engine import Engine
 from penstock.engine.messages import EngineOutput, EngineRequest
+from penstock.kernels.ops import Heads
 from penstock.kernels.reference import ReferenceOps
 from penstock.model_config import ModelConfig
 from penstock.runner.executor import TorchExecutor
@@ -28,10 +29,10 @@ LIMITS = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 128}
 
 
 def engine_for(
-    model: Any, ops: Any, groups: list[CacheGroup], *, num_kv_heads: int = 1, head_dim: int = 1, **limits: int
+    model: Any, ops: Any, groups: list[CacheGroup], *, heads: Heads = Heads(1, 1, 1), **limits: int
 ) -> Engine:
     limits = {**LIMITS, **limits}
-    worker = Worker(model, ops, groups, resolved_config(**limits), num_kv_heads=num_kv_heads, head_dim=head_dim)
+    worker = Worker(model, ops, groups, resolved_config(**limits), heads=heads)
     return Engine(TorchExecutor(worker), groups, vocab_size=VOCAB, **limits)
 
 
@@ -130,7 +131,7 @@ def llama_engine(directory: Path, num_blocks: int = 40, **limits: int) -> Engine
     config, ops = ModelConfig.from_directory(directory), ReferenceOps(torch.float32)
     model = load_model(directory, config, ops, "dummy")
     groups = [CacheGroup((0, 1), None, num_blocks, 16)]
-    return engine_for(model, ops, groups, num_kv_heads=2, head_dim=8, **limits)
+    return engine_for(model, ops, groups, heads=Heads(4, 2, 8), **limits)
 
 
 def requests(seeds: Sequence[int], **params: Any) -> list[EngineRequest]:
