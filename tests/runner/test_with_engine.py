@@ -25,12 +25,11 @@ from penstock.weights.loader import load_model
 from tests.fakes import CacheModel, FakeOps, resolved_config
 
 VOCAB = 50
+ONE_HEAD = Heads(1, 1, 1)
 LIMITS = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 128}
 
 
-def engine_for(
-    model: Any, ops: Any, groups: list[CacheGroup], *, heads: Heads = Heads(1, 1, 1), **limits: int
-) -> Engine:
+def engine_for(model: Any, ops: Any, groups: list[CacheGroup], *, heads: Heads = ONE_HEAD, **limits: int) -> Engine:
     limits = {**LIMITS, **limits}
     worker = Worker(model, ops, groups, resolved_config(**limits), heads=heads)
     return Engine(TorchExecutor(worker), groups, vocab_size=VOCAB, **limits)

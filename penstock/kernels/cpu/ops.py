@@ -6,6 +6,7 @@ Bits depend on the instruction level only, never on the batch or on threads (nat
 
 import ctypes
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -54,6 +55,7 @@ class CpuOps:
         dtype: type of weights and of what products read.
         level: name of the instruction level, which decides the bits.
         threads: that compute, the caller's included.
+        plan_counts: how often each kind of attention was planned, by its key (kernels/attention/key.py).
     """
 
     name = "cpu"
@@ -84,6 +86,7 @@ class CpuOps:
         self._sampling = PenstockSampling()
         self._params: dict[AttentionParams, NativeParams] = {}
         self._steps: dict[int, tuple[AttentionMetadata, PenstockAttentionStep]] = {}
+        self.plan_counts: Counter[int] = Counter()
         self._reserved = (0, 0)  # workspace and scratch bytes of attention
         self._recorder: Recorder | None = None
 
@@ -344,6 +347,7 @@ class CpuOps:
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
         meta = planned(meta, heads, own_cache(cache), self.threads)
         if meta.plan is not None:
+            self.plan_counts[meta.plan.key] += 1
             self._reserve(meta.plan.workspace_bytes, meta.plan.scratch_bytes)
         return meta
 
