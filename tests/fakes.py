@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import EngineConfig
-from penstock.kernels.ops import AttentionMetadata
+from penstock.kernels.ops import AttentionMetadata, Heads, KVScales
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.layers.context import ForwardContext
 from penstock.sampling_params import SamplingParams
@@ -52,9 +52,20 @@ class FakeOps:
     device = torch.device("cpu")
 
     def new_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        slices: int = 0,
+        scales: KVScales | None = None,
     ) -> FakeCache:
         return FakeCache(num_blocks, block_size)
+
+    def plan(self, meta: AttentionMetadata, heads: Heads, cache: FakeCache) -> AttentionMetadata:
+        return meta
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         return torch.isfinite(logits.amax(dim=-1))
