@@ -105,7 +105,8 @@ class ScriptedExecutor:
         return self._sample(item, row, start, stop, min(windows))
 
     def _slot(self, group: CacheGroup, table: list[int], position: int) -> int:
-        block_id = table[position // group.block_size]
+        assert not group.ring or len(table) == 1, "a ring is one block"
+        block_id = table[0] if group.ring else table[position // group.block_size]
         assert block_id >= 0, f"position {position} has no block"
         return block_id * group.block_size + position % group.block_size
 
