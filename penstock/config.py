@@ -290,9 +290,7 @@ def _resolve_scheduler(config: SchedulerConfig, model: "ModelConfig", reasons: d
     )
 
 
-def _resolve_cache(
-    config: CacheConfig, scheduler: SchedulerConfig, dtype: str, reasons: dict[str, str]
-) -> CacheConfig:
+def _resolve_cache(config: CacheConfig, scheduler: SchedulerConfig, dtype: str, reasons: dict[str, str]) -> CacheConfig:
     block_size, kv_cache_dtype = config.block_size, config.kv_cache_dtype
     prefix_caching, longest = config.enable_prefix_caching, scheduler.max_model_len or 0
     if block_size is None:
@@ -310,6 +308,4 @@ def _resolve_cache(
     elif kv_cache_dtype == "int8":
         slices = KV_CACHE_SLICES[dtype]
         reasons["kv_cache_dtype"] = f"int8: queries and probabilities as {slices} int8 rows each, for a {dtype} model"
-    return replace(
-        config, block_size=block_size, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=prefix_caching
-    )
+    return replace(config, block_size=block_size, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=prefix_caching)

@@ -166,12 +166,10 @@ class CacheModel:
         cache.slots[meta.slot_mapping[stored]] = input_ids[stored] + 1
         return torch.tensor(sums, dtype=torch.float32)
 
-    def _sum(
-        self, position: int, new: Tensor, computed: int, b: int, cache: FakeCache, meta: AttentionMetadata
-    ) -> int:
+    def _sum(self, position: int, new: Tensor, computed: int, b: int, cache: FakeCache, meta: AttentionMetadata) -> int:
         """Of what the token at `position` of sequence b sees; `new` are the values from position `computed` on."""
         first = 0 if meta.sliding_window is None else max(0, position - meta.sliding_window + 1)
-        old, seen = torch.arange(first, computed), torch.arange(first, position + 1)
+        old, seen = torch.arange(min(first, computed), computed), torch.arange(first, position + 1)
         blocks = meta.block_table[b][old // meta.block_size].to(torch.int64)
         assert bool((blocks >= 0).all()), "a visible token has no block"
         cached = cache.slots[blocks * meta.block_size + old % meta.block_size]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock import validation as check
 from penstock.config import EngineConfig
-from penstock.engine.kv_cache_manager import peak_blocks
+from penstock.engine.kv_cache_manager import peak_blocks, table_length
 from penstock.errors import InvalidRequestError
 from penstock.kernels.attention.layout import GRANULE, cache_token_bytes
 from penstock.model_config import ModelConfig
@@ -97,10 +97,10 @@ def _need(config: EngineConfig, model: ModelConfig, group: CacheGroup) -> _Group
     length, chunk = scheduler.max_model_len or 0, scheduler.max_num_batched_tokens or 0
     minimum = peak_blocks(group, length, chunk)
     at_rest = peak_blocks(group, length, 1)
-    wanted = max(minimum, scheduler.max_num_seqs * at_rest)
-    if group.sliding_window is not None and not group.ring:
-        # Behind a window only one step's worth of new tokens is shared out among all sequences.
-        wanted = max(minimum, scheduler.max_num_seqs * at_rest + -(-chunk // group.block_size))
+    # Behind a window only one step's worth of new tokens is shared out among all sequences.
+    moving = 0 if group.sliding_window is None else -(-chunk // group.block_size)
+    most = scheduler.max_num_seqs * table_length(group, length)
+    wanted = max(minimum, min(most, scheduler.max_num_seqs * at_rest + moving))
     return _GroupNeed(group, len(group.layers) * group.block_size * _token_bytes(config, model), minimum, wanted)
 
 

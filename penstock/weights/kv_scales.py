@@ -57,9 +57,7 @@ def _layer(file: Path, entries: dict[str, TensorEntry], prefix: str, shape: tupl
             raise ModelLoadError(f"{file}: {prefix}{kind} is missing")
         if not bool((values > 0).all()):
             raise ModelLoadError(f"{file}: {prefix}{kind} must be above 0; its least value is {float(values.min())}")
-    keys, values, key_offsets, value_offsets = (
-        torch.zeros(shape) if item is None else item for item in found.values()
-    )
+    keys, values, key_offsets, value_offsets = (torch.zeros(shape) if item is None else item for item in found.values())
     return KVScales(key_scales=keys, key_offsets=key_offsets, value_scales=values, value_offsets=value_offsets)
 
 
