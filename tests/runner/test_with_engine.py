@@ -29,10 +29,20 @@ ONE_HEAD = Heads(1, 1, 1)
 LIMITS = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 128}
 
 
-def engine_for(model: Any, ops: Any, groups: list[CacheGroup], *, heads: Heads = ONE_HEAD, **limits: int) -> Engine:
+def engine_for(
+    model: Any,
+    ops: Any,
+    groups: list[CacheGroup],
+    *,
+    heads: Heads = ONE_HEAD,
+    enable_prefix_caching: bool = True,
+    **limits: int,
+) -> Engine:
     limits = {**LIMITS, **limits}
     worker = Worker(model, ops, groups, resolved_config(**limits), heads=heads)
-    return Engine(TorchExecutor(worker), groups, vocab_size=VOCAB, **limits)
+    return Engine(
+        TorchExecutor(worker), groups, vocab_size=VOCAB, enable_prefix_caching=enable_prefix_caching, **limits
+    )
 
 
 def run(engine: Engine) -> dict[str, list[EngineOutput]]:
@@ -85,6 +95,35 @@ def test_a_crowd_gets_the_right_tokens(windows: tuple[int | None, ...], num_bloc
         assert tokens_of(outputs[name]) == expected(model, prompt, 25), name
     if num_blocks == 10 and None in windows:
         assert engine.stats().num_preemptions_total > 0
+
+
+@pytest.mark.covers("F3", "M8")
+@pytest.mark.parametrize("windows", [(None,), (20,), (None, 20, None, 7)])
+def test_user_rows_give_the_right_tokens(windows: tuple[int | None, ...]) -> None:
+    """Guards against a ring read where it has been written over, by chunks longer and shorter than the window, and
+    against rows that a request finds as another one left them."""
+    model = CacheModel(windows, VOCAB)
+    groups = [
+        CacheGroup(
+            tuple(i for i, w in enumerate(windows) if w == window),
+            window,
+            3,
+            128 if window is None else -(-window // 16) * 16,
+            ring=window is not None,
+        )
+        for window in dict.fromkeys(windows)
+    ]
+    rng = random.Random(5)
+    prompts = {str(i): [rng.randrange(VOCAB) for _ in range(rng.choice([1, 16, 33, 90]))] for i in range(12)}
+    for chunk in (6, 40):
+        engine = engine_for(
+            model, FakeOps(), groups, max_num_batched_tokens=chunk, max_model_len=128, enable_prefix_caching=False
+        )
+        for name, prompt in prompts.items():
+            engine.add_request(EngineRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=30)))
+        outputs = run(engine)
+        for name, prompt in prompts.items():
+            assert tokens_of(outputs[name]) == expected(model, prompt, 30), name
 
 
 def test_aborts_free_the_rows() -> None:
