@@ -1,5 +1,6 @@
 """Attention in parts: tiles, spans, the fold, flash decoding, Falcon's two parts. float64 unless said otherwise."""
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -61,15 +62,17 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what torch does."""
+    """Counts what torch does, but with truth values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.name().split("::")[1].split(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor) or result.dtype != torch.bool:
+            self.counts[func.name().split("::")[1].split(".")[0]] += 1
+        return result
 
 
 def same(part: Part, other: Part) -> bool:
@@ -226,7 +229,7 @@ def splits(bounds: list[int], q: Tensor, k: Tensor, v: Tensor, visible: Tensor) 
     """Finished splits between bounds -> outs [K, B, N, H, D], lses [K, B, N, H]."""
     done = [
         finish(attend_part(q, k[:, low:high], v[:, low:high], visible[..., low:high], SCORING))
-        for low, high in zip(bounds, bounds[1:], strict=False)
+        for low, high in itertools.pairwise(bounds)
     ]
     return torch.stack([out for out, _ in done]), torch.stack([lse for _, lse in done])
 
