@@ -45,4 +45,11 @@ def decode_mask(cached_lens: Sequence[int], window: int) -> Tensor:
 
 
 def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
-    return torch.block_diag(*blocks).bool()
+    """Each block behind and below the one before it, nothing visible elsewhere."""
+    rows, columns = (sum(block.shape[dim] for block in blocks) for dim in (0, 1))
+    mask = torch.zeros(rows, columns, dtype=torch.bool)
+    row = column = 0
+    for block in blocks:
+        mask[row : row + block.shape[0], column : column + block.shape[1]] = block
+        row, column = row + block.shape[0], column + block.shape[1]
+    return mask
