@@ -235,7 +235,8 @@ def test_a_great_group_is_cut(group: int) -> None:
 
 @pytest.mark.covers("A9")
 @pytest.mark.parametrize(
-    ("sequences", "cores", "split"), [(8, 2, False), (7, 2, True), (32, 2, False), (1, 2, True), (1, 1, False), (8, 64, True)]
+    ("sequences", "cores", "split"),
+    [(8, 2, False), (7, 2, True), (32, 2, False), (1, 2, True), (1, 1, False), (8, 64, True)],
 )
 def test_spans_are_split_where_whole_sequences_leave_cores_idle(sequences: int, cores: int, split: bool) -> None:
     """Guards against: cores that wait for one long sequence, and partial results that nobody needed."""
