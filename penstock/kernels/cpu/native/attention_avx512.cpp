@@ -100,18 +100,23 @@ struct ValuePass {
     std::int64_t dim;
 };
 
+// Without a branch, or GCC keeps the sums in memory; and with whole stores, which are cheaper than masked ones.
 template <int ROWS, int WIDTH>
 PENSTOCK_INLINE void fold_mixed(const ValuePass& pass, const __m512 (&acc)[ROWS][WIDTH]) {
+    const StripFold& fold = *pass.fold;
+    const std::uint32_t rows = fold.rows;
+    float* mixed = pass.mixed;
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) {
-        const __mmask16 folds = pass.fold->rows >> r & 1 ? 0xFFFF : 0;
-        const __m512 keep = _mm512_set1_ps(pass.fold->keep[r]), add = _mm512_set1_ps(pass.fold->add[r]);
-        float* const mixed = pass.mixed + r * pass.dim;
+        const __mmask16 folds = static_cast<__mmask16>(-(rows >> r & 1));
+        const __m512 keep = _mm512_set1_ps(fold.keep[r]), add = _mm512_set1_ps(fold.add[r]);
 #pragma GCC unroll 4
         for (int i = 0; i < WIDTH; ++i) {
-            const __m512 kept = _mm512_mul_ps(_mm512_load_ps(mixed + i * LANES), keep);
-            _mm512_mask_store_ps(mixed + i * LANES, folds, _mm512_add_ps(kept, _mm512_mul_ps(acc[r][i], add)));
+            const __m512 state = _mm512_load_ps(mixed + i * LANES);
+            const __m512 kept = _mm512_mul_ps(state, keep), part = _mm512_mul_ps(acc[r][i], add);
+            _mm512_store_ps(mixed + i * LANES, _mm512_mask_add_ps(state, folds, kept, part));
         }
+        mixed += pass.dim;
     }
 }
 
