@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.messages import EngineRequest
 from penstock.engine.kv_cache_manager import KVCacheManager
+from penstock.engine.messages import EngineRequest
 from penstock.errors import EngineError, InvalidRequestError, PenstockError
 from penstock.outputs import FinishReason
 from penstock.sampling_params import SamplingParams
