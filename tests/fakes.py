@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import EngineConfig
-from penstock.kernels.ops import AttentionMetadata, KVScales
+from penstock.kernels.ops import AttentionMetadata, Heads, KVScales
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.layers.context import ForwardContext
 from penstock.sampling_params import SamplingParams
@@ -63,6 +63,9 @@ class FakeOps:
         scales: KVScales | None = None,
     ) -> FakeCache:
         return FakeCache(num_blocks, block_size)
+
+    def plan(self, meta: AttentionMetadata, heads: Heads, cache: FakeCache) -> AttentionMetadata:
+        return meta
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         return torch.isfinite(logits.amax(dim=-1))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.ops import AttentionMetadata
+from penstock.kernels.ops import AttentionMetadata, AttentionParams
 from penstock.kernels.reference import ReferenceOps, attention
 
 torch.set_num_threads(1)
@@ -32,7 +32,7 @@ class Sequences:
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         num_heads, num_kv_heads, head_dim = heads
-        self.window, self.block_size, self.scale = window, block_size, head_dim**-0.5
+        self.window, self.block_size, self.params = window, block_size, AttentionParams(scale=head_dim**-0.5)
         self.q = [torch.randn(n, num_heads, head_dim, generator=generator) for n in lengths]
         self.k = [torch.randn(n, num_kv_heads, head_dim, generator=generator) for n in lengths]
         self.v = [torch.randn(n, num_kv_heads, head_dim, generator=generator) for n in lengths]
@@ -63,7 +63,7 @@ class Sequences:
             sliding_window=self.window,
         )
         q, k, v = (torch.cat([part[row][span] for row, span in spans.items()]) for part in (self.q, self.k, self.v))
-        out = OPS.attend(q, k, v, self.cache, meta, scale=self.scale)
+        out = OPS.attend(q, k, v, self.cache, meta, self.params)
         parts = out.view(q.shape).split(list(counts.values()))
         return dict(zip(rows, parts, strict=True))
 
@@ -76,7 +76,7 @@ class Sequences:
             first = 0 if self.window is None else max(0, i - self.window + 1)
             for head in range(q.shape[1]):
                 keys, values = k[first : i + 1, head // group], v[first : i + 1, head // group]
-                out[i, head] = ((keys @ q[i, head]) * self.scale).softmax(0) @ values
+                out[i, head] = ((keys @ q[i, head]) * self.params.scale).softmax(0) @ values
         return out.float()
 
 
@@ -198,7 +198,7 @@ def test_tokens_without_a_slot_are_not_stored() -> None:
 
 def test_new_tokens_are_rounded_like_cached_ones() -> None:
     """Guards against a result that depends on the cut: with a bfloat16 cache, a key read from the step must be the
-    key read from the cache."""
+    key read from the cache. Queries are rounded to the cache's type, too."""
     whole, cut = (Sequences([12], cache_dtype=torch.bfloat16) for _ in range(2))
     rounded = replace_with_rounded(Sequences([12]))
     expected = rounded.expected(0)
@@ -207,6 +207,7 @@ def test_new_tokens_are_rounded_like_cached_ones() -> None:
 
 
 def replace_with_rounded(sequences: Sequences) -> Sequences:
+    sequences.q = [part.bfloat16().float() for part in sequences.q]
     sequences.k = [part.bfloat16().float() for part in sequences.k]
     sequences.v = [part.bfloat16().float() for part in sequences.v]
     return sequences
