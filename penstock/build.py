@@ -20,7 +20,7 @@ from penstock.engine.messages import ModelInfo
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import chosen_level
-from penstock.kernels.ops import NUMERICS_VERSION, KVScales, Ops
+from penstock.kernels.ops import NUMERICS_VERSION, Heads, KVScales, Ops
 from penstock.layers.causal_lm import CausalLM
 from penstock.model_config import ModelConfig
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
@@ -82,8 +82,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         ops,
         plan.groups,
         config,
-        num_kv_heads=model_config.num_key_value_heads,
-        head_dim=model_config.head_dim,
+        heads=Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim),
         eos_token_ids=model_config.eos_token_ids,
         kv_scales=kv_scales,
     )

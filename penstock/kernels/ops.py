@@ -37,7 +37,7 @@ from penstock.kernels.attention.plan import AttentionPlan
 from penstock.kernels.sampling import SamplingTensors
 from penstock.quant.scheme import Scheme
 
-NUMERICS_VERSION = 1  # goes up whenever a constant or an order changes a bit of any answer
+NUMERICS_VERSION = 2  # goes up whenever a constant or an order changes a bit of any answer
 REDUCTION_LEAVES = 8  # fixed pieces of K in products that tensor parallelism splits along K
 
 
@@ -290,8 +290,11 @@ class Ops(Protocol):
         """What is at slots [N] int64, none negative: k, v [N, Hkv, D] float32. For hand-written attention and tests."""
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
-        """The same metadata with a plan, for all layers that have such heads and such a cache. Reserves the memory that
-        the plan needs, so that `attend` allocates nothing. A backend that needs no plan returns meta as it is."""
+        """Metadata on the host -> on the device, with a plan for all layers that have such heads and such a cache.
+
+        Reserves the memory that the plan needs, so that `attend` allocates nothing. A backend that needs no plan makes
+        none.
+        """
 
     def attend(
         self,

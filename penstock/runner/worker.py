@@ -6,7 +6,7 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
-from penstock.kernels.ops import KVScales, Ops
+from penstock.kernels.ops import Heads, KVScales, Ops
 from penstock.layers.causal_lm import CausalLM
 from penstock.runner.kv_cache import allocate_kv_caches
 from penstock.runner.model_runner import ModelRunner
@@ -23,8 +23,7 @@ class Worker:
         groups: Sequence[CacheGroup],
         config: EngineConfig,
         *,
-        num_kv_heads: int,
-        head_dim: int,
+        heads: Heads,
         eos_token_ids: Sequence[int] = (),
         kv_scales: Sequence[KVScales] | None = None,
     ) -> None:
@@ -43,15 +42,15 @@ class Worker:
         caches = allocate_kv_caches(
             ops,
             groups,
-            num_kv_heads,
-            head_dim,
+            heads.num_kv_heads,
+            heads.head_dim,
             config.cache.kv_cache_dtype,
             slices=config.kv_cache_slices,
             scales=kv_scales,
         )
         self.cache_bytes = sum(cache.num_bytes for cache in caches)
         self._runner: ModelRunner | None = ModelRunner(
-            model, ops, groups, config, kv_caches=caches, eos_token_ids=eos_token_ids
+            model, ops, groups, config, heads=heads, kv_caches=caches, eos_token_ids=eos_token_ids
         )
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:

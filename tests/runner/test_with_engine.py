@@ -14,6 +14,7 @@ import torch
 
 from penstock.engine.engine import Engine
 from penstock.engine.messages import EngineOutput, EngineRequest
+from penstock.kernels.ops import Heads
 from penstock.kernels.reference import ReferenceOps
 from penstock.model_config import ModelConfig
 from penstock.runner.executor import TorchExecutor
@@ -24,6 +25,7 @@ from penstock.weights.loader import load_model
 from tests.fakes import CacheModel, FakeOps, resolved_config
 
 VOCAB = 50
+ONE_HEAD = Heads(1, 1, 1)
 LIMITS = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 128}
 
 
@@ -32,13 +34,12 @@ def engine_for(
     ops: Any,
     groups: list[CacheGroup],
     *,
-    num_kv_heads: int = 1,
-    head_dim: int = 1,
+    heads: Heads = ONE_HEAD,
     enable_prefix_caching: bool = True,
     **limits: int,
 ) -> Engine:
     limits = {**LIMITS, **limits}
-    worker = Worker(model, ops, groups, resolved_config(**limits), num_kv_heads=num_kv_heads, head_dim=head_dim)
+    worker = Worker(model, ops, groups, resolved_config(**limits), heads=heads)
     return Engine(
         TorchExecutor(worker), groups, vocab_size=VOCAB, enable_prefix_caching=enable_prefix_caching, **limits
     )
@@ -168,7 +169,7 @@ def llama_engine(directory: Path, num_blocks: int = 40, **limits: int) -> Engine
     config, ops = ModelConfig.from_directory(directory), ReferenceOps(torch.float32)
     model = load_model(directory, config, ops, "dummy")
     groups = [CacheGroup((0, 1), None, num_blocks, 16)]
-    return engine_for(model, ops, groups, num_kv_heads=2, head_dim=8, **limits)
+    return engine_for(model, ops, groups, heads=Heads(4, 2, 8), **limits)
 
 
 def requests(seeds: Sequence[int], **params: Any) -> list[EngineRequest]:
