@@ -53,7 +53,7 @@ class BlockTable:
         """What a ring's row holds from end to end."""
         if len(block_ids) > 1 or self._num_entries[row]:
             raise EngineError("a ring is one block, and more were given")
-        return block_ids * self._ids.shape[1]
+        return block_ids * int(self._ids.shape[1])
 
     def release(self, row: int, num_released: int) -> None:
         """Make the first num_released entries -1. The number counts from the start of the row, not since last time."""
