@@ -146,7 +146,7 @@ def make_engine(
     enable_prefix_caching: bool = True,
     user_rows: bool = False,
 ) -> Engine:
-    """An engine on a ScriptedExecutor, one cache group a window. User rows: one block a request, rings for windows."""
+    """An engine on a ScriptedExecutor, a cache group a window. User rows: a block a request, a ring for a window."""
     groups = [CacheGroup((i,), window, num_blocks, block_size) for i, window in enumerate(windows)]
     if user_rows:
         enable_prefix_caching = False

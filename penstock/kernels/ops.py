@@ -27,7 +27,7 @@ and quant/int4.py are the specification of the stored values, native/products.h 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -71,6 +71,11 @@ class AttentionMetadata:
     sliding_window: int | None
     num_sink_tokens: int = 0
     plan: AttentionPlan | None = None
+
+    def to(self, device: torch.device) -> "AttentionMetadata":
+        """The same with its tensors on a device; the plan stays on the host."""
+        tensors = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

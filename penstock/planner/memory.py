@@ -101,11 +101,11 @@ def _need(config: EngineConfig, model: ModelConfig, group: CacheGroup) -> _Group
     moving = 0 if group.sliding_window is None else -(-chunk // group.block_size)
     most = scheduler.max_num_seqs * table_length(group, length)
     wanted = max(minimum, min(most, scheduler.max_num_seqs * at_rest + moving))
-    return _GroupNeed(group, len(group.layers) * group.block_size * _token_bytes(config, model), minimum, wanted)
+    return _GroupNeed(group, len(group.layers) * group.block_size * cached_token_bytes(config, model), minimum, wanted)
 
 
-def _token_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes of one token in one layer, as the backend stores it."""
+def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of one token in one layer, as the backend of a resolved config stores it."""
     return cache_token_bytes(
         model.num_key_value_heads,
         model.head_dim,

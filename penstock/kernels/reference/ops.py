@@ -170,7 +170,7 @@ class ReferenceOps:
         return keys.float(), values.float()
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
-        return meta  # attention in torch needs no plan
+        return meta.to(self.device)  # attention in torch needs no plan
 
     def attend(
         self,
