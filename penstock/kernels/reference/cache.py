@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from penstock.kernels.ops import KVScales
+from penstock.quant import kv
+
 
 class ReferenceKVCache:
     """Keys and values of one layer, [num_blocks, block_size, Hkv, D] each, of one type."""
@@ -48,3 +51,73 @@ class ReferenceKVCache:
     def _write(self, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
         self.keys.flatten(0, 1)[slots] = k_new.to(self.dtype)
         self.values.flatten(0, 1)[slots] = v_new.to(self.dtype)
+
+
+class Int8KVCache(ReferenceKVCache):
+    """Keys and values as int8, scales and offsets of tokens or of channels (quant/kv.py).
+
+    slices: rows of int8 that a query row is written as; 0 keeps it as it is.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], slices: int, scales: KVScales | None, device: torch.device
+    ) -> None:
+        super().__init__(shape, torch.int8, device)
+        self.slices = slices
+        self.channels = scales
+        tokens = (*shape[:3], 2) if scales is None else (0, 0, 0, 2)
+        self.key_scales = torch.empty(tokens, device=device)  # scale and offset of each token and kv head
+        self.value_scales = torch.empty(tokens, device=device)
+        self.num_bytes += 2 * self.key_scales.numel() * self.key_scales.element_size()
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().read(slots)
+        if self.channels is not None:
+            own = self.channels
+            return (
+                kv.dequantize(keys, own.key_scales, own.key_offsets),
+                kv.dequantize(values, own.value_scales, own.value_offsets),
+            )
+        key_scales, value_scales = self.key_scales.flatten(0, 1)[slots], self.value_scales.flatten(0, 1)[slots]
+        return (
+            kv.dequantize(keys, key_scales[..., :1], key_scales[..., 1:]),
+            kv.dequantize(values, value_scales[..., :1], value_scales[..., 1:]),
+        )
+
+    def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.channels is not None:
+            own = self.channels
+            return (
+                _through_channels(k, own.key_scales, own.key_offsets),
+                _through_channels(v, own.value_scales, own.value_offsets),
+            )
+        return _through_tokens(k), _through_tokens(v)
+
+    def rounded_queries(self, q: Tensor) -> Tensor:
+        if self.slices == 0:
+            return q
+        if self.channels is None:
+            return kv.slices(q.float(), self.slices).to(q.dtype)
+        # The scales of channels are the query's before it is written as slices.
+        scales = self.channels.key_scales.repeat_interleave(q.shape[-2] // self.channels.key_scales.shape[0], dim=0)
+        return kv.slices(q.float() * scales, self.slices).to(q.dtype) / scales.to(q.dtype)
+
+    def _write(self, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
+        if self.channels is not None:
+            own = self.channels
+            self.keys.flatten(0, 1)[slots] = kv.quantize_channels(k_new, own.key_scales, own.key_offsets)
+            self.values.flatten(0, 1)[slots] = kv.quantize_channels(v_new, own.value_scales, own.value_offsets)
+            return
+        for new, rows, scales in ((k_new, self.keys, self.key_scales), (v_new, self.values, self.value_scales)):
+            integers, token_scales, token_offsets = kv.quantize_tokens(new)
+            rows.flatten(0, 1)[slots] = integers
+            scales.flatten(0, 1)[slots] = torch.stack([token_scales, token_offsets], dim=-1)
+
+
+def _through_channels(x: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+    return kv.dequantize(kv.quantize_channels(x, scales, offsets), scales, offsets).to(x.dtype)
+
+
+def _through_tokens(x: Tensor) -> Tensor:
+    values, scales, offsets = kv.quantize_tokens(x)
+    return kv.dequantize(values, scales[..., None], offsets[..., None]).to(x.dtype)

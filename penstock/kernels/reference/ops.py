@@ -15,7 +15,7 @@ from torch.nn import functional
 from penstock.errors import NotSupportedError
 from penstock.kernels.ops import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales, PackedLinear, RowSource
 from penstock.kernels.reference import attention, quantised, sampling
-from penstock.kernels.reference.cache import ReferenceKVCache
+from penstock.kernels.reference.cache import Int8KVCache, ReferenceKVCache
 from penstock.kernels.sampling import SamplingTensors
 from penstock.quant.scheme import Scheme
 
@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # float64 makes an oracle
 
 
 class ReferenceLinear:
@@ -159,7 +160,14 @@ class ReferenceOps:
     ) -> KVCache:
         shape = (num_blocks, block_size, num_kv_heads, head_dim)
         if dtype == torch.int8:
-            raise NotSupportedError("kv_cache_dtype: int8 is not built yet", param="kv_cache_dtype")
+            if slices not in (0, 2, 3):
+                raise NotSupportedError(f"slices: {slices}; 2, 3, or 0 for exact queries", param="slices")
+            _check_scales(scales, (num_kv_heads, head_dim))
+            return Int8KVCache(shape, slices, scales, self.device)
+        if dtype not in CACHE_DTYPES:
+            raise NotSupportedError(f"dtype: {dtype}; one of {CACHE_DTYPES} or int8", param="dtype")
+        if slices or scales is not None:
+            raise NotSupportedError(f"slices, scales: for an int8 cache, not for {dtype}", param="slices")
         return ReferenceKVCache(shape, dtype, self.device)
 
     def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -213,6 +221,12 @@ def _own_cache(cache: KVCache) -> ReferenceKVCache:
     if not isinstance(cache, ReferenceKVCache):
         raise TypeError(f"a cache of another backend: {type(cache).__name__}")
     return cache
+
+
+def _check_scales(scales: KVScales | None, shape: tuple[int, int]) -> None:
+    for name in KVScales.__dataclass_fields__ if scales is not None else ():
+        if getattr(scales, name).shape != shape:
+            raise ValueError(f"{name}: {tuple(getattr(scales, name).shape)}; kv heads and head dim are {shape}")
 
 
 def _no_packed_form() -> NotSupportedError:
