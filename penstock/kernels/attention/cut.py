@@ -13,11 +13,13 @@ from penstock.kernels.attention.blocks import Int64, RowBlocks, ragged
 from penstock.kernels.attention.layout import SPAN_TILES
 from penstock.kernels.attention.partition import greatest_load, partition
 
+Bools = npt.NDArray[np.bool_]
+
 FEW_ROWS = 16  # so many go through memory with all their heads; more compute longer than they read
 READ_ROWS = 16  # reading a tile costs as much as multiplying so many rows with it
 PIECES = 8  # a core, at most, where blocks alone do not share the load well
 ENOUGH = 4  # items a core that leave something to steal
-SMALL_LOAD = 256  # of an item that is not worth cutting: a core carries it out in some microseconds
+SMALL_LOAD = 64  # of an item that is not worth cutting: a core carries it out in some microseconds
 SLACK = 1 / 16  # of the mean load: how much more a core may have before blocks are cut
 
 
@@ -93,7 +95,8 @@ def _finer(blocks: RowBlocks, kv_heads: int, pieces: Pieces, limit: int) -> Piec
     tiles = blocks.tiles
     wanted = -(-_load(blocks.rows, tiles, kv_heads) // max(limit, SMALL_LOAD))
     whole_spans = (tiles + SPAN_TILES // 2) // SPAN_TILES  # a span of a few tiles is not worth a piece
-    spans = np.clip(np.minimum(wanted, whole_spans), 1, _most_span_pieces(blocks))
+    spans = np.clip(np.minimum(wanted, whole_spans), 1, _end_span(blocks) - _first_span(blocks))
+    spans += (spans > 1) & _sinks_apart(blocks)
     return Pieces(spans, np.maximum(pieces.heads, np.minimum(-(-wanted // spans), kv_heads)))
 
 
@@ -114,10 +117,10 @@ def _sink_spans(blocks: RowBlocks) -> Int64 | None:
     return None if blocks.sink_end is None else -(-blocks.sink_end // SPAN_TILES)
 
 
-def _most_span_pieces(blocks: RowBlocks) -> Int64:
-    """As many as there are spans, sink tokens in one piece."""
-    seen = _end_span(blocks) - _first_span(blocks)
-    return seen if blocks.sink_end is None else seen + (blocks.sink_end > 0)
+def _sinks_apart(blocks: RowBlocks) -> Bools:
+    """[U] whether hidden spans lie between the sink tokens and the window."""
+    sinks = _sink_spans(blocks)
+    return np.zeros(len(blocks.sequence), bool) if sinks is None else (sinks > 0) & (sinks < _first_span(blocks))
 
 
 def _items(blocks: RowBlocks, kv_heads: int, pieces: Pieces) -> Items:
@@ -151,7 +154,7 @@ def _span_ranges(blocks: RowBlocks, block: Int64, index: Int64, pieces: Int64) -
     if sinks is None:
         return _part(first, end, index, pieces)
     sinks = sinks[block]
-    alone = (sinks > 0) & (sinks < first) & (pieces > 1)  # hidden spans behind the sink tokens: leave them out
+    alone = _sinks_apart(blocks)[block] & (pieces > 1)  # a piece of their own, so that hidden spans are in none
     first = np.where((sinks > 0) & ~alone, 0, first)
     begin, stop = _part(first, end, index - alone, np.maximum(pieces - alone, 1))
     is_sink = alone & (index == 0)

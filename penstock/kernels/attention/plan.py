@@ -155,6 +155,8 @@ def most_rows(shape: AttentionShape) -> int:
 
 def _block_rows(shape: AttentionShape, tokens: int, num_cores: int) -> int:
     """The most rows of a block: of many rows, as many as leave each core some blocks."""
+    if num_cores == 1:
+        return most_rows(shape)
     share = tokens * shape.num_heads // (num_cores * BLOCKS_A_CORE) // ROW_CAPACITY * ROW_CAPACITY
     return min(max(share, MIN_BLOCK_ROWS), most_rows(shape))
 
