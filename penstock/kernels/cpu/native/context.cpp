@@ -62,12 +62,12 @@ void choose_products(Level level, ProductKernel (&products)[NUM_KINDS]) {
 
 void choose_caches(Level level, CacheKernel (&caches)[NUM_CACHE_KINDS]) {
     const CacheKernel by_level[][NUM_CACHE_KINDS] = {
-        {portable_cache_f32(), portable_cache_bf16(), {}},
+        {portable_cache_f32(), portable_cache_bf16(), portable_cache_int8()},
 #if defined(PENSTOCK_HAVE_AVX2)
-        {{}, {}, {}},
+        {{}, {}, avx2_cache_int8()},
 #endif
 #if defined(PENSTOCK_HAVE_AVX512)
-        {{}, {}, {}},
+        {{}, {}, avx512_cache_int8()},
 #endif
 #if defined(PENSTOCK_HAVE_AMX)
         {{}, {}, {}},
