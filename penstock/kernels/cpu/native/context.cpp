@@ -64,13 +64,13 @@ void choose_caches(Level level, CacheKernel (&caches)[NUM_CACHE_KINDS]) {
     const CacheKernel by_level[][NUM_CACHE_KINDS] = {
         {portable_cache_f32(), portable_cache_bf16(), portable_cache_int8()},
 #if defined(PENSTOCK_HAVE_AVX2)
-        {{}, {}, avx2_cache_int8()},
+        {avx2_cache_f32(), avx2_cache_bf16(), avx2_cache_int8()},
 #endif
 #if defined(PENSTOCK_HAVE_AVX512)
         {{}, {}, avx512_cache_int8()},
 #endif
 #if defined(PENSTOCK_HAVE_AMX)
-        {{}, {}, {}},
+        {{}, amx_cache_bf16(), {}},
 #endif
     };
     for (int at = 0; at <= level; ++at)
