@@ -32,7 +32,7 @@ NUM_TOKENS = 12
 
 
 def attend_row_by_row(
-    self: ReferenceOps, q: Tensor, k_new: Tensor, v_new: Tensor, cache: Any, meta: Any, *, scale: float, out: Any = None
+    self: ReferenceOps, q: Tensor, k_new: Tensor, v_new: Tensor, cache: Any, meta: Any, params: Any, *, out: Any = None
 ) -> Tensor:
     """Attention of one query row at a time over exactly the keys it sees, in float64."""
     cache.store(k_new, v_new, meta.slot_mapping)
@@ -45,7 +45,7 @@ def attend_row_by_row(
             first = 0 if meta.sliding_window is None else max(0, last + 1 - meta.sliding_window)
             positions = torch.arange(first, last + 1)[None]
             keys, values = (item[0].double() for item in cache.load(meta.block_table[row][None], positions))
-            result[token] = _one_row(q[token].double(), keys, values, scale).to(q.dtype)
+            result[token] = _one_row(q[token].double(), keys, values, params.scale).to(q.dtype)
     return result
 
 
