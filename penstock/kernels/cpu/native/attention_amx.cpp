@@ -20,8 +20,6 @@ constexpr std::int64_t LINE = 64;
 constexpr int KEY_PAIRS = 16;                 // of elements, that a product of scores takes
 constexpr int VALUE_PAIRS = GRANULE / 2;      // of positions, that a product of values takes
 constexpr int TILE_SUMS = 4;                  // tiles of sums
-constexpr std::int64_t SCORE_STEP = 32;       // elements of a head
-constexpr std::int64_t MIX_STEP = 64;         // columns of o; what is left over is 32
 constexpr float LOG2_E = 1.44269504f;
 
 // Tiles: 0 .. 3 sums; 4 queries and 5 keys; 6 probabilities and 7 values.
@@ -38,119 +36,88 @@ void load_config(int rows) {
 
 // Some rows of a tile.
 struct Strip {
-    const TileArgs* a;
+    const TileArgs& a;
     int first, rows;
     float* s;     // [STRIP][TILE] scores
     Bfloat16* p;  // [STRIP][TILE] probabilities
 
-    std::int64_t dim() const { return a->cache->padded_dim; }
-    float* mixed() const { return a->mixed + first * dim(); }
-    bool prefetches() const { return first == 0 && a->next[0] != nullptr; }
+    std::int64_t dim() const { return a.cache->padded_dim; }
+    float* mixed() const { return a.mixed + first * dim(); }
+    bool prefetches() const { return first == 0 && a.next[0] != nullptr; }
 };
 
 inline void prefetch(const char* from, int lines) {
     for (int line = 0; line < lines; ++line) _mm_prefetch(from + line * LINE, _MM_HINT_T1);
 }
 
-// ---- Products, step by step: each takes as long as the exponentials of a row or two
+// ---- Products
 
-// Elements d .. d + 31 of queries and keys; all of them, in ascending order, make the scores.
-void score_step(const Strip& strip, std::int64_t d) {
-    const std::int64_t dim = strip.dim(), at = d * GRANULE * 2;
-    const Bfloat16* const q = static_cast<const Bfloat16*>(strip.a->operand) + strip.first * dim;
-    const char* const* const keys = strip.a->granules;
-    if (d == 0) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+void scores(const Strip& strip) {
+    const std::int64_t dim = strip.dim();
+    const Bfloat16* const q = static_cast<const Bfloat16*>(strip.a.operand) + strip.first * dim;
+    const char* const* const keys = strip.a.granules;
+    const bool prefetches = strip.prefetches();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (std::int64_t d = 0; d < dim; d += 2 * KEY_PAIRS) {
+        const std::int64_t at = d * GRANULE * 2;
+        _tile_loadd(4, q + d, dim * 2);
+        _tile_loadd(5, keys[0] + at, AMX_BYTES);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(5, keys[1] + at, AMX_BYTES);
+        _tile_dpbf16ps(1, 4, 5);
+        _tile_loadd(5, keys[2] + at, AMX_BYTES);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_loadd(5, keys[3] + at, AMX_BYTES);
+        _tile_dpbf16ps(3, 4, 5);
+        if (prefetches)
+            for (const char* next : strip.a.next) prefetch(next + at, KEY_PAIRS);
     }
-    _tile_loadd(4, q + d, dim * 2);
-    _tile_loadd(5, keys[0] + at, AMX_BYTES);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(5, keys[1] + at, AMX_BYTES);
-    _tile_dpbf16ps(1, 4, 5);
-    _tile_loadd(5, keys[2] + at, AMX_BYTES);
-    _tile_dpbf16ps(2, 4, 5);
-    _tile_loadd(5, keys[3] + at, AMX_BYTES);
-    _tile_dpbf16ps(3, 4, 5);
-    if (strip.prefetches())
-        for (const char* next : strip.a->next) prefetch(next + at, KEY_PAIRS);
-    if (d + SCORE_STEP < dim) return;
     _tile_stored(0, strip.s, TILE * 4);
     _tile_stored(1, strip.s + 16, TILE * 4);
     _tile_stored(2, strip.s + 32, TILE * 4);
     _tile_stored(3, strip.s + 48, TILE * 4);
 }
 
-// Columns d .. d + 16 SUMS - 1 of the state get p v of one granule's positions; the granules come in ascending order.
+// Adds p v to 16 SUMS columns of the state.
 template <int SUMS>
-void mix_step(const Strip& strip, std::int64_t d, int granule) {
+void mix_columns(const Strip& strip, std::int64_t d) {
     const std::int64_t dim = strip.dim(), keys = dim * GRANULE * 2;
+    const bool prefetches = strip.prefetches();
     float* const o = strip.mixed() + d;
-    const char* const values = strip.a->granules[granule] + keys + d * 4;
-    if (granule == 0) {
-        _tile_loadd(0, o, dim * 4);
-        _tile_loadd(1, o + 16, dim * 4);
-        if constexpr (SUMS > 2) _tile_loadd(2, o + 32, dim * 4);
-        if constexpr (SUMS > 2) _tile_loadd(3, o + 48, dim * 4);
+    _tile_loadd(0, o, dim * 4);
+    _tile_loadd(1, o + 16, dim * 4);
+    if constexpr (SUMS > 2) _tile_loadd(2, o + 32, dim * 4);
+    if constexpr (SUMS > 2) _tile_loadd(3, o + 48, dim * 4);
+    for (int granule = 0; granule < TILE_GRANULES; ++granule) {
+        const char* const values = strip.a.granules[granule] + keys + d * 4;
+        _tile_loadd(6, strip.p + granule * GRANULE, TILE * 2);
+        _tile_loadd(7, values, dim * 4);
+        _tile_dpbf16ps(0, 6, 7);
+        _tile_loadd(7, values + LINE, dim * 4);
+        _tile_dpbf16ps(1, 6, 7);
+        if constexpr (SUMS > 2) {
+            _tile_loadd(7, values + 2 * LINE, dim * 4);
+            _tile_dpbf16ps(2, 6, 7);
+            _tile_loadd(7, values + 3 * LINE, dim * 4);
+            _tile_dpbf16ps(3, 6, 7);
+        }
+        if (prefetches) prefetch(strip.a.next[granule] + keys + d * GRANULE * 2, SUMS * VALUE_PAIRS);
     }
-    _tile_loadd(6, strip.p + granule * GRANULE, TILE * 2);
-    _tile_loadd(7, values, dim * 4);
-    _tile_dpbf16ps(0, 6, 7);
-    _tile_loadd(7, values + LINE, dim * 4);
-    _tile_dpbf16ps(1, 6, 7);
-    if constexpr (SUMS > 2) {
-        _tile_loadd(7, values + 2 * LINE, dim * 4);
-        _tile_dpbf16ps(2, 6, 7);
-        _tile_loadd(7, values + 3 * LINE, dim * 4);
-        _tile_dpbf16ps(3, 6, 7);
-    }
-    if (strip.prefetches()) prefetch(strip.a->next[granule] + keys + d * GRANULE * 2, SUMS * VALUE_PAIRS);
-    if (granule + 1 < TILE_GRANULES) return;
     _tile_stored(0, o, dim * 4);
     _tile_stored(1, o + 16, dim * 4);
     if constexpr (SUMS > 2) _tile_stored(2, o + 32, dim * 4);
     if constexpr (SUMS > 2) _tile_stored(3, o + 48, dim * 4);
 }
 
-// The scores of one strip and the values of another, either of which may be null, in steps that are carried out while
-// the vector units are busy with a third. Scores come first: they are the next to be needed.
-class Products {
-  public:
-    Products(const Strip* scoring, const Strip* mixing)
-        : scoring_(scoring),
-          mixing_(mixing),
-          score_steps_(scoring == nullptr ? 0 : scoring->dim() / SCORE_STEP),
-          steps_(score_steps_ + (mixing == nullptr ? 0 : (mixing->dim() + MIX_STEP - 1) / MIX_STEP * TILE_GRANULES)) {}
-
-    // To where `part` of STRIP parts are done.
-    void advance(std::int64_t part) {
-        for (; done_ * STRIP < steps_ * part; ++done_) {
-            __asm__ volatile("" : : : "memory");  // the compiler does not know what tile loads read
-            if (done_ < score_steps_) {
-                score_step(*scoring_, done_ * SCORE_STEP);
-            } else {
-                mix(done_ - score_steps_);
-            }
-        }
-    }
-
-  private:
-    void mix(std::int64_t step) {
-        const std::int64_t d = step / TILE_GRANULES * MIX_STEP;
-        const int granule = static_cast<int>(step % TILE_GRANULES);
-        if (d + MIX_STEP <= mixing_->dim()) {
-            mix_step<4>(*mixing_, d, granule);
-        } else {
-            mix_step<2>(*mixing_, d, granule);
-        }
-    }
-
-    const Strip* scoring_;
-    const Strip* mixing_;
-    std::int64_t score_steps_, steps_, done_ = 0;
-};
+void mix(const Strip& strip) {
+    __asm__ volatile("" : : : "memory");  // the compiler does not know what tile loads read
+    std::int64_t d = 0;
+    for (; d + 64 <= strip.dim(); d += 64) mix_columns<4>(strip, d);
+    if (d < strip.dim()) mix_columns<2>(strip, d);
+}
 
 // ---- One number from each of 16 vectors
 
@@ -203,7 +170,7 @@ inline bool plain(const TileArgs& a) {
 // Hides what is hidden, makes scores of products unless they are plain, and leaves the greatest of each row.
 template <bool PLAIN>
 void find_greatest(const Strip& strip, float (&greatest)[STRIP][LANES]) {
-    const TileArgs& a = *strip.a;
+    const TileArgs& a = strip.a;
     for (int r = 0; r < strip.rows; ++r) {
         float* const s = strip.s + r * TILE;
         F32x16 x[TILE_LANES];
@@ -239,10 +206,10 @@ inline void scale_row(float* o, std::int64_t dim, float by) {
     for (std::int64_t d = 0; d < dim; d += LANES) _mm512_store_ps(o + d, _mm512_mul_ps(_mm512_load_ps(o + d), factor));
 }
 
-// Scores become probabilities, while `products` are made; the state's m and l take the tile in, and its o is made ready
+// Scores become probabilities; the state's m and l take the tile in, and its o is made ready
 // for p v. Returns the rows, as bits, that see nothing of the tile.
-unsigned softmax(const Strip& strip, Products& products) {
-    const TileArgs& a = *strip.a;
+unsigned softmax(const Strip& strip) {
+    const TileArgs& a = strip.a;
     alignas(64) float each[STRIP][LANES] = {};
     alignas(64) float shift[LANES], keep[LANES];
     const __mmask16 rows = static_cast<__mmask16>((1u << strip.rows) - 1);
@@ -261,10 +228,8 @@ unsigned softmax(const Strip& strip, Products& products) {
     _mm512_store_ps(shift, exponent);
     _mm512_store_ps(keep, exp2_to_zero(_mm512_fmsub_ps(before, log2_e, exponent)));
     const __mmask16 grown = _mm512_mask_cmp_ps_mask(rows, greatest, before, _CMP_GT_OQ);
-    for (int r = 0; r < strip.rows; ++r) {
+    for (int r = 0; r < strip.rows; ++r)
         probabilities(strip, r, _mm512_mul_ps(scale, log2_e), shift[r], each[slot(r)]);
-        products.advance(r + 1);
-    }
     const __m512 sum = reduce<Sum>(each);
     __m512 l = _mm512_maskz_loadu_ps(rows, a.sum + strip.first);
     l = _mm512_mask_mul_ps(l, grown, l, _mm512_load_ps(keep));
@@ -277,8 +242,6 @@ unsigned softmax(const Strip& strip, Products& products) {
     return _mm512_mask_cmp_ps_mask(rows, sum, _mm512_setzero_ps(), _CMP_EQ_OQ);
 }
 
-// ---- Strips, each in three stages: scores, softmax, values
-
 // Adding a product of zeros would make 0 of a -0 or of a number below the normal range: such rows of o are kept aside.
 inline void copy_rows(unsigned rows, std::int64_t dim, const float* from, float* to) {
     for (; rows != 0; rows &= rows - 1) {
@@ -287,39 +250,28 @@ inline void copy_rows(unsigned rows, std::int64_t dim, const float* from, float*
     }
 }
 
-// While a strip is in its softmax, the one before it is in its last stage and the one behind it in its first.
-void attend_strips(const TileArgs& a, int first, int strips, int rows) {
-    alignas(64) float s[2][STRIP * TILE];
-    alignas(64) Bfloat16 p[2][STRIP * TILE];
+void attend_strips(const TileArgs& a) {
+    alignas(64) float s[STRIP * TILE];
+    alignas(64) Bfloat16 p[STRIP * TILE];
     alignas(64) float aside[STRIP * MAX_HEAD_DIM];
-    const std::int64_t dim = a.cache->padded_dim;
-    load_config(rows);
-    unsigned untouched = 0;
-    for (int i = -1; i <= strips; ++i) {
-        const int other = (i + 1) & 1;
-        const Strip before{&a, first + (i - 1) * rows, rows, s[other], p[other]};
-        const Strip strip{&a, first + i * rows, rows, s[i & 1], p[i & 1]};
-        const Strip behind{&a, first + (i + 1) * rows, rows, s[other], p[other]};
-        Products products(i + 1 < strips ? &behind : nullptr, i > 0 ? &before : nullptr);
-        copy_rows(untouched, dim, before.mixed(), aside);
-        const unsigned hidden = i >= 0 && i < strips ? softmax(strip, products) : 0;
-        products.advance(STRIP);
-        copy_rows(untouched, dim, aside, before.mixed());
-        untouched = hidden;
+    int configured = 0;
+    for (int first = 0; first < a.rows; first += STRIP) {
+        const Strip strip{a, first, a.rows - first < STRIP ? a.rows - first : STRIP, s, p};
+        if (strip.rows != configured) load_config(strip.rows);
+        configured = strip.rows;
+        scores(strip);
+        const unsigned untouched = softmax(strip);
+        copy_rows(untouched, strip.dim(), strip.mixed(), aside);
+        mix(strip);
+        copy_rows(untouched, strip.dim(), aside, strip.mixed());
     }
     _tile_release();
-}
-
-void attend_rows(const TileArgs& a) {
-    const int strips = a.rows / STRIP, rest = a.rows % STRIP;
-    if (strips > 0) attend_strips(a, 0, strips, STRIP);
-    if (rest > 0) attend_strips(a, a.rows - rest, 1, rest);
 }
 
 }  // namespace
 
 CacheKernel amx_cache_bf16() {
-    return {pack_queries<Bfloat16>, attend_rows, store_rows<Bfloat16>, load_rows<Bfloat16>};
+    return {pack_queries<Bfloat16>, attend_strips, store_rows<Bfloat16>, load_rows<Bfloat16>};
 }
 
 }  // namespace penstock
