@@ -6,6 +6,7 @@ directory -> ModelConfig -> resolved EngineConfig -> backend -> model with weigh
 import hashlib
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 # Before torch is loaded: threads that wait by spinning take the core from whoever they wait for as soon as another
 # process wants one (measured on 2 cores with one busy neighbour: 5 tokens/s spinning, 100 sleeping).
@@ -19,7 +20,7 @@ from penstock.engine.messages import ModelInfo
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import chosen_level
-from penstock.kernels.ops import NUMERICS_VERSION, Ops
+from penstock.kernels.ops import NUMERICS_VERSION, Heads, KVScales, Ops
 from penstock.layers.causal_lm import CausalLM
 from penstock.model_config import ModelConfig
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
@@ -28,6 +29,7 @@ from penstock.runner.worker import Worker
 from penstock.sampling_params import SamplingParams
 from penstock.weights import packed_info
 from penstock.weights.hub import resolve_model
+from penstock.weights.kv_scales import kv_scales_fingerprint, read_kv_scales
 from penstock.weights.loader import load_model
 from penstock.weights.safetensors import fingerprint
 
@@ -63,6 +65,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     numerics, held = packed_info.fit(config.numerics, directory)
     config = replace(config, numerics=numerics).resolve(model_config)
     config, numerics = replace(config, reasons=config.reasons | held), config.numerics
+    kv_scales = _kv_scales(config, model_config)
     ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=numerics.threads or 1)
     model = load_model(
         directory,
@@ -79,9 +82,9 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         ops,
         plan.groups,
         config,
-        num_kv_heads=model_config.num_key_value_heads,
-        head_dim=model_config.head_dim,
+        heads=Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim),
         eos_token_ids=model_config.eos_token_ids,
+        kv_scales=kv_scales,
     )
     if worker.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {worker.cache_bytes} bytes where {plan.num_bytes} were planned")
@@ -89,6 +92,13 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     info = _model_info(config, model_config, plan, weights)
     engine = _engine(config, model_config, plan, worker)
     return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops)
+
+
+def _kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
+    file = config.cache.kv_cache_scales
+    if file is None:
+        return None
+    return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
 
 
 def _check_defaults(model_config: ModelConfig) -> None:
@@ -116,13 +126,14 @@ def _engine(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, wo
 
 
 def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: str) -> ModelInfo:
-    numerics = config.numerics
+    numerics, kv_scales = config.numerics, config.cache.kv_cache_scales
     kernels = f"cpu.{chosen_level()}" if numerics.kernels == "cpu" else numerics.kernels
     parts = [
         weights,
         repr(model_config),
         numerics.dtype,
         config.cache.kv_cache_dtype,
+        "" if kv_scales is None else kv_scales_fingerprint(Path(kv_scales)),
         repr(numerics.scheme),
         kernels,
     ]

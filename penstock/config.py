@@ -23,6 +23,7 @@ KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8")
 LOAD_FORMATS = ("auto", "dummy")
 KERNELS = ("auto", "reference", "cpu", "triton")
 BLOCK_SIZE_UNIT = 16  # kernels read whole groups of 16 cached tokens
+KV_CACHE_SLICES = {"bfloat16": 2, "float32": 3}  # by dtype: int8 rows that stand for a query over an int8 cache
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 MAX_CONTEXT = 2**24
@@ -38,14 +39,19 @@ class CacheConfig:
     """The key/value cache.
 
     Attributes:
-        block_size: tokens a block holds, a multiple of 16.
-        kv_cache_dtype: type of the cached keys and values; "auto" takes the model's.
+        block_size: tokens a block holds, a multiple of 16. As many as max_model_len or more: one block a request,
+            and for layers with a window a ring of that many tokens; prefixes are not reused then.
+        kv_cache_dtype: type of the cached keys and values; "auto" takes the model's. "int8" takes half the memory of
+            bfloat16.
+        kv_cache_scales: a safetensors file with the scales of an int8 cache by channel (weights/kv_scales.py); None:
+            every token has its own, made from that token.
         kv_cache_memory_bytes: bytes for all layers together; None computes them (see `planner.memory`).
         enable_prefix_caching: whole blocks are found again by content.
     """
 
     block_size: int | None = None
     kv_cache_dtype: str = "auto"
+    kv_cache_scales: str | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
 
@@ -54,8 +60,9 @@ class CacheConfig:
         if self.block_size is not None and self.block_size % BLOCK_SIZE_UNIT:
             raise check.fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZE_UNIT}")
         check.check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        if self.kv_cache_dtype == "int8":
-            raise _not_built("kv_cache_dtype", self.kv_cache_dtype)
+        check.check_str("kv_cache_scales", self.kv_cache_scales, optional=True)
+        if self.kv_cache_scales is not None and self.kv_cache_dtype != "int8":
+            raise check.fail("kv_cache_scales", self.kv_cache_scales, "null: only kv_cache_dtype = int8 has scales")
         check.check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, 2**50, optional=True)
         check.check_bool("enable_prefix_caching", self.enable_prefix_caching)
 
@@ -169,6 +176,12 @@ class EngineConfig:
             if not isinstance(getattr(self, name), part):
                 raise check.fail(name, getattr(self, name), f"a {part.__name__}")
 
+    @property
+    def kv_cache_slices(self) -> int:
+        """Of a resolved config: int8 rows that stand for a row of queries or probabilities; 0 unless the cache is
+        int8. Two come closer than a bfloat16 query, three close to float32."""
+        return KV_CACHE_SLICES[self.numerics.dtype] if self.cache.kv_cache_dtype == "int8" else 0
+
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":
         """The config for one flat list of options.
@@ -195,7 +208,7 @@ class EngineConfig:
         reasons: dict[str, str] = {}
         numerics = _resolve_numerics(self.numerics, model_config, reasons)
         scheduler = _resolve_scheduler(self.scheduler, model_config, reasons)
-        cache = _resolve_cache(self.cache, numerics.dtype, reasons)
+        cache = _resolve_cache(self.cache, scheduler, numerics.dtype, reasons)
         return replace(self, numerics=numerics, scheduler=scheduler, cache=cache, reasons=reasons)
 
 
@@ -277,12 +290,22 @@ def _resolve_scheduler(config: SchedulerConfig, model: "ModelConfig", reasons: d
     )
 
 
-def _resolve_cache(config: CacheConfig, dtype: str, reasons: dict[str, str]) -> CacheConfig:
+def _resolve_cache(config: CacheConfig, scheduler: SchedulerConfig, dtype: str, reasons: dict[str, str]) -> CacheConfig:
     block_size, kv_cache_dtype = config.block_size, config.kv_cache_dtype
+    prefix_caching, longest = config.enable_prefix_caching, scheduler.max_model_len or 0
     if block_size is None:
         block_size = DEFAULT_BLOCK_SIZE
         reasons["block_size"] = f"{block_size}: the default"
+    elif block_size >= longest:
+        block_size = -(-longest // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
+        reasons["block_size"] = f"{block_size}: max_model_len, one block a request"
+        if prefix_caching:
+            prefix_caching = False
+            reasons["enable_prefix_caching"] = "off: a block is a whole request, and none is like another"
     if kv_cache_dtype == "auto":
         kv_cache_dtype = dtype
         reasons["kv_cache_dtype"] = f"{dtype}: the model's dtype"
-    return replace(config, block_size=block_size, kv_cache_dtype=kv_cache_dtype)
+    elif kv_cache_dtype == "int8":
+        slices = KV_CACHE_SLICES[dtype]
+        reasons["kv_cache_dtype"] = f"int8: queries and probabilities as {slices} int8 rows each, for a {dtype} model"
+    return replace(config, block_size=block_size, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=prefix_caching)

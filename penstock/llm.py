@@ -33,8 +33,8 @@ class LLM:
         model: a Hugging Face directory, a hub name, or "demo".
         tokenizer: instead of the one in the model's directory: another directory, or an object.
         options: EngineConfig.from_options' own: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
-            kv_cache_memory_bytes, enable_prefix_caching, kernels, threads (all cores, or 1 for a small model, unless
-            it is given), seed, ...
+            kv_cache_dtype, kv_cache_scales, kv_cache_memory_bytes, enable_prefix_caching, kernels, threads (all cores,
+            or 1 for a small model, unless it is given), seed, ...
 
     Attributes:
         engine: the client below: add_request, step, abort.

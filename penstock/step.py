@@ -19,12 +19,15 @@ class CacheGroup:
         sliding_window: a token sees itself and the sliding_window - 1 tokens before it; None sees everything.
         num_blocks: blocks that every layer of the group has.
         block_size: tokens a block holds, a multiple of 16.
+        ring: a request has one block of each layer, whose rows are used again: the token at position p is in row
+            p % block_size, which is not less than sliding_window. Nothing is released, and no prefix is reused.
     """
 
     layers: tuple[int, ...]
     sliding_window: int | None
     num_blocks: int
     block_size: int
+    ring: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import EngineConfig
-from penstock.kernels.ops import AttentionMetadata
+from penstock.kernels.ops import AttentionMetadata, Heads, KVScales
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.layers.context import ForwardContext
 from penstock.sampling_params import SamplingParams
@@ -52,9 +52,20 @@ class FakeOps:
     device = torch.device("cpu")
 
     def new_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        slices: int = 0,
+        scales: KVScales | None = None,
     ) -> FakeCache:
         return FakeCache(num_blocks, block_size)
+
+    def plan(self, meta: AttentionMetadata, heads: Heads, cache: FakeCache) -> AttentionMetadata:
+        return meta
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         return torch.isfinite(logits.amax(dim=-1))
@@ -146,21 +157,26 @@ class CacheModel:
         return torch.stack(columns, dim=1)
 
     def _attend(self, input_ids: Tensor, positions: Tensor, cache: FakeCache, meta: AttentionMetadata) -> Tensor:
-        """[T] float32 sums of (token + 1) * (position + 1) over the visible positions."""
-        cache.slots[meta.slot_mapping] = input_ids + 1
+        """[T] float32 sums of (token + 1) * (position + 1) over the visible positions. New tokens are stored last: in
+        a ring they may take the rows of cached ones that the first of them still see."""
         sums = []
         bounds = itertools.pairwise(meta.query_start_loc.tolist())
         for b, (start, end) in enumerate(bounds):
             assert positions[start:end].tolist() == list(range(int(meta.seq_lens[b]) - (end - start), meta.seq_lens[b]))
-            sums += [self._sum(int(p), meta.block_table[b], cache, meta) for p in positions[start:end]]
+            new = input_ids[start:end] + 1
+            sums += [self._sum(int(p), new, int(positions[start]), b, cache, meta) for p in positions[start:end]]
+        stored = meta.slot_mapping >= 0
+        cache.slots[meta.slot_mapping[stored]] = input_ids[stored] + 1
         return torch.tensor(sums, dtype=torch.float32)
 
-    def _sum(self, position: int, table: Tensor, cache: FakeCache, meta: AttentionMetadata) -> int:
+    def _sum(self, position: int, new: Tensor, computed: int, b: int, cache: FakeCache, meta: AttentionMetadata) -> int:
+        """Of what the token at `position` of sequence b sees; `new` are the values from position `computed` on."""
         first = 0 if meta.sliding_window is None else max(0, position - meta.sliding_window + 1)
-        seen = torch.arange(first, position + 1)
-        blocks = table[seen // meta.block_size].to(torch.int64)
+        old, seen = torch.arange(min(first, computed), computed), torch.arange(first, position + 1)
+        blocks = meta.block_table[b][old // meta.block_size].to(torch.int64)
         assert bool((blocks >= 0).all()), "a visible token has no block"
-        return int((cache.slots[blocks * meta.block_size + seen % meta.block_size] * (seen + 1)).sum())
+        cached = cache.slots[blocks * meta.block_size + old % meta.block_size]
+        return int((torch.cat([cached, new[max(0, first - computed) : position + 1 - computed]]) * (seen + 1)).sum())
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         best = hidden.sum(dim=1, keepdim=True).to(torch.int64) % self.vocab_size

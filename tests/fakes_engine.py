@@ -7,7 +7,7 @@ therefore shows as a wrong token. The next token is a fixed function of the (vis
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.engine.engine import Engine
 from penstock.engine.messages import EngineOutput, EngineRequest
@@ -105,7 +105,8 @@ class ScriptedExecutor:
         return self._sample(item, row, start, stop, min(windows))
 
     def _slot(self, group: CacheGroup, table: list[int], position: int) -> int:
-        block_id = table[position // group.block_size]
+        assert not group.ring or len(table) == 1, "a ring is one block"
+        block_id = table[0] if group.ring else table[position // group.block_size]
         assert block_id >= 0, f"position {position} has no block"
         return block_id * group.block_size + position % group.block_size
 
@@ -143,9 +144,13 @@ def make_engine(
     max_model_len: int = 512,
     eos_token_ids: tuple[int, ...] = (),
     enable_prefix_caching: bool = True,
+    user_rows: bool = False,
 ) -> Engine:
-    """An engine on a ScriptedExecutor, one cache group a window."""
+    """An engine on a ScriptedExecutor, a cache group a window. User rows: a block a request, a ring for a window."""
     groups = [CacheGroup((i,), window, num_blocks, block_size) for i, window in enumerate(windows)]
+    if user_rows:
+        enable_prefix_caching = False
+        groups = [_row_group(group, max_model_len) for group in groups]
     return Engine(
         ScriptedExecutor(groups),
         groups,
@@ -156,6 +161,11 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         enable_prefix_caching=enable_prefix_caching,
     )
+
+
+def _row_group(group: CacheGroup, max_model_len: int) -> CacheGroup:
+    size = -(-(group.sliding_window or max_model_len) // 16) * 16
+    return replace(group, block_size=size, ring=group.sliding_window is not None)
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 8, **options: object) -> EngineRequest:

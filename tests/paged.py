@@ -6,12 +6,14 @@ that nobody has written.
 
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.backends import load_ops
-from penstock.kernels.ops import AttentionMetadata
+from penstock.kernels.cpu.attention import CpuKVCache
+from penstock.kernels.ops import AttentionMetadata, Heads
 from penstock.layers.context import ForwardContext
 from penstock.model_config import ModelConfig
 from penstock.weights.loader import load_model
@@ -48,8 +50,7 @@ class PagedModel:
             for _ in range(self.config.num_hidden_layers)
         )
         for cache in self.caches:
-            cache.keys.fill_(float("nan"))
-            cache.values.fill_(float("nan"))
+            spoil(cache)
 
     def step(self, work: dict[int, list[int]]) -> dict[int, Tensor]:
         """Compute these new tokens of these sequences in one packed step -> log-probabilities after each, [n, V]."""
@@ -81,4 +82,15 @@ class PagedModel:
                 table[: max(0, self.lengths[row] - count - window + 1) // self.block_size] = -1
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         lengths = torch.tensor([self.lengths[row] for row in rows], dtype=torch.int32)
-        return AttentionMetadata(starts, lengths, tables, slots, self.block_size, window)
+        meta = AttentionMetadata(starts, lengths, tables, slots, self.block_size, window)
+        heads = Heads(self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim)
+        return self.ops.plan(meta, heads, self.caches[0])
+
+
+def spoil(cache: Any) -> None:
+    """Fill a cache of any backend with NaN."""
+    if isinstance(cache, CpuKVCache):
+        cache.memory.fill_(0xFF)  # which is NaN in float32 and in bfloat16
+    else:
+        cache.keys.fill_(float("nan"))
+        cache.values.fill_(float("nan"))

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"kernels", "models", "quant", "rope_config"},
     "models": {"layers", "kernels"},
     "runner": {"kernels", "layers"},
-    "planner": {"engine", "models"},
+    "planner": {"engine", "kernels", "models"},
     "build": {"engine", "kernels", "layers", "planner", "runner", "weights"},
     "client": {"build", "engine", "tokenizer", "weights"},
     "engine_process": {"build", "client", "engine"},
@@ -52,6 +52,7 @@ ONLY = {
     ("config", "kernels"): "kernels.cpu.library",
     ("config", "quant"): "quant.scheme",
     ("layers", "models"): "models.param_table",
+    ("planner", "kernels"): "kernels.attention.layout",
 }
 TORCH_FREE = [
     "penstock",

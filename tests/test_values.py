@@ -62,7 +62,8 @@ BAD_OPTIONS = {
     "dtype": ["float16", "bf16", None, 3, [], {}],
     "quantization": ["int3", 8, "int8-x4", "INT8", ["int4"], ""],
     "quantization_group_size": [16, 48, "32", True],
-    "kv_cache_dtype": ["int8", "fp8", None],
+    "kv_cache_dtype": ["int4", "fp8", None],
+    "kv_cache_scales": ["", 5, "scales.safetensors"],  # the last: without an int8 cache
     "load_format": ["gguf", None],
     "kernels": ["cuda", "triton", None],
     "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],
@@ -150,7 +151,6 @@ def test_what_is_planned_says_so():
     for options in (
         {"kernels": "triton"},
         {"tensor_parallel_size": 2},
-        {"kv_cache_dtype": "int8"},
     ):
         with pytest.raises(NotSupportedError) as caught:
             EngineConfig.from_options(**options)

@@ -1,7 +1,8 @@
 """What the steps of a model read and multiply at the least: the numerators of the fractions that benchmarks print.
 
 Weights count as packed, once a step, the head only where somebody samples. Attention counts the cached keys and values
-of every sequence, once a step, and four operations for each pair of a new token and a key, head and element.
+of every sequence, once a step, and four operations for each pair of a new token and a key, head and element; over an
+int8 cache as often as there are slices.
 """
 
 from collections import Counter
@@ -9,11 +10,14 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from penstock.config import EngineConfig
 from penstock.layers.linear import Linear
 from penstock.layers.lm_head import LMHead
 from penstock.model_config import ModelConfig
-from penstock.planner.memory import DTYPE_BYTES
+from penstock.planner.memory import cached_token_bytes
 from penstock.step import SchedulerOutput
+
+KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}  # what multiplies, by kv_cache_dtype
 
 
 @dataclass(slots=True)
@@ -31,16 +35,19 @@ class Work:
 class ModelCosts:
     """Counts the work of a model's steps."""
 
-    def __init__(self, model: nn.Module, config: ModelConfig, dtype: str, kv_cache_dtype: str) -> None:
-        """Take a loaded model, its numbers, and the types of its weights and cache."""
+    def __init__(self, model: nn.Module, model_config: ModelConfig, config: EngineConfig) -> None:
+        """Take a loaded model, its numbers, and the resolved config it was loaded with."""
+        dtype, kv_cache_dtype = config.numerics.dtype, config.cache.kv_cache_dtype
         self._body, self._head = Work(), Work()
         for layer in model.modules():
             if isinstance(layer, Linear):
                 part = self._head if isinstance(layer, LMHead) else self._body
                 part.add(_product(layer, dtype))
-        self._windows = [window for layers, window in config.cache_groups() for _ in layers]
-        self._token_bytes = 2 * config.num_key_value_heads * config.head_dim * DTYPE_BYTES[kv_cache_dtype]
-        self._pair_operations = 4 * config.num_attention_heads * config.head_dim
+        self._windows = [window for layers, window in model_config.cache_groups() for _ in layers]
+        self._token_bytes = cached_token_bytes(config, model_config)
+        self._kind = KINDS[kv_cache_dtype]
+        self._pair_operations = 4 * model_config.num_attention_heads * model_config.head_dim
+        self._pair_operations *= max(1, config.kv_cache_slices)
 
     def step(self, scheduler_output: SchedulerOutput) -> Work:
         """The work of one step: operations of its tokens, bytes read once."""
@@ -57,7 +64,7 @@ class ModelCosts:
         """One layer, one sequence."""
         seen = cached if window is None else min(cached, window - 1)
         keys = sum(min(cached + index + 1, window or cached + new) for index in range(new))
-        return Work(seen * self._token_bytes, Counter({"f32": keys * self._pair_operations}))
+        return Work(seen * self._token_bytes, Counter({self._kind: keys * self._pair_operations}))
 
 
 def _product(layer: Linear, dtype: str) -> Work:

@@ -173,10 +173,9 @@ class _Meter:
     """Counts the work of steps, and what kernels took for it."""
 
     def __init__(self, built: BuiltEngine) -> None:
-        numerics, cache = built.config.numerics, built.config.cache
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None
         if isinstance(built.model, nn.Module):
-            self._costs = ModelCosts(built.model, built.model_config, numerics.dtype, cache.kv_cache_dtype)
+            self._costs = ModelCosts(built.model, built.model_config, built.config)
 
     def kernel_seconds(self) -> float:
         return 0.0 if self._ops is None else self._ops.kernel_seconds()

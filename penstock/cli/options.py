@@ -52,10 +52,12 @@ def add_engine_options(parser: argparse.ArgumentParser, *, seed: bool = True) ->
     group = parser.add_argument_group("engine")
     add_weight_options(group)
     _add_choice(group, "--kv-cache-dtype", KV_CACHE_DTYPES, "type of the cached keys and values")
+    help_text = "scales by channel for an int8 cache, a safetensors file (default: each token has its own)"
+    group.add_argument("--kv-cache-scales", default=UNSET, metavar="FILE", help=help_text)
     _add_size(group, "--max-model-len", "longest prompt plus output, in tokens")
     _add_size(group, "--max-num-seqs", "most requests that run at once (default: 32)")
     _add_size(group, "--max-num-batched-tokens", "most tokens computed in one step")
-    _add_size(group, "--block-size", "tokens in a cache block, a multiple of 16")
+    _add_size(group, "--block-size", "tokens in a cache block, a multiple of 16 (max-model-len: one block a request)")
     _add_size(group, "--kv-cache-memory-bytes", "memory for the cache, like 2GiB")
     action = argparse.BooleanOptionalAction
     help_text = "find computed prefixes again (default: on)"

@@ -10,6 +10,9 @@ Every cache group (layers that look equally far back) has its own pool and gives
 A table holds -1 where nothing is allocated: those are the blocks behind a sliding window, which go back to the pool
 as the window moves on. Whole blocks are found again by content hash (prefix reuse); a block is registered only after
 the step that filled it is known to have succeeded.
+
+A group may be a ring instead: a request has one block there, from its first step to its end, and writes over the rows
+that lie behind the window. What is in it depends on how long the request is by now, so nothing is found again.
 """
 
 from collections import Counter
@@ -51,13 +54,16 @@ class Prefix:
 
 
 class KVCacheManager:
-    """Allocates, shares and frees the blocks of all groups. All groups have the same block size."""
+    """Allocates, shares and frees the blocks of all groups. All groups but rings have the same block size."""
 
     def __init__(self, groups: list[CacheGroup], *, enable_prefix_caching: bool = True) -> None:
-        if len({group.block_size for group in groups}) != 1:
+        sizes = {group.block_size for group in groups if not group.ring} or {groups[0].block_size}
+        if len(sizes) != 1:
             raise PenstockError("cache groups need one common block size")
+        if enable_prefix_caching and any(group.ring for group in groups):
+            raise PenstockError("a ring holds no prefix that another request could reuse")
         self.groups = groups
-        self.block_size = groups[0].block_size
+        (self.block_size,) = sizes
         self.enable_prefix_caching = enable_prefix_caching
         self.pools = [BlockPool(group.num_blocks) for group in groups]
         self._tables: dict[str, list[BlockTable]] = {}
@@ -79,16 +85,13 @@ class KVCacheManager:
 
     def fits_alone(self, num_tokens: int, chunk: int) -> bool:
         """Whether a request that grows to num_tokens could run if it had the whole cache to itself."""
-        return all(self._peak(group, num_tokens, chunk) <= group.num_blocks for group in self.groups)
-
-    def _peak(self, group: CacheGroup, num_tokens: int, chunk: int) -> int:
-        return peak_blocks(num_tokens, chunk, self.block_size, group.sliding_window)
+        return all(peak_blocks(group, num_tokens, chunk) <= group.num_blocks for group in self.groups)
 
     def _first_needed(self, group: CacheGroup, num_computed: int) -> int:
         """Index of the first block that a token at position num_computed or later can still see."""
-        if group.sliding_window is None:
+        if group.sliding_window is None or group.ring:
             return 0
-        return max(0, num_computed - group.sliding_window + 1) // self.block_size
+        return max(0, num_computed - group.sliding_window + 1) // group.block_size
 
     # --- prefix reuse ----------------------------------------------------------------------------------------------
 
@@ -150,7 +153,7 @@ class KVCacheManager:
         shared = [self._shared(group, pool, hashes, count) for group, pool in zip(self.groups, self.pools, strict=True)]
         for group, pool, block_ids in zip(self.groups, self.pools, shared, strict=True):
             revived = sum(1 for block_id in block_ids if block_id != NO_BLOCK and pool.is_free(block_id))
-            peak = self._peak(group, request.num_tokens, max_new_tokens)
+            peak = peak_blocks(group, request.num_tokens, max_new_tokens)
             if peak - (len(block_ids) - block_ids.count(NO_BLOCK)) + revived > pool.num_free:
                 return None
         for pool, block_ids in zip(self.pools, shared, strict=True):
@@ -177,10 +180,11 @@ class KVCacheManager:
         False, with nothing allocated, where a group has too few free.
         """
         tables = self._tables[request.request_id]
-        needed = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
+        num_tokens = request.num_computed_tokens + num_new_tokens
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
             self._release_behind(table, pool, self._first_needed(group, request.num_computed_tokens))
-        missing = [max(0, needed - len(table.block_ids)) for table in tables]
+        needed = [table_length(group, num_tokens) for group in self.groups]
+        missing = [max(0, count - len(table.block_ids)) for count, table in zip(needed, tables, strict=True)]
         if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
             return False
         for count, pool, table in zip(missing, self.pools, tables, strict=True):
@@ -245,12 +249,17 @@ class KVCacheManager:
             raise PenstockError(f"blocks are being computed for unknown requests: {sorted(strangers)}")
 
 
-def peak_blocks(num_tokens: int, chunk: int, block_size: int, sliding_window: int | None) -> int:
-    """Most blocks of one group that a request of num_tokens holds at once, computed in chunks of that size.
+def table_length(group: CacheGroup, num_tokens: int) -> int:
+    """Entries of a block table that num_tokens need, released ones included. A ring has one for any number."""
+    return min(1, num_tokens) if group.ring else -(-num_tokens // group.block_size)
+
+
+def peak_blocks(group: CacheGroup, num_tokens: int, chunk: int) -> int:
+    """Most blocks of a group that a request of num_tokens holds at once, computed in chunks of that size.
 
     Behind a window of W tokens at most W - 1 old ones and the chunk count; they may straddle one block more.
     """
-    blocks = -(-num_tokens // block_size)
-    if sliding_window is None:
+    blocks = table_length(group, num_tokens)
+    if group.sliding_window is None or group.ring:
         return blocks
-    return min(blocks, -(-(sliding_window - 1 + chunk) // block_size) + 1)
+    return min(blocks, -(-(group.sliding_window - 1 + chunk) // group.block_size) + 1)

@@ -27,7 +27,7 @@ and quant/int4.py are the specification of the stored values, native/products.h 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -37,7 +37,7 @@ from penstock.kernels.attention.plan import AttentionPlan
 from penstock.kernels.sampling import SamplingTensors
 from penstock.quant.scheme import Scheme
 
-NUMERICS_VERSION = 1  # goes up whenever a constant or an order changes a bit of any answer
+NUMERICS_VERSION = 2  # goes up whenever a constant or an order changes a bit of any answer
 REDUCTION_LEAVES = 8  # fixed pieces of K in products that tensor parallelism splits along K
 
 
@@ -71,6 +71,11 @@ class AttentionMetadata:
     sliding_window: int | None
     num_sink_tokens: int = 0
     plan: AttentionPlan | None = None
+
+    def to(self, device: torch.device) -> "AttentionMetadata":
+        """The same with its tensors on a device; the plan stays on the host."""
+        tensors = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -290,8 +295,11 @@ class Ops(Protocol):
         """What is at slots [N] int64, none negative: k, v [N, Hkv, D] float32. For hand-written attention and tests."""
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
-        """The same metadata with a plan, for all layers that have such heads and such a cache. Reserves the memory that
-        the plan needs, so that `attend` allocates nothing. A backend that needs no plan returns meta as it is."""
+        """Metadata on the host -> on the device, with a plan for all layers that have such heads and such a cache.
+
+        Reserves the memory that the plan needs, so that `attend` allocates nothing. A backend that needs no plan makes
+        none.
+        """
 
     def attend(
         self,

@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from penstock.kernels.ops import AttentionParams
 from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
 from penstock.layers.norm import RMSNorm
@@ -22,7 +23,7 @@ class Attention(nn.Module):
         self.rotary = rotary
         self.heads = num_heads, num_kv_heads, head_dim = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
         self.eps = cfg.rms_norm_eps
-        self.scale = head_dim**-0.5
+        self.params = AttentionParams(scale=head_dim**-0.5)
         self.qkv_proj = make.linear("qkv_proj")
         self.q_norm: RMSNorm | None = make.rms_norm("q_norm", cfg) if cfg.qk_norm else None
         self.k_norm: RMSNorm | None = make.rms_norm("k_norm", cfg) if cfg.qk_norm else None
@@ -45,6 +46,6 @@ class Attention(nn.Module):
             out=(self.q_out(tokens), self.k_out(tokens), self.v_out(tokens)),
         )
         cache, meta = ctx.layer(self.layer)
-        mixed = self.ops.attend(q, k, v, cache, meta, scale=self.scale, out=self.mixed_out(tokens))
+        mixed = self.ops.attend(q, k, v, cache, meta, self.params, out=self.mixed_out(tokens))
         branch: Tensor = self.o_proj(mixed)
         return branch

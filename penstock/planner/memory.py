@@ -1,24 +1,24 @@
 """How much memory the key/value cache gets, decided before anything is allocated. No torch.
 
-    bytes of a block = layers of its group x 2 (keys, values) x block_size x Hkv x head_dim x bytes of the type
+    bytes of a block = layers of its group x block_size x cache_token_bytes (kernels/attention/layout.py)
 
 Without an explicit size the cache gets what max_num_seqs sequences of max_model_len need, at most MAX_SHARE of the
 memory that is free. A cache that cannot hold one sequence of max_model_len is refused with the numbers.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock import validation as check
 from penstock.config import EngineConfig
-from penstock.engine.kv_cache_manager import peak_blocks
+from penstock.engine.kv_cache_manager import peak_blocks, table_length
 from penstock.errors import InvalidRequestError
+from penstock.kernels.attention.layout import GRANULE, cache_token_bytes
 from penstock.model_config import ModelConfig
 from penstock.step import CacheGroup
 
 MAX_SHARE = 0.4  # of the free memory, unless the user says how much
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,7 @@ class CachePlan:
 
 @dataclass(frozen=True, slots=True)
 class _GroupNeed:
-    layers: tuple[int, ...]
-    sliding_window: int | None
+    group: CacheGroup  # without blocks
     block_bytes: int
     minimum: int  # blocks that one sequence of max_model_len needs
     wanted: int  # blocks that max_num_seqs of them need together
@@ -65,7 +64,7 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, free_bytes: int) -> 
     Raises:
         InvalidRequestError: the memory given, or the share of the free one, cannot hold one longest sequence.
     """
-    needs = [_need(config, model, layers, window) for layers, window in model.cache_groups()]
+    needs = [_need(config, model, _group(config, layers, window)) for layers, window in model.cache_groups()]
     wanted = sum(need.wanted * need.block_bytes for need in needs)
     minimum = sum(need.minimum * need.block_bytes for need in needs)
     given = config.cache.kv_cache_memory_bytes
@@ -75,30 +74,45 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, free_bytes: int) -> 
     if limit < minimum:
         raise _too_small(config, limit, minimum)
     counts = [_share_out(need, needs, limit, minimum, fill=given is not None) for need in needs]
-    block_size = _block_size(config)
-    groups = [
-        CacheGroup(need.layers, need.sliding_window, count, block_size)
-        for need, count in zip(needs, counts, strict=True)
-    ]
+    groups = [replace(need.group, num_blocks=count) for need, count in zip(needs, counts, strict=True)]
     num_bytes = sum(need.block_bytes * count for need, count in zip(needs, counts, strict=True))
     return CachePlan(groups, num_bytes, _reason(config, num_bytes, wanted, limit))
 
 
-def _block_size(config: EngineConfig) -> int:
-    if config.cache.block_size is None:
+def _group(config: EngineConfig, layers: tuple[int, ...], window: int | None) -> CacheGroup:
+    """The group of these layers, still without blocks. Where a block is as long as a request can get, a request has
+    one, and a shorter window makes a ring of it."""
+    block_size, longest = config.cache.block_size, config.scheduler.max_model_len
+    if block_size is None or longest is None:
         raise InvalidRequestError("block_size: the config is not resolved", param="block_size")
-    return config.cache.block_size
+    if window is not None and block_size >= longest:
+        ring_size = -(-window // GRANULE) * GRANULE
+        if ring_size < block_size:
+            return CacheGroup(layers, window, 0, ring_size, ring=True)
+    return CacheGroup(layers, window, 0, block_size)
 
 
-def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], window: int | None) -> _GroupNeed:
-    scheduler, block_size = config.scheduler, _block_size(config)
+def _need(config: EngineConfig, model: ModelConfig, group: CacheGroup) -> _GroupNeed:
+    scheduler = config.scheduler
     length, chunk = scheduler.max_model_len or 0, scheduler.max_num_batched_tokens or 0
-    token_bytes = 2 * model.num_key_value_heads * model.head_dim * DTYPE_BYTES[config.cache.kv_cache_dtype]
-    minimum = peak_blocks(length, chunk, block_size, window)
+    minimum = peak_blocks(group, length, chunk)
+    at_rest = peak_blocks(group, length, 1)
     # Behind a window only one step's worth of new tokens is shared out among all sequences.
-    at_rest = peak_blocks(length, 1, block_size, window)
-    wanted = max(minimum, scheduler.max_num_seqs * at_rest + (0 if window is None else -(-chunk // block_size)))
-    return _GroupNeed(layers, window, len(layers) * block_size * token_bytes, minimum, wanted)
+    moving = 0 if group.sliding_window is None else -(-chunk // group.block_size)
+    most = scheduler.max_num_seqs * table_length(group, length)
+    wanted = max(minimum, min(most, scheduler.max_num_seqs * at_rest + moving))
+    return _GroupNeed(group, len(group.layers) * group.block_size * cached_token_bytes(config, model), minimum, wanted)
+
+
+def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of one token in one layer, as the backend of a resolved config stores it."""
+    return cache_token_bytes(
+        model.num_key_value_heads,
+        model.head_dim,
+        config.cache.kv_cache_dtype,
+        padded=config.numerics.kernels == "cpu",
+        token_scales=config.cache.kv_cache_scales is None,
+    )
 
 
 def _share_out(need: _GroupNeed, needs: list[_GroupNeed], limit: int, minimum: int, *, fill: bool) -> int:

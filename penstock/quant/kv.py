@@ -1,14 +1,91 @@
-"""int8 keys and values: the specification of the values that are stored.
+"""int8 keys and values, and the int8 rows that meet them: the specification of both.
 
 A stored integer B, -127 .. 127, stands for (B + offset) * scale (the antiquant parameters of Huawei's
-IncreFlashAttention operator), with scale and offset per token and kv head (made from that token alone), or per channel
-(from a file, one a layer and kv head and element), keys and values each with their own.
+IncreFlashAttention operator). Scale and offset belong to the token and kv head, made from that head's elements alone,
+or to the channel (one a layer, kv head and element, from a file); keys and values each have their own. One scale for
+the whole tensor is a channel's, with the same number everywhere. Everything is float32, each operation rounded by
+itself, so every implementation finds the same integers.
 
-Per token, in float32, each operation rounded by itself, over the head's elements x:
-    low, high = min x, max x;  middle = (low + high) / 2;  half = (high - low) / 2
-    scale = half / 127, offset = middle / scale, B = round((x - middle) * (127 / half)), ties to even
-    where half < 2^-100: B = 0, and scale = |middle|, offset = +-1 by its sign (0, 0 for middle = 0)
-    where anything is not finite, or half or |middle| is 2^100 or more: scale NaN, offset 0, B = 0
-Per channel: B = round(x / scale - offset) clamped to -127 .. 127, 0 where that is NaN... the row is then spoilt by a
-NaN only if its scale says so; a checkpoint's scales are finite and above zero.
+Tokens, over a head's elements x:
+    middle = (min x + max x) / 2      half = max(max x - middle, middle - min x)
+    scale = half / 127                offset = middle / scale
+    B = (x - middle) * (127 / half), rounded to the nearest, ties to even
+Where half is below SMALLEST, B is 0 everywhere, scale |middle|, and offset 1 with the sign of middle, or 0. Where an
+element is not finite or has a size of TOO_GREAT or more, scale is NaN, offset 0 and B 0: whoever sees that token is
+NaN, and nobody else.
+
+Error bound: |x - (B + offset) * scale| <= scale * (1/2 + 2^-15) + |middle| * 2^-22. The first part is the rounding's
+half step and what float32 adds to it, the second what float32 leaves of a middle far from zero. Where half is below
+SMALLEST, the error is at most SMALLEST.
+
+Channels: B = x / scale - offset, held to -127 .. 127, rounded to the nearest, ties to even; NaN becomes 0. Scales are
+finite and above zero. Error bound, for x that is not cut off: scale * (1/2 + 2^-15) + scale * |offset| * 2^-22.
+
+Slices. A product with B stays in integers: the row x on its other side (a query row, a row of probabilities) becomes
+1, 2 or 3 int8 rows, found one after the other (the same operator's multi-step decomposition). With a the row's greatest
+|x| and y = x * (127 / a), these are q0 = round(y), q1 = round((y - q0) * 254), q2 = round(((y - q0) * 254 - q1) * 254);
+x is (q0 + q1 / 254 + q2 / 254^2) * (a / 127). A row whose a is below 2^-118 counts as zero; in one with a value that is
+not finite everything is NaN. Error bound with n slices: a / 254^n + a * 2^-22.
 """
+
+import torch
+from torch import Tensor
+
+from penstock.quant.int8 import SMALLEST, TOO_GREAT
+
+LARGEST = 127.0  # of the integers
+SLICE_RATIO = 254.0  # what rounding leaves is at most 1/2, that is 127 of the next slice
+SMALLEST_ROW = 2.0**-118  # from here on the scale of a row is no denormal number, and 127 / a no infinity
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [.., D] of any float type -> values [.., D] int8, scales [..] and offsets [..] float32."""
+    x = x.float()
+    low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+    middle = (low + high) * 0.5
+    half = torch.maximum(high - middle, middle - low)
+    usable = torch.maximum(-low, high) < TOO_GREAT  # a NaN among the elements is both low and high
+    spread = usable & (half >= SMALLEST)
+    steps = torch.full_like(half, LARGEST)  # by a tensor: a quotient with a number may be a product with its reciprocal
+    scales = torch.where(spread, half / steps, middle.abs())
+    offsets = torch.where(spread, middle / scales, middle.sign())
+    values = torch.where(spread, (x - middle) * (steps / half), 0.0).round().to(torch.int8)
+    scales, offsets = torch.where(usable, scales, torch.nan), torch.where(usable, offsets, 0.0)
+    return values, scales[..., 0], offsets[..., 0]
+
+
+def quantize_channels(x: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+    """x [.., Hkv, D] of any float type, scales and offsets [Hkv, D] -> values [.., Hkv, D] int8."""
+    steps = x.float() / scales - offsets
+    return steps.nan_to_num(nan=0.0).clamp(-LARGEST, LARGEST).round().to(torch.int8)
+
+
+def dequantize(values: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+    """values [.., D] int8 -> what they stand for, [.., D] float32.
+
+    Scales and offsets are as wide as the values or 1 wide: [Hkv, D] of channels, [.., 1] of tokens.
+    """
+    return (values.float() + offsets) * scales
+
+
+def split(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """x [.., n] float32 -> its slices [count, .., n] int8, its scales [..] float32."""
+    greatest = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+    finite = greatest < torch.inf
+    usable = finite & (greatest >= SMALLEST_ROW)
+    steps = torch.full_like(greatest, LARGEST)
+    rest = torch.where(usable, x * (steps / greatest), 0.0)
+    rows = []
+    for _ in range(count):
+        rows.append(rest.round())
+        rest = (rest - rows[-1]) * SLICE_RATIO
+    scales = torch.where(usable, greatest / steps, torch.where(finite, 0.0, torch.nan))
+    return torch.stack(rows).to(torch.int8), scales[..., 0]
+
+
+def slices(x: Tensor, count: int) -> Tensor:
+    """What so many int8 rows leave of x [.., n] float32: [.., n] float32."""
+    rows, scales = split(x, count)
+    weights = torch.tensor([SLICE_RATIO**-s for s in range(count)], device=x.device)
+    terms = rows.float() * weights.view(-1, *[1] * x.ndim)
+    return terms.sum(dim=0) * scales[..., None]

@@ -11,6 +11,7 @@ from penstock.errors import EngineError
 from penstock.step import CacheGroup
 
 NO_BLOCK = -1
+NO_SLOT = -1
 
 
 class BlockTable:
@@ -18,6 +19,9 @@ class BlockTable:
 
         row:  [ -1 released (behind the window) | block ids | -1 not allocated yet ]
               0                    num_released     num_entries          max_blocks
+
+    A row of a ring repeats its one block id as far as max_model_len reaches, so that whoever reads the table needs to
+    know nothing of rings.
 
     Attributes:
         group: the cache group that the table addresses.
@@ -34,14 +38,22 @@ class BlockTable:
         """Add entries at the end of a row.
 
         Raises:
-            EngineError: the row would be longer than max_model_len needs.
+            EngineError: the row would be longer than max_model_len needs, or a ring would have two blocks.
         """
+        if self.group.ring and block_ids:
+            block_ids = self._all_around(row, block_ids)
         start = self._num_entries[row]
         end = start + len(block_ids)
         if end > self._ids.shape[1]:
             raise EngineError(f"a block table holds {self._ids.shape[1]} blocks, and {end} were given")
         self._ids[row, start:end] = block_ids
         self._num_entries[row] = end
+
+    def _all_around(self, row: int, block_ids: list[int]) -> list[int]:
+        """What a ring's row holds from end to end."""
+        if len(block_ids) > 1 or self._num_entries[row]:
+            raise EngineError("a ring is one block, and more were given")
+        return block_ids * int(self._ids.shape[1])
 
     def release(self, row: int, num_released: int) -> None:
         """Make the first num_released entries -1. The number counts from the start of the row, not since last time."""
@@ -55,8 +67,11 @@ class BlockTable:
         self._ids[row, : self._num_entries[row]] = NO_BLOCK
         self._num_entries[row] = self._num_released[row] = 0
 
-    def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where the tokens at `positions` [T] of `rows` [T] are stored: [T] int64.
+    def slots(
+        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Where the tokens at `positions` [T] of `rows` [T] are stored: [T] int64. In a ring a token is not stored
+        (NO_SLOT) whose row a later one of the same step takes; `ends` [T] says where its sequence ends in this step.
 
         Raises:
             EngineError: a token has no block.
@@ -65,7 +80,8 @@ class BlockTable:
         block_ids = self._ids[rows, positions // block_size].astype(np.int64)
         if block_ids.size and block_ids.min() < 0:
             raise EngineError("a token was scheduled whose block is not allocated")
-        return block_ids * block_size + positions % block_size
+        slots = block_ids * block_size + positions % block_size
+        return np.where(ends - positions > block_size, NO_SLOT, slots) if self.group.ring else slots
 
     def gather(self, rows: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int32]:
         """A copy of `rows` [B], cut to the blocks that `longest` tokens need: [B, max_blocks] int32."""

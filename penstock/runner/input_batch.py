@@ -51,7 +51,7 @@ class PackedStep:
         input_ids, positions: [T] int64.
         query_start_loc: [B+1] int32.    seq_lens: [B] int32, cached plus new tokens.
         block_tables: per cache group [B, max_blocks] int32, cut to the longest sequence of the step.
-        slot_mappings: per cache group [T] int64.
+        slot_mappings: per cache group [T] int64; -1 for tokens of a ring that are not stored.
         logits_indices: [M + P] int64 into the T tokens.
         sampled: [M] int64, the sequences that are sampled.
         prompt_pieces: what the P positions are, in order.
@@ -231,7 +231,7 @@ class InputBatch:
         self._check(rows, new, seq_lens, num_samples)
         starts = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(new, out=starts[1:])
-        token_rows = np.repeat(rows, new)
+        token_rows, token_ends = np.repeat(rows, new), np.repeat(seq_lens, new)
         positions = np.repeat(computed - starts[:-1], new) + np.arange(starts[-1])
         sampled = np.flatnonzero(num_samples)
         prompt_indices, pieces = self._prompt_positions(rows, computed, seq_lens, starts)
@@ -243,7 +243,7 @@ class InputBatch:
             query_start_loc=starts.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
             block_tables=tuple(table.gather(rows, longest) for table in self.block_tables),
-            slot_mappings=tuple(table.slots(token_rows, positions) for table in self.block_tables),
+            slot_mappings=tuple(table.slots(token_rows, positions, token_ends) for table in self.block_tables),
             logits_indices=np.concatenate([starts[1:][sampled] - 1, *prompt_indices]),
             sampled=sampled,
             prompt_pieces=pieces,

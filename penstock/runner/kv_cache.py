@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from penstock.errors import EngineError
-from penstock.kernels.ops import KVCache, Ops
+from penstock.kernels.ops import KVCache, KVScales, Ops
 from penstock.step import CacheGroup
 
-CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
 
 
 def layer_groups(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
@@ -28,12 +28,33 @@ def layer_groups(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
 
 
 def allocate_kv_caches(
-    ops: Ops, groups: Sequence[CacheGroup], num_kv_heads: int, head_dim: int, kv_cache_dtype: str
+    ops: Ops,
+    groups: Sequence[CacheGroup],
+    num_kv_heads: int,
+    head_dim: int,
+    kv_cache_dtype: str,
+    *,
+    slices: int = 0,
+    scales: Sequence[KVScales] | None = None,
 ) -> tuple[KVCache, ...]:
-    """One empty cache a decoder layer, in the order of the layers. kv_cache_dtype is one of CACHE_DTYPES."""
-    dtype = CACHE_DTYPES[kv_cache_dtype]
-    caches = []
-    for index in layer_groups(groups):
-        group = groups[index]
-        caches.append(ops.new_kv_cache(group.num_blocks, group.block_size, num_kv_heads, head_dim, dtype))
-    return tuple(caches)
+    """One empty cache a decoder layer, in the order of the layers. kv_cache_dtype is one of CACHE_DTYPES; `slices` and
+    `scales` (one a layer, or none) are for int8, as in `ops.new_kv_cache`.
+
+    Raises:
+        EngineError: the groups do not hold every layer exactly once, or there are not as many scales as layers.
+    """
+    layers = layer_groups(groups)
+    if scales is not None and len(scales) != len(layers):
+        raise EngineError(f"scales of {len(scales)} caches for {len(layers)} layers")
+    return tuple(
+        ops.new_kv_cache(
+            groups[index].num_blocks,
+            groups[index].block_size,
+            num_kv_heads,
+            head_dim,
+            CACHE_DTYPES[kv_cache_dtype],
+            slices=slices,
+            scales=None if scales is None else scales[layer],
+        )
+        for layer, index in enumerate(layers)
+    )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
-from penstock.kernels.ops import AttentionMetadata, KVCache, Ops, RecordingOps
+from penstock.kernels.ops import AttentionMetadata, Heads, KVCache, Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
 from penstock.layers.causal_lm import CausalLM
 from penstock.layers.context import ForwardContext
@@ -64,6 +64,7 @@ class ModelRunner:
         groups: Sequence[CacheGroup],
         config: EngineConfig,
         *,
+        heads: Heads,
         kv_caches: Sequence[KVCache],
         eos_token_ids: Sequence[int] = (),
     ) -> None:
@@ -79,6 +80,7 @@ class ModelRunner:
         self._ops = ops
         self._groups = tuple(groups)
         self._layer_group = layer_groups(groups)
+        self._heads = heads
         self._kv_caches = tuple(kv_caches)
         if len(self._kv_caches) != len(self._layer_group):
             raise EngineError(f"{len(self._kv_caches)} caches for {len(self._layer_group)} layers")
@@ -115,19 +117,21 @@ class ModelRunner:
         return on_device(array, self._ops.device)
 
     def _context(self, step: PackedStep) -> ForwardContext:
-        query_start_loc, seq_lens = self._tensor(step.query_start_loc), self._tensor(step.seq_lens)
-        attention = tuple(
-            AttentionMetadata(
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                block_table=self._tensor(table),
-                slot_mapping=self._tensor(slots),
-                block_size=group.block_size,
-                sliding_window=group.sliding_window,
-            )
-            for group, table, slots in zip(self._groups, step.block_tables, step.slot_mappings, strict=True)
-        )
+        attention = tuple(self._attention(step, index) for index in range(len(self._groups)))
         return ForwardContext(self._tensor(step.positions), self._kv_caches, attention, self._layer_group)
+
+    def _attention(self, step: PackedStep, index: int) -> AttentionMetadata:
+        """The metadata of a cache group, planned for its layers."""
+        group = self._groups[index]
+        meta = AttentionMetadata(
+            query_start_loc=torch.from_numpy(step.query_start_loc),
+            seq_lens=torch.from_numpy(step.seq_lens),
+            block_table=torch.from_numpy(step.block_tables[index]),
+            slot_mapping=torch.from_numpy(step.slot_mappings[index]),
+            block_size=group.block_size,
+            sliding_window=group.sliding_window,
+        )
+        return self._ops.plan(meta, self._heads, self._kv_caches[group.layers[0]])
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
         """logits [M, V]: one new token for each sampled sequence that has no error."""

@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.messages import EngineRequest
-from penstock.errors import EngineError, InvalidRequestError
+from penstock.errors import EngineError, InvalidRequestError, PenstockError
 from penstock.outputs import FinishReason
 from penstock.sampling_params import SamplingParams
+from penstock.step import CacheGroup
 from tests.fakes_engine import ScriptedExecutor, expected_outputs, make_engine, request, run, token_ids
 
 
@@ -43,15 +45,17 @@ REQUESTS = st.lists(
     blocks=st.integers(11, 40),
     windows=st.sampled_from([(None,), (20,), (None, 9), (33, 1)]),
     caching=st.booleans(),
+    user_rows=st.booleans(),
 )
-def test_any_crowd_gives_every_request_its_solo_tokens(requests, chunk, rows, blocks, windows, caching):
-    """Guards against lost, shared or too early reused blocks: chunks, preemption, prefix hits and windows at once.
+def test_any_crowd_gives_every_request_its_solo_tokens(requests, chunk, rows, blocks, windows, caching, user_rows):
+    """Guards against lost, shared or too early reused blocks: chunks, preemption, prefix hits, windows, rings at once.
 
     The executor checks on every step that each cached position still holds what its request wrote.
     """
     engine = make_engine(
-        num_blocks=blocks,
+        num_blocks=max(1, blocks - 10) if user_rows else blocks,
         windows=windows,
+        user_rows=user_rows,
         max_num_seqs=rows,
         max_num_batched_tokens=max(chunk, rows),
         max_model_len=160,
@@ -179,6 +183,39 @@ def test_released_blocks_keep_a_window_models_memory_constant():
     engine = make_engine(num_blocks=4, windows=(20,), max_model_len=512, max_num_batched_tokens=16, max_num_seqs=1)
     engine.add_request(request("a", prompt_of(100), max_tokens=300))
     assert token_ids(run(engine)["a"]) == expected_outputs(prompt_of(100), 300, 20)
+
+
+@pytest.mark.covers("M8")
+def test_a_ring_is_one_block_for_any_length():
+    """Guards against a second block, or a released one: ten windows of tokens stay in the first row they got."""
+    engine = make_engine(num_blocks=1, windows=(20,), user_rows=True, max_num_batched_tokens=30, max_num_seqs=1)
+    assert engine.kv_cache.block_size == 32
+    engine.add_request(request("a", prompt_of(70), max_tokens=130))
+    assert token_ids(run(engine)["a"]) == expected_outputs(prompt_of(70), 130, 20)
+    shares = [item for step in scripted(engine).steps for item in step.scheduled]
+    assert {tuple(item.num_released_blocks) for item in shares} == {(0,)}
+    assert not any(item.new_block_ids[0] for item in shares)
+
+
+def test_one_block_a_request_beside_a_ring():
+    """Guards against tables of layers without a window that grow, and requests that are let in without a block."""
+    engine = make_engine(num_blocks=3, windows=(None, 20), user_rows=True, max_model_len=200)
+    for index in range(8):
+        engine.add_request(request(str(index), prompt_of(30 + index, index), max_tokens=40))
+    outputs = run(engine)
+    for index in range(8):
+        assert token_ids(outputs[str(index)]) == expected_outputs(prompt_of(30 + index, index), 40, 20)
+    tables = [new.block_tables for step in scripted(engine).steps for new in step.new_requests]
+    assert {len(table) for pair in tables for table in pair} == {1}
+    assert max(len(step.scheduled) for step in scripted(engine).steps) == 3
+
+
+def test_rings_and_prefix_reuse_exclude_each_other():
+    """Guards against a prefix found in a ring, whose rows are another position's by then."""
+    with pytest.raises(PenstockError, match="ring"):
+        KVCacheManager([CacheGroup((0,), 20, 4, 32, ring=True)], enable_prefix_caching=True)
+    with pytest.raises(PenstockError, match="common block size"):
+        KVCacheManager([CacheGroup((0,), None, 4, 16), CacheGroup((1,), 20, 4, 32)])
 
 
 def test_prefix_hit_with_a_window_needs_only_what_the_window_sees():

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.ops import AttentionMetadata
+from penstock.errors import NotSupportedError
+from penstock.kernels.ops import AttentionMetadata, AttentionParams, KVScales
 from penstock.kernels.reference import ReferenceOps, attention
 
 torch.set_num_threads(1)
@@ -29,10 +30,15 @@ class Sequences:
         block_size: int = 4,
         cache_dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        params: dict[str, Any] | None = None,
+        num_sink_tokens: int = 0,
+        slices: int = 0,
+        scales: KVScales | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         num_heads, num_kv_heads, head_dim = heads
-        self.window, self.block_size, self.scale = window, block_size, head_dim**-0.5
+        self.window, self.block_size, self.num_sink_tokens = window, block_size, num_sink_tokens
+        self.params = AttentionParams(**{"scale": head_dim**-0.5} | (params or {}))
         self.q = [torch.randn(n, num_heads, head_dim, generator=generator) for n in lengths]
         self.k = [torch.randn(n, num_kv_heads, head_dim, generator=generator) for n in lengths]
         self.v = [torch.randn(n, num_kv_heads, head_dim, generator=generator) for n in lengths]
@@ -41,9 +47,11 @@ class Sequences:
         ids = list(range(len(lengths) * blocks_each + 2))
         random.Random(seed).shuffle(ids)
         self.tables = torch.tensor(ids[:-2], dtype=torch.int32).view(len(lengths), blocks_each)
-        self.cache: Any = OPS.new_kv_cache(len(ids), block_size, num_kv_heads, head_dim, cache_dtype)
-        self.cache.keys.fill_(NAN)
-        self.cache.values.fill_(NAN)
+        self.cache: Any = OPS.new_kv_cache(
+            len(ids), block_size, num_kv_heads, head_dim, cache_dtype, slices=slices, scales=scales
+        )
+        poison(self.cache)
+        self.lse = [torch.full(part.shape[:2], NAN) for part in self.q]
 
     def step(self, counts: dict[int, int]) -> dict[int, Tensor]:
         """Attend for the next tokens of these sequences in one call -> [n, H, D] for each."""
@@ -61,23 +69,50 @@ class Sequences:
             slot_mapping=slots,
             block_size=self.block_size,
             sliding_window=self.window,
+            num_sink_tokens=self.num_sink_tokens,
         )
         q, k, v = (torch.cat([part[row][span] for row, span in spans.items()]) for part in (self.q, self.k, self.v))
-        out = OPS.attend(q, k, v, self.cache, meta, scale=self.scale)
+        lse = torch.empty(q.shape[:2])
+        out = OPS.attend(q, k, v, self.cache, meta, self.params, lse=lse)
         parts = out.view(q.shape).split(list(counts.values()))
+        for (row, span), part in zip(spans.items(), lse.split(list(counts.values())), strict=True):
+            self.lse[row][span] = part
         return dict(zip(rows, parts, strict=True))
 
     def expected(self, row: int) -> Tensor:
         """By the formula, in float64, query by query: [n, H, D]."""
+        return self.by_formula(row)[0]
+
+    def by_formula(self, row: int) -> tuple[Tensor, Tensor]:
+        """Rows [n, H, D] and lse [n, H], from operands as they are given."""
         q, k, v = self.q[row].double(), self.k[row].double(), self.v[row].double()
         group = q.shape[1] // k.shape[1]
-        out = torch.zeros_like(q)
+        out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2])
         for i in range(len(q)):
             first = 0 if self.window is None else max(0, i - self.window + 1)
+            seen = torch.tensor([*range(min(first, self.num_sink_tokens)), *range(first, i + 1)])
             for head in range(q.shape[1]):
-                keys, values = k[first : i + 1, head // group], v[first : i + 1, head // group]
-                out[i, head] = ((keys @ q[i, head]) * self.scale).softmax(0) @ values
-        return out.float()
+                s = self.score(k[seen, head // group] @ q[i, head], seen - i, head)
+                if self.params.sink_logits is not None:
+                    s = torch.cat([s, self.params.sink_logits[head].double()[None]])
+                out[i, head] = s.softmax(0)[: len(seen)] @ v[seen, head // group]
+                lse[i, head] = s.logsumexp(0)
+        return out.float(), lse
+
+    def score(self, s: Tensor, distance: Tensor, head: int) -> Tensor:
+        """Dot products with keys at these distances -> scores, in the order that AttentionParams has."""
+        how = self.params
+        bias = 0.0 if how.alibi_slopes is None else how.alibi_slopes[head].double() * distance
+        s = (s + bias) * how.scale if how.bias_before_scale else s * how.scale
+        s = s if how.softcap is None else how.softcap * (s / how.softcap).tanh()
+        return s if how.bias_before_scale else s + bias
+
+
+def poison(cache: Any) -> None:
+    """NaN in all memory that can hold it: nobody has written there."""
+    for part in vars(cache).values():
+        if isinstance(part, Tensor):
+            part.fill_(NAN if part.is_floating_point() else 77)
 
 
 def seen_by(window: int | None, chunks: list[int]) -> list[list[int]]:
@@ -198,7 +233,7 @@ def test_tokens_without_a_slot_are_not_stored() -> None:
 
 def test_new_tokens_are_rounded_like_cached_ones() -> None:
     """Guards against a result that depends on the cut: with a bfloat16 cache, a key read from the step must be the
-    key read from the cache."""
+    key read from the cache. Queries are rounded to the cache's type, too."""
     whole, cut = (Sequences([12], cache_dtype=torch.bfloat16) for _ in range(2))
     rounded = replace_with_rounded(Sequences([12]))
     expected = rounded.expected(0)
@@ -207,6 +242,7 @@ def test_new_tokens_are_rounded_like_cached_ones() -> None:
 
 
 def replace_with_rounded(sequences: Sequences) -> Sequences:
+    sequences.q = [part.bfloat16().float() for part in sequences.q]
     sequences.k = [part.bfloat16().float() for part in sequences.k]
     sequences.v = [part.bfloat16().float() for part in sequences.v]
     return sequences
@@ -237,3 +273,103 @@ def test_a_row_never_depends_on_what_it_does_not_see(window: int | None, bad: fl
             torch.testing.assert_close(out[0][blind], expected[0][blind], atol=2e-5, rtol=1e-4)
             torch.testing.assert_close(out[1], expected[1], atol=2e-5, rtol=1e-4)
             assert part == "k" or not out[0][at].isfinite().any(), "what is seen must show"
+
+
+# --- parameters of scores --------------------------------------------------------------------------------------------
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.9},
+    "softcap": {"softcap": 1.5, "scale": 2.0},
+    "alibi after scaling": {"alibi_slopes": SLOPES},
+    "alibi before scaling": {"alibi_slopes": SLOPES, "bias_before_scale": True},
+    "sink logits": {"sink_logits": torch.tensor([0.5, -3.0, 4.0, 0.0])},
+    "all": {"softcap": 2.0, "alibi_slopes": SLOPES, "sink_logits": torch.tensor([0.5, -3.0, 4.0, 0.0])},
+}
+
+
+@pytest.mark.covers("A2")
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (5, 0), (5, 2), (3, 7), (30, 2)])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_scores_in_the_order_of_the_contract(name: str, window: int | None, sinks: int) -> None:
+    """Guards against a bias on the wrong side of the scaling or of the soft cap, a distance from the chunk instead of
+    the query, sinks that are read twice or not at all; lse counts all that the rows count. Prefill, chunks, decode."""
+    sequences = Sequences([19, 8], window=window, num_sink_tokens=sinks, params=PARAMETERS[name], seed=3)
+    expected = [sequences.by_formula(row) for row in (0, 1)]
+    steps = [{0: 7, 1: 5}, {0: 1, 1: 1}, {0: 9}, {0: 1, 1: 2}, {0: 1}]
+    parts: list[list[Tensor]] = [[], []]
+    for counts in steps:
+        for row, part in sequences.step(counts).items():
+            parts[row].append(part)
+    for row, (rows, lse) in enumerate(expected):
+        torch.testing.assert_close(torch.cat(parts[row]), rows, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(sequences.lse[row], lse, atol=2e-5, rtol=1e-4)
+
+
+def test_a_sink_token_behind_the_window_never_spoils_a_row_that_does_not_see_it() -> None:
+    """Guards against 0 * NaN beside sinks: the columns are not a range any more, so the mask alone has to do."""
+    sequences = Sequences([16], window=3, num_sink_tokens=2)
+    expected = sequences.expected(0)
+    sequences.v[0][4] = NAN
+    out = torch.cat([sequences.step({0: 6})[0], sequences.step({0: 10})[0]])
+    blind = [i for i in range(16) if not 4 <= i < 7]
+    torch.testing.assert_close(out[blind], expected[blind], atol=2e-5, rtol=1e-4)
+    assert bool(out[4:7].isnan().all())
+
+
+# --- int8 ------------------------------------------------------------------------------------------------------------
+
+
+def channel_scales(num_kv_heads: int, head_dim: int) -> KVScales:
+    generator = torch.Generator().manual_seed(11)
+    scales = [0.04 + 0.01 * torch.rand(num_kv_heads, head_dim, generator=generator) for _ in range(2)]
+    offsets = [5 * torch.randn(num_kv_heads, head_dim, generator=generator) for _ in range(2)]
+    return KVScales(scales[0], offsets[0], scales[1], offsets[1])
+
+
+@pytest.mark.covers("A17")
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize(("slices", "bound"), [(0, 2e-5), (2, 1e-3), (3, 2e-5)])
+def test_int8_is_attention_over_what_was_stored(channels: bool, slices: int, bound: float) -> None:
+    """Guards against new tokens that are attended to before they are rounded, scales of the wrong token or head, and
+    offsets left out. Queries as 2 slices err by 1e-5 of their size, as 3 slices not visibly."""
+    scales = channel_scales(2, 8) if channels else None
+    sequences = Sequences([21, 6], window=9, cache_dtype=torch.int8, slices=slices, scales=scales)
+    plain = Sequences([21, 6], window=9)
+    for row in (0, 1):
+        plain.k[row], plain.v[row] = sequences.cache.rounded(sequences.k[row], sequences.v[row])
+        assert not torch.equal(plain.k[row], sequences.k[row])
+        torch.testing.assert_close(plain.k[row], sequences.k[row], atol=0.05, rtol=0)
+    out = [torch.cat(parts) for parts in zip(*[sequences.step({0: n, 1: 2}).values() for n in (1, 13, 7)], strict=True)]
+    for row in (0, 1):
+        torch.testing.assert_close(out[row], plain.expected(row), atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_int8_gives_back_what_was_stored(channels: bool) -> None:
+    """Guards against store_kv and load_kv that round differently from attend, and slots that are mixed up."""
+    cache: Any = OPS.new_kv_cache(3, 4, 2, 8, torch.int8, scales=channel_scales(2, 8) if channels else None)
+    poison(cache)
+    k, v = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    OPS.store_kv(cache, k, v, torch.tensor([7, -1, 0, 11, 3]))
+    kept, slots = [0, 2, 3, 4], torch.tensor([7, 0, 11, 3])
+    for loaded, stored in zip(OPS.load_kv(cache, slots), cache.rounded(k, v), strict=True):
+        assert loaded.dtype == torch.float32
+        assert torch.equal(loaded, stored[kept])
+    assert cache.num_bytes == 3 * 4 * 2 * (2 * 8 + (0 if channels else 16))
+
+
+def test_caches_that_cannot_be_are_refused_by_name() -> None:
+    """Guards against options that are accepted and ignored."""
+    for options, param in (
+        ({"dtype": torch.float16}, "dtype"),
+        ({"dtype": torch.bfloat16, "slices": 2}, "slices"),
+        ({"dtype": torch.float32, "scales": channel_scales(2, 8)}, "slices"),
+        ({"dtype": torch.int8, "slices": 4}, "slices"),
+    ):
+        with pytest.raises(NotSupportedError) as caught:
+            OPS.new_kv_cache(1, 4, 2, 8, **options)  # type: ignore[arg-type]
+        assert caught.value.param == param
+    with pytest.raises(ValueError, match="key_scales"):
+        OPS.new_kv_cache(1, 4, 1, 8, torch.int8, scales=channel_scales(2, 8))

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.backends import load_ops
-from penstock.kernels.ops import AttentionMetadata
+from penstock.kernels.ops import AttentionMetadata, AttentionParams
 from penstock.kernels.reference import ReferenceOps
 
 T, H, HKV, D, HIDDEN = 5, 4, 2, 6, 24
 DTYPES = [torch.float32, torch.bfloat16]
+PARAMS = AttentionParams(scale=0.5)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -54,7 +55,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], dict[str, A
             ops.rotary_qkv,
             {"qkv": draw(T, (H + 2 * HKV) * D), "q_norm": draw(D), "k_norm": draw(D)} | rotary,
         ),
-        "attend": (ops.attend, {"q": q, "k_new": k, "v_new": v, "cache": cache, "meta": meta(), "scale": 0.5}),
+        "attend": (ops.attend, {"q": q, "k_new": k, "v_new": v, "cache": cache, "meta": meta(), "params": PARAMS}),
     }
 
 

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from penstock.config import EngineConfig
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.errors import InvalidRequestError
+from penstock.kernels.attention.layout import cache_token_bytes
 from penstock.model_config import ModelConfig
 from penstock.planner.memory import MAX_SHARE, free_memory_bytes, plan_kv_cache
+from tests.kernels.packed import levels
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,6 +38,7 @@ def model(window: int | None = None) -> ModelConfig:
 
 
 def plan(model_config: ModelConfig, free: int = PLENTY, **options):
+    options = {"kernels": "reference", **options}  # which pads nothing
     return plan_kv_cache(EngineConfig.from_options(**options).resolve(model_config), model_config, free)
 
 
@@ -65,6 +68,50 @@ def test_a_window_needs_no_more_than_the_window():
     assert plan(model(32), max_num_seqs=8, max_num_batched_tokens=64).num_bytes < 8 * 512 * TOKEN_BYTES / 4
 
 
+def test_a_block_as_long_as_a_request_is_a_row():
+    """Guards against blocks longer than any request, and a ring shorter than its window or longer than needed."""
+    whole = plan(model(), max_num_seqs=8, block_size=4096, max_model_len=500)
+    assert [(group.block_size, group.num_blocks, group.ring) for group in whole.groups] == [(512, 8, False)]
+    ring = plan(model(40), max_num_seqs=8, block_size=512, max_num_batched_tokens=300)
+    assert [(group.block_size, group.num_blocks, group.ring) for group in ring.groups] == [(48, 8, True)]
+    assert ring.num_bytes == 8 * 48 * TOKEN_BYTES
+    wide = plan(model(500), max_num_seqs=8, block_size=512)
+    assert [(group.block_size, group.num_blocks, group.ring) for group in wide.groups] == [(512, 8, False)]
+
+
+def test_rows_turn_prefix_reuse_off_and_say_so():
+    """Guards against an option that is accepted and ignored in silence."""
+    config = EngineConfig.from_options(block_size=512).resolve(model())
+    assert not config.cache.enable_prefix_caching
+    assert "block_size" in config.reasons
+    assert config.reasons["enable_prefix_caching"].startswith("off: a block is a whole request")
+    config = EngineConfig.from_options(block_size=496).resolve(model())
+    assert config.cache.enable_prefix_caching
+    assert "enable_prefix_caching" not in config.reasons
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("token_scales", [True, False])
+def test_an_int8_cache_takes_little_more_than_half(head_dim, token_scales):
+    """Guards against scales that eat what int8 saves, and against padding beyond the bfloat16 cache's."""
+    bf16 = cache_token_bytes(8, head_dim, "bfloat16")
+    assert cache_token_bytes(8, head_dim, "int8", token_scales=token_scales) <= 0.57 * bf16
+
+
+def test_planned_bytes_are_the_backends():
+    """Guards against a plan for another layout than the one allocated: padded for cpu, as it is for the reference."""
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 20, "torch_dtype": "bfloat16"}
+    narrow = ModelConfig.from_dict({**BASE, **shape})
+    tokens = 4 * 512 * 4  # layers, positions, requests
+    expected = {"bfloat16": 4 * 32, "float32": 8 * 32, "int8": 2 * 32 + 16}
+    for dtype, num_bytes in expected.items():
+        if levels():
+            found = plan(narrow, max_num_seqs=4, kernels="cpu", kv_cache_dtype=dtype)
+            assert found.num_bytes == tokens * 2 * num_bytes
+    found = plan(narrow, max_num_seqs=4, kv_cache_dtype="int8", kv_cache_scales="file")
+    assert found.num_bytes == tokens * 2 * 2 * 20
+
+
 def test_too_little_is_refused_with_the_numbers():
     with pytest.raises(InvalidRequestError, match=r"max_model_len = 512, which needs 0\.5 MiB"):
         plan(model(), kv_cache_memory_bytes=512 * TOKEN_BYTES // 2)
@@ -89,7 +136,7 @@ def test_a_plan_always_holds_one_longest_sequence(window, seqs, chunk, length, b
     except InvalidRequestError:
         return
     assert found.num_bytes <= free * MAX_SHARE
-    manager = KVCacheManager(found.groups)
+    manager = KVCacheManager(found.groups, enable_prefix_caching=False)
     assert manager.fits_alone(length, chunk)
 
 

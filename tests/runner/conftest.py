@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from penstock.kernels.ops import Heads
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
 from penstock.step import RequestStepOutput
@@ -22,8 +23,7 @@ class Bench:
             ops or FakeOps(),
             [self.scheduler.group],
             resolved_config(**options),
-            num_kv_heads=1,
-            head_dim=1,
+            heads=Heads(1, 1, 1),
             eos_token_ids=eos_token_ids,
         )
         self.executor = TorchExecutor(self.worker)

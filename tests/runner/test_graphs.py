@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.backends import load_ops
+from penstock.kernels.ops import Heads
 from penstock.layers.context import ForwardContext
 from penstock.runner.graphs import ReplayedModel
 from penstock.runner.model_runner import ModelRunner
@@ -94,5 +95,7 @@ def test_the_runner_replays_where_the_backend_can() -> None:
     """Guards against a runner that quietly runs every step's Python."""
     group = CacheGroup((0,), None, 8, 16)
     for ops, expected in ((load_ops("cpu", torch.float32), True), (FakeOps(), False)):
-        runner = ModelRunner(TinyModel(), ops, [group], resolved_config(), kv_caches=[FakeCache(8, 16)])
+        runner = ModelRunner(
+            TinyModel(), ops, [group], resolved_config(), heads=Heads(1, 1, 1), kv_caches=[FakeCache(8, 16)]
+        )
         assert isinstance(runner._model, ReplayedModel) == expected

@@ -14,7 +14,7 @@ from penstock.sampling_params import SamplingParams
 from penstock.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 
 MAX_SEQS, MAX_LEN = 5, 100
-GROUPS = [CacheGroup((0, 2), None, 64, 16), CacheGroup((1,), 20, 64, 32)]
+GROUPS = [CacheGroup((0, 2), None, 64, 16), CacheGroup((1,), 20, 64, 32), CacheGroup((3,), 20, 64, 32, ring=True)]
 
 
 @dataclass
@@ -86,8 +86,11 @@ class RandomScheduler:
 
     def _grow(self, book: Book, g: int, length: int) -> list[int]:
         size, table = GROUPS[g].block_size, book.tables[g]
-        new_ids = [self.rng.randrange(64) for _ in range(-(-length // size) - len(table))]
+        wanted = 1 if GROUPS[g].ring else -(-length // size)
+        new_ids = [self.rng.randrange(64) for _ in range(wanted - len(table))]
         table.extend(new_ids)
+        if GROUPS[g].ring:
+            return new_ids
         if GROUPS[g].sliding_window is not None:
             book.released[g] = max(book.released[g], self.rng.randint(0, book.computed // size))
             table[: book.released[g]] = [-1] * book.released[g]
@@ -97,7 +100,7 @@ class RandomScheduler:
 def brute_force(books: dict[str, Book], output: SchedulerOutput) -> dict[str, list]:
     """The flat batch, one token at a time."""
     flat: dict[str, list] = {
-        key: [] for key in ("ids", "positions", "start", "lens", "slots0", "slots1", "sampled", "P")
+        key: [] for key in ("ids", "positions", "start", "lens", "slots0", "slots1", "slots2", "sampled", "P")
     }
     flat["start"].append(0)
     for item in output.scheduled:
@@ -106,8 +109,10 @@ def brute_force(books: dict[str, Book], output: SchedulerOutput) -> dict[str, li
             if book.params.prompt_logprobs is not None and position + 1 < book.num_prompt:
                 flat["P"].append((len(flat["ids"]), book.tokens[position + 1]))
             for g, group in enumerate(GROUPS):
-                block = book.tables[g][position // group.block_size]
-                flat[f"slots{g}"].append(block * group.block_size + position % group.block_size)
+                block = book.tables[g][0 if group.ring else position // group.block_size]
+                end = item.num_computed_tokens + item.num_new_tokens
+                kept = not group.ring or position + group.block_size >= end
+                flat[f"slots{g}"].append(block * group.block_size + position % group.block_size if kept else -1)
             flat["ids"].append(book.tokens[position])
             flat["positions"].append(position)
         flat["start"].append(len(flat["ids"]))
@@ -128,7 +133,7 @@ def check_packed(packed: PackedStep, books: dict[str, Book], output: SchedulerOu
         assert packed.slot_mappings[g].tolist() == flat[f"slots{g}"]
         width = -(-max(flat["lens"]) // group.block_size)
         for item, row in zip(output.scheduled, packed.block_tables[g].tolist(), strict=True):
-            table = books[item.request_id].tables[g]
+            table = books[item.request_id].tables[g] * (width if group.ring else 1)
             assert row == (table + [-1] * width)[:width]
 
 
@@ -175,7 +180,7 @@ def one(num_tokens: int = 4, name: str = "a", **params: object) -> NewRequest:
         num_tokens,
         SamplingParams(**{"temperature": 0.0, **params}),
         0,
-        [[0], [0]],
+        [[0], [0], [0]],
     )
 
 
@@ -187,12 +192,13 @@ def run(batch: InputBatch, new: list[NewRequest], *items: ScheduledRequest) -> P
 @pytest.mark.parametrize(
     ("item", "error"),
     [
-        (ScheduledRequest("b", 0, 4, [[], []], [0, 0], 1), "never introduced"),
-        (ScheduledRequest("a", 0, 5, [[], []], [0, 0], 0), "beyond its last token"),
-        (ScheduledRequest("a", 0, 0, [[], []], [0, 0], 0), "without tokens"),
-        (ScheduledRequest("a", 0, 3, [[], []], [0, 0], 1), "has not caught up"),
-        (ScheduledRequest("a", 0, 4, [[], []], [1, 0], 1), "not allocated"),
-        (ScheduledRequest("a", 0, 4, [[1] * 9, []], [0, 0], 1), "block table holds"),
+        (ScheduledRequest("b", 0, 4, [[], [], []], [0, 0, 0], 1), "never introduced"),
+        (ScheduledRequest("a", 0, 5, [[], [], []], [0, 0, 0], 0), "beyond its last token"),
+        (ScheduledRequest("a", 0, 0, [[], [], []], [0, 0, 0], 0), "without tokens"),
+        (ScheduledRequest("a", 0, 3, [[], [], []], [0, 0, 0], 1), "has not caught up"),
+        (ScheduledRequest("a", 0, 4, [[], [], []], [1, 0, 0], 1), "not allocated"),
+        (ScheduledRequest("a", 0, 4, [[1] * 9, [], []], [0, 0, 0], 1), "block table holds"),
+        (ScheduledRequest("a", 0, 4, [[], [], [1]], [0, 0, 0], 1), "ring is one block"),
     ],
 )
 def test_a_step_that_contradicts_the_batch_is_refused(item: ScheduledRequest, error: str) -> None:
@@ -204,7 +210,7 @@ def test_a_step_that_contradicts_the_batch_is_refused(item: ScheduledRequest, er
 
 def test_a_request_twice_in_a_step_is_refused() -> None:
     """Guards against one request computed by two rows of a batch."""
-    items = [ScheduledRequest("a", start, 2, [[], []], [0, 0], 0) for start in (0, 2)]
+    items = [ScheduledRequest("a", start, 2, [[], [], []], [0, 0, 0], 0) for start in (0, 2)]
     with pytest.raises(EngineError, match="twice"):
         run(InputBatch(GROUPS, MAX_SEQS, MAX_LEN), [one()], *items)
 
@@ -212,12 +218,12 @@ def test_a_request_twice_in_a_step_is_refused() -> None:
 def test_drafts_are_refused_until_they_are_built() -> None:
     """Guards against num_samples = 2 being accepted and ignored."""
     with pytest.raises(NotSupportedError, match="num_samples"):
-        run(InputBatch(GROUPS, MAX_SEQS, MAX_LEN), [one()], ScheduledRequest("a", 0, 4, [[], []], [0, 0], 2))
+        run(InputBatch(GROUPS, MAX_SEQS, MAX_LEN), [one()], ScheduledRequest("a", 0, 4, [[], [], []], [0, 0, 0], 2))
 
 
 def test_new_requests_that_do_not_fit_are_refused() -> None:
     """Guards against two requests in one row, and against a cryptic numpy error for a long one."""
-    item = ScheduledRequest("a", 0, 4, [[], []], [0, 0], 1)
+    item = ScheduledRequest("a", 0, 4, [[], [], []], [0, 0, 0], 1)
     batch = InputBatch(GROUPS, 1, MAX_LEN)
     run(batch, [one()], item)
     with pytest.raises(EngineError, match="introduced twice"):

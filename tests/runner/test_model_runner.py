@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import EngineError
+from penstock.kernels.ops import Heads
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.context import ForwardContext
 from penstock.runner.kv_cache import allocate_kv_caches, layer_groups
@@ -192,7 +193,7 @@ def test_runner_refuses_what_does_not_fit() -> None:
     """Guards against a model with more layers than caches that fails only in its first step."""
     groups = [CacheGroup((0,), None, 1, 16)]
     with pytest.raises(EngineError, match="0 caches for 1 layers"):
-        ModelRunner(TinyModel(), FakeOps(), groups, resolved_config(), kv_caches=[])
+        ModelRunner(TinyModel(), FakeOps(), groups, resolved_config(), heads=Heads(1, 1, 1), kv_caches=[])
 
 
 @pytest.mark.parametrize("ops", [FakeOps(), ReferenceOps(torch.float32)])

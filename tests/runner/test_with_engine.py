@@ -14,6 +14,7 @@ import torch
 
 from penstock.engine.engine import Engine
 from penstock.engine.messages import EngineOutput, EngineRequest
+from penstock.kernels.ops import Heads
 from penstock.kernels.reference import ReferenceOps
 from penstock.model_config import ModelConfig
 from penstock.runner.executor import TorchExecutor
@@ -24,15 +25,24 @@ from penstock.weights.loader import load_model
 from tests.fakes import CacheModel, FakeOps, resolved_config
 
 VOCAB = 50
+ONE_HEAD = Heads(1, 1, 1)
 LIMITS = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 128}
 
 
 def engine_for(
-    model: Any, ops: Any, groups: list[CacheGroup], *, num_kv_heads: int = 1, head_dim: int = 1, **limits: int
+    model: Any,
+    ops: Any,
+    groups: list[CacheGroup],
+    *,
+    heads: Heads = ONE_HEAD,
+    enable_prefix_caching: bool = True,
+    **limits: int,
 ) -> Engine:
     limits = {**LIMITS, **limits}
-    worker = Worker(model, ops, groups, resolved_config(**limits), num_kv_heads=num_kv_heads, head_dim=head_dim)
-    return Engine(TorchExecutor(worker), groups, vocab_size=VOCAB, **limits)
+    worker = Worker(model, ops, groups, resolved_config(**limits), heads=heads)
+    return Engine(
+        TorchExecutor(worker), groups, vocab_size=VOCAB, enable_prefix_caching=enable_prefix_caching, **limits
+    )
 
 
 def run(engine: Engine) -> dict[str, list[EngineOutput]]:
@@ -87,6 +97,35 @@ def test_a_crowd_gets_the_right_tokens(windows: tuple[int | None, ...], num_bloc
         assert engine.stats().num_preemptions_total > 0
 
 
+@pytest.mark.covers("F3", "M8")
+@pytest.mark.parametrize("windows", [(None,), (20,), (None, 20, None, 7)])
+def test_user_rows_give_the_right_tokens(windows: tuple[int | None, ...]) -> None:
+    """Guards against a ring read where it has been written over, by chunks longer and shorter than the window, and
+    against rows that a request finds as another one left them."""
+    model = CacheModel(windows, VOCAB)
+    groups = [
+        CacheGroup(
+            tuple(i for i, w in enumerate(windows) if w == window),
+            window,
+            3,
+            128 if window is None else -(-window // 16) * 16,
+            ring=window is not None,
+        )
+        for window in dict.fromkeys(windows)
+    ]
+    rng = random.Random(5)
+    prompts = {str(i): [rng.randrange(VOCAB) for _ in range(rng.choice([1, 16, 33, 90]))] for i in range(12)}
+    for chunk in (6, 40):
+        engine = engine_for(
+            model, FakeOps(), groups, max_num_batched_tokens=chunk, max_model_len=128, enable_prefix_caching=False
+        )
+        for name, prompt in prompts.items():
+            engine.add_request(EngineRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=30)))
+        outputs = run(engine)
+        for name, prompt in prompts.items():
+            assert tokens_of(outputs[name]) == expected(model, prompt, 30), name
+
+
 def test_aborts_free_the_rows() -> None:
     """Guards against rows that leak: 40 requests through 5 rows, a third of them aborted."""
     model = CacheModel([None], VOCAB)
@@ -130,7 +169,7 @@ def llama_engine(directory: Path, num_blocks: int = 40, **limits: int) -> Engine
     config, ops = ModelConfig.from_directory(directory), ReferenceOps(torch.float32)
     model = load_model(directory, config, ops, "dummy")
     groups = [CacheGroup((0, 1), None, num_blocks, 16)]
-    return engine_for(model, ops, groups, num_kv_heads=2, head_dim=8, **limits)
+    return engine_for(model, ops, groups, heads=Heads(4, 2, 8), **limits)
 
 
 def requests(seeds: Sequence[int], **params: Any) -> list[EngineRequest]:

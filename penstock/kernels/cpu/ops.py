@@ -6,18 +6,20 @@ Bits depend on the instruction level only, never on the batch or on threads (nat
 
 import ctypes
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.kernels.cpu.arguments import TYPES, activation_code, address, optional_address, rows_of
+from penstock.kernels.cpu.attention import CpuKVCache, NativeParams, fill_step, own_cache, planned
 from penstock.kernels.cpu.library import (
     LEVELS,
     SIGNATURES,
+    PenstockAttentionStep,
     PenstockSampling,
     PenstockWeight,
     check_status,
@@ -28,13 +30,22 @@ from penstock.kernels.cpu.library import (
 from penstock.kernels.cpu.packed import CpuLinear, Layout, pack
 from penstock.kernels.cpu.program import Program, Recorder
 from penstock.kernels.cpu.sampling import fill_sampling
-from penstock.kernels.ops import AttentionMetadata, KVCache, PackedLinear, RowSource, TensorRows
-from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.ops import (
+    AttentionMetadata,
+    AttentionParams,
+    Heads,
+    KVCache,
+    KVScales,
+    PackedLinear,
+    RowSource,
+    TensorRows,
+)
 from penstock.kernels.sampling import SamplingTensors
 from penstock.quant.scheme import Scheme
 from penstock.validation import check_choice
 
 F32, I64 = torch.float32, torch.int64
+REMEMBERED_STEPS = 8  # whose native form is kept for the layers to come
 
 
 class CpuOps:
@@ -44,6 +55,7 @@ class CpuOps:
         dtype: type of weights and of what products read.
         level: name of the instruction level, which decides the bits.
         threads: that compute, the caller's included.
+        plan_counts: how often each kind of attention was planned, by its key (kernels/attention/key.py).
     """
 
     name = "cpu"
@@ -72,8 +84,10 @@ class CpuOps:
         self._library = library
         self._native: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in SIGNATURES}
         self._sampling = PenstockSampling()
-        self._attention = ReferenceOps(dtype)  # until attention is native
-        self._attend_seconds = 0.0
+        self._params: dict[AttentionParams, NativeParams] = {}
+        self._steps: dict[int, tuple[AttentionMetadata, PenstockAttentionStep]] = {}
+        self.plan_counts: Counter[int] = Counter()
+        self._reserved = (0, 0)  # workspace and scratch bytes of attention
         self._recorder: Recorder | None = None
 
     def _call(self, name: str, used: tuple[object, ...], *arguments: int | float | None) -> None:
@@ -304,9 +318,44 @@ class CpuOps:
     # --- attention -------------------------------------------------------------------------------------------------
 
     def new_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        slices: int = 0,
+        scales: KVScales | None = None,
     ) -> KVCache:
-        return self._attention.new_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        return CpuKVCache(num_blocks, block_size, num_kv_heads, head_dim, dtype, slices, scales)
+
+    def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        own = own_cache(cache)
+        tokens, shape = len(slots), (len(slots), own.num_kv_heads, own.head_dim)
+        k_at, v_at = address(k, shape, self.dtype, "k"), address(v, shape, self.dtype, "v")
+        slots_at = address(slots, (tokens,), I64, "slots")
+        self._call("penstock_cache_store", (k, v, slots), own.address, k_at, v_at, self._type, slots_at, tokens)
+
+    def load_kv(self, cache: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+        own = own_cache(cache)
+        k, v = (torch.empty((len(slots), own.num_kv_heads, own.head_dim), dtype=F32) for _ in range(2))
+        slots_at = address(slots, (len(slots),), I64, "slots")
+        self._call("penstock_cache_load", (slots,), own.address, slots_at, len(slots), k.data_ptr(), v.data_ptr())
+        return k, v
+
+    def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
+        meta = planned(meta, heads, own_cache(cache), self.threads)
+        if meta.plan is not None:
+            self.plan_counts[meta.plan.key] += 1
+            self._reserve(meta.plan.workspace_bytes, meta.plan.scratch_bytes)
+        return meta
+
+    def _reserve(self, workspace_bytes: int, scratch_bytes: int) -> None:
+        workspace, scratch = self._reserved
+        if workspace_bytes > workspace or scratch_bytes > scratch:
+            self._reserved = max(workspace, workspace_bytes), max(scratch, scratch_bytes)
+            check_status(self._native["penstock_attention_reserve"](self._context, *self._reserved))
 
     def attend(
         self,
@@ -315,34 +364,54 @@ class CpuOps:
         v_new: Tensor,
         cache: KVCache,
         meta: AttentionMetadata,
+        params: AttentionParams,
         *,
-        scale: float,
         out: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
-        attend, recorder = self._timed_attend, self._recorder
-        if recorder is None:
-            return attend(q, k_new, v_new, cache, meta, scale=scale, out=out)
-        group, out = recorder.group(meta), torch.empty((len(q), q[0].numel()), dtype=q.dtype) if out is None else out
-        with recorder.unwatched():
-            result = attend(q, k_new, v_new, cache, meta, scale=scale, out=out)
-        recorder.step(lambda attention: attend(q, k_new, v_new, cache, attention[group], scale=scale, out=out))
-        return result
+        own = own_cache(cache)
+        tokens, num_heads, head_dim = q.shape
+        kv_shape, shape = (tokens, own.num_kv_heads, head_dim), (tokens, num_heads * head_dim)
+        if len(meta.slot_mapping) != tokens:
+            raise ValueError(f"q: {tokens} tokens where the metadata has {len(meta.slot_mapping)}")
+        if meta.plan is None:
+            meta = self.plan(meta, Heads(num_heads, own.num_kv_heads, head_dim), own)
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype)
+        self._call(
+            "penstock_attend",
+            (q, k_new, v_new, own, out, lse),
+            ctypes.addressof(self._step(meta)),
+            own.address,
+            self._native_params(params, num_heads).address,
+            address(q, (tokens, num_heads, own.head_dim), self.dtype, "q"),
+            address(k_new, kv_shape, self.dtype, "k_new"),
+            address(v_new, kv_shape, self.dtype, "v_new"),
+            self._type,
+            num_heads,
+            address(out, shape, self.dtype, "out"),
+            optional_address(lse, (tokens, num_heads), F32, "lse"),
+        )
+        return out
 
-    def _timed_attend(
-        self,
-        q: Tensor,
-        k_new: Tensor,
-        v_new: Tensor,
-        cache: KVCache,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        out: Tensor | None,
-    ) -> Tensor:
-        begun = perf_counter()
-        result = self._attention.attend(q, k_new, v_new, cache, meta, scale=scale, out=out)
-        self._attend_seconds += perf_counter() - begun
-        return result
+    def _step(self, meta: AttentionMetadata) -> PenstockAttentionStep:
+        """The native form of planned metadata: that of the program being recorded, or of the last few steps."""
+        recorded = None if self._recorder is None else self._recorder.step(meta)
+        if recorded is not None:
+            return recorded
+        known = self._steps.get(id(meta))
+        if known is None:
+            if len(self._steps) >= REMEMBERED_STEPS:
+                self._steps.clear()
+            known = self._steps[id(meta)] = meta, PenstockAttentionStep()
+            fill_step(known[1], meta)
+        return known[1]
+
+    def _native_params(self, params: AttentionParams, num_heads: int) -> NativeParams:
+        known = self._params.get(params)
+        if known is None:
+            known = self._params[params] = NativeParams(params, num_heads)
+        return known
 
     # --- logits ----------------------------------------------------------------------------------------------------
 
@@ -371,9 +440,9 @@ class CpuOps:
     # --- measurements -----------------------------------------------------------------------------------
 
     def kernel_seconds(self) -> float:
-        """Seconds that operations have taken so far, attention among them; the rest of a step is Python and torch."""
-        native: float = self._library.penstock_busy_seconds(self._context)
-        return native + self._attend_seconds
+        """Seconds that operations have taken so far; the rest of a step is Python and torch."""
+        seconds: float = self._library.penstock_busy_seconds(self._context)
+        return seconds
 
     def limit_read(self, memory: Tensor) -> float:
         """Seconds that all threads need to read this memory once."""

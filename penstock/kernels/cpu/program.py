@@ -1,8 +1,8 @@
 """Programs: the operations of a forward pass, recorded while they run once and carried out again without its Python.
 
 A line of Python between two kernels starts cold, because weights have streamed through the caches: measured on a
-1.1B model, 1.2 ms of Python become 4 ms. In a program all native calls in a row are one, and only what is not native
-runs in between.
+1.1B model, 1.2 ms of Python become 4 ms. A program is one native call. What changes from step to step is where the
+sequences stand: each cache group has one PenstockAttentionStep, which is written anew before every run.
 
 What a program does is only right if the forward pass did nothing else. So a Recorder watches torch: views and new
 memory are kept for the program's life, and any other operation makes the pass one that cannot be recorded.
@@ -11,17 +11,15 @@ memory are kept for the program's life, and any other operation makes the pass o
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from functools import partial
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.kernels.cpu.library import RECORDABLE, SIGNATURES, PenstockCall, check_status
+from penstock.kernels.cpu.attention import fill_step
+from penstock.kernels.cpu.library import RECORDABLE, SIGNATURES, PenstockAttentionStep, PenstockCall, check_status
 from penstock.kernels.ops import AttentionMetadata
 
-Step = Callable[[Sequence[AttentionMetadata]], object]  # something that is not native
 Replay = Callable[[int, int], int]  # carries out PenstockCalls, given their address and number; 0 is success
 Calls = list[tuple[str, tuple[int | float | None, ...]]]  # function, arguments after the context
 
@@ -49,23 +47,29 @@ class Program:
     """
 
     def __init__(
-        self, parts: Sequence[tuple[Callable[[], int], Step | None]], kept: Sequence[Any], result: Tensor
+        self,
+        calls: "ctypes.Array[PenstockCall]",
+        replay: Replay,
+        steps: Sequence[PenstockAttentionStep],
+        kept: Sequence[Any],
+        result: Tensor,
     ) -> None:
         self.result = result
-        self._parts = parts
-        self._kept = kept  # memory that the parts read and write
+        self._calls = calls
+        self._replay = replay
+        self._steps = steps
+        self._kept = kept  # memory that the calls read and write
 
     def run(self, attention: Sequence[AttentionMetadata]) -> Tensor:
-        """Do it again, with this step's metadata for each cache group.
+        """Do it again, with this step's metadata for each cache group, planned.
 
         Raises:
             ValueError, MemoryError: as library.check_status.
         """
-        for native, step in self._parts:
-            if status := native():
-                check_status(status)
-            if step is not None:
-                step(attention)
+        for step, meta in zip(self._steps, attention, strict=True):
+            fill_step(step, meta)
+        if status := self._replay(ctypes.addressof(self._calls), len(self._calls)):
+            check_status(status)
         return self.result
 
 
@@ -82,12 +86,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __init__(self, attention: Sequence[AttentionMetadata], replay: Replay) -> None:
-        """Take the metadata of this pass, and what carries out native calls."""
+        """Take the metadata of this pass, planned, and what carries out native calls."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.foreign: str | None = None
         self._attention = attention
         self._replay = replay
-        self._parts: list[tuple[Callable[[], int], Step | None]] = []
+        self._steps = [PenstockAttentionStep() for _ in attention]
+        for step, meta in zip(self._steps, attention, strict=True):
+            fill_step(step, meta)
         self._calls: Calls = []
         self._kept: list[Any] = []
 
@@ -109,50 +115,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What the native calls read beside tensors."""
         self._kept += memory
 
-    def step(self, step: Step) -> None:
-        """Something that is not native was done, and is to be done again by calling this."""
-        self._end_part(step)
-
-    def group(self, meta: AttentionMetadata) -> int:
-        """Which cache group this metadata is of."""
-        for index, item in enumerate(self._attention):
+    def step(self, meta: AttentionMetadata) -> PenstockAttentionStep | None:
+        """Where this metadata's cache group is told how a step stands; None for metadata of unknown origin."""
+        for step, item in zip(self._steps, self._attention, strict=True):
             if item is meta:
-                return index
+                return step
         self.foreign = "attention metadata of unknown origin"
-        return 0
-
-    def unwatched(self) -> "Unwatched":
-        """A context in which torch is not watched, for what becomes a step."""
-        return Unwatched(self)
+        return None
 
     def program(self, result: Tensor) -> Program | None:
         """What was recorded; None where it would not be the whole of it."""
-        self._end_part(None)
-        return None if self.foreign else Program(self._parts, self._kept, result)
-
-    def _end_part(self, step: Step | None) -> None:
-        """The native calls since the last step, and this one."""
         if self.foreign:
-            return
-        array = (PenstockCall * len(self._calls))(*(_written(name, values) for name, values in self._calls))
-        self._kept.append(array)
-        self._parts.append((partial(self._replay, ctypes.addressof(array), len(array)), step))
-        self._calls = []
-
-
-class Unwatched:
-    """Leaves a Recorder for a while."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def __enter__(self) -> None:
-        self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+            return None
+        calls = (PenstockCall * len(self._calls))(*(_written(name, values) for name, values in self._calls))
+        return Program(calls, self._replay, self._steps, self._kept, result)
 
 
 def _written(name: str, arguments: tuple[int | float | None, ...]) -> PenstockCall:

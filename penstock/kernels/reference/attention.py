@@ -1,7 +1,9 @@
 """Paged attention in plain torch: sequences of one new token together, every other one by itself.
 
-The cache of a layer is two tensors [num_blocks, block_size, Hkv, D]. Whatever a free slot holds cannot matter: a
-position that no query may see is not read, or enters as p = 0 and v = 0.
+Whatever a free slot holds cannot matter: a position that no query may see is not read, or enters as p = 0 and v = 0.
+
+Products are computed in float32, in float64 where queries or cache are float64. Queries are rounded to the cache's
+type, probabilities are not: in which unit they are rounded depends on a tile, which only a tolerance has to know.
 """
 
 from collections.abc import Iterator
@@ -9,63 +11,44 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from penstock.kernels.ops import AttentionMetadata
+from penstock.kernels.ops import AttentionMetadata, AttentionParams
+from penstock.kernels.reference.cache import ReferenceKVCache
+from penstock.kernels.reference.parts import Scoring, attend_part, finish
 
 QUERY_ROWS = 256  # query rows scored at once: bounds the score matrix of a long prompt
 CACHED_ROWS = 2**15  # cached tokens gathered at once: bounds the copies for many sequences
 
 
-class ReferenceKVCache:
-    """Keys and values of one layer, [num_blocks, block_size, Hkv, D] each."""
-
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.num_bytes = 2 * self.keys.numel() * self.keys.element_size()
-
-    def store(self, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
-        """Write the new tokens [T, Hkv, D] to their slots [T]; those with a negative slot are not kept."""
-        if bool((slots < 0).any()):
-            kept = slots >= 0
-            k_new, v_new, slots = k_new[kept], v_new[kept], slots[kept]
-        self.keys.flatten(0, 1)[slots] = k_new
-        self.values.flatten(0, 1)[slots] = v_new
-
-    def load(self, block_tables: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of B sequences at positions [B, S] -> [B, S, Hkv, D] each; 0 at negative positions."""
-        absent = positions < 0
-        inside = positions.masked_fill(absent, 0)
-        block_size = self.keys.shape[1]
-        slots = block_tables.long().gather(1, inside // block_size) * block_size + inside % block_size
-        slots.masked_fill_(absent, 0)
-        keys, values = self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots]
-        if bool(absent.any()):
-            keys[absent] = 0
-            values[absent] = 0
-        return keys, values
-
-
 def attend(
-    q: Tensor, k_new: Tensor, v_new: Tensor, cache: ReferenceKVCache, meta: AttentionMetadata, scale: float
-) -> Tensor:
-    """q [T, H, D], k_new and v_new [T, Hkv, D] -> [T, H, D] float32; the new tokens are stored."""
-    k_new, v_new = k_new.to(cache.keys.dtype), v_new.to(cache.values.dtype)
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    cache: ReferenceKVCache,
+    meta: AttentionMetadata,
+    params: AttentionParams,
+) -> tuple[Tensor, Tensor]:
+    """q [T, H, D], k_new and v_new [T, Hkv, D] -> rows [T, H, D], lse [T, H]; the new tokens are stored."""
+    dtype = torch.float64 if torch.float64 in (q.dtype, cache.dtype) else torch.float32
+    q = cache.rounded_queries(q.to(dtype))
+    k_new, v_new = k_new.to(dtype), v_new.to(dtype)
+    k_seen, v_seen = cache.rounded(k_new, v_new)  # as they will be read back
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
     starts = meta.query_start_loc.long()
     for rows, n, span in _groups(meta):
-        old_positions = (meta.seq_lens[rows].long() - n)[:, None] + torch.arange(-span, 0, device=q.device)  # [B, span]
-        k_old, v_old = cache.load(meta.block_table[rows], old_positions)
+        first_new = meta.seq_lens[rows].long() - n
+        old = _old_positions(first_new, span, meta)  # [B, C]
+        k_old, v_old = cache.load(meta.block_table[rows], old)
         new = starts[rows][:, None] + torch.arange(n, device=q.device)  # [B, n], into the packed tokens
-        keys = torch.cat([k_old, k_new[new]], dim=1).float()  # [B, span + n, Hkv, D]
-        values = torch.cat([v_old, v_new[new]], dim=1).float()
-        padding = (old_positions < 0).sum(dim=1)
-        out[new] = _attend_group(q[new].float(), keys, values, padding, meta.sliding_window, scale)
+        keys = torch.cat([k_old.to(dtype), k_seen[new]], dim=1)  # [B, C + n, Hkv, D]
+        values = torch.cat([v_old.to(dtype), v_seen[new]], dim=1)
+        at = first_new[:, None] + torch.arange(n, device=q.device)
+        out[new], lse[new] = _attend_group(q[new], keys, values, at, torch.cat([old, at], dim=1), meta, params)
     cache.store(k_new, v_new, meta.slot_mapping)
-    return out
+    return out, lse
 
 
 def _groups(meta: AttentionMetadata) -> Iterator[tuple[list[int], int, int]]:
-    """(sequences, new tokens of each, most cached tokens that any of them sees).
+    """(sequences, new tokens of each, most cached tokens that any of them sees behind no sinks).
 
     Sequences of one new token share a group with others of about their length; any other is alone.
     """
@@ -85,37 +68,53 @@ def _groups(meta: AttentionMetadata) -> Iterator[tuple[list[int], int, int]]:
         yield together, 1, spans[together[-1]]
 
 
-def _attend_group(q: Tensor, keys: Tensor, values: Tensor, padding: Tensor, window: int | None, scale: float) -> Tensor:
-    """B sequences of n new tokens: q [B, n, H, D], keys and values [B, S, Hkv, D], all float32 -> [B, n, H, D].
-
-    The keys end with the sequence's last token, so query i stands where key S - n + i does; the first padding[b] keys
-    do not exist, and are 0.
-
-    A key that a row does not see must enter as p = 0 and v = 0, and 0 * NaN is not 0. So where a value is not finite,
-    each row is computed alone, over exactly the keys it sees.
-    """
-    num_seqs, n, num_heads, head_dim = q.shape
-    num_kv_heads, group = keys.shape[2], num_heads // keys.shape[2]
-    offset = keys.shape[1] - n
-    out = torch.empty_like(q)
-    together = QUERY_ROWS if n == 1 or bool(values.isfinite().all()) else 1
-    for top in range(0, n, together):
-        rows = slice(top, min(top + together, n))
-        low = 0 if window is None else max(0, offset + top + 1 - window)
-        high = offset + rows.stop
-        # Heads that share keys are stacked as rows of one product: [B, Hkv, G * n', D] x [B, Hkv, D, S'].
-        grouped = q[:, rows].view(num_seqs, -1, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
-        scores = grouped.flatten(2, 3) @ keys[:, low:high].permute(0, 2, 3, 1) * scale
-        scores = scores.view(num_seqs, num_kv_heads, group, -1, high - low)
-        scores = scores.masked_fill(_hidden(offset, rows, range(low, high), padding, window), float("-inf"))
-        mixed = scores.softmax(dim=-1).flatten(2, 3) @ values[:, low:high].transpose(1, 2)
-        out[:, rows] = mixed.view(grouped.shape).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return out
+def _old_positions(first_new: Tensor, span: int, meta: AttentionMetadata) -> Tensor:
+    """The cached positions that B sequences look at, [B, C]: sink tokens, then the `span` before the first new token.
+    Negative ones do not exist, or are in the span already."""
+    device = first_new.device
+    recent = first_new[:, None] + torch.arange(-span, 0, device=device)
+    if meta.sliding_window is None or meta.num_sink_tokens == 0:
+        return recent
+    sinks = torch.arange(meta.num_sink_tokens, device=device).expand(len(first_new), -1)
+    return torch.cat([sinks.masked_fill(sinks >= first_new[:, None] - span, -1), recent], dim=1)
 
 
-def _hidden(offset: int, rows: slice, seen: range, padding: Tensor, window: int | None) -> Tensor:
-    """Which keys each query row does not see: [B, 1, 1, n', S']."""
-    at = torch.arange(offset + rows.start, offset + rows.stop, device=padding.device)[:, None]
-    key = torch.arange(seen.start, seen.stop, device=padding.device)
-    hidden = key > at if window is None else (key > at) | (key <= at - window)
-    return (hidden | (key < padding[:, None, None])).view(len(padding), 1, 1, rows.stop - rows.start, len(seen))
+def _attend_group(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    at: Tensor,
+    key_at: Tensor,
+    meta: AttentionMetadata,
+    params: AttentionParams,
+) -> tuple[Tensor, Tensor]:
+    """B sequences of n new tokens: q [B, n, H, D] at positions [B, n], keys and values [B, S, Hkv, D] at positions
+    [B, S] (negative: no such key) -> rows [B, n, H, D], lse [B, n, H]. The last n keys are the new tokens'."""
+    n, num_keys = q.shape[1], keys.shape[1]
+    cuts = meta.sliding_window is not None and meta.num_sink_tokens == 0  # the first keys are behind later rows' window
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    for top in range(0, n, QUERY_ROWS):
+        rows = slice(top, min(top + QUERY_ROWS, n))
+        low = max(0, num_keys - n + top + 1 - (meta.sliding_window or 0)) if cuts else 0
+        seen = slice(low, num_keys - n + rows.stop)
+        row_at, column_at = at[:, None, rows, None], key_at[:, None, None, seen]  # of [B, 1, n', S']
+        visible = visible_keys(row_at, column_at, meta.sliding_window, meta.num_sink_tokens)
+        scoring = _scoring(params, row_at, column_at, q.dtype)
+        part = attend_part(q[:, rows], keys[:, seen], values[:, seen], visible, scoring)
+        out[:, rows], lse[:, rows] = finish(part, params.sink_logits)
+    return out, lse
+
+
+def visible_keys(at: Tensor, key_at: Tensor, window: int | None, num_sink_tokens: int = 0) -> Tensor:
+    """Which keys a query sees, from positions that broadcast against each other: those up to itself, within the window
+    or among the sinks. Negative keys do not exist."""
+    visible = (key_at >= 0) & (key_at <= at)
+    return visible if window is None else visible & ((key_at > at - window) | (key_at < num_sink_tokens))
+
+
+def _scoring(params: AttentionParams, at: Tensor, key_at: Tensor, dtype: torch.dtype) -> Scoring:
+    """With the ALiBi bias written out, from positions [B, 1, n, 1] and [B, 1, 1, S]."""
+    bias = None
+    if params.alibi_slopes is not None:
+        bias = params.alibi_slopes.to(dtype)[:, None, None] * (key_at - at).to(dtype)  # [B, H, n, S]
+    return Scoring(params.scale, params.softcap, bias, params.bias_before_scale)

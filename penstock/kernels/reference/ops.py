@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.ops import AttentionMetadata, KVCache, PackedLinear, RowSource
+from penstock.kernels.ops import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales, PackedLinear, RowSource
 from penstock.kernels.reference import attention, quantised, sampling
+from penstock.kernels.reference.cache import Int8KVCache, ReferenceKVCache
 from penstock.kernels.sampling import SamplingTensors
 from penstock.quant.scheme import Scheme
 
@@ -23,6 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # float64 makes an oracle
 
 
 class ReferenceLinear:
@@ -146,9 +148,37 @@ class ReferenceOps:
         return _deliver(q, self.dtype, q_out), _deliver(k, self.dtype, k_out), _deliver(v, self.dtype, v_out)
 
     def new_kv_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        slices: int = 0,
+        scales: KVScales | None = None,
     ) -> KVCache:
-        return attention.ReferenceKVCache((num_blocks, block_size, num_kv_heads, head_dim), dtype, self.device)
+        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        if dtype == torch.int8:
+            if slices not in (0, 2, 3):
+                raise NotSupportedError(f"slices: {slices}; 2, 3, or 0 for exact queries", param="slices")
+            _check_scales(scales, (num_kv_heads, head_dim))
+            return Int8KVCache(shape, slices, scales, self.device)
+        if dtype not in CACHE_DTYPES:
+            raise NotSupportedError(f"dtype: {dtype}; one of {CACHE_DTYPES} or int8", param="dtype")
+        if slices or scales is not None:
+            raise NotSupportedError(f"slices, scales: for an int8 cache, not for {dtype}", param="slices")
+        return ReferenceKVCache(shape, dtype, self.device)
+
+    def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        _own_cache(cache).store(k, v, slots)
+
+    def load_kv(self, cache: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = _own_cache(cache).read(slots)
+        return keys.float(), values.float()
+
+    def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
+        return meta.to(self.device)  # attention in torch needs no plan
 
     def attend(
         self,
@@ -157,13 +187,15 @@ class ReferenceOps:
         v_new: Tensor,
         cache: KVCache,
         meta: AttentionMetadata,
+        params: AttentionParams,
         *,
-        scale: float,
         out: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
-        if not isinstance(cache, attention.ReferenceKVCache):
-            raise TypeError(f"a cache of another backend: {type(cache).__name__}")
-        return _deliver(attention.attend(q, k_new, v_new, cache, meta, scale).flatten(1), self.dtype, out)
+        rows, log_sums = attention.attend(q, k_new, v_new, _own_cache(cache), meta, params)
+        if lse is not None:
+            lse.copy_(log_sums)
+        return _deliver(rows.flatten(1), self.dtype, out)
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         return logits.amax(dim=-1).isfinite()  # amax hands NaN on
@@ -183,6 +215,18 @@ def _own(weight: PackedLinear) -> ReferenceLinear:
     if not isinstance(weight, ReferenceLinear):
         raise TypeError(f"a weight packed by another backend: {type(weight).__name__}")
     return weight
+
+
+def _own_cache(cache: KVCache) -> ReferenceKVCache:
+    if not isinstance(cache, ReferenceKVCache):
+        raise TypeError(f"a cache of another backend: {type(cache).__name__}")
+    return cache
+
+
+def _check_scales(scales: KVScales | None, shape: tuple[int, int]) -> None:
+    for name in KVScales.__dataclass_fields__ if scales is not None else ():
+        if getattr(scales, name).shape != shape:
+            raise ValueError(f"{name}: {tuple(getattr(scales, name).shape)}; kv heads and head dim are {shape}")
 
 
 def _no_packed_form() -> NotSupportedError:

@@ -60,6 +60,24 @@ void choose_products(Level level, ProductKernel (&products)[NUM_KINDS]) {
             if (by_level[at][kind].multiply != nullptr) products[kind] = by_level[at][kind];
 }
 
+void choose_caches(Level level, CacheKernel (&caches)[NUM_CACHE_KINDS]) {
+    const CacheKernel by_level[][NUM_CACHE_KINDS] = {
+        {portable_cache_f32(), portable_cache_bf16(), portable_cache_int8()},
+#if defined(PENSTOCK_HAVE_AVX2)
+        {avx2_cache_f32(), avx2_cache_bf16(), avx2_cache_int8()},
+#endif
+#if defined(PENSTOCK_HAVE_AVX512)
+        {avx512_cache_f32(), avx512_cache_bf16(), avx512_cache_int8()},
+#endif
+#if defined(PENSTOCK_HAVE_AMX)
+        {{}, amx_cache_bf16(), {}},
+#endif
+    };
+    for (int at = 0; at <= level; ++at)
+        for (int kind = 0; kind < NUM_CACHE_KINDS; ++kind)
+            if (by_level[at][kind].attend_tile != nullptr) caches[kind] = by_level[at][kind];
+}
+
 #if defined(PENSTOCK_HAVE_AVX2)
 #define IF_AVX2(function) function
 #else
@@ -121,9 +139,12 @@ Context::Context(Level chosen, int threads)
       rows(choose(chosen, portable_rows, IF_AVX2(avx2_rows), IF_AVX512(avx512_rows))),
       pack(choose(chosen, portable_pack, IF_AVX2(avx2_pack), IF_AVX512(avx512_pack))),
       sampler(choose(chosen, portable_sampler, IF_AVX2(avx2_sampler), IF_AVX512(avx512_sampler))),
+      caches{},
+      fold(choose(chosen, portable_fold, IF_AVX2(avx2_fold), IF_AVX512(avx512_fold))),
       pool(threads),
       per_thread(new Scratch[threads]) {
     choose_products(chosen, products);
+    choose_caches(chosen, caches);
 }
 
 Context::~Context() { delete[] per_thread; }

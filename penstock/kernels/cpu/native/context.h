@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "abi.h"
+#include "attention.h"
 #include "float_mode.h"
 #include "pack_kernels.h"
 #include "products.h"
@@ -71,6 +72,8 @@ struct Context {
     const RowKernels rows;
     const PackKernels pack;
     const SamplerKernels sampler;
+    CacheKernel caches[NUM_CACHE_KINDS];
+    const FoldKernel fold;
     ThreadPool pool;
     Scratch operands;             // activation tiles of the product under way
     Scratch workspace;            // whatever else an operation shares among its threads

@@ -13,7 +13,7 @@ namespace penstock {
 namespace {
 
 // In the order of kernels/cpu/library.py, RECORDABLE.
-enum Function : std::int64_t { LINEAR, EXPERTS, RMS_NORM, ADD_RMS_NORM, ROTARY_QKV, EMBEDDING, ROUTE };
+enum Function : std::int64_t { LINEAR, EXPERTS, RMS_NORM, ADD_RMS_NORM, ROTARY_QKV, EMBEDDING, ROUTE, ATTEND };
 
 template <class Type>
 Type argument(std::int64_t word) {
@@ -49,6 +49,7 @@ std::int32_t carry_out(Context* context, const PenstockCall& call) {
         case ROTARY_QKV: return apply(penstock_rotary_qkv, context, call);
         case EMBEDDING: return apply(penstock_embedding, context, call);
         case ROUTE: return apply(penstock_route, context, call);
+        case ATTEND: return apply(penstock_attend, context, call);
         default: return -1;
     }
 }

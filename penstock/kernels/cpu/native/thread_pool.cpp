@@ -114,6 +114,7 @@ struct ThreadPool::State {
     std::vector<std::thread> helpers;
     std::atomic<Function> function{nullptr};
     std::atomic<const void*> object{nullptr};
+    std::atomic<std::int64_t> first{0};  // the task's item that is item 0 of the run
     std::atomic<bool> stopping{false};
     alignas(CACHE_LINE) std::atomic<std::uint32_t> run{0};  // helpers wait for it to change
     std::atomic<int> sleepers{0};
@@ -124,7 +125,7 @@ struct ThreadPool::State {
     void stop_helpers();
     void help(int thread);
     std::uint32_t next_run(std::uint32_t last);
-    void publish(std::uint32_t count);
+    void publish(std::int64_t begin, std::uint32_t count, const std::int64_t* starts);
     void work(std::uint32_t current, int thread);
     std::int64_t steal(std::uint32_t current);
     void finish(std::uint32_t items);
@@ -169,16 +170,19 @@ std::uint32_t ThreadPool::State::next_run(std::uint32_t last) {
     return run.load(std::memory_order_acquire);
 }
 
-// Hands out the items of a new run. A helper counts itself as sleeping before the kernel looks at `run` a last time,
+// Hands out items begin .. begin + count - 1 of the task as a new run. A helper counts itself as sleeping before the kernel looks at `run` a last time,
 // and `run` is written before `sleepers` is read: one of the two sees the other.
-void ThreadPool::State::publish(std::uint32_t count) {
+void ThreadPool::State::publish(std::int64_t begin, std::uint32_t count, const std::int64_t* starts) {
+    const auto start_of = [=](int thread) {
+        if (starts == nullptr) return static_cast<std::uint32_t>(std::uint64_t{count} * thread / threads);
+        return static_cast<std::uint32_t>(std::clamp<std::int64_t>(starts[thread] - begin, 0, count));
+    };
+    first.store(begin, std::memory_order_relaxed);
     const std::uint32_t next = run.load(std::memory_order_relaxed) + 1;
     unfinished.store(count, std::memory_order_relaxed);
-    const std::uint64_t share = count;
     for (int thread = 0; thread < threads; ++thread) {
-        const auto begin = static_cast<std::uint32_t>(share * thread / threads);
-        const auto end = static_cast<std::uint32_t>(share * (thread + 1) / threads);
-        ranges[thread].word.store(Items{next, begin, end}.pack(), std::memory_order_relaxed);
+        const Items items{next, start_of(thread), start_of(thread + 1)};
+        ranges[thread].word.store(items.pack(), std::memory_order_relaxed);
     }
     run.store(next);
     if (sleepers.load() > 0) wake(run, static_cast<int>(std::min<std::uint32_t>(count - 1, threads)));
@@ -188,15 +192,16 @@ void ThreadPool::State::publish(std::uint32_t count) {
 void ThreadPool::State::work(std::uint32_t current, int thread) {
     const Function call = function.load(std::memory_order_relaxed);
     const void* task = object.load(std::memory_order_relaxed);
+    const std::int64_t begin = first.load(std::memory_order_relaxed);
     std::uint32_t done = 0;
     std::int64_t item;
     while ((item = ranges[thread].take(current, true)) >= 0) {
-        call(task, item, thread);
+        call(task, begin + item, thread);
         ++done;
     }
     finish(done);
     while ((item = steal(current)) >= 0) {
-        call(task, item, thread);
+        call(task, begin + item, thread);
         finish(1);
     }
 }
@@ -241,22 +246,18 @@ ThreadPool::~ThreadPool() {
 
 int ThreadPool::threads() const { return state_->threads; }
 
-void ThreadPool::run_erased(std::int64_t count, Function function, const void* object) {
+void ThreadPool::run_erased(std::int64_t count, const std::int64_t* starts, Function function, const void* object) {
     if (count <= 1 || state_->threads == 1) {
         for (std::int64_t item = 0; item < count; ++item) function(object, item, 0);
         return;
     }
-    if (count > MAX_ITEMS) {
-        for (std::int64_t first = 0; first < count; first += MAX_ITEMS)
-            run(std::min(MAX_ITEMS, count - first),
-                [&](std::int64_t item, int thread) { function(object, first + item, thread); });
-        return;
-    }
     state_->function.store(function, std::memory_order_relaxed);
     state_->object.store(object, std::memory_order_relaxed);
-    state_->publish(static_cast<std::uint32_t>(count));
-    state_->work(state_->run.load(std::memory_order_relaxed), 0);
-    state_->wait_for_items();
+    for (std::int64_t first = 0; first < count; first += MAX_ITEMS) {
+        state_->publish(first, static_cast<std::uint32_t>(std::min(MAX_ITEMS, count - first)), starts);
+        state_->work(state_->run.load(std::memory_order_relaxed), 0);
+        state_->wait_for_items();
+    }
 }
 
 }  // namespace penstock

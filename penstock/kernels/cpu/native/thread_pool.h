@@ -1,6 +1,6 @@
 // ThreadPool: carries out numbered items of work on the calling thread and its helpers.
 //
-// Items 0 .. count-1 are split into one contiguous range a thread. A thread takes from the front of its own range, and
+// Items 0 .. count-1 are split into one contiguous range a thread, even ones or as the caller says. A thread takes from the front of its own range, and
 // when that is empty from the back of the fullest other one: so neighbouring panels are read in order by one core, and
 // a core that somebody else is using holds nobody up for longer than one item. Waiting spins briefly, then sleeps.
 //
@@ -27,14 +27,24 @@ class ThreadPool {
     // result. One thread at a time may call run.
     template <class Task>
     void run(std::int64_t count, const Task& task) {
-        run_erased(count, [](const void* object, std::int64_t item, int thread) {
-            (*static_cast<const Task*>(object))(item, thread);
-        }, &task);
+        run_erased(count, nullptr, call<Task>, &task);
+    }
+
+    // The same with ranges that the caller has chosen: thread t begins with items starts[t] .. starts[t + 1] - 1.
+    // starts: [threads() + 1], ascending from 0; the last one is the number of items.
+    template <class Task>
+    void run_ranges(const std::int64_t* starts, const Task& task) {
+        run_erased(starts[threads()], starts, call<Task>, &task);
     }
 
   private:
     using Function = void (*)(const void*, std::int64_t, int);
-    void run_erased(std::int64_t count, Function function, const void* object);
+
+    template <class Task>
+    static void call(const void* task, std::int64_t item, int thread) {
+        (*static_cast<const Task*>(task))(item, thread);
+    }
+    void run_erased(std::int64_t count, const std::int64_t* starts, Function function, const void* object);
 
     struct State;
     State* state_;

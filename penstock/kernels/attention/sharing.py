@@ -1,0 +1,137 @@
+"""Prefixes that neighbouring sequences of a step share, read once for all of them.
+
+Sequences share a span where their block tables name the same blocks for it and all its positions were computed before
+the step: then every new row of each sees the whole span, whichever row it is. Prefix caching makes such block tables;
+so does a system prompt.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.attention.blocks import RowBlocks, Steps
+from penstock.kernels.attention.layout import SPAN, SPAN_TILES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPrefixes:
+    """Row blocks of the step, and behind them blocks that stand for several of them over shared spans.
+
+    Attributes:
+        blocks: the first `own` of them belong to one sequence each, and see what is left after the shared spans.
+        own: how many.
+        chains: for each of those, the blocks that together see all its tiles, spans ascending; itself is the last.
+    """
+
+    blocks: RowBlocks
+    own: int
+    chains: list[list[int]]
+
+    @property
+    def is_partial(self) -> npt.NDArray[np.bool_]:
+        """[U] whether a block sees only a part of what its rows see."""
+        own = [len(chain) > 1 for chain in self.chains]
+        return np.array(own + [True] * (len(self.blocks.sequence) - self.own))
+
+
+def share_prefixes(
+    step: Steps, blocks: RowBlocks, block_table: npt.NDArray[np.int32], block_size: int, block_rows: int
+) -> SharedPrefixes | None:
+    """Blocks of several sequences' rows, at most block_rows each, over the spans they share; None where none do."""
+    if step.window is not None or not _look_alike(block_table):
+        return None
+    depths = _shared_spans(step, block_table, block_size)
+    if not any(depths):
+        return None
+    packer = _Packer(blocks, block_rows)
+    for begin, end, span_begin, span_end in _runs(depths, 0, len(depths), 0):
+        packer.pack(begin, end, span_begin, span_end)
+    return packer.result()
+
+
+def _look_alike(block_table: npt.NDArray[np.int32]) -> bool:
+    """Whether any two neighbours begin with the same block: a look that costs nothing when nothing is shared."""
+    if block_table.shape[0] < 2 or block_table.shape[1] == 0:
+        return False
+    first = block_table[:, 0]
+    return bool((first[1:] == first[:-1]).any())
+
+
+def _shared_spans(step: Steps, block_table: npt.NDArray[np.int32], block_size: int) -> list[int]:
+    """[B - 1] whole spans that each sequence shares with the one behind it."""
+    above, below = block_table[:-1], block_table[1:]
+    differs = (above != below) | (above < 0)
+    blocks = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
+    computed = np.where(step.counts > 0, step.computed, 0)
+    spans = np.minimum(np.minimum(computed[1:], computed[:-1]), blocks * block_size) // SPAN
+    return [int(count) for count in spans]
+
+
+def _runs(depths: list[int], begin: int, end: int, base: int) -> Iterator[tuple[int, int, int, int]]:
+    """Sequences begin .. end and what they share beyond span `base`: (first sequence, last + 1, span, last span + 1).
+
+    Outer runs come before the ones within them, so that a sequence's spans ascend.
+    """
+    if begin == end:
+        return
+    least = min(depths[begin:end])
+    if least > base:
+        yield begin, end + 1, base, least
+    start = begin
+    for index in range(begin, end + 1):
+        if index == end or depths[index] == least:
+            yield from _runs(depths, start, index, least)
+            start = index + 1
+
+
+@dataclass(slots=True)
+class _Packer:
+    """Joins neighbouring row blocks over the spans that their sequences share."""
+
+    blocks: RowBlocks
+    block_rows: int
+    shared: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # the columns of RowBlocks
+    chains: list[list[int]] = field(init=False)
+    seen: list[int] = field(init=False)  # of each block: spans that shared blocks see for it
+
+    def __post_init__(self) -> None:
+        self.chains = [[] for _ in self.blocks.sequence]
+        self.seen = [0] * len(self.chains)
+
+    def pack(self, begin: int, end: int, span_begin: int, span_end: int) -> None:
+        """Sequences begin .. end - 1 over those spans."""
+        low, high = (int(index) for index in np.searchsorted(self.blocks.sequence, (begin, end)))
+        first = low
+        while first < high:
+            last = self._last_that_fits(first, high, span_begin)
+            if last - first > 1:  # one block alone reads no less than before
+                self._join(first, last, span_begin, span_end)
+            first = max(last, first + 1)
+
+    def _last_that_fits(self, first: int, high: int, span_begin: int) -> int:
+        """Blocks first .. result - 1 fit into one, and lack nothing before span_begin."""
+        last, limit = first, self.blocks.row_begin[first] + self.block_rows
+        while last < high and self.blocks.row_end[last] <= limit and self.seen[last] == span_begin:
+            last += 1
+        return last
+
+    def _join(self, first: int, last: int, span_begin: int, span_end: int) -> None:
+        rows = (int(self.blocks.row_begin[first]), int(self.blocks.row_end[last - 1]))
+        sequence = int(self.blocks.sequence[first])
+        number = len(self.chains) + len(self.shared)
+        self.shared.append((sequence, *rows, span_begin * SPAN_TILES, span_end * SPAN_TILES))
+        for block in range(first, last):
+            self.chains[block].append(number)
+            self.seen[block] = span_end
+
+    def result(self) -> SharedPrefixes | None:
+        if not self.shared:
+            return None
+        own = len(self.chains)
+        columns = np.array(self.shared, dtype=np.int64).T
+        tile_begin = np.array(self.seen, dtype=np.int64) * SPAN_TILES
+        old = (self.blocks.sequence, self.blocks.row_begin, self.blocks.row_end, tile_begin, self.blocks.tile_end)
+        joined = [np.concatenate(pair) for pair in zip(old, columns, strict=True)]
+        return SharedPrefixes(RowBlocks(*joined), own, [[*chain, i] for i, chain in enumerate(self.chains)])

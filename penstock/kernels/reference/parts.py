@@ -1,0 +1,208 @@
+"""Attention over any set of positions, and the fold that joins two such parts. The specification of native/attention.h.
+
+A part is what some keys give to each query row: the greatest score m, the sum l of p = e^(s - m), and o, the sum of
+p v. Parts of disjoint sets of keys fold into one, in any grouping; the division by l comes once, at the end. A tile of
+a long sequence, the cached and the new tokens of a step, a system prefix that all sequences share, the splits of a
+flash decoding: all are parts.
+
+Everything is computed in the type of the queries: float64 makes an oracle.
+
+Letters: B sequences, n query rows of each, S keys of each; H, Hkv, D as in kernels/ops.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.layout import SPAN_TILES, TILE
+
+MINUS_INFINITY = float("-inf")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scoring:
+    """How scores are made, as kernels.ops.AttentionParams says, with the bias written out.
+
+    Attributes:
+        bias: added to the scores, of a shape that broadcasts to [B, H, n, S]. None: none.
+        bias_before_scale: before they are scaled, not after.
+    """
+
+    scale: float
+    softcap: float | None = None
+    bias: Tensor | None = None
+    bias_before_scale: bool = False
+
+    def columns(self, keys: slice) -> "Scoring":
+        """For these keys only."""
+        return self if self.bias is None else replace(self, bias=_columns(self.bias, keys))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What some keys give to each row.
+
+    Attributes:
+        greatest: m, [B, n, H]; -inf where a row sees none of them.
+        total: l, [B, n, H].
+        mixed: o, [B, n, H, D].
+    """
+
+    greatest: Tensor
+    total: Tensor
+    mixed: Tensor
+
+    @classmethod
+    def nothing(cls, q: Tensor) -> "Part":
+        """No keys at all, for queries [B, n, H, D]: the identity of the fold."""
+        return cls(q.new_full(q.shape[:3], MINUS_INFINITY), q.new_zeros(q.shape[:3]), torch.zeros_like(q))
+
+
+def attend_part(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring: Scoring) -> Part:
+    """q [B, n, H, D], k and v [B, S, Hkv, D] of the same type -> the part of these keys.
+
+    visible: bool, of a shape that broadcasts to [B, H, n, S]; None shows every key to every row. A hidden key counts
+        as p = 0 and v = 0, whatever its memory holds. A value that is seen and is not finite makes a NaN.
+    """
+    if k.shape[1] == 0:
+        return Part.nothing(q)
+    p, greatest = probabilities(scores(q, k, visible, scoring))
+    mixed = mix(p, v, visible)
+    return Part(greatest.transpose(1, 2), p.sum(dim=-1).transpose(1, 2), mixed)
+
+
+def scores(q: Tensor, k: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
+    """-> [B, H, n, S], -inf where hidden."""
+    num_seqs, n, num_heads, head_dim = q.shape
+    group = num_heads // k.shape[2]
+    # Heads that share keys are stacked as rows of one product: [B, Hkv, G * n, D] x [B, Hkv, D, S].
+    rows = q.transpose(1, 2).reshape(num_seqs, -1, group * n, head_dim)
+    s = (rows @ k.permute(0, 2, 3, 1)).view(num_seqs, num_heads, n, -1)
+    if scoring.bias is not None and scoring.bias_before_scale:
+        s += scoring.bias
+    s *= scoring.scale
+    if scoring.softcap is not None:
+        s = torch.tanh(s / scoring.softcap) * scoring.softcap
+    if scoring.bias is not None and not scoring.bias_before_scale:
+        s += scoring.bias
+    return s if visible is None else s.masked_fill_(~visible, MINUS_INFINITY)
+
+
+def probabilities(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores [..., S] -> p = e^(s - m) [..., S], in their place, and m [...]."""
+    greatest = s.amax(dim=-1)
+    return s.sub_(_finite(greatest)[..., None]).exp_(), greatest
+
+
+def mix(p: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """p [B, H, n, S], v [B, S, Hkv, D] -> sums of p v, [B, n, H, D]."""
+    if bool(v.isfinite().all()):
+        return _mix(p, v)
+    seen = torch.ones_like(p) if visible is None else visible.to(p.dtype).expand_as(p)
+    spoilt = _mix(seen, (~v.isfinite()).to(p.dtype)) > 0
+    return _mix(p, v.masked_fill(~v.isfinite(), 0.0)).masked_fill(spoilt, float("nan"))
+
+
+def _mix(p: Tensor, v: Tensor) -> Tensor:
+    num_seqs, num_heads, n, _ = p.shape
+    rows = p.reshape(num_seqs, v.shape[2], -1, p.shape[3])  # [B, Hkv, G * n, S]
+    return (rows @ v.transpose(1, 2)).view(num_seqs, num_heads, n, -1).transpose(1, 2)
+
+
+def fold(a: Part, b: Part) -> Part:
+    """The part of both sets of keys. Where b saw nothing, a stays as it is, bit for bit."""
+    greatest = torch.maximum(a.greatest, b.greatest)
+    keep, add = (torch.exp(part.greatest - _finite(greatest)) for part in (a, b))
+    total = a.total * keep + b.total * add
+    mixed = a.mixed * keep[..., None] + b.mixed * add[..., None]
+    same = b.total == 0
+    return Part(
+        torch.where(same, a.greatest, greatest),
+        torch.where(same, a.total, total),
+        torch.where(same[..., None], a.mixed, mixed),
+    )
+
+
+def finish(part: Part, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The one division -> rows [B, n, H, D] and log(sum of e^s) [B, n, H]; zeros and -inf where nothing is seen.
+
+    sink_logits: [H], which take part in the sum and bring no value.
+    """
+    if sink_logits is not None:
+        sinks = sink_logits.to(part.total.dtype).expand_as(part.total)
+        part = fold(part, Part(sinks, torch.ones_like(sinks), torch.zeros_like(part.mixed)))
+    blind = part.total == 0
+    total = part.total.masked_fill(blind, 1.0)
+    out = (part.mixed / total[..., None]).masked_fill(blind[..., None], 0.0)
+    return out, part.greatest + torch.log(part.total)
+
+
+def attend_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scoring: Scoring,
+    *,
+    tile: int = TILE,
+    span_tiles: int = SPAN_TILES,
+) -> Part:
+    """As attend_part, with key j at position j, tile by tile: tiles fold in ascending order into spans, spans in
+    ascending order into the result."""
+    state = Part.nothing(q)
+    for first in range(0, k.shape[1], tile * span_tiles):
+        span = Part.nothing(q)
+        for keys in tiles(first, min(first + tile * span_tiles, k.shape[1]), tile):
+            part = attend_part(q, k[:, keys], v[:, keys], _shown(visible, keys), scoring.columns(keys))
+            span = fold(span, part)
+        state = fold(state, span)
+    return state
+
+
+def attend_two_loops(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring: Scoring, *, tile: int = TILE
+) -> Part:
+    """The same sums in two loops: the first takes m and l from all tiles of keys, the second meets the values. No o is
+    ever rescaled, and the scores of all tiles are kept in between."""
+    greatest, kept = Part.nothing(q).greatest.transpose(1, 2), []
+    for keys in tiles(0, k.shape[1], tile):
+        kept.append((keys, scores(q, k[:, keys], _shown(visible, keys), scoring.columns(keys))))
+        greatest = torch.maximum(greatest, kept[-1][1].amax(dim=-1))
+    weights = [torch.exp(s - _finite(greatest)[..., None]) for _, s in kept]
+    total = torch.stack([p.sum(dim=-1) for p in weights]).sum(dim=0) if kept else torch.zeros_like(greatest)
+    mixed = torch.zeros_like(q)
+    for (keys, _), p in zip(kept, weights, strict=True):
+        mixed = mixed + mix(p, v[:, keys], _shown(visible, keys))
+    return Part(greatest.transpose(1, 2), total.transpose(1, 2), mixed)
+
+
+def combine(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Finished splits [K, ..., D] and their lse [K, ...] -> the whole, as flash decoding combines them:
+    scale_j = e^lse_j / sum of e^lse. The greatest lse is subtracted first; a split that saw nothing has lse -inf."""
+    greatest = lses.amax(dim=0)
+    weights = torch.exp(lses - _finite(greatest))
+    total = weights.sum(dim=0)
+    out = (outs * weights[..., None]).sum(dim=0) / total.masked_fill(total == 0, 1.0)[..., None]
+    return out, greatest + torch.log(total)
+
+
+def tiles(first: int, last: int, tile: int) -> Iterator[slice]:
+    """first .. last - 1 in pieces of `tile`."""
+    for start in range(first, last, tile):
+        yield slice(start, min(start + tile, last))
+
+
+def _shown(visible: Tensor | None, keys: slice) -> Tensor | None:
+    return None if visible is None else _columns(visible, keys)
+
+
+def _columns(table: Tensor, keys: slice) -> Tensor:
+    """These keys of a table that broadcasts to [B, H, n, S]."""
+    return table if table.shape[-1] == 1 else table[..., keys]
+
+
+def _finite(greatest: Tensor) -> Tensor:
+    """What is subtracted from scores: 0 where there are none, so that e^(-inf - 0) = 0."""
+    return greatest.masked_fill(greatest == MINUS_INFINITY, 0.0)

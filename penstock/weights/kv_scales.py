@@ -1,0 +1,76 @@
+"""Scales and offsets of an int8 cache that belong to channels, from a safetensors file.
+
+    layers.{i}.key_scale, layers.{i}.value_scale      of every layer; finite, above 0
+    layers.{i}.key_offset, layers.{i}.value_offset    optional; finite; 0 where the file has none
+
+Each is one number, [Hkv] or [Hkv, D], of any float type. A stored integer B stands for (B + offset) * scale
+(quant/kv.py).
+"""
+
+import hashlib
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ModelLoadError
+from penstock.kernels.ops import KVScales
+from penstock.validation import shown
+from penstock.weights.safetensors import FLOATS, FileRows, TensorEntry, read_entries
+
+SCALES = ("key_scale", "value_scale")
+OFFSETS = ("key_offset", "value_offset")
+
+
+def read_kv_scales(file: Path, num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[KVScales, ...]:
+    """One KVScales a layer.
+
+    Raises:
+        ModelLoadError: the file cannot be read, has a name that nobody would use or lacks one; or a tensor has the
+            wrong shape, is not finite, or is a scale that is not above 0. The message names the tensor.
+    """
+    if not file.is_file():
+        raise ModelLoadError(f"kv_cache_scales: {file} is no file")
+    entries = read_entries(file)
+    known = {f"layers.{layer}.{kind}" for layer in range(num_layers) for kind in SCALES + OFFSETS}
+    unknown = sorted(entries.keys() - known)
+    if unknown:
+        raise ModelLoadError(f"{file}: {shown(unknown[0])} is no scale or offset of a layer 0 .. {num_layers - 1}")
+    shape = (num_kv_heads, head_dim)
+    return tuple(_layer(file, entries, f"layers.{layer}.", shape) for layer in range(num_layers))
+
+
+def kv_scales_fingerprint(file: Path) -> str:
+    """A short word for what the file holds."""
+    try:
+        return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    except OSError as error:
+        raise ModelLoadError(f"kv_cache_scales: {file} cannot be read: {error}") from None
+
+
+def _layer(file: Path, entries: dict[str, TensorEntry], prefix: str, shape: tuple[int, int]) -> KVScales:
+    found = {kind: _read(prefix + kind, entries.get(prefix + kind), shape) for kind in SCALES + OFFSETS}
+    for kind in SCALES:
+        values = found[kind]
+        if values is None:
+            raise ModelLoadError(f"{file}: {prefix}{kind} is missing")
+        if not bool((values > 0).all()):
+            raise ModelLoadError(f"{file}: {prefix}{kind} must be above 0; its least value is {float(values.min())}")
+    keys, values, key_offsets, value_offsets = (torch.zeros(shape) if item is None else item for item in found.values())
+    return KVScales(key_scales=keys, key_offsets=key_offsets, value_scales=values, value_offsets=value_offsets)
+
+
+def _read(name: str, entry: TensorEntry | None, shape: tuple[int, int]) -> Tensor | None:
+    """[Hkv, D] float32; None where the file does not have it."""
+    if entry is None:
+        return None
+    if entry.dtype not in FLOATS or entry.shape not in ((), (1,), shape[:1], shape):
+        allowed = f"one number, {list(shape[:1])} or {list(shape)} of a float type"
+        raise ModelLoadError(f"{entry.file}: {name} is {entry.dtype} {list(entry.shape)}; it must be {allowed}")
+    flat = TensorEntry(entry.file, (math.prod(entry.shape),), entry.dtype, entry.offset)
+    values = FileRows(name, flat).read(0, flat.shape[0]).float()
+    if not bool(values.isfinite().all()):
+        raise ModelLoadError(f"{entry.file}: {name} is not finite")
+    rows = values.view(shape if entry.shape == shape else (-1, 1))
+    return rows.expand(shape).contiguous()

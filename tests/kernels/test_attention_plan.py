@@ -1,0 +1,414 @@
+"""Plans of attention: every row sees each of its tiles once, loads differ least, memory is what was planned."""
+
+import itertools
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.attention.key import TilingKey
+from penstock.kernels.attention.layout import SPAN, SPAN_TILES, TILE
+from penstock.kernels.attention.partition import greatest_load, partition
+from penstock.kernels.attention.plan import (
+    HEAD_BEGIN,
+    HEAD_END,
+    PARTIAL,
+    ROW_BEGIN,
+    ROW_END,
+    SCRATCH_BUDGET,
+    SEQUENCE,
+    SPAN_BEGIN,
+    SPAN_END,
+    AttentionPlan,
+    AttentionShape,
+    plan_attention,
+)
+from penstock.kernels.attention.shape import scratch_bytes
+
+SMALL = AttentionShape(4, 2, 16, "float32")
+LLAMA = AttentionShape(32, 8, 128, "bfloat16")
+ONE_HEAD = AttentionShape(8, 1, 128, "bfloat16")
+
+
+@dataclass
+class Step:
+    """Sequences by (cached, new) tokens, and how many leading tokens of its blocks each has from the one before it."""
+
+    lengths: list[tuple[int, int]]
+    shape: AttentionShape = LLAMA
+    block_size: int = 16
+    window: int | None = None
+    sinks: int = 0
+    cores: int = 2
+    shared: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        new = [count for _, count in self.lengths]
+        self.query_start_loc = np.array([0, *itertools.accumulate(new)], dtype=np.int32)
+        self.seq_lens = np.array([cached + count for cached, count in self.lengths], dtype=np.int32)
+        columns = -(-int(max(self.seq_lens, default=0)) // self.block_size)
+        rows = len(self.lengths)
+        self.block_table = np.random.default_rng(0).permutation(rows * columns).astype(np.int32).reshape(rows, columns)
+        for row, tokens in enumerate(self.shared, start=1):
+            self.block_table[row, : tokens // self.block_size] = self.block_table[row - 1, : tokens // self.block_size]
+        for row, length in enumerate(self.seq_lens):
+            self.block_table[row, -(-length // self.block_size) :] = -1
+
+    def plan(self) -> AttentionPlan:
+        return plan_attention(
+            self.query_start_loc,
+            self.seq_lens,
+            self.block_table,
+            self.shape,
+            block_size=self.block_size,
+            sliding_window=self.window,
+            num_sink_tokens=self.sinks,
+            num_cores=self.cores,
+        )
+
+    def position(self, token: int) -> tuple[int, int]:
+        """Sequence and position of a new token."""
+        sequence = int(np.searchsorted(self.query_start_loc, token, side="right")) - 1
+        return sequence, self.lengths[sequence][0] + token - int(self.query_start_loc[sequence])
+
+    def visible_tiles(self, position: int) -> set[int]:
+        low = 0 if self.window is None else max(0, position - self.window + 1)
+        tiles = set(range(low // TILE, position // TILE + 1))
+        return tiles | set(range(-(-min(self.sinks, position + 1) // TILE))) if self.window is not None else tiles
+
+
+def item_tiles(item: np.ndarray) -> list[int]:
+    return list(range(item[SPAN_BEGIN] * SPAN_TILES, item[SPAN_END] * SPAN_TILES))
+
+
+def results(step: Step, plan: AttentionPlan) -> dict[tuple[int, int], list[int]]:
+    """(kv head, row) -> items that make its result, in the order of folding. Fails where two things deliver a row."""
+    found: dict[tuple[int, int], list[int]] = {}
+
+    def deliver(head_begin: int, head_end: int, row_begin: int, row_end: int, items: list[int]) -> None:
+        for key in itertools.product(range(head_begin, head_end), range(row_begin, row_end)):
+            assert key not in found, f"{key} is delivered twice"
+            found[key] = items
+
+    for index, item in enumerate(plan.items):
+        if item[PARTIAL] < 0:
+            deliver(*item[[HEAD_BEGIN, HEAD_END, ROW_BEGIN, ROW_END]], [index])
+    for head_begin, head_end, row_begin, row_end, begin, end in plan.combines:
+        references = [int(index) for index in plan.references[begin:end]]
+        for index in references:
+            item = plan.items[index]
+            assert item[PARTIAL] >= 0
+            assert item[HEAD_BEGIN] <= head_begin < head_end <= item[HEAD_END]
+            assert item[ROW_BEGIN] <= row_begin < row_end <= item[ROW_END]
+        deliver(head_begin, head_end, row_begin, row_end, references)
+    return found
+
+
+def check_coverage(step: Step, plan: AttentionPlan) -> None:
+    """Each (kv head, row) once, from items that see all its tiles once, ascending, in its own or a shared block."""
+    found = results(step, plan)
+    rows = int(step.query_start_loc[-1]) * step.shape.group
+    assert set(found) == set(itertools.product(range(step.shape.num_kv_heads), range(rows)))
+    used = set()
+    for (_, row), items in found.items():
+        sequence, position = step.position(row // step.shape.group)
+        tiles = [tile for index in items for tile in item_tiles(plan.items[index])]
+        assert tiles == sorted(set(tiles)), "spans do not ascend, or one comes twice"
+        assert step.visible_tiles(position) <= set(tiles)
+        used.update(items)
+        for index in set(items):
+            other = plan.items[index][SEQUENCE]
+            if other != sequence:  # a shared prefix
+                end = plan.items[index][SPAN_END] * SPAN
+                blocks = slice(plan.items[index][SPAN_BEGIN] * SPAN // step.block_size, -(-end // step.block_size))
+                assert end <= min(step.lengths[sequence][0], step.lengths[other][0])
+                assert (step.block_table[sequence, blocks] == step.block_table[other, blocks]).all()
+                assert (step.block_table[other, blocks] >= 0).all()
+    assert used == set(range(len(plan.items))), "an item that nobody needs"
+
+
+def check_items_see(step: Step, plan: AttentionPlan) -> None:
+    """No item's spans begin or end where none of its rows sees anything."""
+    for item in plan.items:
+        tokens = range(item[ROW_BEGIN] // step.shape.group, (item[ROW_END] - 1) // step.shape.group + 1)
+        seen = set().union(*(step.visible_tiles(step.position(token)[1]) for token in tokens))
+        spans = {tile // SPAN_TILES for tile in seen}
+        assert item[SPAN_BEGIN] in spans
+        assert item[SPAN_END] - 1 in spans
+
+
+def check_memory(plan: AttentionPlan) -> None:
+    """Partial rows of items fill the whole memory of partial rows and do not overlap."""
+    taken = sorted(
+        (
+            int(item[PARTIAL]),
+            int((item[SPAN_END] - item[SPAN_BEGIN]) * (item[HEAD_END] - item[HEAD_BEGIN]))
+            * int(item[ROW_END] - item[ROW_BEGIN]),
+        )
+        for item in plan.items
+        if item[PARTIAL] >= 0
+    )
+    end = 0
+    for begin, count in taken:
+        assert begin == end
+        end += count
+    assert end == plan.partial_rows
+
+
+def check_budget(shape: AttentionShape, plan: AttentionPlan) -> None:
+    for item in plan.items:
+        rows, heads = item[ROW_END] - item[ROW_BEGIN], item[HEAD_END] - item[HEAD_BEGIN]
+        assert rows * heads * shape.touched_row_bytes <= SCRATCH_BUDGET
+
+
+def check_cores(step: Step, plan: AttentionPlan) -> None:
+    assert len(plan.starts) == step.cores + 1
+    assert plan.starts[0] == 0
+    assert plan.starts[-1] == len(plan.items) == len(plan.loads)
+    assert (np.diff(plan.starts) >= 0).all()
+    assert (plan.loads > 0).all()
+
+
+def check(step: Step) -> AttentionPlan:
+    plan = step.plan()
+    check_coverage(step, plan)
+    check_items_see(step, plan)
+    check_memory(plan)
+    check_budget(step.shape, plan)
+    check_cores(step, plan)
+    positions = [step.position(token)[1] for token in range(step.query_start_loc[-1])]
+    assert plan.positions.tolist() == positions
+    return plan
+
+
+LENGTH = st.one_of(
+    st.sampled_from([0, 1, TILE - 1, TILE, SPAN - 1, SPAN, SPAN + 1, 2 * SPAN, 5 * SPAN + 7]), st.integers(0, 9000)
+)
+SHAPES = st.sampled_from(
+    [SMALL, LLAMA, ONE_HEAD, AttentionShape(71, 1, 64, "bfloat16"), AttentionShape(16, 16, 256, "int8", 3)]
+)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    new = st.one_of(st.just(1), st.integers(0, 70))
+    lengths = draw(st.lists(st.tuples(LENGTH, new), min_size=0, max_size=6))
+    lengths = [(cached, count if cached else max(count, 1)) for cached, count in lengths]
+    window = draw(st.one_of(st.none(), st.sampled_from([1, 64, 300, 3000])))
+    shared = [draw(st.sampled_from([0, SPAN - 1, SPAN, 2 * SPAN, 3 * SPAN])) for _ in lengths[1:]]
+    return Step(
+        lengths,
+        draw(SHAPES),
+        draw(st.sampled_from([16, 48, 512])),
+        window,
+        draw(st.sampled_from([0, 4, 70, 2100])) if window else 0,
+        draw(st.sampled_from([1, 2, 3, 64])),
+        shared if draw(st.booleans()) else [],
+    )
+
+
+@pytest.mark.covers("A7", "A20", "A28")
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(steps())
+def test_every_row_sees_each_of_its_tiles_once(step: Step) -> None:
+    """Guards against: a tile that is left out or counted twice, a row delivered by nobody or by two, partial results
+    over each other, items beyond the budget of a core's cache."""
+    check(step)
+
+
+@pytest.mark.covers("A20")
+@pytest.mark.parametrize("group", range(1, 65))
+def test_a_great_group_is_cut(group: int) -> None:
+    """Guards against: a group that does not fit, and one whose rows are cut unevenly or lost."""
+    shape = AttentionShape(2 * group, 2, 256, "float32")
+    plan = check(Step([(100, 1), (50, 3)], shape))
+    rows = plan.items[:, ROW_END] - plan.items[:, ROW_BEGIN]
+    assert rows.max() <= 48  # 63 fit, and operands come in units of 48
+    assert (rows[rows > 16] > 0).all()
+
+
+@pytest.mark.covers("A9")
+@pytest.mark.parametrize(
+    ("sequences", "cores", "split"),
+    [(8, 2, False), (7, 2, True), (32, 2, False), (1, 2, True), (1, 1, False), (8, 64, True)],
+)
+def test_spans_are_split_where_whole_sequences_leave_cores_idle(sequences: int, cores: int, split: bool) -> None:
+    """Guards against: cores that wait for one long sequence, and partial results that nobody needed."""
+    plan = check(Step([(4 * SPAN - 1, 1)] * sequences, ONE_HEAD, cores=cores))
+    assert (plan.partial_rows > 0) == split
+    assert (TilingKey.decode(plan.key).split == "spans") == split
+    if cores == 2:
+        assert greatest_load(plan.loads.tolist(), plan.starts.tolist()) * cores <= 1.07 * plan.loads.sum()
+
+
+@pytest.mark.covers("A9")
+def test_one_long_sequence_among_short_ones_is_split() -> None:
+    """Guards against: a rule that counts sequences and heads, and lets one core carry the long one."""
+    plan = check(Step([(32767, 1)] + [(200, 1)] * 40, ONE_HEAD, cores=4))
+    assert plan.partial_rows == 16 * 8
+    assert greatest_load(plan.loads.tolist(), plan.starts.tolist()) <= plan.loads.sum() / 4 + plan.loads.max()
+
+
+@pytest.mark.covers("A11")
+def test_short_sequences_have_fewer_splits() -> None:
+    """Guards against: as many splits for every sequence as the longest one has."""
+    lengths = [100, SPAN, 2 * SPAN, 8 * SPAN, 16 * SPAN]
+    plan = check(Step([(length - 1, 1) for length in lengths], ONE_HEAD, cores=64))
+    counts = np.bincount(plan.items[:, SEQUENCE])
+    assert counts.tolist() == [1, 1, 2, 8, 16]
+
+
+@pytest.mark.covers("A8")
+@pytest.mark.parametrize(
+    ("lengths", "shape", "phase", "template"),
+    [
+        ([(300, 1)] * 3, LLAMA, "decode", "stream"),
+        ([(300, 4)] * 3, LLAMA, "chunk", "stream"),  # 16 rows
+        ([(300, 5)] * 3, LLAMA, "chunk", "blocks"),  # 20 rows
+        ([(300, 1)] * 3, AttentionShape(71, 1, 64, "bfloat16"), "decode", "blocks"),
+        ([(0, 500), (300, 1)], LLAMA, "mixed", "both"),
+    ],
+)
+def test_shape_chooses_the_template(
+    lengths: list[tuple[int, int]], shape: AttentionShape, phase: str, template: str
+) -> None:
+    """Guards against: few rows that read memory head by head, many rows that keep all heads' states at once."""
+    plan = check(Step(lengths, shape, cores=1))
+    key = TilingKey.decode(plan.key)
+    assert (key.phase, key.template) == (phase, template)
+    for item in plan.items:
+        heads, rows = item[HEAD_END] - item[HEAD_BEGIN], item[ROW_END] - item[ROW_BEGIN]
+        assert heads == (shape.num_kv_heads if rows <= 16 else 1)
+
+
+@pytest.mark.covers("A23")
+def test_a_shared_prefix_is_read_once() -> None:
+    """Guards against: reading a system prompt once for each of its sequences."""
+    step = Step([(3 * SPAN + 5 * i, 1) for i in range(8)], LLAMA, shared=[2 * SPAN + 100] * 7)
+    plan = check(step)
+    shared = plan.items[plan.items[:, SPAN_BEGIN] < 2]
+    assert (shared[:, ROW_BEGIN] == 0).all()
+    assert (shared[:, ROW_END] == 32).all()
+    read = sum((item[SPAN_END] - item[SPAN_BEGIN]) * (item[HEAD_END] - item[HEAD_BEGIN]) for item in shared)
+    assert read == 2 * 8  # spans times heads, once
+    assert TilingKey.decode(plan.key).prefix == "shared"
+
+
+@pytest.mark.covers("A23")
+def test_prefixes_within_prefixes_are_shared() -> None:
+    """Guards against: pairs that share more than the whole group, and lose it to the group's common part."""
+    step = Step([(5 * SPAN, 1)] * 4, LLAMA, shared=[4 * SPAN, SPAN, 4 * SPAN])
+    plan = check(step)
+    groups = {tuple(item[[ROW_BEGIN, ROW_END]]) for item in plan.items if item[SPAN_BEGIN] < 4}
+    assert groups == {(0, 16), (0, 8), (8, 16)}
+
+
+@pytest.mark.covers("A23")
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step([(SPAN - 1, 1)] * 4, shared=[SPAN] * 3),  # its last position is new
+        Step([(3 * SPAN, 1)] * 4, shared=[SPAN - 16] * 3),
+        Step([(3 * SPAN, 1)] * 4, shared=[3 * SPAN] * 3, window=1000),
+        Step([(3 * SPAN, 512)] * 4, shared=[3 * SPAN] * 3),  # blocks are full without company
+    ],
+)
+def test_nothing_is_shared_where_it_does_not_pay(step: Step) -> None:
+    """Guards against: sharing what some row does not see, is not cached yet, or what saves no reading."""
+    assert TilingKey.decode(check(step).key).prefix == "own"
+
+
+@pytest.mark.covers("A11")
+@pytest.mark.parametrize("cores", [1, 64])
+def test_a_window_hides_spans(cores: int) -> None:
+    """Guards against: items over spans that nobody sees, with or without first tokens that stay visible."""
+    plan = check(Step([(10 * SPAN, 1)], ONE_HEAD, window=SPAN + 1, cores=cores))
+    assert plan.items[:, SPAN_BEGIN].min() == 9
+    plan = check(Step([(10 * SPAN, 1)], ONE_HEAD, window=2 * SPAN + 1, sinks=4, cores=cores))
+    assert plan.items[:, SPAN_BEGIN].min() == 0
+    if cores > 1:
+        assert plan.partial_rows == 4 * 8  # the first span and the last three
+
+
+@pytest.mark.covers("A12")
+def test_no_contiguous_partition_has_a_smaller_greatest_load() -> None:
+    """Guards against: a partition that is merely good. Held against all partitions of small cases."""
+    generator = random.Random(0)
+    for _ in range(300):
+        loads = [generator.choice([0, 1, 2, 7, generator.randrange(1, 100)]) for _ in range(generator.randrange(1, 9))]
+        cores = generator.randrange(1, 5)
+        starts = partition(loads, cores)
+        assert len(starts) == cores + 1
+        assert starts == sorted(starts)
+        assert (starts[0], starts[-1]) == (0, len(loads))
+        cuts = itertools.combinations_with_replacement(range(len(loads) + 1), cores - 1)
+        best = min(greatest_load(loads, [0, *cut, len(loads)]) for cut in cuts)
+        assert greatest_load(loads, starts) == best
+
+
+@pytest.mark.covers("A12")
+@pytest.mark.parametrize("cores", [2, 64, 200])
+def test_many_items_are_shared_to_within_one_item(cores: int) -> None:
+    """Guards against: a search that goes astray where nobody can try all partitions."""
+    generator = random.Random(cores)
+    for count in (1, 63, 64, 1000, 5000):
+        loads = [generator.randrange(1, 10**6) for _ in range(count)]
+        reached = greatest_load(loads, partition(loads, cores))
+        assert reached <= sum(loads) / cores + max(loads)
+        assert reached >= max(max(loads), sum(loads) / cores)
+
+
+def test_equal_items_are_dealt_evenly() -> None:
+    """Guards against: the last cores left without work because the first ones may take more."""
+    assert partition([5] * 9, 4) == [0, 2, 4, 7, 9] or np.diff(partition([5] * 9, 4)).min() == 2
+    assert partition([], 3) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("cores", [2, 64])
+def test_prefill_is_shared_well(cores: int) -> None:
+    """Guards against: causal rows, which cost more the later they stand, dealt by their number."""
+    plan = check(Step([(0, 4096)], AttentionShape(32, 4, 64, "bfloat16"), cores=cores))
+    assert greatest_load(plan.loads.tolist(), plan.starts.tolist()) * cores <= 1.1 * plan.loads.sum()
+
+
+@pytest.mark.covers("A25")
+def test_memory_of_a_step_by_hand() -> None:
+    """Guards against: formulas that agree with the native ones and are wrong in both places."""
+    plan = Step([(20, 30)], AttentionShape(8, 2, 40, "bfloat16"), cores=1).plan()
+    assert plan.staged.tolist() == [0, 3]  # granules 16..31, 32..47, 48..63
+    assert plan.workspace_bytes == (3 * 2 + 1) * (16 * 2 * 64 * 2)
+    operands = (144 + 48) * 64 * 2  # 120 rows, and rows one by one
+    assert plan.scratch_bytes == operands + 128 * ((64 + 2) * 4 + 36 + 4) + 4 * (16 * 2 * 64 * 2)
+    assert scratch_bytes(SMALL, *(np.zeros(0, dtype=np.int64),) * 3) == 0
+
+
+@pytest.mark.covers("A28")
+def test_planning_needs_no_torch() -> None:
+    """Guards against: a simulator or a scheduler that cannot plan because torch is not there."""
+    code = "import sys; import penstock.kernels.attention.plan; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_an_empty_step_has_an_empty_plan() -> None:
+    """Guards against: a division by nothing."""
+    for step in (Step([]), Step([(5, 0)], cores=3)):
+        plan = check(step)
+        assert len(plan.items) == len(plan.combines) == plan.partial_rows == 0
+
+
+def test_planning_takes_no_time() -> None:
+    """Guards against: a loop over items in Python. Ten times what it takes here, so that a busy machine passes."""
+    for step, limit in ((Step([(4096, 1)] * 8), 1e-3), (Step([(0, 8192)]), 10e-3)):
+        seconds = []
+        for _ in range(20):
+            started = time.perf_counter()
+            step.plan()
+            seconds.append(time.perf_counter() - started)
+        assert min(seconds) < limit
