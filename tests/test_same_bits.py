@@ -1,145 +1,165 @@
 """The promise: a request's tokens and log-probabilities have the same bits, however it is computed.
 
-Tiny random models with the native kernels, in every form of weights. Attention is still plain torch, whose sums depend
-on the batch; here each query row is computed by itself, in float64, so that equal means equal for all the rest.
+Two tiny random models (Mistral's window is 16 tokens) and the demo model, with the native kernels at this machine's
+level, in every form of weights and cache. Each request is first asked alone, in one piece, on one thread; then in
+crowds that are cut, shared, preempted, resumed and stored in every other way.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from penstock import LLM, SamplingParams
-from penstock.kernels.reference import ReferenceOps
-from penstock.outputs import RequestOutput
+from penstock.build import BuiltEngine, build_engine
+from penstock.config import EngineConfig
+from penstock.engine.engine import Engine
+from penstock.engine.messages import EngineOutput, EngineRequest
+from penstock.sampling_params import SamplingParams
 from tests.hf_models import MAKERS, random_ids
 from tests.kernels.packed import levels
 
-pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), pytest.mark.covers("M10", "F6")]
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
+    "int8-x2": {"quantization": "int8-x2"},
     "int4": {"quantization": "int4", "quantization_group_size": 32},
+    "int8 cache": {"kv_cache_dtype": "int8"},
+    "float32, int8 cache": {"dtype": "float32", "kv_cache_dtype": "int8"},
 }
-LENGTHS = [5, 17, 33, 48, 1, 64, 20, 16, 31, 2, 40, 7, 63, 12, 25, 3, 50, 9, 29, 36]  # Mistral's window is 16 tokens
+MAX_MODEL_LEN = 112
+LENGTHS = [5, 17, 33, 48, 1, 80, 20, 16, 31, 2, 40, 7, 63, 12, 25, 3, 50, 9, 29, 36]
 PROMPTS = [random_ids(length, seed) for seed, length in enumerate(LENGTHS)]
-WATCHED = [0, 1, 2, 4, 5]  # whose answers are compared
+PROMPTS[8] = PROMPTS[5][:40] + PROMPTS[8]  # begins like another one, and goes on differently: a prefix in part
+WATCHED = [0, 1, 2, 4, 5, 8]  # whose answers are compared
 NUM_TOKENS = 12
 
-
-def attend_row_by_row(
-    self: ReferenceOps, q: Tensor, k_new: Tensor, v_new: Tensor, cache: Any, meta: Any, params: Any, *, out: Any = None
-) -> Tensor:
-    """Attention of one query row at a time over exactly the keys it sees, in float64."""
-    cache.store(k_new, v_new, meta.slot_mapping)
-    result = torch.empty(len(q), q[0].numel(), dtype=q.dtype) if out is None else out
-    starts, seq_lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
-    for row, seq_len in enumerate(seq_lens):
-        end = starts[row + 1]
-        for token in range(starts[row], end):
-            last = seq_len - end + token
-            first = 0 if meta.sliding_window is None else max(0, last + 1 - meta.sliding_window)
-            positions = torch.arange(first, last + 1)[None]
-            keys, values = (item[0].double() for item in cache.load(meta.block_table[row][None], positions))
-            result[token] = _one_row(q[token].double(), keys, values, params.scale).to(q.dtype)
-    return result
+Answer = tuple[Any, ...]
+Make = Callable[..., BuiltEngine]
 
 
-def _one_row(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """q [H, D], keys and values [S, Hkv, D] -> [H * D]."""
-    group = q.shape[0] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    weights = ((keys * q).sum(-1) * scale).softmax(dim=0)  # [S, H]
-    return (weights[:, :, None] * values).sum(0).flatten()
+def request(index: int, *, prompt_logprobs: bool = True, output_token_ids: Iterable[int] = ()) -> EngineRequest:
+    """Odd ones are sampled. No cached prefix has the prompt's log-probabilities, so who asks for them reuses none."""
+    params = SamplingParams(
+        temperature=0.8 * (index % 2),
+        seed=3,
+        max_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        logprobs=3,
+        prompt_logprobs=1 if prompt_logprobs else None,
+    )
+    return EngineRequest(str(index), PROMPTS[index], params, output_token_ids=list(output_token_ids))
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ask(engine: Engine, requests: Iterable[EngineRequest]) -> dict[int, list[EngineOutput]]:
+    """What the engine says to these requests, asked together."""
+    outputs: dict[int, list[EngineOutput]] = {}
+    for item in requests:
+        engine.add_request(item)
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            outputs.setdefault(int(output.request_id), []).append(output)
+    return outputs
+
+
+def answer(outputs: list[EngineOutput]) -> Answer:
+    """Ids, every reported log-probability, and the prompt's, exactly."""
+    ids = [token for output in outputs for token in output.new_token_ids]
+    logprobs = [entry for output in outputs for entry in output.logprobs or []]
+    assert len(ids) == len(logprobs)
+    return ids, logprobs, [entry for output in outputs for entry in output.prompt_logprobs or []]
+
+
+def check(found: dict[int, list[EngineOutput]], alone: dict[int, Answer], *, prompts: bool = True) -> None:
+    """The answers of those watched are the ones they gave alone."""
+    for index, expected in alone.items():
+        got = answer(found[index])
+        assert got[0] == expected[0], f"ids of prompt {index}"
+        assert got[1] == expected[1], f"log-probabilities of prompt {index}"
+        assert not prompts or got[2] == expected[2], f"log-probabilities in prompt {index}"
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "demo"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    if request.param == "demo":
+        return "demo"
     # Products of several panels and items, so that threads share them.
     sizes = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 500}
-    return MAKERS[request.param](tmp_path_factory.mktemp(request.param), seed=7, **sizes)[1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_attention() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReferenceOps, "attend", attend_row_by_row)
-        yield
+    return str(MAKERS[request.param](tmp_path_factory.mktemp(request.param), seed=7, **sizes)[1])
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def make(request: pytest.FixtureRequest, directory: Path) -> Callable[..., LLM]:
+def make(request: pytest.FixtureRequest, model: str) -> Make:
     """Makes an engine; options may differ, the model and its form do not."""
-    form = {"dtype": "bfloat16", "kernels": "cpu", "threads": 1, "max_num_seqs": 20} | FORMS[request.param]
-    return lambda **options: LLM(model=str(directory), **form | options)
-
-
-def ask(llm: LLM, indices: Iterable[int], *, scored: bool = True) -> dict[int, RequestOutput]:
-    """The answers to these prompts, asked together. Odd ones are sampled. `scored` asks for the prompt's
-    log-probabilities, too, which no cached prefix has."""
-    asked = list(indices)
-    params = [
-        SamplingParams(
-            temperature=0.8 * (index % 2),
-            seed=3,
-            max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            logprobs=3,
-            prompt_logprobs=1 if scored else None,
-        )
-        for index in asked
-    ]
-    outputs = llm.generate([{"prompt_token_ids": PROMPTS[index]} for index in asked], params)
-    return dict(zip(asked, outputs, strict=True))
-
-
-def answer(output: RequestOutput) -> tuple[Any, ...]:
-    """Ids and every reported log-probability, exactly."""
-    choice = output.outputs[0]
-    assert choice.logprobs is not None
-    assert len(choice.token_ids) == len(choice.logprobs) == NUM_TOKENS
-    return choice.token_ids, choice.logprobs, output.prompt_logprobs
+    form = {
+        "model": model,
+        "dtype": "bfloat16",
+        "kernels": "cpu",
+        "threads": 1,
+        "max_num_seqs": 20,
+        "max_model_len": MAX_MODEL_LEN,
+        "enable_prefix_caching": False,
+        **FORMS[request.param],
+    }
+    return lambda **options: build_engine(EngineConfig.from_options(**{**form, **options}))
 
 
 @pytest.fixture(scope="module")
-def alone(exact_attention: None, make: Callable[..., LLM]) -> dict[int, tuple[Any, ...]]:
+def alone(make: Make) -> dict[int, Answer]:
     """What each request answers by itself, in one piece, on one thread, with nothing cached."""
-    with make(enable_prefix_caching=False, max_num_batched_tokens=2048) as llm:
-        return {index: answer(ask(llm, [index])[index]) for index in WATCHED}
+    engine = make(max_num_batched_tokens=2048).engine
+    return {index: answer(ask(engine, [request(index)])[index]) for index in WATCHED}
 
 
+@pytest.mark.covers("M11", "A19")
 @pytest.mark.parametrize(
     "options",
     [
-        {"enable_prefix_caching": False},
-        {"enable_prefix_caching": False, "threads": 3},
-        {"enable_prefix_caching": False, "max_num_batched_tokens": 13, "max_num_seqs": 5},
-        {"enable_prefix_caching": False, "max_num_batched_tokens": 13, "max_num_seqs": 5, "threads": 3},
+        {"threads": 2},
+        {"max_num_batched_tokens": 13, "max_num_seqs": 5, "threads": 3, "block_size": 64},
+        {"max_num_batched_tokens": 29, "block_size": MAX_MODEL_LEN},
     ],
-    ids=["batch of 20", "3 threads", "chunks of 13", "chunks of 13, 3 threads"],
+    ids=["batch of 20, 2 threads", "chunks of 13, 3 threads, blocks of 64", "chunks of 29, user rows"],
 )
-def test_in_company(options: dict[str, Any], make: Callable[..., LLM], alone: dict[int, tuple[Any, ...]]) -> None:
-    """Guards against a bit that depends on the other rows of a step, on where a chunk ends, or on the threads."""
-    with make(**options) as llm:
-        found = ask(llm, range(len(PROMPTS)))
-    for index, expected in alone.items():
-        assert answer(found[index]) == expected, f"prompt {index}"
+def test_in_company(options: dict[str, Any], make: Make, alone: dict[int, Answer]) -> None:
+    """Guards against a bit that depends on the other rows of a step, on where a chunk ends, on the threads, or on how
+    the cache is laid out."""
+    check(ask(make(**options).engine, map(request, range(len(PROMPTS)))), alone)
 
 
-def test_with_a_warm_prefix(make: Callable[..., LLM], alone: dict[int, tuple[Any, ...]]) -> None:
-    """Guards against keys and values whose bits depend on the step that computed them."""
-    with make() as llm:
-        ask(llm, range(len(PROMPTS)), scored=False)
-        found = ask(llm, WATCHED, scored=False)
-    assert [found[index].num_cached_tokens for index in WATCHED] == [0, 16, 32, 0, 48]
-    for index, expected in alone.items():
-        assert answer(found[index])[:2] == expected[:2], f"prompt {index}"
+def test_with_a_prefix(make: Make, alone: dict[int, Answer]) -> None:
+    """Guards against keys and values whose bits depend on the step that computed them: found whole, in part, or while
+    another request is still computing them."""
+    engine = make(enable_prefix_caching=True, threads=2, max_num_batched_tokens=64).engine
+    for cached in ([0, 0, 0, 0, 0, 32], [0, 16, 32, 0, 64, 64]):
+        found = ask(engine, [request(index, prompt_logprobs=False) for index in (*WATCHED, 12, 16)])
+        assert [found[index][-1].num_cached_tokens for index in WATCHED] == cached
+        check(found, alone, prompts=False)
 
 
-def test_prompts_and_sampling_matter(alone: dict[int, tuple[Any, ...]]) -> None:
+def test_preempted(make: Make, alone: dict[int, Answer]) -> None:
+    """Guards against a request that comes back with other bits: recomputed as one prompt, tokens it had included."""
+    probe = make(kv_cache_memory_bytes=2**20, max_num_batched_tokens=40)
+    block_bytes = probe.cache_bytes // probe.engine.kv_cache.num_blocks
+    built = make(kv_cache_memory_bytes=13 * block_bytes, max_num_batched_tokens=40, threads=2)
+    check(ask(built.engine, map(request, range(len(PROMPTS)))), alone)
+    assert built.engine.stats().num_preemptions_total > 0
+
+
+def test_resumed(make: Make, alone: dict[int, Answer]) -> None:
+    """Guards against a continuation, after the process died, that is not the one which would have come."""
+    for cut in (1, NUM_TOKENS - 1):
+        resumed = [request(index, output_token_ids=alone[index][0][:cut]) for index in WATCHED]
+        found = ask(make(max_num_batched_tokens=50).engine, resumed)
+        for index, (ids, logprobs, _) in alone.items():
+            got = answer(found[index])
+            assert (got[0], got[1]) == (ids[cut:], logprobs[cut:]), f"prompt {index} from token {cut} on"
+
+
+def test_prompts_and_sampling_matter(alone: dict[int, Answer]) -> None:
     """Guards against a model that always says the same, of which everything above would be true."""
     assert len({tuple(ids) for ids, _, _ in alone.values()}) == len(alone)
