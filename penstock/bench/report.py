@@ -49,15 +49,16 @@ def print_ops(result: dict[str, Any]) -> None:
 
 
 def _product_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("dtype", "n x k", "leaves", "m", *MEASURED)
+    table = Table("op", "dtype", "n x k", "leaves", "m", *MEASURED)
     for row in rows:
-        table.add_row(row["dtype"], f"{row['n']} x {row['k']}", str(row["leaves"]), str(row["m"]), *_measured(row))
+        shape = f"{row['n']} x {row['k']}"
+        table.add_row(row["op"], row["dtype"], shape, str(row["leaves"]), str(row["m"]), *_measured(row))
     return table
 
 
 def _attention_table(rows: list[dict[str, Any]]) -> Table:
     """A row is numbered, so that the notes below can name it."""
-    table = Table("#", "attend", "cache", "tokens", "heads", "D", "thr", *MEASURED)
+    table = Table("#", "attend", "cache", "tokens", "heads", "D", "thr", *MEASURED, box=None, padding=(0, 1, 0, 0))
     for number, row in enumerate(rows, start=1):
         table.add_row(
             str(number),

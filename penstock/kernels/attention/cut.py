@@ -174,13 +174,15 @@ def _span_ranges(blocks: RowBlocks, block: Int64, index: Int64, pieces: Int64) -
     first = np.where((sinks > 0) & ~alone, 0, first)
     apart = alone.astype(np.int64)
     begin, stop = _part(first, end, index - apart, np.maximum(pieces - apart, 1))
-    is_sink = alone & (index == 0)
-    return np.where(is_sink, 0, begin), np.where(is_sink, sinks, stop)
+    of_sinks = alone & (index == 0)
+    begin[of_sinks] = 0
+    stop[of_sinks] = sinks[of_sinks]
+    return begin, stop
 
 
 def _part(begin: Int64, end: Int64, index: Int64, pieces: Int64) -> tuple[Int64, Int64]:
     """One of so many even parts of a range."""
-    count = end - begin
+    count: Int64 = end - begin
     return begin + index * count // pieces, begin + (index + 1) * count // pieces
 
 
