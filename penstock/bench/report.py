@@ -5,6 +5,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+MEASURED = ("ms", "GB/s", "of read", "GFLOP/s", "of mult", "x torch")
+
 
 def print_offline(result: dict[str, Any]) -> None:
     """The figures of bench.offline as a table: the whole run, prefill and decode."""
@@ -37,22 +39,60 @@ def print_ops(result: dict[str, Any]) -> None:
         f"reads {machine['read_gb_s']:.1f} GB/s, multiplies {machine['bf16_gflop_s']:.0f} GFLOP/s bf16, "
         f"{machine['f32_gflop_s']:.0f} GFLOP/s f32, {machine['int8_gop_s']:.0f} GOP/s int8"
     )
-    names = ("op", "dtype", "n x k", "leaves", "m", "ms", "GB/s", "of read", "GFLOP/s", "of mult", "x torch")
-    table = Table(*names)
-    for row in result["rows"]:
+    products = [row for row in result["rows"] if row["op"] == "linear"]
+    if products:
+        console.print(_product_table(products))
+    attention = [row for row in result["rows"] if row["op"] != "linear"]
+    if attention:
+        console.print(_attention_table(attention))
+        _print_attention_notes(console, attention)
+
+
+def _product_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("op", "dtype", "n x k", "leaves", "m", *MEASURED)
+    for row in rows:
+        shape = f"{row['n']} x {row['k']}"
+        table.add_row(row["op"], row["dtype"], shape, str(row["leaves"]), str(row["m"]), *_measured(row))
+    return table
+
+
+def _attention_table(rows: list[dict[str, Any]]) -> Table:
+    """A row is numbered, so that the notes below can name it."""
+    table = Table("#", "attend", "cache", "tokens", "heads", "D", "thr", *MEASURED, box=None, padding=(0, 1, 0, 0))
+    for number, row in enumerate(rows, start=1):
         table.add_row(
-            row["op"],
+            str(number),
+            row["op"].removeprefix("attend_"),
             row["dtype"],
-            f"{row['n']} x {row['k']}",
-            *(str(row[name]) for name in ("leaves", "m")),
-            f"{row['ms']:.3f}",
-            f"{row['gb_s']:.1f}",
-            f"{row['bw_fraction']:.0%}",
-            f"{row['gflop_s']:.0f}",
-            f"{row['flop_fraction']:.0%}",
-            f"{row['torch_ms'] / row['ms']:.2f}",
+            f"{row['seqs']}x{row['tokens']}",
+            f"{row['heads']}/{row['kv_heads']}",
+            str(row["head_dim"]),
+            str(row["threads"]),
+            *_measured(row),
         )
-    console.print(table)
+    return table
+
+
+def _print_attention_notes(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Why these kernels ran, and what more threads bring."""
+    keys: dict[str, list[str]] = {}
+    for number, row in enumerate(rows, start=1):
+        keys.setdefault(row["key"], []).append(str(number))
+        if row["speedup"] is not None and row["threads"] > 1:
+            console.print(f"{number}: {row['speedup']:.2f} times as fast as with one thread")
+    for key, numbers in keys.items():
+        console.print(f"{', '.join(numbers)}: {key}", style="dim")
+
+
+def _measured(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{row['ms']:.3f}",
+        f"{row['gb_s']:.1f}",
+        f"{row['bw_fraction']:.0%}",
+        f"{row['gflop_s']:.0f}",
+        f"{row['flop_fraction']:.0%}",
+        f"{row['torch_ms'] / row['ms']:.2f}",
+    )
 
 
 def _number(value: float | None) -> str:

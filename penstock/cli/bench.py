@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   penstock bench offline DIR --load-format dummy        DIR holds only a config.json
   penstock bench ops --json ops.json                    every kernel against the machine's limits
   penstock bench ops --dtype bf16 int8 --rows 1 512 --shape 5632x2048
+  penstock bench ops --op attend_decode attend_prefill  attention only
   penstock bench ops demo --dtype int8                  the shapes of that model
 """
 
@@ -47,7 +48,10 @@ def _configure_ops(kinds: Any) -> None:
     ops.formatter_class = argparse.RawDescriptionHelpFormatter
     help_text = "measure the shapes of this model (default: those of a 1.1B and a 7B Llama)"
     ops.add_argument("model", nargs="?", metavar="MODEL", help=help_text)
-    ops.add_argument("--dtype", nargs="+", action="extend", metavar="NAME", help="weight types (default: all)")
+    help_text = "linear, attend_decode, attend_prefill (default: all)"
+    ops.add_argument("--op", nargs="+", action="extend", metavar="NAME", help=help_text)
+    help_text = "types of weights, and of caches (default: all)"
+    ops.add_argument("--dtype", nargs="+", action="extend", metavar="NAME", help=help_text)
     help_text = "rows of a product (default: 1 to 512)"
     ops.add_argument("--rows", nargs="+", action="extend", type=int, metavar="M", help=help_text)
     help_text = "shapes of the weight, like 5632x2048"
@@ -85,15 +89,22 @@ def run_offline(args: argparse.Namespace) -> int:
 
 
 def run_ops(args: argparse.Namespace) -> int:
-    from penstock.bench.ops import Selection, measure_ops, model_shapes
+    from penstock.bench.ops import Selection, measure_ops, model_heads, model_shapes
     from penstock.bench.report import print_ops
 
-    shapes = args.shape
+    shapes, heads = args.shape, None
     if args.model is not None:
         if shapes:
             raise InvalidRequestError("shape: give a model or shapes, not both", param="shape")
-        shapes = model_shapes(args.model)
-    given = {"dtypes": args.dtype, "rows": args.rows, "shapes": shapes, "threads": args.threads}
+        shapes, heads = model_shapes(args.model), model_heads(args.model)
+    given = {
+        "ops": args.op,
+        "dtypes": args.dtype,
+        "rows": args.rows,
+        "shapes": shapes,
+        "heads": heads,
+        "threads": args.threads,
+    }
     selection = Selection(**{name: value for name, value in given.items() if value is not None})
     if args.json and args.json != "-":
         _check_writable(Path(args.json))

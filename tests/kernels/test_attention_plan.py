@@ -1,11 +1,12 @@
 """Plans of attention: every row sees each of its tiles once, loads differ least, memory is what was planned."""
 
+import ctypes
 import itertools
 import random
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from penstock.kernels.attention.plan import (
     plan_attention,
 )
 from penstock.kernels.attention.shape import scratch_bytes
+from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockCache, load_library
 
 SMALL = AttentionShape(4, 2, 16, "float32")
 LLAMA = AttentionShape(32, 8, 128, "bfloat16")
@@ -386,6 +388,31 @@ def test_memory_of_a_step_by_hand() -> None:
     operands = (144 + 48) * 64 * 2  # 120 rows, and rows one by one
     assert plan.scratch_bytes == operands + 128 * ((64 + 2) * 4 + 36 + 4) + 4 * (16 * 2 * 64 * 2)
     assert scratch_bytes(SMALL, *(np.zeros(0, dtype=np.int64),) * 3) == 0
+
+
+@pytest.mark.covers("A25")
+@pytest.mark.skipif(load_library() is None, reason="no native library was built")
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(steps(), st.sampled_from(["float32", "bfloat16", "int8"]), st.sampled_from([2, 3]), st.booleans())
+def test_memory_is_what_the_native_driver_takes(step: Step, dtype: str, slices: int, token_scales: bool) -> None:
+    """Guards against: memory that is planned and reserved, and then is not enough."""
+    step.shape = replace(step.shape, kv_cache_dtype=dtype, slices=slices if dtype == "int8" else 0)
+    step.shape = replace(step.shape, token_scales=token_scales)
+    plan = step.plan()
+    shape, scales = step.shape, 0 if token_scales or dtype != "int8" else 64
+    cache = PenstockCache(
+        kind=["float32", "bfloat16", "int8"].index(dtype), slices=shape.slices, block_size=step.block_size,
+        kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, padded_dim=shape.padded_dim,
+        key_scales=scales, key_offsets=scales, value_scales=scales, value_offsets=scales,
+    )  # fmt: skip
+    native = PenstockAttentionStep(
+        sequences=len(step.lengths), tokens=len(plan.positions), items=len(plan.items), item=plan.items.ctypes.data,
+        staged=plan.staged.ctypes.data, partial_rows=plan.partial_rows,
+    )  # fmt: skip
+    sizes = (ctypes.c_int64 * 2)()
+    arguments = (ctypes.addressof(native), ctypes.addressof(cache), shape.num_heads, step.cores)
+    assert load_library().penstock_attention_bytes(*arguments, ctypes.addressof(sizes)) == 0
+    assert (plan.workspace_bytes, plan.scratch_bytes) == tuple(sizes)
 
 
 @pytest.mark.covers("A28")

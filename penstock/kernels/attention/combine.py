@@ -25,17 +25,17 @@ def combines(
     """
     if len(targets) == 0:
         return np.empty((0, 6), dtype=np.int32), np.empty(0, dtype=np.int32)
+    target, head = ragged(np.full_like(targets, kv_heads))  # of each combine
     if chains is None:
-        links, link_counts = targets, np.ones_like(targets)
+        link, linked_head, link_ends = targets[target], head, None
     else:
-        links = np.array([link for target in targets for link in chains[target]], dtype=np.int64)
-        link_counts = np.array([len(chains[target]) for target in targets], dtype=np.int64)
-    # A combine for each target and head, and in it each link of the target's chain.
-    target, head = ragged(np.full_like(targets, kv_heads))
-    combine, index = ragged(link_counts[target])
-    link = links[(np.cumsum(link_counts) - link_counts)[target[combine]] + index]
+        links = [np.array(chains[block], dtype=np.int64) for block in targets]
+        link_counts = np.array([len(chain) for chain in links], dtype=np.int64)
+        combine, index = ragged(link_counts[target])
+        link = np.concatenate(links)[(link_counts.cumsum() - link_counts)[target[combine]] + index]
+        linked_head, link_ends = head[combine], link_counts[target].cumsum()
     # Piece q of h of n heads has head i where q is the greatest with q n < (i + 1) h.
-    piece = ((head[combine] + 1) * pieces.heads[link] - 1) // kv_heads
+    piece = ((linked_head + 1) * pieces.heads[link] - 1) // kv_heads
     counts = pieces.spans[link]
     of_link, span_piece = ragged(counts)
     references = (pieces.first[link] + piece * counts)[of_link] + span_piece
@@ -44,8 +44,10 @@ def combines(
 
     table = np.empty((len(head), 6), dtype=np.int32)
     table[:, 0], table[:, 1] = head, head + 1
-    table[:, 2], table[:, 3] = blocks.row_begin[targets[target]], blocks.row_end[targets[target]]
-    table[:, 5] = np.cumsum(counts)[np.cumsum(link_counts[target]) - 1]
+    block = targets[target]
+    table[:, 2], table[:, 3] = blocks.row_begin[block], blocks.row_end[block]
+    ends = counts.cumsum()
+    table[:, 5] = ends if link_ends is None else ends[link_ends - 1]
     table[0, 4] = 0
     table[1:, 4] = table[:-1, 5]
     return table, references.astype(np.int32)

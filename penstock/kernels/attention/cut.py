@@ -76,21 +76,23 @@ def cut(blocks: RowBlocks, kv_heads: int, head_limit: Int64, num_cores: int) -> 
     heads = -(-kv_heads // head_limit)
     pieces = Pieces(np.ones_like(heads), heads, whole=not (heads > 1).any())
     items = _items(blocks, kv_heads, pieces)
-    loads = items.loads.tolist()
-    starts = partition(loads, num_cores)
-    if _shared_well(loads, starts, num_cores):
+    starts = _good_starts(items.loads.tolist(), num_cores)
+    if starts is not None:
         return pieces, items, starts
-    finer = _finer(blocks, kv_heads, pieces, sum(loads) // (num_cores * PIECES))
+    finer = _finer(blocks, kv_heads, pieces, int(items.loads.sum()) // (num_cores * PIECES))
     items = _items(blocks, kv_heads, finer)
     return finer, items, partition(items.loads.tolist(), num_cores)
 
 
-def _shared_well(loads: list[int], starts: list[int], num_cores: int) -> bool:
+def _good_starts(loads: list[int], num_cores: int) -> list[int] | None:
+    """Where cores begin if that shares the load well and leaves something to steal, or None."""
     total = sum(loads)
     if num_cores == 1 or total <= SMALL_LOAD:
-        return True
-    fair = greatest_load(loads, starts) * num_cores <= total * (1 + SLACK)
-    return fair and len(loads) >= ENOUGH * num_cores
+        return partition(loads, num_cores)
+    if len(loads) < ENOUGH * num_cores:
+        return None
+    starts = partition(loads, num_cores)
+    return starts if greatest_load(loads, starts) * num_cores <= total * (1 + SLACK) else None
 
 
 def _finer(blocks: RowBlocks, kv_heads: int, pieces: Pieces, limit: int) -> Pieces:
@@ -172,15 +174,17 @@ def _span_ranges(blocks: RowBlocks, block: Int64, index: Int64, pieces: Int64) -
     sinks = sinks[block]
     alone = _sinks_apart(blocks)[block] & (pieces > 1)  # a piece of their own, so that hidden spans are in none
     first = np.where((sinks > 0) & ~alone, 0, first)
-    begin, stop = _part(first, end, index - alone, np.maximum(pieces - alone, 1))
-    is_sink = alone & (index == 0)
-    begin[is_sink], stop[is_sink] = 0, sinks[is_sink]
+    apart = alone.astype(np.int64)
+    begin, stop = _part(first, end, index - apart, np.maximum(pieces - apart, 1))
+    of_sinks = alone & (index == 0)
+    begin[of_sinks] = 0
+    stop[of_sinks] = sinks[of_sinks]
     return begin, stop
 
 
 def _part(begin: Int64, end: Int64, index: Int64, pieces: Int64) -> tuple[Int64, Int64]:
     """One of so many even parts of a range."""
-    count = end - begin
+    count: Int64 = end - begin
     return begin + index * count // pieces, begin + (index + 1) * count // pieces
 
 

@@ -1,0 +1,210 @@
+"""Attention against the machine's limits and torch's scaled_dot_product_attention: rows of bench.ops.
+
+attend_decode: each sequence has one new token after many cached ones, in blocks in any order. `gb_s` counts the cached
+keys and values (with their scales). One long sequence of a single kv head is measured with all threads and with one.
+attend_prefill: all tokens of one sequence are new; `gflop_s` counts four operations for each pair of a token and one
+that it sees, query head and element, `gb_s` the keys and values once.
+
+Caches rotate over more memory than a processor's caches hold. torch gets what is best for it: keys and values of each
+sequence in one piece; grouped for decoding, a copy for each query head (made beforehand) for prefill.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.bench.machine import MachineLimits
+from penstock.bench.turns import Turn, ring_length, take_turns
+from penstock.kernels.attention.key import describe_key
+from penstock.kernels.cpu.attention import CpuKVCache
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.ops import AttentionMetadata, AttentionParams, Heads
+
+DTYPES = ("bf16", "int8")  # of caches
+SLICES = {"bf16": 0, "int8": 2}
+CACHE_TYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
+BLOCK_SIZE = 16
+DECODE_SEQS, DECODE_TOKENS = 8, 4096
+DECODE_HEADS = (Heads(32, 4, 64), Heads(32, 8, 128), Heads(8, 1, 128))
+LONG_TOKENS, LONG_HEADS = 32768, Heads(8, 1, 128)
+PREFILL_TOKENS = 4096
+PREFILL_HEADS = (Heads(32, 4, 64), Heads(32, 8, 128))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Sequences with so many cached and new tokens each; single: measured with one thread as well."""
+
+    op: str
+    heads: Heads
+    dtype: str
+    seqs: int
+    cached: int
+    new: int
+    single: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence, cached or new: what the case is called after."""
+        return self.cached or self.new
+
+    def measure(self, backends: dict[torch.dtype, CpuOps], limits: MachineLimits) -> Iterator[dict[str, Any]]:
+        yield from SequencesUnderTest(self, backends[torch.bfloat16]).measure(limits)
+
+
+def decode_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[AttentionCase]:
+    """In the order of measuring."""
+    for shape in heads or DECODE_HEADS:
+        for dtype in _cache_types(dtypes):
+            yield AttentionCase("attend_decode", shape, dtype, DECODE_SEQS, DECODE_TOKENS, 1)
+    for dtype in _cache_types(dtypes):
+        yield AttentionCase("attend_decode", LONG_HEADS, dtype, 1, LONG_TOKENS, 1, single=True)
+
+
+def prefill_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[AttentionCase]:
+    """In the order of measuring."""
+    if "bf16" in dtypes:
+        for shape in heads or PREFILL_HEADS:
+            yield AttentionCase("attend_prefill", shape, "bf16", 1, 0, PREFILL_TOKENS)
+
+
+def _cache_types(dtypes: Sequence[str]) -> list[str]:
+    return [dtype for dtype in DTYPES if dtype in dtypes]
+
+
+class SequencesUnderTest:
+    """A case's queries, new keys and values, and a ring of caches with the tokens before them."""
+
+    def __init__(self, case: AttentionCase, ops: CpuOps) -> None:
+        self._case, self._ops = case, ops
+        heads, tokens = case.heads, case.seqs * case.new
+        generator = torch.Generator().manual_seed(case.tokens + heads.head_dim)
+
+        def random(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator).sub_(0.5).to(torch.bfloat16)
+
+        self._q = random(tokens, heads.num_heads, heads.head_dim)
+        self._k_new, self._v_new = (random(tokens, heads.num_kv_heads, heads.head_dim) for _ in range(2))
+        cached = case.seqs * case.cached
+        self._k_old, self._v_old = (random(cached, heads.num_kv_heads, heads.head_dim) for _ in range(2))
+        self._tables = _block_tables(case)
+        self._caches = self._fill_caches()
+        self._plain = self._torch_operands()
+        self._out = torch.empty((tokens, heads.num_heads * heads.head_dim), dtype=torch.bfloat16)
+        self._params = AttentionParams(scale=heads.head_dim**-0.5)
+
+    def result(self) -> Tensor:
+        """[tokens, heads * head_dim] of our kernels."""
+        self._call(self._ops, self._metadata(self._ops))(0)
+        return self._out
+
+    def measure(self, limits: MachineLimits) -> Iterator[dict[str, Any]]:
+        """Rows of the table, without the fraction of the bandwidth."""
+        ring, case = len(self._caches), self._case
+        ours = {self._ops.threads: self._ops}
+        if case.single:
+            ours.setdefault(1, CpuOps(torch.bfloat16, threads=1))
+        metas = {threads: self._metadata(ops) for threads, ops in ours.items()}
+
+        turns = [Turn(self._call(ops, metas[threads]), ring) for threads, ops in ours.items()]
+        turns.append(Turn(self.torch_call(), len(self._plain)))
+        *seconds, torch_seconds = take_turns(turns, limits, case.dtype)
+        for threads, taken in zip(ours, seconds, strict=True):
+            row = self._row(taken, torch_seconds, threads, metas[threads])
+            yield {**row, "speedup": seconds[-1] / taken if case.single else None}
+
+    def _call(self, ops: CpuOps, meta: AttentionMetadata) -> Callable[[int], None]:
+        def call(index: int) -> None:
+            cache = self._caches[index % len(self._caches)]
+            ops.attend(self._q, self._k_new, self._v_new, cache, meta, self._params, out=self._out)
+
+        return call
+
+    def _row(self, seconds: float, torch_seconds: float, threads: int, meta: AttentionMetadata) -> dict[str, Any]:
+        case, heads = self._case, self._case.heads
+        pairs = case.seqs * sum(range(case.cached + 1, case.cached + case.new + 1))
+        read = self._caches[0].num_bytes * case.tokens / (self._tables.shape[1] * BLOCK_SIZE)
+        return {
+            "op": case.op,
+            "dtype": case.dtype,
+            "leaves": 1,
+            "m": None,
+            "n": None,
+            "k": None,
+            "heads": heads.num_heads,
+            "kv_heads": heads.num_kv_heads,
+            "head_dim": heads.head_dim,
+            "seqs": case.seqs,
+            "tokens": case.tokens,
+            "threads": threads,
+            "slices": SLICES[case.dtype],
+            "key": "" if meta.plan is None else describe_key(meta.plan.key),
+            "ms": 1e3 * seconds,
+            "gb_s": read / seconds / 1e9,
+            "gflop_s": 4e-9 * pairs * heads.num_heads * heads.head_dim / seconds,
+            "torch_ms": 1e3 * torch_seconds,
+        }
+
+    def _fill_caches(self) -> list[CpuKVCache]:
+        case, heads = self._case, self._case.heads
+        blocks, dtype = self._tables.numel(), CACHE_TYPES[case.dtype]
+        shape = (blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype, SLICES[case.dtype])
+        first = CpuKVCache(*shape)
+        positions = torch.arange(case.cached).expand(case.seqs, -1)
+        self._ops.store_kv(first, self._k_old, self._v_old, self._slots(positions))
+        caches = [first]
+        for _ in range(ring_length(first.num_bytes) - 1):
+            caches.append(CpuKVCache(*shape))
+            caches[-1].memory.copy_(first.memory)
+        return caches
+
+    def _slots(self, positions: Tensor) -> Tensor:
+        """Of positions [seqs, n] -> [seqs * n]."""
+        blocks = self._tables.long().gather(1, positions // BLOCK_SIZE)
+        return (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).reshape(-1)
+
+    def _metadata(self, ops: CpuOps) -> AttentionMetadata:
+        case = self._case
+        starts = torch.arange(case.seqs + 1, dtype=torch.int32) * case.new
+        lengths = torch.full((case.seqs,), case.cached + case.new, dtype=torch.int32)
+        slots = self._slots(torch.arange(case.cached, case.cached + case.new).expand(case.seqs, -1))
+        return ops.plan(
+            AttentionMetadata(starts, lengths, self._tables, slots, BLOCK_SIZE, None), case.heads, self._caches[0]
+        )
+
+    def _torch_operands(self) -> list[tuple[Tensor, Tensor]]:
+        """A ring of keys and values [seqs, heads, tokens, head_dim], old and new in one piece."""
+        case, heads = self._case, self._case.heads
+        k, v = (
+            torch.cat([self._split(old), self._split(new)], dim=2)
+            for old, new in ((self._k_old, self._k_new), (self._v_old, self._v_new))
+        )
+        if case.cached == 0:
+            k, v = (x.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1) for x in (k, v))
+        return [(k.clone(), v.clone()) for _ in range(ring_length(2 * k.nbytes))]
+
+    def torch_call(self) -> Callable[[int], Tensor]:
+        """The same with torch -> [seqs, heads, new, head_dim]."""
+        q = self._split(self._q)
+        prefill = self._case.cached == 0
+
+        def call(index: int) -> Tensor:
+            k, v = self._plain[index % len(self._plain)]
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=prefill, enable_gqa=not prefill)
+
+        return call
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[seqs * n, heads, D] -> [seqs, heads, n, D]."""
+        return x.view(self._case.seqs, -1, *x.shape[1:]).transpose(1, 2).contiguous()
+
+
+def _block_tables(case: AttentionCase) -> Tensor:
+    """[seqs, blocks] int32: blocks in any order, as a server's pool has them after a while."""
+    columns = -(-(case.cached + case.new) // BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(case.seqs)
+    return torch.randperm(case.seqs * columns, generator=generator).int().view(case.seqs, columns)
