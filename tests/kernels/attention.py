@@ -5,6 +5,7 @@ of NaN, and has the sequences go on step by step: `Run.step({row: number of new 
 """
 
 import ctypes
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class Sequences:
 
 
 def oracle(sequences: Sequences, rules: Rules, index: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """Attention of these queries of a sequence in float64: out [n, H, D], lse [n, H]. Inputs as the cache holds them."""
+    """These queries of a sequence in float64, inputs rounded to the cache's type: out [n, H, D], lse [n, H]."""
     rounded = torch.bfloat16 if sequences.shape.kind == "bf16" else sequences.dtype
     q, k, v = (part[index].to(rounded).double() for part in (sequences.q, sequences.k, sequences.v))
     k, v = k[: rows.stop], v[: rows.stop]
@@ -143,7 +144,7 @@ def cut(rng: random.Random, begin: int, end: int, pieces: int) -> list[tuple[int
     """begin .. end in up to so many random pieces."""
     inner = sorted(rng.sample(range(begin + 1, end), min(rng.randint(0, pieces - 1), end - begin - 1)))
     edges = [begin, *inner, end]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def make_plan(
@@ -227,6 +228,10 @@ class Step:
 class Attention(Native):
     """The attention functions of the native library on tensors."""
 
+    def __init__(self, level: int, threads: int = 1) -> None:
+        super().__init__(level, threads)
+        self.level, self.threads = level, threads
+
     def attend(
         self, step: Step, cache: PagedCache, rules: Rules, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -261,6 +266,9 @@ class Attention(Native):
         assert status == 0
         return k, v
 
+    def reserve(self, workspace: int, scratch: int) -> None:
+        assert self.library.penstock_attention_reserve(self.context, workspace, scratch) == 0
+
     def bytes(self, step: Step, cache: PagedCache, heads: int, threads: int) -> tuple[int, int]:
         """Workspace and scratch that the step takes."""
         sizes = (ctypes.c_int64 * 2)()
@@ -283,12 +291,11 @@ class Run:
         sequences: Sequences,
         rules: Rules,
         *,
-        threads: int = 1,
         ring: bool = False,
         rng: random.Random | None = None,
         channel_scales: Sequence[Tensor] | None = None,
     ) -> None:
-        self.native, self.sequences, self.rules, self.threads, self.rng = native, sequences, rules, threads, rng
+        self.native, self.sequences, self.rules, self.rng = native, sequences, rules, rng
         self.shape, self.ring = sequences.shape, ring
         columns = max(-(-max(sequences.lengths) // self.shape.block_size), 1)
         ids = list(range(len(sequences.lengths) * (1 if ring else columns) + 2))
@@ -320,7 +327,7 @@ class Run:
         rows = list(counts)
         lengths = [self.done[row] for row in rows]
         starts = np.cumsum([0, *counts.values()])
-        plan = plan or make_plan(starts.tolist(), lengths, self.shape, self.threads, self.rng)
+        plan = plan or make_plan(starts.tolist(), lengths, self.shape, self.native.threads, self.rng)
         none = np.empty(0, dtype=np.int64)
         slots = np.concatenate([none, *(self.slots(r, self.done[r] - counts[r], self.done[r]) for r in rows)])
         return Step(list(counts.values()), lengths, self.table[rows], slots, self.shape, self.rules, plan)

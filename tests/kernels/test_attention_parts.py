@@ -71,7 +71,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
-            self.counts[func.name().split("::")[1].split(".")[0]] += 1
+            self.counts[func.name().split("::")[1].split(".")[0].rstrip("_")] += 1
         return result
 
 

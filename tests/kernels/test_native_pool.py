@@ -41,7 +41,8 @@ def build(target: Path, *flags: str) -> bool:
 @pytest.mark.skipif(COMPILER is None or not NATIVE.exists(), reason="no C++ compiler, or no sources")
 @pytest.mark.parametrize("flags", [(), ("-fsanitize=thread", "-g")], ids=["plain", "race-detector"])
 def test_every_item_is_done_once_and_before_the_run_returns(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """Guards against a late helper that takes an item of the next run, lost wake-ups and unordered memory."""
+    """Guards against a late helper that takes an item of the next run, lost wake-ups, unordered memory and ranges that
+    are not the ones asked for."""
     program = tmp_path / "stress"
     if not build(program, *flags):
         assert flags, "the thread pool does not compile"

@@ -19,25 +19,26 @@ class Steps:
     """Where the sequences of a step stand, with everything in 64 bits.
 
     Attributes:
+        tokens: new ones, T.
         begins: [B] the first new token of each sequence.
         counts: [B] its new tokens.
+        computed: [B] its tokens that were cached before the step.
         lengths: [B] its cached plus new tokens.
+        each_one: every sequence has one new token.
         group: query heads of a kv head.
         window: tokens that a row sees, itself included; None where no row misses anything.
         sinks: first tokens that stay visible behind the window; 0 without one.
     """
 
+    tokens: int
     begins: Int64
     counts: Int64
+    computed: Int64
     lengths: Int64
+    each_one: bool
     group: int
     window: int | None
     sinks: int
-
-    @property
-    def computed(self) -> Int64:
-        """[B] tokens that were cached before this step."""
-        return self.lengths - self.counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,15 +72,15 @@ class RowBlocks:
 
 def row_blocks(step: Steps, block_rows: int) -> RowBlocks:
     """The rows of all sequences in blocks of at most block_rows, each with the tiles that its rows see."""
+    first = step.begins * step.group
+    if step.each_one and step.group <= block_rows:
+        return _with_tiles(step, np.arange(step.tokens), first, first + step.group, step.computed, step.lengths)
     rows = step.counts * step.group
-    first, lengths, computed = step.begins * step.group, step.lengths, step.computed
-    if len(rows) and rows.min() > 0 and rows.max() <= block_rows:  # a decode step: a block a sequence
-        return _with_tiles(step, np.arange(len(rows)), first, first + rows, computed, lengths)
     size = _block_sizes(rows, block_rows)
     sequence, index = ragged(-(-rows // size))
     begin = index * size[sequence]
     end = np.minimum(begin + size[sequence], rows[sequence])
-    first, computed = first[sequence], computed[sequence]
+    first, computed = first[sequence], step.computed[sequence]
     last_token = computed + (end - 1) // step.group
     return _with_tiles(step, sequence, first + begin, first + end, computed + begin // step.group, last_token + 1)
 
@@ -87,7 +88,7 @@ def row_blocks(step: Steps, block_rows: int) -> RowBlocks:
 def ragged(counts: Int64) -> tuple[Int64, Int64]:
     """For each of counts.sum() entries: whose it is, and the how manieth it is there."""
     owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
 
 def _block_sizes(rows: Int64, block_rows: int) -> Int64:

@@ -23,6 +23,8 @@ def combines(
     chains: of each block of the step, the blocks that see its tiles, spans ascending; None: each sees its own.
     numbers: the item that each piece became; None: they are numbered alike.
     """
+    if len(targets) == 0:
+        return np.empty((0, 6), dtype=np.int32), np.empty(0, dtype=np.int32)
     if chains is None:
         links, link_counts = targets, np.ones_like(targets)
     else:

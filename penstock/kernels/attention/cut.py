@@ -33,6 +33,8 @@ class Pieces:
     spans: Int64
     heads: Int64
 
+    whole: bool = False  # no block is cut at all
+
     @property
     def counts(self) -> Int64:
         return self.spans * self.heads
@@ -40,7 +42,7 @@ class Pieces:
     @property
     def first(self) -> Int64:
         counts = self.counts
-        return np.cumsum(counts) - counts
+        return counts.cumsum() - counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +50,7 @@ class Items:
     """Pieces of row blocks, [I] each, in the order of the plan.
 
     Attributes:
-        order: the pieces in that order; None: as they are numbered.
+        order: the pieces in that order; None: as they are numbered (Pieces).
         block: the row block that each is of.
     """
 
@@ -71,7 +73,8 @@ def cut(blocks: RowBlocks, kv_heads: int, head_limit: Int64, num_cores: int) -> 
 
     head_limit: [U] the most heads that an item of each block may have.
     """
-    pieces = Pieces(np.ones_like(head_limit), -(-kv_heads // head_limit))
+    heads = -(-kv_heads // head_limit)
+    pieces = Pieces(np.ones_like(heads), heads, whole=not (heads > 1).any())
     items = _items(blocks, kv_heads, pieces)
     loads = items.loads.tolist()
     starts = partition(loads, num_cores)
@@ -124,6 +127,8 @@ def _sinks_apart(blocks: RowBlocks) -> Bools:
 
 
 def _items(blocks: RowBlocks, kv_heads: int, pieces: Pieces) -> Items:
+    if pieces.whole:
+        return _whole_blocks(blocks, kv_heads)
     block, index = ragged(pieces.counts)
     order = _order(blocks, kv_heads, pieces, block, index)
     if order is not None:
@@ -135,6 +140,17 @@ def _items(blocks: RowBlocks, kv_heads: int, pieces: Pieces) -> Items:
     tiles = _tiles_within(blocks, block, span_begin * SPAN_TILES, span_end * SPAN_TILES)
     loads = _load(blocks.rows[block], tiles, head_end - head_begin)
     return Items(order, block, head_begin, head_end, span_begin, span_end, loads)
+
+
+def _whole_blocks(blocks: RowBlocks, kv_heads: int) -> Items:
+    """An item for each block: most steps of decoding."""
+    number = np.arange(len(blocks.sequence))
+    span_begin = _first_span(blocks)
+    if blocks.sink_end is not None:
+        span_begin = np.where(blocks.sink_end > 0, 0, span_begin)
+    head_begin, head_end = np.zeros_like(number), np.full_like(number, kv_heads)
+    loads = _load(blocks.rows, blocks.tiles, kv_heads)
+    return Items(None, number, head_begin, head_end, span_begin, _end_span(blocks), loads)
 
 
 def _order(blocks: RowBlocks, kv_heads: int, pieces: Pieces, block: Int64, index: Int64) -> Int64 | None:

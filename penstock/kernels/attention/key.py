@@ -6,7 +6,6 @@ then come the digits in the order of TilingKey's fields. Nothing is decided by a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from types import MappingProxyType
 
 # What each digit of a field stands for, and how a description says it; "" says nothing.
@@ -71,7 +70,10 @@ class TilingKey:
         Raises:
             ValueError: a field has no such choice.
         """
-        return _encode(self)
+        number = 1
+        for name in CHOICES:
+            number = number * 10 + _digit(self, name)
+        return number
 
     @staticmethod
     def decode(number: int) -> "TilingKey":
@@ -99,14 +101,6 @@ class TilingKey:
 def describe_key(number: int) -> str:
     """What a plan's key says."""
     return TilingKey.decode(number).describe()
-
-
-@lru_cache(maxsize=256)
-def _encode(key: TilingKey) -> int:
-    number = 1
-    for name in CHOICES:
-        number = number * 10 + _digit(key, name)
-    return number
 
 
 def _digit(key: TilingKey, name: str) -> int:

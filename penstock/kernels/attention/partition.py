@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 def partition(loads: Sequence[int], num_cores: int) -> list[int]:
@@ -23,7 +23,7 @@ def partition(loads: Sequence[int], num_cores: int) -> list[int]:
 def greatest_load(loads: Sequence[int], starts: Sequence[int]) -> int:
     """Of the cores."""
     sums = list(accumulate(loads, initial=0))
-    return max(sums[end] - sums[begin] for begin, end in zip(starts, starts[1:], strict=False))
+    return max(sums[end] - sums[begin] for begin, end in pairwise(starts))
 
 
 def _least_limit(sums: list[int], largest: int, num_cores: int) -> int:

@@ -21,8 +21,8 @@ from penstock.kernels.attention.combine import combines
 from penstock.kernels.attention.cut import FEW_ROWS, Items, cut
 from penstock.kernels.attention.key import TilingKey
 from penstock.kernels.attention.layout import GRANULE, ROW_CAPACITY
+from penstock.kernels.attention.shape import MAX_ITEM_ROWS, scratch_bytes, workspace_bytes
 from penstock.kernels.attention.shape import AttentionShape as AttentionShape
-from penstock.kernels.attention.shape import scratch_bytes, workspace_bytes
 from penstock.kernels.attention.sharing import share_prefixes
 
 Int32 = npt.NDArray[np.int32]
@@ -33,10 +33,10 @@ Bools = npt.NDArray[np.bool_]
 SEQUENCE, HEAD_BEGIN, HEAD_END, ROW_BEGIN, ROW_END, SPAN_BEGIN, SPAN_END, PARTIAL = range(8)
 
 SCRATCH_BUDGET = 192 * 2**10  # bytes of an item's rows that stay in a core's own cache from tile to tile
-MAX_BLOCK_ROWS = 192
 MIN_BLOCK_ROWS = 96  # where rows are cut only to share the load; shorter blocks read more than they multiply
 BLOCKS_A_CORE = 8
 
+NO_PARTIAL = np.zeros(0, dtype=np.bool_)
 NO_COMBINES, NO_REFERENCES = np.empty((0, 6), dtype=np.int32), np.empty(0, dtype=np.int32)
 
 
@@ -92,18 +92,16 @@ def plan_attention(
 ) -> AttentionPlan:
     """The plan of a step; arguments as in kernels.ops.AttentionMetadata, on the host."""
     step = _steps(query_start_loc, seq_lens, shape.group, sliding_window, num_sink_tokens)
-    tokens = int(query_start_loc[-1])
-    own = row_blocks(step, _block_rows(shape, tokens, num_cores))
+    own = row_blocks(step, _block_rows(shape, step.tokens, num_cores))
     shared = share_prefixes(step, own, block_table, block_size, most_rows(shape))
     blocks, chains = (own, None) if shared is None else (shared.blocks, shared.chains)
     pieces, items, starts = cut(blocks, shape.num_kv_heads, _head_limits(shape)[blocks.rows], num_cores)
 
-    partial = pieces.spans > 1
-    if shared is not None:
-        partial |= shared.is_partial
-    targets = np.flatnonzero(partial[: len(own.sequence)])
+    partial = NO_PARTIAL
     combined, references = NO_COMBINES, NO_REFERENCES
-    if len(targets):
+    if shared is not None or not pieces.whole:
+        partial = pieces.spans > 1 if shared is None else (pieces.spans > 1) | shared.is_partial
+        targets = np.flatnonzero(partial[: len(own.sequence)])
         combined, references = combines(blocks, targets, chains, pieces, items.numbers, shape.num_kv_heads)
     table, partial_rows = _item_table(blocks, items, partial)
     staged = _staged(step)
@@ -112,37 +110,41 @@ def plan_attention(
         starts=np.array(starts, dtype=np.int64),
         combines=combined,
         references=references,
-        positions=_positions(step, tokens),
+        positions=_positions(step),
         staged=staged,
         loads=items.loads,
         partial_rows=partial_rows,
         workspace_bytes=workspace_bytes(shape, int(staged[-1]), partial_rows),
-        scratch_bytes=_scratch_bytes(shape, table),
-        key=_key(step, shape, blocks, block_table, partial_rows > 0, shared is not None),
+        scratch_bytes=_scratch_bytes(shape, blocks, items, partial),
+        key=_key(step, shape, blocks, _memory(step, block_table), partial_rows > 0, shared is not None),
     )
 
 
 def _steps(query_start_loc: Int32, seq_lens: Int32, group: int, window: int | None, sinks: int) -> Steps:
-    begins = query_start_loc.astype(np.int64)
-    lengths = seq_lens.astype(np.int64)
+    starts, lengths = query_start_loc.astype(np.int64), seq_lens.astype(np.int64)
+    begins, tokens = starts[:-1], int(starts[-1])
+    counts = starts[1:] - begins
+    each_one = tokens == len(counts) and bool((counts == 1).all())
     if window is not None and (len(lengths) == 0 or lengths.max() <= window):
         window = None  # it hides nothing yet
-    return Steps(begins[:-1], begins[1:] - begins[:-1], lengths, group, window, 0 if window is None else sinks)
+    return Steps(
+        tokens, begins, counts, lengths - counts, lengths, each_one, group, window, 0 if window is None else sinks
+    )
 
 
-def _positions(step: Steps, tokens: int) -> Int32:
+def _positions(step: Steps) -> Int32:
     """[T] of each new token."""
-    if tokens == len(step.counts) and (step.counts == 1).all():
-        return (step.lengths - 1).astype(np.int32)
-    first = step.computed - step.begins
-    return (np.repeat(first, step.counts) + np.arange(tokens)).astype(np.int32)
+    if step.each_one:
+        return step.computed.astype(np.int32)
+    return (np.repeat(step.computed - step.begins, step.counts) + np.arange(step.tokens)).astype(np.int32)
 
 
 def _staged(step: Steps) -> Int32:
     """[B + 1] granules of new tokens, summed."""
-    granules = -(-step.lengths // GRANULE) - step.computed // GRANULE
-    staged = np.zeros(len(granules) + 1, dtype=np.int32)
-    np.cumsum(np.where(step.counts > 0, granules, 0), out=staged[1:])
+    staged = np.arange(len(step.counts) + 1, dtype=np.int32)
+    if not step.each_one:
+        granules = -(-step.lengths // GRANULE) - step.computed // GRANULE
+        np.cumsum(np.where(step.counts > 0, granules, 0), out=staged[1:])
     return staged
 
 
@@ -150,7 +152,7 @@ def _staged(step: Steps) -> Int32:
 def most_rows(shape: AttentionShape) -> int:
     """Rows of a block that fit the budget with one kv head: so a great group is cut as well."""
     fitting = SCRATCH_BUDGET // shape.touched_row_bytes // ROW_CAPACITY * ROW_CAPACITY
-    return min(max(fitting, ROW_CAPACITY), MAX_BLOCK_ROWS)
+    return min(max(fitting, ROW_CAPACITY), MAX_ITEM_ROWS)
 
 
 def _block_rows(shape: AttentionShape, tokens: int, num_cores: int) -> int:
@@ -164,7 +166,7 @@ def _block_rows(shape: AttentionShape, tokens: int, num_cores: int) -> int:
 @lru_cache(maxsize=64)
 def _head_limits(shape: AttentionShape) -> Int64:
     """[rows of a block] the most kv heads of an item: few rows take all that fit the budget, more rows one."""
-    rows = np.arange(MAX_BLOCK_ROWS + 1)
+    rows = np.arange(MAX_ITEM_ROWS + 1)
     fitting = SCRATCH_BUDGET // (np.maximum(rows, 1) * shape.touched_row_bytes)
     return np.where(rows <= FEW_ROWS, np.clip(fitting, 1, shape.num_kv_heads), 1)
 
@@ -177,38 +179,46 @@ def _item_table(blocks: RowBlocks, items: Items, partial: Bools) -> tuple[Int32,
     table[:, ROW_BEGIN], table[:, ROW_END] = blocks.row_begin[items.block], blocks.row_end[items.block]
     table[:, SPAN_BEGIN], table[:, SPAN_END] = items.span_begin, items.span_end
     table[:, PARTIAL] = -1
-    if not partial.any():
+    if partial is NO_PARTIAL:
         return table, 0
     writes = partial[items.block]
     rows = blocks.rows[items.block] * (items.head_end - items.head_begin) * (items.span_end - items.span_begin)
     ends = np.cumsum(rows * writes)
     table[writes, PARTIAL] = (ends - rows)[writes]
-    return table, int(ends[-1])
+    return table, int(ends[-1]) if len(ends) else 0
 
 
-def _scratch_bytes(shape: AttentionShape, items: Int32) -> int:
-    states = np.where(items[:, PARTIAL] >= 0, 0, 1 + (items[:, SPAN_END] - items[:, SPAN_BEGIN] > 1))
-    heads, rows = items[:, HEAD_END] - items[:, HEAD_BEGIN], items[:, ROW_END] - items[:, ROW_BEGIN]
-    return scratch_bytes(shape, heads, rows, states)
+def _scratch_bytes(shape: AttentionShape, blocks: RowBlocks, items: Items, partial: Bools) -> int:
+    states = 1 + (items.span_end - items.span_begin > 1)
+    if partial is not NO_PARTIAL:
+        states[partial[items.block]] = 0
+    return scratch_bytes(shape, items.head_end - items.head_begin, blocks.rows[items.block], states)
 
 
-def _key(
-    step: Steps, shape: AttentionShape, blocks: RowBlocks, block_table: Int32, split: bool, shared: bool
-) -> int:
+def _key(step: Steps, shape: AttentionShape, blocks: RowBlocks, memory: str, split: bool, shared: bool) -> int:
     few = blocks.rows <= FEW_ROWS
-    single = step.counts == 1
+    phase = "decode" if step.each_one else _of_these(step.counts == 1, "decode", "chunk", "mixed")
+    template = _of_these(few, "stream", "blocks", "both")
+    window = "none" if step.window is None else "sinks" if step.sinks else "window"
+    return _encoded(shape, phase, template, memory, window, split, shared)
+
+
+@lru_cache(maxsize=256)
+def _encoded(
+    shape: AttentionShape, phase: str, template: str, memory: str, window: str, split: bool, shared: bool
+) -> int:
     integers = shape.kv_cache_dtype == "int8"
     return TilingKey(
-        phase=_of_these(single, "decode", "chunk", "mixed"),
+        phase=phase,
         query=shape.dtype,
         cache=shape.kv_cache_dtype,
         output=shape.dtype,
         scales=("token" if shape.token_scales else "channel") if integers else "none",
         slices=str(shape.slices),
-        template=_of_these(few, "stream", "blocks", "both"),
+        template=template,
         split="spans" if split else "no",
-        memory=_memory(step, block_table),
-        window="none" if step.window is None else "sinks" if step.sinks else "window",
+        memory=memory,
+        window=window,
         prefix="shared" if shared else "own",
     ).encode()
 

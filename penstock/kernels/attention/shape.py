@@ -1,6 +1,7 @@
 """What attention takes of memory: for a shape, for an item, for a step. native/attention.cpp has the same formulas."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -19,7 +20,9 @@ Int64 = npt.NDArray[np.int64]
 _Number = TypeVar("_Number", int, Int64)
 
 ROW_UNIT = 16  # arrays of states have room for a multiple of so many rows
-ROW_NOTES = 40  # bytes that are known of each row: positions, limits, where its results go
+ROW_NOTES = 36  # bytes that are known of each row: positions, limits, where its results go
+HEAD_NOTES = 4  # and of each row in each head
+MAX_ITEM_ROWS = 192
 INTEGER_NOTES = 64  # int8: bytes of a row's scale and sums
 
 
@@ -66,7 +69,7 @@ class AttentionShape:
     @property
     def touched_row_bytes(self) -> int:
         """What each tile touches of a row of a kv head: operand, states of the span and of the row, notes."""
-        return self.query_row_bytes + 2 * self.state_row_bytes + ROW_NOTES
+        return self.query_row_bytes + 2 * self.state_row_bytes + ROW_NOTES + HEAD_NOTES
 
     @property
     def granule_bytes(self) -> int:
@@ -81,13 +84,23 @@ def workspace_bytes(shape: AttentionShape, staged_granules: int, partial_rows: i
 
 
 def scratch_bytes(shape: AttentionShape, heads: Int64, rows: Int64, states: Int64) -> int:
-    """What a core takes for the greatest of some items with so many heads, rows and states of each row (0 to 2)."""
+    """What a core takes for the greatest of some items, [I] each, with so many states of each row and head: two where
+    spans fold into a result, one where a span is all there is, none where partial rows are the states."""
     if len(heads) == 0:
         return 0
-    operands = (heads + 1) * (_up(rows, ROW_CAPACITY) * shape.query_row_bytes)
+    notes, operands, state = _rows_bytes(shape)
+    items = notes[rows] + heads * (operands[rows] + states * state[rows])
+    one_row = ROW_CAPACITY * shape.query_row_bytes
+    return int(items.max()) + one_row + TILE // GRANULE * shape.granule_bytes
+
+
+@lru_cache(maxsize=64)
+def _rows_bytes(shape: AttentionShape) -> tuple[Int64, Int64, Int64]:
+    """[rows of an item] bytes of notes; of the operand of a head and its notes; of a state of a head."""
+    rows = np.arange(MAX_ITEM_ROWS + 1)
     room = _up(rows, ROW_UNIT)
-    items = operands + room * (states * heads * shape.state_row_bytes + ROW_NOTES)
-    return int(items.max()) + TILE // GRANULE * shape.granule_bytes
+    operands = _up(rows, ROW_CAPACITY) * shape.query_row_bytes + room * HEAD_NOTES
+    return room * ROW_NOTES, operands, room * shape.state_row_bytes
 
 
 def _up(count: _Number, unit: int) -> _Number:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.attention.blocks import Int64, RowBlocks, Steps
+from penstock.kernels.attention.blocks import RowBlocks, Steps
 from penstock.kernels.attention.layout import SPAN, SPAN_TILES
 
 

@@ -81,19 +81,19 @@ def scores(q: Tensor, k: Tensor, visible: Tensor | None, scoring: Scoring) -> Te
     rows = q.transpose(1, 2).reshape(num_seqs, -1, group * n, head_dim)
     s = (rows @ k.permute(0, 2, 3, 1)).view(num_seqs, num_heads, n, -1)
     if scoring.bias is not None and scoring.bias_before_scale:
-        s = s + scoring.bias
-    s = s * scoring.scale
+        s += scoring.bias
+    s *= scoring.scale
     if scoring.softcap is not None:
         s = torch.tanh(s / scoring.softcap) * scoring.softcap
     if scoring.bias is not None and not scoring.bias_before_scale:
-        s = s + scoring.bias
-    return s if visible is None else s.masked_fill(~visible, MINUS_INFINITY)
+        s += scoring.bias
+    return s if visible is None else s.masked_fill_(~visible, MINUS_INFINITY)
 
 
 def probabilities(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores [..., S] -> p = e^(s - m) [..., S] and m [...]."""
+    """Scores [..., S] -> p = e^(s - m) [..., S], in their place, and m [...]."""
     greatest = s.amax(dim=-1)
-    return torch.exp(s - _finite(greatest)[..., None]), greatest
+    return s.sub_(_finite(greatest)[..., None]).exp_(), greatest
 
 
 def mix(p: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ constexpr int STRIP = AMX_ROWS;
 constexpr std::int64_t LINE = 64;
 constexpr int KEY_PAIRS = 16;                 // of elements, that a product of scores takes
 constexpr int VALUE_PAIRS = GRANULE / 2;      // of positions, that a product of values takes
-constexpr int TILE_SUMS = 4;                  // columns of sums at a time, 16 each
+constexpr int TILE_SUMS = 4;                  // tiles of sums
 constexpr float LOG2_E = 1.44269504f;
 
 // Tiles: 0 .. 3 sums; 4 queries and 5 keys; 6 probabilities and 7 values.
@@ -39,15 +39,18 @@ struct Strip {
     const TileArgs& a;
     int first, rows;
     float* s;     // [STRIP][TILE] scores
-    Bfloat16* p;  // [STRIP][TILE]
+    Bfloat16* p;  // [STRIP][TILE] probabilities
 
     std::int64_t dim() const { return a.cache->padded_dim; }
+    float* mixed() const { return a.mixed + first * dim(); }
     bool prefetches() const { return first == 0 && a.next[0] != nullptr; }
 };
 
 inline void prefetch(const char* from, int lines) {
     for (int line = 0; line < lines; ++line) _mm_prefetch(from + line * LINE, _MM_HINT_T1);
 }
+
+// ---- Products
 
 void scores(const Strip& strip) {
     const std::int64_t dim = strip.dim();
@@ -78,12 +81,12 @@ void scores(const Strip& strip) {
     _tile_stored(3, strip.s + 48, TILE * 4);
 }
 
-// Adds p v to the state, 64 columns at a time.
+// Adds p v to 16 SUMS columns of the state.
 template <int SUMS>
-void mix(const Strip& strip, std::int64_t d) {
+void mix_columns(const Strip& strip, std::int64_t d) {
     const std::int64_t dim = strip.dim(), keys = dim * GRANULE * 2;
-    float* const o = strip.a.mixed + strip.first * dim + d;
     const bool prefetches = strip.prefetches();
+    float* const o = strip.mixed() + d;
     _tile_loadd(0, o, dim * 4);
     _tile_loadd(1, o + 16, dim * 4);
     if constexpr (SUMS > 2) _tile_loadd(2, o + 32, dim * 4);
@@ -112,8 +115,8 @@ void mix(const Strip& strip, std::int64_t d) {
 void mix(const Strip& strip) {
     __asm__ volatile("" : : : "memory");  // the compiler does not know what tile loads read
     std::int64_t d = 0;
-    for (; d + 64 <= strip.dim(); d += 64) mix<4>(strip, d);
-    if (d < strip.dim()) mix<2>(strip, d);
+    for (; d + 64 <= strip.dim(); d += 64) mix_columns<4>(strip, d);
+    if (d < strip.dim()) mix_columns<2>(strip, d);
 }
 
 // ---- One number from each of 16 vectors
@@ -203,7 +206,9 @@ inline void scale_row(float* o, std::int64_t dim, float by) {
     for (std::int64_t d = 0; d < dim; d += LANES) _mm512_store_ps(o + d, _mm512_mul_ps(_mm512_load_ps(o + d), factor));
 }
 
-void softmax(const Strip& strip) {
+// Scores become probabilities; the state's m and l take the tile in, and its o is made ready
+// for p v. Returns the rows, as bits, that see nothing of the tile.
+unsigned softmax(const Strip& strip) {
     const TileArgs& a = strip.a;
     alignas(64) float each[STRIP][LANES] = {};
     alignas(64) float shift[LANES], keep[LANES];
@@ -232,22 +237,33 @@ void softmax(const Strip& strip) {
     _mm512_mask_storeu_ps(a.greatest + strip.first, rows, greatest);
     for (unsigned left = grown; left != 0; left &= left - 1) {
         const int r = __builtin_ctz(left);
-        scale_row(a.mixed + (strip.first + r) * strip.dim(), strip.dim(), keep[r]);
+        scale_row(strip.mixed() + r * strip.dim(), strip.dim(), keep[r]);
+    }
+    return _mm512_mask_cmp_ps_mask(rows, sum, _mm512_setzero_ps(), _CMP_EQ_OQ);
+}
+
+// Adding a product of zeros would make 0 of a -0 or of a number below the normal range: such rows of o are kept aside.
+inline void copy_rows(unsigned rows, std::int64_t dim, const float* from, float* to) {
+    for (; rows != 0; rows &= rows - 1) {
+        const std::int64_t at = __builtin_ctz(rows) * dim;
+        __builtin_memcpy(to + at, from + at, static_cast<std::size_t>(dim) * sizeof(float));
     }
 }
 
 void attend_strips(const TileArgs& a) {
     alignas(64) float s[STRIP * TILE];
     alignas(64) Bfloat16 p[STRIP * TILE];
+    alignas(64) float aside[STRIP * MAX_HEAD_DIM];
     int configured = 0;
     for (int first = 0; first < a.rows; first += STRIP) {
-        const int rows = a.rows - first < STRIP ? a.rows - first : STRIP;
-        if (rows != configured) load_config(rows);
-        configured = rows;
-        const Strip strip{a, first, rows, s, p};
+        const Strip strip{a, first, a.rows - first < STRIP ? a.rows - first : STRIP, s, p};
+        if (strip.rows != configured) load_config(strip.rows);
+        configured = strip.rows;
         scores(strip);
-        softmax(strip);
+        const unsigned untouched = softmax(strip);
+        copy_rows(untouched, strip.dim(), strip.mixed(), aside);
         mix(strip);
+        copy_rows(untouched, strip.dim(), aside, strip.mixed());
     }
     _tile_release();
 }

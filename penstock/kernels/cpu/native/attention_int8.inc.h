@@ -14,7 +14,7 @@
 // Included by a file for each level, which brings a Dot:
 //     static constexpr int EXCESS;  // how much multiply() takes a stored byte for too much: 128, or 0
 //     template <int OPERANDS, int QUADS, class Find>
-//     static void multiply(int runs, std::int64_t step, const Find& find, const std::int32_t* start, I32x16 (*sums)[2]);
+//     static void multiply(int runs, std::int64_t step, const Find& find, const I32x16* start, I32x16 (*sums)[2]);
 // multiply adds, to the start of each of OPERANDS int8 rows, its products with two vectors of stored integers. A vector
 // holds 16 lanes of 4 bytes, each multiplied with the same 4 of the row; there are QUADS of them, `step` bytes apart,
 // in each of so many runs. find(run) says where one lies.
@@ -62,27 +62,33 @@ PENSTOCK_INLINE void store_bytes(std::int8_t* to, I32x16 a) {
     }
 }
 
-// Of integers, so in any order.
-#if defined(__AVX512F__)
-PENSTOCK_INLINE std::int32_t greatest(I32x16 a) { return _mm512_reduce_max_epi32((__m512i)a.part[0]); }
-PENSTOCK_INLINE std::int32_t total(I32x16 a) { return _mm512_reduce_add_epi32((__m512i)a.part[0]); }
-#else
-PENSTOCK_INLINE std::int32_t greatest(I32x16 a) {
-    alignas(64) std::int32_t lane[LANES];
-    store(lane, a);
-    std::int32_t result = lane[0];
-    for (int i = 1; i < LANES; ++i) result = lane[i] > result ? lane[i] : result;
-    return result;
+template <int DISTANCE>
+PENSTOCK_INLINE IntPart turned(IntPart a) {
+    IntPart from;
+    for (int i = 0; i < PART_LANES; ++i) from[i] = (i + DISTANCE) % PART_LANES;
+    return __builtin_shuffle(a, from);
 }
 
-PENSTOCK_INLINE std::int32_t total(I32x16 a) {
-    alignas(64) std::int32_t lane[LANES];
-    store(lane, a);
-    std::int32_t result = 0;
-    for (int i = 0; i < LANES; ++i) result += lane[i];
-    return result;
+// All lanes taken together, in every lane.
+template <class Op>
+PENSTOCK_INLINE I32x16 over_lanes(I32x16 a, const Op& op) {
+    IntPart all = a.part[0];
+    for (int i = 1; i < PARTS; ++i) all = op(all, a.part[i]);
+    if (PART_LANES > 8) all = op(all, turned<8>(all));
+    if (PART_LANES > 4) all = op(all, turned<4>(all));
+    all = op(all, turned<2>(all));
+    all = op(all, turned<1>(all));
+    for (int i = 0; i < PARTS; ++i) a.part[i] = all;
+    return a;
 }
-#endif
+
+PENSTOCK_INLINE I32x16 total(I32x16 a) {
+    return over_lanes(a, [](IntPart x, IntPart y) { return x + y; });
+}
+
+PENSTOCK_INLINE std::int32_t greatest(I32x16 a) {
+    return over_lanes(a, [](IntPart x, IntPart y) { return x > y ? x : y; }).part[0][0];
+}
 
 PENSTOCK_INLINE I32x16 magnitude_bits(F32x16 x) { return bits_as<I32x16>(abs(x)); }
 
@@ -100,10 +106,10 @@ PENSTOCK_INLINE RowScale row_scale(std::int32_t greatest_bits) {
     return {a / LARGEST, LARGEST / a};
 }
 
-// x [n], n a multiple of 32, -> its slices in an operand of so many bytes a chunk, and their sums [SLICES].
+// x [n], n a multiple of 32, -> its slices in an operand of so many bytes a chunk, and their sums [SLICES], in every lane.
 template <int SLICES>
 PENSTOCK_INLINE void slice_row(
-    const float* x, std::int64_t n, float factor, std::int8_t* to, std::int64_t chunk_bytes, std::int32_t* sums) {
+    const float* x, std::int64_t n, float factor, std::int8_t* to, std::int64_t chunk_bytes, I32x16* sums) {
     I32x16 added[SLICES];
     for (int s = 0; s < SLICES; ++s) added[s] = 0;
     for (std::int64_t i = 0; i < n; i += LANES) {
@@ -181,14 +187,12 @@ void pack_row(const QueryArgs& a, std::int64_t row, const QueryStrip& strip, int
     }
     const RowScale found = row_scale(greatest(greatest_bits));
     QueryRow& out = strip.row(r);
-    slice_row<SLICES>(x, cache.padded_dim, found.factor, strip.slices + r * SLICES * CHUNK,
-                      STRIP_ROWS * SLICES * CHUNK, out.sums);
     I32x16 sums[SLICES];
-    for (int s = 0; s < SLICES; ++s) sums[s] = out.sums[s];
-    alignas(64) float lane[LANES];
-    store(lane, combine<SLICES>(sums, found.scale));
+    slice_row<SLICES>(x, cache.padded_dim, found.factor, strip.slices + r * SLICES * CHUNK,
+                      STRIP_ROWS * SLICES * CHUNK, sums);
+    for (int s = 0; s < SLICES; ++s) out.sums[s] = sums[s].part[0][0];
     out.scale = found.scale;
-    out.sum = lane[0];
+    out.sum = combine<SLICES>(sums, found.scale).part[0][0];
     out.shift = sum(shift);
 }
 
@@ -258,8 +262,8 @@ struct Int8Kind {
     static void strip_scores(const TileArgs& a, int first, float* s) {
         constexpr int OPERANDS = ROWS * SLICES, CHUNK_QUADS = CHUNK / QUAD;
         const QueryStrip strip(const_cast<void*>(a.operand), *a.cache, first);
-        std::int32_t start[OPERANDS];
-        for (int i = 0; i < OPERANDS; ++i) start[i] = -Dot::EXCESS * strip.row(i / SLICES).sums[i % SLICES];
+        I32x16 start[OPERANDS];
+        for (int i = 0; i < OPERANDS; ++i) start[i] = strip.row(i / SLICES).sums[i % SLICES] * -Dot::EXCESS;
         const int chunks = static_cast<int>(a.cache->padded_dim / CHUNK);
         for (int g = 0; g < TILE_GRANULES; g += 2) {
             const Granule left(*a.cache, a.granules[g]), right(*a.cache, a.granules[g + 1]);
@@ -302,15 +306,14 @@ struct Int8Kind {
     struct Probabilities {
         static constexpr int CHUNK_BYTES = ROWS * SLICES * CHUNK;
         alignas(64) std::int8_t slices[TILE / CHUNK * CHUNK_BYTES];
-        std::int32_t sums[ROWS * SLICES];
         float scale[ROWS];
         float sum[ROWS];  // scales of tokens: of x * value offset; of channels: of x
     };
 
-    // p [TILE] of row r. Where p is 0 the position may be hidden and its scale and offset anything.
+    // p [TILE] of row r, and the sums of its slices. Where p is 0 the position may be hidden and its scale and offset anything.
     template <int ROWS, int SLICES>
     static PENSTOCK_INLINE void slice_probabilities(
-        const TileArgs& a, float* p, int r, Probabilities<ROWS, SLICES>& out) {
+        const TileArgs& a, float* p, int r, Probabilities<ROWS, SLICES>& out, I32x16* sums) {
         const bool per_token = a.cache->value_scales == nullptr;
         F32x16 added = 0.0f;
         I32x16 greatest_bits = 0;
@@ -330,7 +333,7 @@ struct Int8Kind {
         out.scale[r] = found.scale;
         out.sum[r] = sum(added);
         slice_row<SLICES>(p, TILE, found.factor, out.slices + r * SLICES * CHUNK,
-                          Probabilities<ROWS, SLICES>::CHUNK_BYTES, out.sums + r * SLICES);
+                          Probabilities<ROWS, SLICES>::CHUNK_BYTES, sums);
     }
 
     // 32 elements of a head at a time.
@@ -339,9 +342,9 @@ struct Int8Kind {
         constexpr int OPERANDS = ROWS * SLICES, GRANULE_QUADS = GRANULE / QUAD;
         const std::int64_t dim = a.cache->padded_dim;
         Probabilities<ROWS, SLICES> operand;
-        for (int r = 0; r < ROWS; ++r) slice_probabilities(a, p + r * TILE, r, operand);
-        std::int32_t start[OPERANDS];
-        for (int i = 0; i < OPERANDS; ++i) start[i] = -Dot::EXCESS * operand.sums[i];
+        I32x16 start[OPERANDS];
+        for (int r = 0; r < ROWS; ++r) slice_probabilities(a, p + r * TILE, r, operand, start + r * SLICES);
+        for (int i = 0; i < OPERANDS; ++i) start[i] = start[i] * -Dot::EXCESS;
         const std::uint8_t *values[TILE_GRANULES], *next[TILE_GRANULES];
         for (int g = 0; g < TILE_GRANULES; ++g) {
             values[g] = Granule(*a.cache, a.granules[g]).values;

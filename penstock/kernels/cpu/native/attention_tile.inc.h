@@ -5,9 +5,13 @@
 //     static constexpr int STRIP;                                                // rows at a time, up to MAX_STRIP
 //     static void scores(const TileArgs&, int first, int rows, float* s);        // s [rows][TILE]: q . k
 //     static void mix(const TileArgs&, int first, int rows, float* p, float* o); // o [rows][padded_dim]: sum of p v
-// mix may overwrite p. In its p a hidden position is 0.
+// mix may overwrite p. In its p a hidden position is 0. A kind that folds sums while they are in registers has an
+// attend_tile of its own, made of the same parts: softmax, fold_sums, and its own mix.
 #pragma once
 
+#if defined(__AVX512F__)
+#include "avx512.h"  // before others include its header
+#endif
 #include "attention.h"
 #include "vector_math.inc.h"
 
@@ -17,13 +21,23 @@ namespace {
 constexpr int TILE_LANES = TILE / LANES;
 constexpr float MINUS_INFINITY = -__builtin_inff();
 
-// The positions of the tile that row r sees, lanes first .. first + 15: all bits set.
-PENSTOCK_INLINE I32x16 visible_lanes(const TileArgs& a, int row, int first) {
-    const I32x16 j = lane_index() + first;
-    return (j < a.high[row]) & ((j >= a.low[row]) | (j < a.sink));
+// m' and l' of a strip's rows. Where all scores are NaN so is l', and m' is -inf.
+struct StripParts {
+    alignas(64) float greatest[MAX_STRIP];
+    alignas(64) float sum[MAX_STRIP];
+};
+
+// Bit j: row r sees position j of the tile.
+PENSTOCK_INLINE std::uint64_t positions_below(std::int32_t end) {
+    return end <= 0 ? 0 : end >= TILE ? ~std::uint64_t{0} : (std::uint64_t{1} << end) - 1;
 }
 
-// Dot products of one row become scores, hidden ones -inf.
+PENSTOCK_INLINE std::uint64_t visible_positions(const TileArgs& a, int row) {
+    if (a.low == nullptr) return ~std::uint64_t{0};
+    return positions_below(a.high[row]) & (~positions_below(a.low[row]) | positions_below(a.sink));
+}
+
+// Dot products of one row become scores.
 PENSTOCK_INLINE F32x16 score(const TileArgs& a, int row, int first, F32x16 s) {
     const PenstockAttention& how = *a.how;
     F32x16 bias = 0.0f;
@@ -35,48 +49,72 @@ PENSTOCK_INLINE F32x16 score(const TileArgs& a, int row, int first, F32x16 s) {
     s = s * how.scale;
     if (how.softcap > 0.0f) s = tanh(s / how.softcap) * how.softcap;
     if (a.slopes != nullptr && how.bias_before_scale == 0) s = s + bias;
-    if (a.low != nullptr) s = select(visible_lanes(a, row, first), s, F32x16(MINUS_INFINITY));
     return s;
 }
 
-// Dot products [TILE] of one row become p; returns m' and l'. Where all scores are NaN so is l', and m' is -inf.
+// template <class P> void softmax(const TileArgs&, int first, int rows, float* s, P* p, StripParts&):
+// dot products s [rows][TILE] of rows first, .. become p [rows][TILE], of float or rounded to bfloat16 (uint16), and m'
+// and l' (of the float p). s is overwritten; p may be s.
+}  // namespace
+}  // namespace penstock
+
+#if defined(__AVX512F__)
+#include "attention_softmax_avx512.inc.h"
+#else
+#include "attention_softmax.inc.h"
+#endif
+
+namespace penstock {
+namespace {
+
+// ---- The fold of attention.h
+
+// What the state and the part are multiplied with: sixteen rows, or one in all lanes.
+struct FoldFactors {
+    F32x16 greatest, keep, add;
+};
+
+PENSTOCK_INLINE FoldFactors fold_factors(F32x16 m, F32x16 part_m) {
+    const F32x16 n = max(part_m, m);
+    const F32x16 shift = select(n == MINUS_INFINITY, F32x16(0.0f), n);
+    return {n, exp_to_zero(m - shift), exp_to_zero(part_m - shift)};
+}
+
 struct RowPart {
     float greatest, sum;
 };
 
-PENSTOCK_INLINE RowPart probabilities(const TileArgs& a, int row, float* s) {
-    F32x16 x[TILE_LANES], top = MINUS_INFINITY;
-    for (int i = 0; i < TILE_LANES; ++i) {
-        x[i] = score(a, row, i * LANES, load(s + i * LANES));
-        top = max(x[i], top);  // of a NaN: top
-    }
-    const float m = greatest(top);
-    const float shift = m == MINUS_INFINITY ? 0.0f : m;
-    F32x16 total = 0.0f;
-    for (int i = 0; i < TILE_LANES; ++i) {
-        x[i] = exp_to_zero(x[i] - shift);
-        total = total + x[i];
-        store(s + i * LANES, x[i]);
-    }
-    return {m, sum(total)};
-}
-
-// e^x for one number up to 0; 1 for 0, 0 for -inf.
-PENSTOCK_INLINE float exp_to_zero(float x) {
-    alignas(64) float lane[LANES];
-    store(lane, exp_to_zero(F32x16(x)));
-    return lane[0];
-}
-
-// The fold of attention.h, for one row.
+// For one row.
 PENSTOCK_INLINE void fold_row(std::int64_t dim, float& m, float& l, float* o, RowPart part, const float* part_o) {
     if (part.sum == 0.0f) return;
-    const float n = part.greatest > m ? part.greatest : m;
-    const float shift = n == MINUS_INFINITY ? 0.0f : n;
-    const float keep = exp_to_zero(m - shift), add = exp_to_zero(part.greatest - shift);
-    for (std::int64_t d = 0; d < dim; d += LANES) store(o + d, load(o + d) * keep + load(part_o + d) * add);
-    l = l * keep + part.sum * add;
-    m = n;
+    const FoldFactors f = fold_factors(m, part.greatest);
+    alignas(64) float lane[LANES];
+    for (std::int64_t d = 0; d < dim; d += LANES) store(o + d, load(o + d) * f.keep + load(part_o + d) * f.add);
+    store(lane, l * f.keep + part.sum * f.add);
+    l = lane[0];
+    store(lane, f.greatest);
+    m = lane[0];
+}
+
+// What is left to do of a strip's fold, once its sums are folded: o = o keep + o' add, where bit r is set.
+struct StripFold {
+    alignas(64) float keep[MAX_STRIP];
+    alignas(64) float add[MAX_STRIP];
+    std::uint32_t rows;
+};
+
+PENSTOCK_INLINE void fold_sums(const TileArgs& a, int first, int rows, const StripParts& parts, StripFold& fold) {
+    float* const m = a.greatest + first;
+    float* const l = a.sum + first;
+    const F32x16 part_m = load_rows(parts.greatest, rows), part_l = load_rows(parts.sum, rows);
+    const F32x16 state_m = load_rows(m, rows), state_l = load_rows(l, rows);
+    const I32x16 folds = part_l != 0.0f;
+    const FoldFactors f = fold_factors(state_m, part_m);
+    store_rows(m, select(folds, f.greatest, state_m), rows);
+    store_rows(l, select(folds, state_l * f.keep + part_l * f.add, state_l), rows);
+    store(fold.keep, f.keep);
+    store(fold.add, f.add);
+    fold.rows = bits_set(folds);
 }
 
 template <class Kind>
@@ -86,12 +124,18 @@ void attend_tile(const TileArgs& a) {
     const std::int64_t dim = a.cache->padded_dim;
     for (int first = 0; first < a.rows; first += Kind::STRIP) {
         const int rows = a.rows - first < Kind::STRIP ? a.rows - first : Kind::STRIP;
-        RowPart parts[Kind::STRIP];
+        StripParts parts;
+        StripFold fold;
         Kind::scores(a, first, rows, p);
-        for (int r = 0; r < rows; ++r) parts[r] = probabilities(a, first + r, p + r * TILE);
+        softmax(a, first, rows, p, p, parts);
+        fold_sums(a, first, rows, parts, fold);
         Kind::mix(a, first, rows, p, o);
-        for (int r = 0; r < rows; ++r)
-            fold_row(dim, a.greatest[first + r], a.sum[first + r], a.mixed + (first + r) * dim, parts[r], o + r * dim);
+        for (int r = 0; r < rows; ++r) {
+            if ((fold.rows >> r & 1) == 0) continue;
+            float* const to = a.mixed + (first + r) * dim;
+            const F32x16 keep = fold.keep[r], add = fold.add[r];
+            for (std::int64_t d = 0; d < dim; d += LANES) store(to + d, load(to + d) * keep + load(o + r * dim + d) * add);
+        }
     }
 }
 

@@ -67,7 +67,7 @@ void choose_caches(Level level, CacheKernel (&caches)[NUM_CACHE_KINDS]) {
         {avx2_cache_f32(), avx2_cache_bf16(), avx2_cache_int8()},
 #endif
 #if defined(PENSTOCK_HAVE_AVX512)
-        {{}, {}, avx512_cache_int8()},
+        {avx512_cache_f32(), avx512_cache_bf16(), avx512_cache_int8()},
 #endif
 #if defined(PENSTOCK_HAVE_AMX)
         {{}, amx_cache_bf16(), {}},
