@@ -14,9 +14,7 @@ MAX_PROMPT = 1000  # of the model's 1024 tokens
 
 
 @cache
-def heldout_loss(
-    quantization: str | None = None, group_size: int | None = None, kv_cache_dtype: str = "auto"
-) -> float:
+def heldout_loss(quantization: str | None = None, group_size: int | None = None, kv_cache_dtype: str = "auto") -> float:
     """Mean negative log-likelihood of every token but the first, in nats."""
     options: dict[str, Any] = {
         "quantization": quantization,
