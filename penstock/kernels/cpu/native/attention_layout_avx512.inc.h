@@ -30,11 +30,14 @@ PENSTOCK_INLINE void convert_row(const From* from, std::int64_t head_dim, std::i
 
 // Elements `at`, .. of an array of either type.
 template <class Element>
-PENSTOCK_INLINE void convert_row(const void* x, std::int32_t type, std::int64_t at, const PenstockCache& cache, Element* to) {
+PENSTOCK_INLINE void convert_row(
+    const void* x, std::int32_t type, std::int64_t at, const PenstockCache& cache, Element* to) {
+    const float* const floats = static_cast<const float*>(x);
+    const std::uint16_t* const halves = static_cast<const std::uint16_t*>(x);
     if (type == TYPE_F32)
-        convert_row(x == nullptr ? nullptr : static_cast<const float*>(x) + at, cache.head_dim, cache.padded_dim, to);
+        convert_row(x == nullptr ? floats : floats + at, cache.head_dim, cache.padded_dim, to);
     else
-        convert_row(x == nullptr ? nullptr : static_cast<const std::uint16_t*>(x) + at, cache.head_dim, cache.padded_dim, to);
+        convert_row(x == nullptr ? halves : halves + at, cache.head_dim, cache.padded_dim, to);
 }
 
 template <class Type>
@@ -48,8 +51,10 @@ void transpose_rows(const Row<Type>* rows, __mmask16 mask, std::int64_t words, s
     for (std::int64_t first = 0; first < words; first += REGISTER_WORDS) {
         __m512i word[REGISTER_WORDS];
 #pragma GCC unroll 16
-        for (int r = 0; r < REGISTER_WORDS; ++r)
-            word[r] = mask >> r & 1 ? _mm512_load_si512(rows[r].element + first * Type::ELEMENTS) : _mm512_setzero_si512();
+        for (int r = 0; r < REGISTER_WORDS; ++r) {
+            word[r] = _mm512_setzero_si512();
+            if (mask >> r & 1) word[r] = _mm512_load_si512(rows[r].element + first * Type::ELEMENTS);
+        }
         transpose(word);
         for (int j = 0; j < REGISTER_WORDS; ++j) _mm512_mask_storeu_epi32(to + (first + j) * stride, mask, word[j]);
     }

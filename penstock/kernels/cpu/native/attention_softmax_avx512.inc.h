@@ -43,9 +43,13 @@ struct Greatest {  // not for NaN
 template <class Op>
 PENSTOCK_INLINE __m128 reduce(const __m512 (&row)[ROW_GROUP]) {
     constexpr __mmask16 ALL = 0xFFFF;
-    const __m512 even = Op::of(_mm512_maskz_unpacklo_ps(ALL, row[0], row[1]), _mm512_maskz_unpackhi_ps(ALL, row[0], row[1]));
-    const __m512 odd = Op::of(_mm512_maskz_unpacklo_ps(ALL, row[2], row[3]), _mm512_maskz_unpackhi_ps(ALL, row[2], row[3]));
-    const __m512 quarters = Op::of(_mm512_maskz_shuffle_ps(ALL, even, odd, 0x44), _mm512_maskz_shuffle_ps(ALL, even, odd, 0xEE));
+    __m512 pair[2];
+    for (int i = 0; i < 2; ++i) {
+        const __m512 a = row[2 * i], b = row[2 * i + 1];
+        pair[i] = Op::of(_mm512_maskz_unpacklo_ps(ALL, a, b), _mm512_maskz_unpackhi_ps(ALL, a, b));
+    }
+    const __m512 quarters = Op::of(_mm512_maskz_shuffle_ps(ALL, pair[0], pair[1], 0x44),
+                                   _mm512_maskz_shuffle_ps(ALL, pair[0], pair[1], 0xEE));
     const __m256 halves = Op::of(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps(quarters, 1));
     return Op::of(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
 }

@@ -1,5 +1,5 @@
-// A tile of attention, strip of rows by strip of rows: what all levels and kinds of cache have in common. Included, with
-// vector_math.inc.h, by files that are compiled once for each instruction level.
+// A tile of attention, strip of rows by strip of rows: what all levels and kinds of cache have in common. Included by
+// files that are compiled once for each instruction level.
 //
 // A Kind brings the two products:
 //     static constexpr int STRIP;                                                // rows at a time, up to MAX_STRIP
@@ -134,7 +134,8 @@ void attend_tile(const TileArgs& a) {
             if ((fold.rows >> r & 1) == 0) continue;
             float* const to = a.mixed + (first + r) * dim;
             const F32x16 keep = fold.keep[r], add = fold.add[r];
-            for (std::int64_t d = 0; d < dim; d += LANES) store(to + d, load(to + d) * keep + load(o + r * dim + d) * add);
+            const float* const part = o + r * dim;
+            for (std::int64_t d = 0; d < dim; d += LANES) store(to + d, load(to + d) * keep + load(part + d) * add);
         }
     }
 }
