@@ -174,7 +174,8 @@ def _span_ranges(blocks: RowBlocks, block: Int64, index: Int64, pieces: Int64) -
     first = np.where((sinks > 0) & ~alone, 0, first)
     begin, stop = _part(first, end, index - alone, np.maximum(pieces - alone, 1))
     is_sink = alone & (index == 0)
-    return np.where(is_sink, 0, begin), np.where(is_sink, sinks, stop)
+    begin[is_sink], stop[is_sink] = 0, sinks[is_sink]
+    return begin, stop
 
 
 def _part(begin: Int64, end: Int64, index: Int64, pieces: Int64) -> tuple[Int64, Int64]:
@@ -186,7 +187,8 @@ def _part(begin: Int64, end: Int64, index: Int64, pieces: Int64) -> tuple[Int64,
 def _tiles_within(blocks: RowBlocks, block: Int64, begin: Int64, end: Int64) -> Int64:
     """Tiles begin .. end - 1 that some row sees."""
     first, stop = blocks.tile_begin[block], blocks.tile_end[block]
-    tiles = np.maximum(np.minimum(end, stop) - np.maximum(begin, first), 0)
+    tiles: Int64 = np.maximum(np.minimum(end, stop) - np.maximum(begin, first), 0)
     if blocks.sink_end is None:
         return tiles
-    return tiles + np.maximum(np.minimum(end, blocks.sink_end[block]) - begin, 0)
+    sinks: Int64 = np.maximum(np.minimum(end, blocks.sink_end[block]) - begin, 0)
+    return tiles + sinks
