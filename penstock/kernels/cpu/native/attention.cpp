@@ -1,8 +1,8 @@
 // The driver of attention, in three phases that share their work among threads.
 //
 //   stage    New keys and values are laid out as granules of the cache's kind in the workspace: from the granule of a
-//            sequence's first new token, whose older rows come from the cache, to that of its last one, whose rows
-//            behind it are zeros. From here on it makes no difference whether a token is new.
+//            sequence's first new token, whose older rows come from the cache, to that of its last one. From here on
+//            it makes no difference whether a token is new.
 //   attend   The plan's items: rows of queries through tiles of keys and values (attention_item.cpp).
 //   finish   Results that several items made together, and the store of new tokens to their slots. Nothing waits for
 //            the store, and the cache is not written before: in a ring, rows are read before they are used again.
@@ -76,12 +76,15 @@ void store_tokens(const AttentionCall& call, std::int64_t token, int count, std:
                        static_cast<const char*>(call.values) + offset, cache.kv_heads * cache.head_dim});
 }
 
+// Rows behind the last token become zeros or, where that is less work, stay what they were, if it is finite.
 void stage_granule(const AttentionCall& call, const Staged& at, std::int64_t kv_head) {
     char* granule = call.staged_granule(at.sequence, kv_head, at.index);
-    if (at.start > 0)
-        std::memcpy(granule, call.cached_granule(at.sequence, kv_head, at.base), static_cast<std::size_t>(call.granule));
+    if (at.end - at.start < GRANULE) {
+        const char* before = at.start > 0 ? call.cached_granule(at.sequence, kv_head, at.base) : call.zeros;
+        std::memcpy(granule, before, static_cast<std::size_t>(call.granule));
+        if (!values_are_finite(call.cache, granule)) store_zeros(call, kv_head, granule, at.end, GRANULE - at.end);
+    }
     store_tokens(call, at.token, at.end - at.start, kv_head, granule, at.start);
-    store_zeros(call, kv_head, granule, at.end, GRANULE - at.end);
 }
 
 void stage(const AttentionCall& call, ThreadPool& pool, bool alone) {

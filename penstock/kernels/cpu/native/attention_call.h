@@ -119,6 +119,21 @@ struct AttentionCall {
     }
 };
 
+inline bool finite_words(const std::uint32_t* words, std::int64_t count, std::uint32_t exponent) {
+    std::uint32_t spoilt = 0;
+    for (std::int64_t i = 0; i < count; ++i) spoilt |= (words[i] & exponent) == exponent;
+    return spoilt == 0;
+}
+
+// Whether 0 times any value of a granule is 0. Of int8 it always is: hidden scales never count.
+inline bool values_are_finite(const PenstockCache& cache, const char* granule) {
+    const std::int64_t bytes = half_granule_bytes(cache.kind, cache.padded_dim);
+    const auto* words = reinterpret_cast<const std::uint32_t*>(granule + bytes);
+    if (cache.kind == CACHE_INT8) return true;
+    if (cache.kind == CACHE_F32) return finite_words(words, bytes / 4, 0x7F800000u);
+    return finite_words(words, bytes / 4, 0x7F80u) && finite_words(words, bytes / 4, 0x7F800000u);
+}
+
 // Zeros in rows start .. start + count - 1 of a granule.
 inline void store_zeros(const AttentionCall& call, std::int64_t kv_head, char* granule, int start, int count) {
     if (count > 0)

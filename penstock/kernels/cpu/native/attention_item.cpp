@@ -18,20 +18,6 @@ struct Granules {
     const char* at[TILE_GRANULES];
 };
 
-bool finite(const std::uint32_t* words, std::int64_t count, std::uint32_t exponent) {
-    std::uint32_t spoilt = 0;
-    for (std::int64_t i = 0; i < count; ++i) spoilt |= (words[i] & exponent) == exponent;
-    return spoilt == 0;
-}
-
-// Whether the values of a granule of floats are all finite.
-bool finite_values(const PenstockCache& cache, const char* granule) {
-    const std::int64_t bytes = half_granule_bytes(cache.kind, cache.padded_dim);
-    const auto* words = reinterpret_cast<const std::uint32_t*>(granule + bytes);
-    if (cache.kind == CACHE_F32) return finite(words, bytes / 4, 0x7F800000u);
-    return finite(words, bytes / 4, 0x7F80u) && finite(words, bytes / 4, 0x7F800000u);
-}
-
 class Item {
   public:
     Item(const AttentionCall& call, const PenstockAttentionItem& item, void* scratch);
@@ -181,7 +167,7 @@ void Item::attend_tile(std::int64_t tile) {
     Granules granules = locate(tile, 0);
     for (std::int64_t head = 0; head < heads_; ++head) {
         const Granules next = following(tile, head);
-        const bool one_by_one = hidden_tokens && call_.cache.kind != CACHE_INT8 && !all_finite(granules);
+        const bool one_by_one = hidden_tokens && !all_finite(granules);
         args.kv_head = kv_head(head);
         std::copy_n(granules.at, TILE_GRANULES, args.granules);
         std::copy_n(next.at, TILE_GRANULES, args.next);
@@ -257,7 +243,7 @@ bool Item::sees_all(const RowBlock& block, std::int64_t base) const {
     return window_ == 0 || base + TILE <= kept_ || base >= block.latest - window_ + 1;
 }
 
-// Whether a row of the block does not see a position of the tile that belongs to the sequence. Behind its end are zeros.
+// Whether a row of the block does not see a token of the tile. Behind the sequence's end all values are finite.
 bool Item::hides_tokens(const RowBlock& block, std::int64_t base) const {
     if (block.earliest + 1 < std::min(base + TILE, length_)) return true;
     return window_ > 0 && base + TILE > kept_ && block.latest - window_ + 1 > std::max(base, kept_);
@@ -303,7 +289,7 @@ Granules Item::following(std::int64_t tile, std::int64_t head) const {
 
 bool Item::all_finite(const Granules& granules) const {
     return std::all_of(granules.at, granules.at + TILE_GRANULES,
-                       [&](const char* granule) { return finite_values(call_.cache, granule); });
+                       [&](const char* granule) { return values_are_finite(call_.cache, granule); });
 }
 
 }  // namespace
