@@ -289,9 +289,10 @@ struct Run {
     const std::int8_t* operand;
 };
 
-// The granule of the next tile that lies where this one does; there is always one to name.
-PENSTOCK_INLINE const char* next_granule(const TileArgs& a, int first, int g) {
-    return first == 0 && a.next[g] != nullptr ? a.next[g] : a.granules[g];
+// The granule of the next tile that lies where this one does. The first strip prefetches it; the others, and the last
+// tile, name what is in the cache already.
+PENSTOCK_INLINE Granule next_granule(const TileArgs& a, int first, int g) {
+    return Granule(*a.cache, first == 0 && a.next[g] != nullptr ? a.next[g] : a.granules[g]);
 }
 
 template <class Dot>
@@ -323,8 +324,7 @@ struct Int8Kind {
         const int chunks = static_cast<int>(a.cache->padded_dim / CHUNK);
         for (int g = 0; g < TILE_GRANULES; g += 2) {
             const Granule left(*a.cache, a.granules[g]), right(*a.cache, a.granules[g + 1]);
-            const Granule next_left(*a.cache, next_granule(a, first, g));
-            const Granule next_right(*a.cache, next_granule(a, first, g + 1));
+            const Granule next_left = next_granule(a, first, g), next_right = next_granule(a, first, g + 1);
             I32x16 sums[OPERANDS][2];
             Dot::template multiply<OPERANDS, CHUNK_QUADS>(
                 chunks, LINE,
@@ -429,7 +429,7 @@ struct Int8Kind {
         const std::uint8_t *values[TILE_GRANULES], *next[TILE_GRANULES];
         for (int g = 0; g < TILE_GRANULES; ++g) {
             values[g] = Granule(*a.cache, a.granules[g]).values;
-            next[g] = Granule(*a.cache, next_granule(a, first, g)).values;
+            next[g] = next_granule(a, first, g).values;
         }
         for (std::int64_t d = 0; d < dim; d += 2 * LANES) {
             I32x16 sums[OPERANDS][2];
