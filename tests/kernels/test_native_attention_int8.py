@@ -139,7 +139,7 @@ def test_attention_on_what_is_stored(
 ) -> None:
     """Guards against a scale or an offset that is missing, doubled or of another head: float64 attention on what the
     cache's integers stand for, for every granularity, odd head dims, groups beyond a strip, masks and several spans."""
-    tolerance = {2: 1e-3, 3: 4e-6}[slices]
+    tolerance = {2: 2e-4, 3: 1e-6}[slices]
     for shape, length in (
         (int8(10, 2, 40, slices), 150),
         (int8(2, 2, 128, slices), 90),

@@ -14,7 +14,8 @@
 // Included by a file for each level, which brings a Dot:
 //     static constexpr int EXCESS;  // how much multiply() takes a stored byte for too much: 128, or 0
 //     template <int OPERANDS, int QUADS, class Find>
-//     static void multiply(int runs, std::int64_t step, const Find& find, const std::int32_t* start, I32x16 (*sums)[2]);
+//     static void multiply(int runs, std::int64_t step, const Find& find, const std::int32_t* start,
+//                          I32x16 (*sums)[2]);
 // multiply adds, to the start of each of OPERANDS int8 rows, its products with two vectors of stored integers. A vector
 // holds 16 lanes of 4 bytes, each multiplied with the same 4 of the row; there are QUADS of them, `step` bytes apart,
 // in each of so many runs. find(run) says where one lies.
@@ -289,9 +290,10 @@ struct Run {
     const std::int8_t* operand;
 };
 
-// The granule of the next tile that lies where this one does; there is always one to name.
-PENSTOCK_INLINE const char* next_granule(const TileArgs& a, int first, int g) {
-    return first == 0 && a.next[g] != nullptr ? a.next[g] : a.granules[g];
+// The granule of the next tile that lies where this one does. The first strip prefetches it; the others, and the last
+// tile, name what is in the cache already.
+PENSTOCK_INLINE Granule next_granule(const TileArgs& a, int first, int g) {
+    return Granule(*a.cache, first == 0 && a.next[g] != nullptr ? a.next[g] : a.granules[g]);
 }
 
 template <class Dot>
@@ -323,8 +325,7 @@ struct Int8Kind {
         const int chunks = static_cast<int>(a.cache->padded_dim / CHUNK);
         for (int g = 0; g < TILE_GRANULES; g += 2) {
             const Granule left(*a.cache, a.granules[g]), right(*a.cache, a.granules[g + 1]);
-            const Granule next_left(*a.cache, next_granule(a, first, g));
-            const Granule next_right(*a.cache, next_granule(a, first, g + 1));
+            const Granule next_left = next_granule(a, first, g), next_right = next_granule(a, first, g + 1);
             I32x16 sums[OPERANDS][2];
             Dot::template multiply<OPERANDS, CHUNK_QUADS>(
                 chunks, LINE,
@@ -363,7 +364,7 @@ struct Int8Kind {
         static constexpr int CHUNK_BYTES = ROWS * SLICES * CHUNK;
         alignas(64) std::int8_t slices[TILE / CHUNK * CHUNK_BYTES];
         alignas(64) float scale[LANES];
-        alignas(64) float sum[LANES];             // scales of tokens: of x * value offset; of channels: of x
+        alignas(64) float sum[LANES];  // scales of tokens: of x * value offset; of channels: of x
         alignas(64) std::int32_t start[SLICES][LANES];  // of the integer sums
     };
 
@@ -429,7 +430,7 @@ struct Int8Kind {
         const std::uint8_t *values[TILE_GRANULES], *next[TILE_GRANULES];
         for (int g = 0; g < TILE_GRANULES; ++g) {
             values[g] = Granule(*a.cache, a.granules[g]).values;
-            next[g] = Granule(*a.cache, next_granule(a, first, g)).values;
+            next[g] = next_granule(a, first, g).values;
         }
         for (std::int64_t d = 0; d < dim; d += 2 * LANES) {
             I32x16 sums[OPERANDS][2];
@@ -526,7 +527,8 @@ PENSTOCK_INLINE void quantize_channels(
             const F32x16 lanes = x == nullptr ? F32x16(0.0f) : load_elements(type, x, d, dim);
             const F32x16 steps = lanes / load_elements(TYPE_F32, scales, d, dim) -
                                  load_elements(TYPE_F32, offsets, d, dim);
-            const F32x16 held = max(F32x16(-LARGEST), min(F32x16(LARGEST), select(steps == steps, steps, F32x16(0.0f))));
+            const F32x16 number = select(steps == steps, steps, F32x16(0.0f));
+            const F32x16 held = max(F32x16(-LARGEST), min(F32x16(LARGEST), number));
             values = round(held) & (lane_index() < static_cast<std::int32_t>(dim - d));
         }
         store_bytes(to + d, values);

@@ -1,4 +1,5 @@
-// Attention with an int8 cache and AVX2. vpmaddubsw would multiply bytes, but it saturates; vpmaddwd, on words, is exact.
+// Attention with an int8 cache and AVX2. vpmaddubsw would multiply bytes, but it saturates; vpmaddwd, on words, is
+// exact.
 
 #include <immintrin.h>
 

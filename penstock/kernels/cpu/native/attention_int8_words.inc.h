@@ -1,5 +1,5 @@
-// Dot products of bytes for levels that have no exact instruction for them: in words of 16 bits. A level's file includes
-// this after attention_int8.inc.h and says how two words of stored integers meet two of a row.
+// Dot products of bytes for levels that have no exact instruction for them: in words of 16 bits. A level's file
+// includes this and says how two words of stored integers meet two of a row.
 #pragma once
 
 #include "attention_int8.inc.h"
