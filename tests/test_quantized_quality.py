@@ -14,9 +14,13 @@ MAX_PROMPT = 1000  # of the model's 1024 tokens
 
 
 @cache
-def heldout_loss(quantization: str | None = None, group_size: int | None = None) -> float:
+def heldout_loss(quantization: str | None = None, group_size: int | None = None, kv_cache_dtype: str = "auto") -> float:
     """Mean negative log-likelihood of every token but the first, in nats."""
-    options: dict[str, Any] = {"quantization": quantization, "quantization_group_size": group_size}
+    options: dict[str, Any] = {
+        "quantization": quantization,
+        "quantization_group_size": group_size,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     with LLM(model="demo", dtype="bfloat16", kernels="cpu", **options) as llm:
         tokenizer = llm.get_tokenizer()
@@ -43,3 +47,10 @@ def test_loss_of_quantised_weights(quantization: str, group_size: int | None, al
     exact, quantised = heldout_loss(), heldout_loss(quantization, group_size)
     assert exact == pytest.approx(2.4651, rel=1e-3)  # training.json
     assert quantised == pytest.approx(exact, rel=allowed)
+
+
+def test_loss_of_an_int8_cache() -> None:
+    """Guards against scales, offsets or slices that are slightly wrong."""
+    exact, quantised = heldout_loss(), heldout_loss(kv_cache_dtype="int8")
+    assert quantised != exact
+    assert quantised == pytest.approx(exact, rel=0.001)

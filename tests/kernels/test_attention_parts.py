@@ -184,7 +184,9 @@ def test_nothing_is_the_identity() -> None:
     part, nothing = attend_part(q, k, v, None, SCORING), Part.nothing(q)
     hidden = attend_part(q, k.fill_(NAN), v.fill_(NAN), torch.zeros(1, 1, 1, S, dtype=torch.bool), SCORING)
     assert same(hidden, nothing)
+    part.mixed[..., 0] = -0.0  # which an addition of 0 would turn
     assert same(fold(part, hidden), part)
+    assert bool(fold(part, hidden).mixed[..., 0].signbit().all())
     assert same(fold(nothing, hidden), nothing)
     for a, b in zip(finish(fold(nothing, part)), finish(part), strict=True):
         assert torch.equal(a, b)

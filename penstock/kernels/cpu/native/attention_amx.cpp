@@ -9,13 +9,26 @@
 // the greatest score has grown.
 
 #include "amx_tiles.h"
-#include "attention_layout_float.inc.h"
 #include "attention_tile.inc.h"
 
 namespace penstock {
 namespace {
 
+struct Bf16 {
+    using Element = std::uint16_t;
+    static constexpr int ELEMENTS = 2;  // in a word
+};
+
 constexpr int STRIP = AMX_ROWS;
+
+}  // namespace
+}  // namespace penstock
+
+#include "attention_layout_avx512.inc.h"
+
+namespace penstock {
+namespace {
+
 constexpr std::int64_t LINE = 64;
 constexpr int KEY_PAIRS = 16;                 // of elements, that a product of scores takes
 constexpr int VALUE_PAIRS = GRANULE / 2;      // of positions, that a product of values takes
@@ -38,8 +51,8 @@ void load_config(int rows) {
 struct Strip {
     const TileArgs& a;
     int first, rows;
-    float* s;     // [STRIP][TILE] scores
-    Bfloat16* p;  // [STRIP][TILE] probabilities
+    float* s;          // [STRIP][TILE] scores
+    std::uint16_t* p;  // [STRIP][TILE] probabilities
 
     std::int64_t dim() const { return a.cache->padded_dim; }
     float* mixed() const { return a.mixed + first * dim(); }
@@ -54,7 +67,7 @@ inline void prefetch(const char* from, int lines) {
 
 void scores(const Strip& strip) {
     const std::int64_t dim = strip.dim();
-    const Bfloat16* const q = static_cast<const Bfloat16*>(strip.a.operand) + strip.first * dim;
+    const std::uint16_t* const q = static_cast<const std::uint16_t*>(strip.a.operand) + strip.first * dim;
     const char* const* const keys = strip.a.granules;
     const bool prefetches = strip.prefetches();
     _tile_zero(0);
@@ -119,131 +132,104 @@ void mix(const Strip& strip) {
     if (d < strip.dim()) mix_columns<2>(strip, d);
 }
 
-// ---- One number from each of 16 vectors
-
-// Where vector r has to lie for result r to be lane r.
-constexpr int slot(int r) { return (r & 1) << 1 | (r & 2) >> 1 | (r & 4) << 1 | (r & 8) >> 1; }
-
-struct Max {
-    static __m512 of(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
-};
-
-struct Sum {
-    static __m512 of(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
-};
-
-template <class Op>
-__m512 reduce(const float (&x)[STRIP][LANES]) {
-    __m512 a[8], b[4], c[2];
-    for (int i = 0; i < 8; ++i) {
-        const __m512 u = _mm512_load_ps(x[i]), v = _mm512_load_ps(x[i + 8]);
-        a[i] = Op::of(_mm512_shuffle_f32x4(u, v, 0x44), _mm512_shuffle_f32x4(u, v, 0xEE));
-    }
-    for (int i = 0; i < 4; ++i)
-        b[i] = Op::of(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xDD));
-    for (int i = 0; i < 2; ++i) {
-        const __m512d u = _mm512_castps_pd(b[i]), v = _mm512_castps_pd(b[i + 2]);
-        c[i] = Op::of(_mm512_castpd_ps(_mm512_unpacklo_pd(u, v)), _mm512_castpd_ps(_mm512_unpackhi_pd(u, v)));
-    }
-    return Op::of(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xDD));
-}
-
 // ---- Softmax
 
-// 2^x within 3e-6 for x up to about 0; 0 below -126, and NaN for NaN.
-inline __m512 exp2_to_zero(__m512 x) {
-    const __m512 f = _mm512_reduce_ps(x, 0x01);  // x - floor(x)
-    __m512 y = _mm512_set1_ps(1.3534167e-2f);
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.2011464e-2f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4144275e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9300383e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0000026f));
-    const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    return _mm512_maskz_scalef_ps(some, y, x);  // y 2^floor(x)
+// 2^x within 3e-6, which is nothing beside the rounding to bfloat16; 0 below -126 and where nothing is seen.
+inline __m512 exp2_to_zero(__m512 x, __mmask16 visible) {
+    constexpr float CURVE[] = {1.00000259f, 0.693003835f, 0.241442757f, 5.20114606e-2f, 1.35341679e-2f};
+    const __m512 f = _mm512_maskz_reduce_ps(0xFFFF, x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
+    __m512 power = _mm512_set1_ps(CURVE[4]);
+#pragma GCC unroll 4
+    for (int i = 3; i >= 0; --i) power = _mm512_fmadd_ps(power, f, _mm512_set1_ps(CURVE[i]));
+    const __mmask16 seen = _mm512_mask_cmp_ps_mask(visible, x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return _mm512_maskz_scalef_ps(seen, power, x);  // 2^floor(x) times power; of a NaN: NaN
 }
 
-// The scores of a layer without bias and cap stay products until they are an exponent.
-inline bool plain(const TileArgs& a) {
-    return a.slopes == nullptr && !(a.how->softcap > 0.0f) && a.how->scale > 0.0f;
-}
-
-// Hides what is hidden, makes scores of products unless they are plain, and leaves the greatest of each row.
-template <bool PLAIN>
-void find_greatest(const Strip& strip, float (&greatest)[STRIP][LANES]) {
+// Makes scores of dot products, but for a factor that is returned: a layer without bias and cap leaves it to the
+// exponential.
+float make_scores(const Strip& strip) {
     const TileArgs& a = strip.a;
-    for (int r = 0; r < strip.rows; ++r) {
-        float* const s = strip.s + r * TILE;
-        F32x16 x[TILE_LANES];
-        for (int i = 0; i < TILE_LANES; ++i) {
-            x[i] = load(s + i * LANES);
-            if constexpr (!PLAIN) x[i] = score(a, strip.first + r, i * LANES, x[i]);
-            if (PLAIN && a.low != nullptr)
-                x[i] = select(visible_lanes(a, strip.first + r, i * LANES), x[i], F32x16(MINUS_INFINITY));
-            if (!PLAIN || a.low != nullptr) store(s + i * LANES, x[i]);
-        }
-        // Of a NaN: the other.
-        F32x16 top = max(x[0], F32x16(MINUS_INFINITY));
-        for (int i = 1; i < TILE_LANES; ++i) top = max(x[i], top);
-        store(greatest[slot(r)], top);
-    }
-}
-
-// One row's probabilities; leaves their sum over every 16th.
-inline void probabilities(const Strip& strip, int r, __m512 factor, float shift, float* sum) {
-    const float* const s = strip.s + r * TILE;
-    Bfloat16* const p = strip.p + r * TILE;
-    const __m512 offset = _mm512_set1_ps(shift);
-    __m512 x[TILE_LANES];
-    for (int i = 0; i < TILE_LANES; ++i)
-        x[i] = exp2_to_zero(_mm512_fmsub_ps(_mm512_load_ps(s + i * LANES), factor, offset));
-    _mm512_store_ps(sum, _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3])));
-    _mm512_store_si512(p, (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]));
-    _mm512_store_si512(p + 2 * LANES, (__m512i)_mm512_cvtne2ps_pbh(x[3], x[2]));
-}
-
-inline void scale_row(float* o, std::int64_t dim, float by) {
-    const __m512 factor = _mm512_set1_ps(by);
-    for (std::int64_t d = 0; d < dim; d += LANES) _mm512_store_ps(o + d, _mm512_mul_ps(_mm512_load_ps(o + d), factor));
-}
-
-// Scores become probabilities; the state's m and l take the tile in, and its o is made ready
-// for p v. Returns the rows, as bits, that see nothing of the tile.
-unsigned softmax(const Strip& strip) {
-    const TileArgs& a = strip.a;
-    alignas(64) float each[STRIP][LANES] = {};
-    alignas(64) float shift[LANES], keep[LANES];
-    const __mmask16 rows = static_cast<__mmask16>((1u << strip.rows) - 1);
-    const bool is_plain = plain(a);
-    if (is_plain) {
-        find_greatest<true>(strip, each);
-    } else {
-        find_greatest<false>(strip, each);
-    }
-    const __m512 scale = _mm512_set1_ps(is_plain ? a.how->scale : 1.0f);
-    const __m512 log2_e = _mm512_set1_ps(LOG2_E);
-    const __m512 before = _mm512_maskz_loadu_ps(rows, a.greatest + strip.first);
-    const __m512 greatest = _mm512_max_ps(_mm512_mul_ps(reduce<Max>(each), scale), before);
-    const __mmask16 some = _mm512_cmp_ps_mask(greatest, _mm512_set1_ps(MINUS_INFINITY), _CMP_NEQ_UQ);
-    const __m512 exponent = _mm512_maskz_mul_ps(some, greatest, log2_e);
-    _mm512_store_ps(shift, exponent);
-    _mm512_store_ps(keep, exp2_to_zero(_mm512_fmsub_ps(before, log2_e, exponent)));
-    const __mmask16 grown = _mm512_mask_cmp_ps_mask(rows, greatest, before, _CMP_GT_OQ);
+    if (a.slopes == nullptr && !(a.how->softcap > 0.0f) && a.how->scale > 0.0f) return a.how->scale;
     for (int r = 0; r < strip.rows; ++r)
-        probabilities(strip, r, _mm512_mul_ps(scale, log2_e), shift[r], each[slot(r)]);
-    const __m512 sum = reduce<Sum>(each);
-    __m512 l = _mm512_maskz_loadu_ps(rows, a.sum + strip.first);
-    l = _mm512_mask_mul_ps(l, grown, l, _mm512_load_ps(keep));
-    _mm512_mask_storeu_ps(a.sum + strip.first, rows, _mm512_add_ps(l, sum));
-    _mm512_mask_storeu_ps(a.greatest + strip.first, rows, greatest);
-    for (unsigned left = grown; left != 0; left &= left - 1) {
-        const int r = __builtin_ctz(left);
-        scale_row(strip.mixed() + r * strip.dim(), strip.dim(), keep[r]);
-    }
-    return _mm512_mask_cmp_ps_mask(rows, sum, _mm512_setzero_ps(), _CMP_EQ_OQ);
+        for (int i = 0; i < TILE; i += LANES) {
+            float* const s = strip.s + r * TILE + i;
+            store(s, score(a, strip.first + r, i, load(s)));
+        }
+    return 1.0f;
 }
+
+// The greatest visible score of each row, in groups of rows.
+void find_greatest(const Strip& strip, const std::uint64_t* visible, float* greatest) {
+    for (int first = 0; first < strip.rows; first += ROW_GROUP) {
+        __m512 top[ROW_GROUP];
+        for (int r = first; r < first + ROW_GROUP; ++r) {
+            __m512& row = top[r - first] = _mm512_set1_ps(MINUS_INFINITY);
+            for (int i = 0; r < strip.rows && i < TILE; i += LANES)
+                row = _mm512_mask_max_ps(row, visible[r] >> i, _mm512_load_ps(strip.s + r * TILE + i), row);
+        }
+        _mm_store_ps(greatest + first, reduce<Greatest>(top));
+    }
+}
+
+// p = 2^(s factor - shift) of each row, and their sums.
+void find_probabilities(const Strip& strip, const std::uint64_t* visible, float factor, const float* shift, float* sum) {
+    for (int first = 0; first < strip.rows; first += ROW_GROUP) {
+        __m512 total[ROW_GROUP] = {};
+        for (int r = first; r < first + ROW_GROUP && r < strip.rows; ++r) {
+            __m512 p[TILE_LANES];
+#pragma GCC unroll 4
+            for (int i = 0; i < TILE_LANES; ++i) {
+                const __m512 s = _mm512_load_ps(strip.s + r * TILE + i * LANES);
+                p[i] = exp2_to_zero(_mm512_fmsub_ps(s, _mm512_set1_ps(factor), _mm512_set1_ps(shift[r])),
+                                    static_cast<__mmask16>(visible[r] >> i * LANES));
+            }
+            store_row(strip.p + r * TILE, p);
+            total[r - first] = _mm512_add_ps(_mm512_add_ps(p[0], p[1]), _mm512_add_ps(p[2], p[3]));
+        }
+        _mm_store_ps(sum + first, reduce<Sum>(total));
+    }
+}
+
+// Scores become probabilities; the state's m and l take the tile in, and its o is made ready for p v. Returns the rows,
+// as bits, that see nothing of the tile.
+std::uint32_t softmax(const Strip& strip) {
+    const TileArgs& a = strip.a;
+    float* const m = a.greatest + strip.first;
+    float* const l = a.sum + strip.first;
+    std::uint64_t visible[STRIP];
+    alignas(64) float greatest[STRIP] = {}, sum[STRIP] = {}, shift[STRIP], keep[STRIP];
+    for (int r = 0; r < strip.rows; ++r) visible[r] = visible_positions(a, strip.first + r);
+    const float scale = make_scores(strip);
+    find_greatest(strip, visible, greatest);
+
+    const __mmask16 rows = first_rows(strip.rows);
+    const __m512 log2_e = _mm512_set1_ps(LOG2_E), before = _mm512_maskz_loadu_ps(rows, m);
+    // Scaling is monotone: the greatest score is the greatest dot product, scaled.
+    const __m512 part = _mm512_mul_ps(_mm512_load_ps(greatest), _mm512_set1_ps(scale));
+    const __m512 now = _mm512_maskz_max_ps(0xFFFF, part, before);
+    const __mmask16 some = _mm512_cmp_ps_mask(now, _mm512_set1_ps(MINUS_INFINITY), _CMP_NEQ_UQ);
+    const __m512 exponent = _mm512_maskz_mul_ps(some, now, log2_e);
+    _mm512_store_ps(shift, exponent);
+    const __mmask16 grown = _mm512_mask_cmp_ps_mask(rows, now, before, _CMP_GT_OQ);
+    const __m512 kept = exp2_to_zero(_mm512_fmsub_ps(before, log2_e, exponent), grown);
+    _mm512_store_ps(keep, kept);
+    find_probabilities(strip, visible, scale * LOG2_E, shift, sum);
+
+    const __m512 total = _mm512_load_ps(sum), old = _mm512_maskz_loadu_ps(rows, l);
+    _mm512_mask_storeu_ps(l, rows, _mm512_add_ps(_mm512_mask_mul_ps(old, grown, old, kept), total));
+    _mm512_mask_storeu_ps(m, rows, now);
+    for (std::uint32_t left = grown; left != 0; left &= left - 1) {
+        const int r = __builtin_ctz(left);
+        float* const o = strip.mixed() + r * strip.dim();
+        for (std::int64_t d = 0; d < strip.dim(); d += LANES) store(o + d, load(o + d) * keep[r]);
+    }
+    return _mm512_mask_cmp_ps_mask(rows, total, _mm512_setzero_ps(), _CMP_EQ_OQ);
+}
+
+// ---- A tile
 
 // Adding a product of zeros would make 0 of a -0 or of a number below the normal range: such rows of o are kept aside.
-inline void copy_rows(unsigned rows, std::int64_t dim, const float* from, float* to) {
+inline void copy_rows(std::uint32_t rows, std::int64_t dim, const float* from, float* to) {
     for (; rows != 0; rows &= rows - 1) {
         const std::int64_t at = __builtin_ctz(rows) * dim;
         __builtin_memcpy(to + at, from + at, static_cast<std::size_t>(dim) * sizeof(float));
@@ -252,7 +238,7 @@ inline void copy_rows(unsigned rows, std::int64_t dim, const float* from, float*
 
 void attend_strips(const TileArgs& a) {
     alignas(64) float s[STRIP * TILE];
-    alignas(64) Bfloat16 p[STRIP * TILE];
+    alignas(64) std::uint16_t p[STRIP * TILE];
     alignas(64) float aside[STRIP * MAX_HEAD_DIM];
     int configured = 0;
     for (int first = 0; first < a.rows; first += STRIP) {
@@ -260,7 +246,7 @@ void attend_strips(const TileArgs& a) {
         if (strip.rows != configured) load_config(strip.rows);
         configured = strip.rows;
         scores(strip);
-        const unsigned untouched = softmax(strip);
+        const std::uint32_t untouched = softmax(strip);
         copy_rows(untouched, strip.dim(), strip.mixed(), aside);
         mix(strip);
         copy_rows(untouched, strip.dim(), aside, strip.mixed());
@@ -268,10 +254,20 @@ void attend_strips(const TileArgs& a) {
     _tile_release();
 }
 
+// The operand is [rows][padded_dim].
+void pack_rows(const QueryArgs& a) {
+    const PenstockCache& cache = *a.cache;
+    const std::int64_t group = a.heads / cache.kv_heads;
+    std::uint16_t* const operand = static_cast<std::uint16_t*>(a.operand);
+    for (int r = 0; r < a.rows; ++r) {
+        const std::int64_t row = a.first_row + r;
+        const std::int64_t head = row / group * a.heads + a.kv_head * group + row % group;
+        convert_row(a.q, a.type, head * cache.head_dim, cache, operand + r * cache.padded_dim);
+    }
+}
+
 }  // namespace
 
-CacheKernel amx_cache_bf16() {
-    return {pack_queries<Bfloat16>, attend_strips, store_rows<Bfloat16>, load_rows<Bfloat16>};
-}
+CacheKernel amx_cache_bf16() { return {pack_rows, attend_strips, store_granule<Bf16>, load_granule<Bf16>}; }
 
 }  // namespace penstock

@@ -135,7 +135,7 @@ struct FloatKind {
 template <class Type>
 constexpr CacheKernel cache_kernel() {
     using Element = typename Type::Element;
-    return {pack_queries<Element>, attend_tile<FloatKind<Type>>, store_rows<Element>, load_rows<Element>};
+    return {pack_queries<Element>, attend_tile<FloatKind<Type>>, store_granule<Element>, load_granule<Element>};
 }
 
 }  // namespace

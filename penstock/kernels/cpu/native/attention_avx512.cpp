@@ -73,7 +73,7 @@ void multiply_keys(const KeyPass& pass) {
 #pragma GCC unroll 4
         for (int g = 0; g < GRANULES; ++g) {
             keys[g] = _mm512_load_si512(pass.keys[g] + at);
-            _mm_prefetch(pass.ahead[g] + at, _MM_HINT_T0);
+            _mm_prefetch(pass.ahead[g] + at, _MM_HINT_T1);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r)
@@ -136,7 +136,7 @@ void multiply_values(const ValuePass& pass) {
 #pragma GCC unroll 4
             for (int i = 0; i < WIDTH; ++i) {
                 values[i] = _mm512_load_si512(from + i * LINE);
-                _mm_prefetch(ahead + i * LINE, _MM_HINT_T0);
+                _mm_prefetch(ahead + i * LINE, _MM_HINT_T1);
             }
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; ++r)

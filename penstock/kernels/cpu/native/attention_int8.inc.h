@@ -14,7 +14,7 @@
 // Included by a file for each level, which brings a Dot:
 //     static constexpr int EXCESS;  // how much multiply() takes a stored byte for too much: 128, or 0
 //     template <int OPERANDS, int QUADS, class Find>
-//     static void multiply(int runs, std::int64_t step, const Find& find, const I32x16* start, I32x16 (*sums)[2]);
+//     static void multiply(int runs, std::int64_t step, const Find& find, const std::int32_t* start, I32x16 (*sums)[2]);
 // multiply adds, to the start of each of OPERANDS int8 rows, its products with two vectors of stored integers. A vector
 // holds 16 lanes of 4 bytes, each multiplied with the same 4 of the row; there are QUADS of them, `step` bytes apart,
 // in each of so many runs. find(run) says where one lies.
@@ -45,13 +45,22 @@ constexpr std::int32_t SMALLEST_ROW_BITS = (127 - 118) << 23;  // 2^-118
 constexpr std::int32_t TOO_GREAT_BITS = (127 + 100) << 23;     // 2^100
 constexpr float SMALLEST_HALF = 7.888609052210118e-31f;        // 2^-100
 
-// ---- Slices
+// ---- Lanes
 
-// An operand: int8 rows in chunks of 32 elements, [chunks][operand rows][32]; slice s of row r is operand row
-// r * slices + s.
-constexpr int CHUNK = 32;
+// To nearest, ties to even; for |x| up to 2^22.
+PENSTOCK_INLINE I32x16 round(F32x16 x) {
+#if defined(__AVX512F__)
+    I32x16 result;
+    result.part[0] = (IntPart)_mm512_maskz_cvtps_epi32(0xFFFF, x.part[0]);
+    return result;
+#else
+    return bits_as<I32x16>(x + ROUNDER) - ROUNDER_BITS;
+#endif
+}
 
 PENSTOCK_INLINE I32x16 max(I32x16 a, I32x16 b) { return select(a > b, a, b); }
+
+PENSTOCK_INLINE I32x16 magnitude_bits(F32x16 x) { return bits_as<I32x16>(abs(x)); }
 
 // 16 small integers as bytes.
 PENSTOCK_INLINE void store_bytes(std::int8_t* to, I32x16 a) {
@@ -62,73 +71,109 @@ PENSTOCK_INLINE void store_bytes(std::int8_t* to, I32x16 a) {
     }
 }
 
-template <int DISTANCE>
-PENSTOCK_INLINE IntPart turned(IntPart a) {
+// 64 of them, 32 here and 32 there.
+PENSTOCK_INLINE void store_tile_bytes(std::int8_t* first, std::int8_t* last, const I32x16 (&a)[TILE_LANES]) {
+#if defined(__AVX512F__)
+    constexpr __mmask16 ALL = 0xFFFF;
+    const __m512i low = _mm512_packs_epi32((__m512i)a[0].part[0], (__m512i)a[1].part[0]);
+    const __m512i high = _mm512_packs_epi32((__m512i)a[2].part[0], (__m512i)a[3].part[0]);
+    const __m512i quads = _mm512_packs_epi16(low, high);  // each quarter has four bytes of each
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i bytes = _mm512_maskz_permutexvar_epi32(ALL, order, quads);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(first), _mm512_maskz_extracti64x4_epi64(0xFF, bytes, 0));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(last), _mm512_maskz_extracti64x4_epi64(0xFF, bytes, 1));
+#else
+    for (int i = 0; i < TILE_LANES; ++i) store_bytes((i < 2 ? first : last) + i % 2 * LANES, a[i]);
+#endif
+}
+
+struct AddLanes {
+    template <class T>
+    PENSTOCK_INLINE T operator()(T a, T b) const { return a + b; }
+};
+
+struct GreaterLanes {
+    PENSTOCK_INLINE IntPart operator()(IntPart a, IntPart b) const { return a > b ? a : b; }
+};
+
+template <int DISTANCE, class Part>
+PENSTOCK_INLINE Part turned(Part a) {
     IntPart from;
     for (int i = 0; i < PART_LANES; ++i) from[i] = (i + DISTANCE) % PART_LANES;
     return __builtin_shuffle(a, from);
 }
 
-// All lanes taken together, in every lane.
-template <class Op>
-PENSTOCK_INLINE I32x16 over_lanes(I32x16 a, const Op& op) {
-    IntPart all = a.part[0];
-    for (int i = 1; i < PARTS; ++i) all = op(all, a.part[i]);
-    if (PART_LANES > 8) all = op(all, turned<8>(all));
-    if (PART_LANES > 4) all = op(all, turned<4>(all));
+// All lanes taken together, in every lane: lane i with lane i + 8, then i + 4, i + 2, i + 1.
+template <class Op, class Part, class Scalar>
+PENSTOCK_INLINE Lanes<Part, Scalar> over_lanes(Lanes<Part, Scalar> a) {
+    const Op op;
+    for (int half = PARTS / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) a.part[i] = op(a.part[i], a.part[i + half]);
+    Part all = a.part[0];
+    if constexpr (PART_LANES > 8) all = op(all, turned<8>(all));
+    if constexpr (PART_LANES > 4) all = op(all, turned<4>(all));
     all = op(all, turned<2>(all));
     all = op(all, turned<1>(all));
     for (int i = 0; i < PARTS; ++i) a.part[i] = all;
     return a;
 }
 
-PENSTOCK_INLINE I32x16 total(I32x16 a) {
-    return over_lanes(a, [](IntPart x, IntPart y) { return x + y; });
+// The same for four rows at once: row r's in lanes 4 r .. 4 r + 3.
+template <class Op, class Part, class Scalar>
+PENSTOCK_INLINE Lanes<Part, Scalar> over_rows(const Lanes<Part, Scalar> (&row)[STRIP_ROWS]) {
+#if defined(__AVX512F__)
+    const Op op;
+    constexpr int FIRST = 0x44, LAST = 0xEE, EVEN = 0x88, ODD = 0xDD;  // quarters of two registers
+#define PENSTOCK_QUARTERS(a, b, which) (Part) _mm512_maskz_shuffle_i32x4(0xFFFF, (__m512i)(a), (__m512i)(b), which)
+    const Part r0 = row[0].part[0], r1 = row[1].part[0], r2 = row[2].part[0], r3 = row[3].part[0];
+    const Part low = op(PENSTOCK_QUARTERS(r0, r1, FIRST), PENSTOCK_QUARTERS(r0, r1, LAST));
+    const Part high = op(PENSTOCK_QUARTERS(r2, r3, FIRST), PENSTOCK_QUARTERS(r2, r3, LAST));
+    const Part four = op(PENSTOCK_QUARTERS(low, high, EVEN), PENSTOCK_QUARTERS(low, high, ODD));
+#undef PENSTOCK_QUARTERS
+    const IntPart by_two = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
+    const IntPart by_one = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+    const Part two = op(four, __builtin_shuffle(four, by_two));
+    Lanes<Part, Scalar> result;
+    result.part[0] = op(two, __builtin_shuffle(two, by_one));
+    return result;
+#else
+    Lanes<Part, Scalar> result = over_lanes<Op>(row[0]);
+    for (int r = 1; r < STRIP_ROWS; ++r) result = select((lane_index() >> 2) == r, over_lanes<Op>(row[r]), result);
+    return result;
+#endif
 }
 
-PENSTOCK_INLINE std::int32_t greatest(I32x16 a) {
-    return over_lanes(a, [](IntPart x, IntPart y) { return x > y ? x : y; }).part[0][0];
-}
+// ---- Slices
 
-PENSTOCK_INLINE I32x16 magnitude_bits(F32x16 x) { return bits_as<I32x16>(abs(x)); }
+// An operand: int8 rows in chunks of 32 elements, [chunks][operand rows][32]; slice s of row r is operand row
+// r * slices + s.
+constexpr int CHUNK = 32;
 
 // What slices count for, and what an element is multiplied with; a factor of 0 says that all slices are zeros.
-struct RowScale {
-    float scale, factor;
+struct RowScales {
+    F32x16 scale, factor;
 };
 
-// From the bits of the row's greatest |x|: as integers they are in the order of the values, with infinity and NaN on top.
-PENSTOCK_INLINE RowScale row_scale(std::int32_t greatest_bits) {
-    if (greatest_bits >= INFINITY_BITS) return {__builtin_nanf(""), 0.0f};
-    if (greatest_bits < SMALLEST_ROW_BITS) return {0.0f, 0.0f};
-    float a;
-    __builtin_memcpy(&a, &greatest_bits, sizeof a);
-    return {a / LARGEST, LARGEST / a};
+// From the bits of rows' greatest |x|: as integers they are in the order of the values, with infinity and NaN on top.
+PENSTOCK_INLINE RowScales row_scales(I32x16 greatest_bits) {
+    const F32x16 a = bits_as<F32x16>(greatest_bits), none = 0.0f;
+    const I32x16 finite = greatest_bits < INFINITY_BITS, usable = finite & (greatest_bits >= SMALLEST_ROW_BITS);
+    return {select(usable, a / LARGEST, select(finite, none, F32x16(__builtin_nanf("")))),
+            select(usable, LARGEST / a, none)};
 }
 
-// x [n], n a multiple of 32, -> its slices in an operand of so many bytes a chunk, and their sums [SLICES], in every lane.
-template <int SLICES>
-PENSTOCK_INLINE void slice_row(
-    const float* x, std::int64_t n, float factor, std::int8_t* to, std::int64_t chunk_bytes, I32x16* sums) {
-    I32x16 added[SLICES];
-    for (int s = 0; s < SLICES; ++s) added[s] = 0;
-    for (std::int64_t i = 0; i < n; i += LANES) {
-        std::int8_t* chunk = to + i / CHUNK * chunk_bytes + i % CHUNK;
-        F32x16 rest = factor == 0.0f ? F32x16(0.0f) : load(x + i) * factor;
-        for (int s = 0; s < SLICES; ++s) {
-            const F32x16 rounded = rest + ROUNDER;
-            const I32x16 slice = bits_as<I32x16>(rounded) - ROUNDER_BITS;
-            store_bytes(chunk + s * CHUNK, slice);
-            added[s] = added[s] + slice;
-            rest = (rest - (rounded - ROUNDER)) * SLICE_RATIO;
-        }
-    }
-    for (int s = 0; s < SLICES; ++s) sums[s] = total(added[s]);
+// The first slice of elements; what it leaves becomes `rest`, in units of the next one.
+PENSTOCK_INLINE I32x16 take_slice(F32x16& rest) {
+    const I32x16 slice = round(rest);
+    rest = (rest - to_float(slice)) * SLICE_RATIO;
+    return slice;
 }
+
+PENSTOCK_INLINE F32x16 first_rest(F32x16 x, F32x16 factor) { return select(factor != 0.0f, x * factor, F32x16(0.0f)); }
 
 // What integers of all slices come to.
 template <int SLICES>
-PENSTOCK_INLINE F32x16 combine(const I32x16* of_slice, float scale) {
+PENSTOCK_INLINE F32x16 combine(const I32x16* of_slice, F32x16 scale) {
     F32x16 value = to_float(of_slice[0]);
     if (SLICES > 1) value = value + to_float(of_slice[1]) * SECOND_SLICE;
     if (SLICES > 2) value = value + to_float(of_slice[2]) * THIRD_SLICE;
@@ -185,15 +230,26 @@ void pack_row(const QueryArgs& a, std::int64_t row, const QueryStrip& strip, int
         store(x + d, lanes);
         greatest_bits = max(greatest_bits, magnitude_bits(lanes));
     }
-    const RowScale found = row_scale(greatest(greatest_bits));
-    QueryRow& out = strip.row(r);
+    const RowScales found = row_scales(over_lanes<GreaterLanes>(greatest_bits));
     I32x16 sums[SLICES];
-    slice_row<SLICES>(x, cache.padded_dim, found.factor, strip.slices + r * SLICES * CHUNK,
-                      STRIP_ROWS * SLICES * CHUNK, sums);
-    for (int s = 0; s < SLICES; ++s) out.sums[s] = sums[s].part[0][0];
-    out.scale = found.scale;
+    for (int s = 0; s < SLICES; ++s) sums[s] = 0;
+    for (std::int64_t d = 0; d < cache.padded_dim; d += LANES) {
+        std::int8_t* to = strip.slices + (d / CHUNK * STRIP_ROWS + r) * SLICES * CHUNK + d % CHUNK;
+        F32x16 rest = first_rest(load(x + d), found.factor);
+        for (int s = 0; s < SLICES; ++s) {
+            const I32x16 slice = take_slice(rest);
+            store_bytes(to + s * CHUNK, slice);
+            sums[s] = sums[s] + slice;
+        }
+    }
+    QueryRow& out = strip.row(r);
+    for (int s = 0; s < SLICES; ++s) {
+        sums[s] = over_lanes<AddLanes>(sums[s]);
+        out.sums[s] = sums[s].part[0][0];
+    }
+    out.scale = found.scale.part[0][0];
     out.sum = combine<SLICES>(sums, found.scale).part[0][0];
-    out.shift = sum(shift);
+    out.shift = over_lanes<AddLanes>(shift).part[0][0];
 }
 
 void pack_queries(const QueryArgs& a) {
@@ -262,8 +318,8 @@ struct Int8Kind {
     static void strip_scores(const TileArgs& a, int first, float* s) {
         constexpr int OPERANDS = ROWS * SLICES, CHUNK_QUADS = CHUNK / QUAD;
         const QueryStrip strip(const_cast<void*>(a.operand), *a.cache, first);
-        I32x16 start[OPERANDS];
-        for (int i = 0; i < OPERANDS; ++i) start[i] = strip.row(i / SLICES).sums[i % SLICES] * -Dot::EXCESS;
+        std::int32_t start[OPERANDS];
+        for (int i = 0; i < OPERANDS; ++i) start[i] = -Dot::EXCESS * strip.row(i / SLICES).sums[i % SLICES];
         const int chunks = static_cast<int>(a.cache->padded_dim / CHUNK);
         for (int g = 0; g < TILE_GRANULES; g += 2) {
             const Granule left(*a.cache, a.granules[g]), right(*a.cache, a.granules[g + 1]);
@@ -301,39 +357,64 @@ struct Int8Kind {
         }
     }
 
-    // The probabilities of a strip as an operand.
+    // The probabilities of a strip as an operand. Numbers of row r are in lane 4 r.
     template <int ROWS, int SLICES>
     struct Probabilities {
         static constexpr int CHUNK_BYTES = ROWS * SLICES * CHUNK;
         alignas(64) std::int8_t slices[TILE / CHUNK * CHUNK_BYTES];
-        float scale[ROWS];
-        float sum[ROWS];  // scales of tokens: of x * value offset; of channels: of x
+        alignas(64) float scale[LANES];
+        alignas(64) float sum[LANES];             // scales of tokens: of x * value offset; of channels: of x
+        alignas(64) std::int32_t start[SLICES][LANES];  // of the integer sums
     };
 
-    // p [TILE] of row r, and the sums of its slices. Where p is 0 the position may be hidden and its scale and offset anything.
-    template <int ROWS, int SLICES>
-    static PENSTOCK_INLINE void slice_probabilities(
-        const TileArgs& a, float* p, int r, Probabilities<ROWS, SLICES>& out, I32x16* sums) {
-        const bool per_token = a.cache->value_scales == nullptr;
-        F32x16 added = 0.0f;
-        I32x16 greatest_bits = 0;
+    // p [TILE] of row r becomes x. Where p is 0 the position may be hidden and its scale and offset anything.
+    static PENSTOCK_INLINE void weigh(const TileArgs& a, float* p, F32x16& sum, I32x16& greatest_bits) {
+        F32x16 part[TILE_GRANULES];
+        greatest_bits = 0;
         for (int g = 0; g < TILE_GRANULES; ++g) {
-            F32x16 x = load(p + g * GRANULE), part = x;
-            if (per_token) {
+            F32x16 x = load(p + g * GRANULE);
+            part[g] = x;
+            if (a.cache->value_scales == nullptr) {
                 const Granule granule(*a.cache, a.granules[g]);
                 const I32x16 present = x != 0.0f;
                 x = select(present, x * load(granule.value_scales()), F32x16(0.0f));
-                part = select(present, x * load(granule.value_offsets()), F32x16(0.0f));
+                part[g] = select(present, x * load(granule.value_offsets()), F32x16(0.0f));
                 store(p + g * GRANULE, x);
             }
-            added = added + part;
             greatest_bits = max(greatest_bits, magnitude_bits(x));
         }
-        const RowScale found = row_scale(greatest(greatest_bits));
-        out.scale[r] = found.scale;
-        out.sum[r] = sum(added);
-        slice_row<SLICES>(p, TILE, found.factor, out.slices + r * SLICES * CHUNK,
-                          Probabilities<ROWS, SLICES>::CHUNK_BYTES, sums);
+        sum = (part[0] + part[1]) + (part[2] + part[3]);
+    }
+
+    template <int ROWS, int SLICES>
+    static PENSTOCK_INLINE void slice_probabilities(const TileArgs& a, float* p, Probabilities<ROWS, SLICES>& out) {
+        F32x16 sum[STRIP];
+        I32x16 greatest_bits[STRIP], sums[SLICES][STRIP];
+        for (int r = 0; r < STRIP; ++r)
+            if (r < ROWS)
+                weigh(a, p + r * TILE, sum[r], greatest_bits[r]);
+            else
+                sum[r] = sum[0], greatest_bits[r] = greatest_bits[0];
+        const RowScales found = row_scales(over_rows<GreaterLanes>(greatest_bits));
+        alignas(64) float factor[LANES];
+        store(factor, found.factor);
+        store(out.scale, found.scale);
+        store(out.sum, over_rows<AddLanes>(sum));
+        for (int r = 0; r < ROWS; ++r) {
+            F32x16 rest[TILE_LANES];
+            for (int i = 0; i < TILE_LANES; ++i) rest[i] = first_rest(load(p + r * TILE + i * LANES), factor[4 * r]);
+            for (int s = 0; s < SLICES; ++s) {
+                I32x16 slice[TILE_LANES];
+                for (int i = 0; i < TILE_LANES; ++i) slice[i] = take_slice(rest[i]);
+                std::int8_t* to = out.slices + (r * SLICES + s) * CHUNK;
+                store_tile_bytes(to, to + out.CHUNK_BYTES, slice);
+                sums[s][r] = (slice[0] + slice[1]) + (slice[2] + slice[3]);
+            }
+        }
+        for (int s = 0; s < SLICES; ++s) {
+            for (int r = ROWS; r < STRIP; ++r) sums[s][r] = sums[s][0];
+            store(out.start[s], over_rows<AddLanes>(sums[s]) * -Dot::EXCESS);
+        }
     }
 
     // 32 elements of a head at a time.
@@ -342,9 +423,9 @@ struct Int8Kind {
         constexpr int OPERANDS = ROWS * SLICES, GRANULE_QUADS = GRANULE / QUAD;
         const std::int64_t dim = a.cache->padded_dim;
         Probabilities<ROWS, SLICES> operand;
-        I32x16 start[OPERANDS];
-        for (int r = 0; r < ROWS; ++r) slice_probabilities(a, p + r * TILE, r, operand, start + r * SLICES);
-        for (int i = 0; i < OPERANDS; ++i) start[i] = start[i] * -Dot::EXCESS;
+        slice_probabilities(a, p, operand);
+        std::int32_t start[OPERANDS];
+        for (int i = 0; i < OPERANDS; ++i) start[i] = operand.start[i % SLICES][4 * (i / SLICES)];
         const std::uint8_t *values[TILE_GRANULES], *next[TILE_GRANULES];
         for (int g = 0; g < TILE_GRANULES; ++g) {
             values[g] = Granule(*a.cache, a.granules[g]).values;
@@ -376,11 +457,11 @@ struct Int8Kind {
         for (int r = 0; r < ROWS; ++r) {
             I32x16 of_slice[SLICES];
             for (int i = 0; i < SLICES; ++i) of_slice[i] = sums[r * SLICES + i][column];
-            F32x16 value = combine<SLICES>(of_slice, operand.scale[r]);
+            F32x16 value = combine<SLICES>(of_slice, operand.scale[4 * r]);
             if (cache.value_scales == nullptr)
-                value = value + operand.sum[r];
+                value = value + operand.sum[4 * r];
             else
-                value = (value + load(cache.value_offsets + channel) * operand.sum[r]) *
+                value = (value + load(cache.value_offsets + channel) * operand.sum[4 * r]) *
                         load(cache.value_scales + channel);
             store(o + r * cache.padded_dim + d, value);
         }
@@ -388,8 +469,6 @@ struct Int8Kind {
 };
 
 // ---- Storing and loading
-
-PENSTOCK_INLINE I32x16 round(F32x16 x) { return bits_as<I32x16>(x + ROUNDER) - ROUNDER_BITS; }
 
 // How a token's elements are written: B = round((x - middle) * factor).
 struct TokenCode {
@@ -424,7 +503,7 @@ PENSTOCK_INLINE void quantize_token(
         store(copy + d, lanes);
     }
     const float least = -greatest(low * -1.0f), most = greatest(high);
-    const TokenCode code = token_code(least, most, greatest(greatest_bits) < TOO_GREAT_BITS);
+    const TokenCode code = token_code(least, most, over_lanes<GreaterLanes>(greatest_bits).part[0][0] < TOO_GREAT_BITS);
     for (std::int64_t d = 0; d < padded_dim; d += LANES) {
         I32x16 values = 0;
         if (d < dim && code.factor != 0.0f) {

@@ -15,10 +15,10 @@ struct VnniDot {
 
     template <int OPERANDS, int QUADS, class Find>
     static PENSTOCK_INLINE void multiply(
-        int runs, std::int64_t step, const Find& find, const I32x16* start, I32x16 (*sums)[2]) {
+        int runs, std::int64_t step, const Find& find, const std::int32_t* start, I32x16 (*sums)[2]) {
         __m512i left[OPERANDS], right[OPERANDS];
 #pragma GCC unroll 12
-        for (int i = 0; i < OPERANDS; ++i) left[i] = right[i] = (__m512i)start[i].part[0];
+        for (int i = 0; i < OPERANDS; ++i) left[i] = right[i] = _mm512_set1_epi32(start[i]);
         for (int run = 0; run < runs; ++run) {
             Run at = find(run);
 #pragma GCC unroll 4

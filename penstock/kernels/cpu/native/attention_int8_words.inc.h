@@ -24,7 +24,7 @@ struct WordsDot {
 
     template <int OPERANDS, int QUADS, class Find>
     static PENSTOCK_INLINE void multiply(
-        int runs, std::int64_t step, const Find& find, const I32x16* start, I32x16 (*sums)[2]) {
+        int runs, std::int64_t step, const Find& find, const std::int32_t* start, I32x16 (*sums)[2]) {
         for (int i = 0; i < OPERANDS; ++i) sums[i][0] = sums[i][1] = start[i];
         constexpr int WHOLE = OPERANDS / BLOCK * BLOCK;
         for (int side = 0; side < 2; ++side)

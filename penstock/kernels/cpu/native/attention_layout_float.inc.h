@@ -10,7 +10,7 @@ namespace {
 
 using Bfloat16 = std::uint16_t;
 
-// Where element d of position p lies among the keys and among the values of a granule. `unit` positions' values, and
+// Where element d of position p lies among the keys and among the values of a granule. UNIT positions of the values, and
 // so many elements of a position's key, lie together: 32 bits.
 template <class Element>
 struct GranuleLayout {
@@ -56,7 +56,7 @@ void pack_queries(const QueryArgs& a) {
 }
 
 template <class Element>
-void store_rows(const StoreArgs& a) {
+void store_granule(const StoreArgs& a) {
     using Layout = GranuleLayout<Element>;
     const std::int64_t dim = a.cache->padded_dim, head_dim = a.cache->head_dim;
     Element* const keys = reinterpret_cast<Element*>(a.granule);
@@ -78,7 +78,7 @@ void store_rows(const StoreArgs& a) {
 }
 
 template <class Element>
-void load_rows(const LoadArgs& a) {
+void load_granule(const LoadArgs& a) {
     using Layout = GranuleLayout<Element>;
     const std::int64_t dim = a.cache->padded_dim, head_dim = a.cache->head_dim;
     const Element* const keys = reinterpret_cast<const Element*>(a.granule);

@@ -1,0 +1,80 @@
+"""The same bits where everything is wide: K 14336 in eight leaves, a vocabulary of 128256, contexts of several spans.
+
+Two layers of random weights, of which only config.json is on disk; half a gigabyte in memory.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.build import build_engine
+from penstock.config import EngineConfig
+from penstock.engine.engine import Engine
+from penstock.engine.messages import EngineRequest
+from penstock.kernels.attention.layout import SPAN
+from penstock.sampling_params import SamplingParams
+from tests.hf_models import random_ids
+from tests.kernels.packed import levels
+
+pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+SHAPE = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": None,
+    "hidden_size": 1024,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "int8, int8 cache": {"quantization": "int8", "kv_cache_dtype": "int8"},
+}
+LONG = random_ids(2 * SPAN + 150, 1, SHAPE["vocab_size"])
+PROMPTS = [LONG, LONG[: SPAN + 70] + random_ids(90, 2, SHAPE["vocab_size"]), random_ids(SPAN - 3, 3), random_ids(30, 4)]
+WATCHED = (0, 1)
+Answer = tuple[list[int], list[Any]]
+
+
+def ask(engine: Engine, indices: Sequence[int]) -> dict[int, Answer]:
+    """Ids and log-probabilities of what follows these prompts, asked together; odd ones are sampled."""
+    found: dict[int, Answer] = {index: ([], []) for index in indices}
+    for index in indices:
+        params = SamplingParams(temperature=0.9 * (index % 2), seed=5, max_tokens=6, ignore_eos=True, logprobs=4)
+        engine.add_request(EngineRequest(str(index), PROMPTS[index], params))
+    while engine.has_work:
+        for output in engine.step():
+            ids, logprobs = found[int(output.request_id)]
+            ids.extend(output.new_token_ids)
+            logprobs.extend(output.logprobs or [])
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_bits_of_a_wide_stack(form: str, tmp_path: Path) -> None:
+    """Guards against sums that are cut another way when there is more of everything: rows, columns, spans, threads."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+
+    def make(**options: Any) -> Engine:
+        common = {"model": str(tmp_path), "load_format": "dummy", "kernels": "cpu", "max_model_len": 4608}
+        return build_engine(EngineConfig.from_options(**common, max_num_seqs=4, **FORMS[form], **options)).engine
+
+    engine = make(threads=1, max_num_batched_tokens=8192, enable_prefix_caching=False, kv_cache_memory_bytes=2**27)
+    alone = {index: ask(engine, [index])[index] for index in WATCHED}
+    assert alone[0] != alone[1]
+    del engine
+    engine = make(threads=2, max_num_batched_tokens=1100, kv_cache_memory_bytes=2**27)
+    crowd = ask(engine, range(len(PROMPTS)))  # in chunks; the second finds the beginning of the first
+    assert engine.stats().num_cached_tokens_total > SPAN
+    for index in WATCHED:
+        assert crowd[index] == alone[index], f"prompt {index}"
