@@ -30,6 +30,7 @@ class Figures:
             for row in result["rows"]
             if row["op"] == "linear"
         }
+        self._attention = [row for row in result["rows"] if row["op"].startswith("attend_")]
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """(what, how much) for all that the run has measured."""
@@ -44,6 +45,10 @@ class Figures:
                     row, plain = (self._rows.get((name, n, k, leaves, m)) for name in (dtype, "bf16"))
                     if row is not None and plain is not None:
                         yield f"{dtype} {shape}, M = {m}", _against(row, plain)
+        for row in self._attention:
+            heads = f"{row['heads']}/{row['kv_heads']} heads of {row['head_dim']}"
+            threads = "" if row["speedup"] is None else f", {row['threads']} threads"
+            yield f"{row['op']} {row['dtype']} {heads}, {row['seqs']} x {row['tokens']}{threads}", _attend(row)
 
 
 def _bf16(row: dict[str, Any]) -> str:
@@ -51,6 +56,13 @@ def _bf16(row: dict[str, Any]) -> str:
         f"{row['ms']:.3f} ms, {row['bw_fraction']:.0%} of reading, {row['flop_fraction']:.0%} of multiplying, "
         f"{row['torch_ms'] / row['ms']:.2f} x torch"
     )
+
+
+def _attend(row: dict[str, Any]) -> str:
+    """Decoding is held against reading, prefill against multiplying."""
+    decode = row["op"] == "attend_decode"
+    limit = f"{row['bw_fraction']:.0%} of reading" if decode else f"{row['flop_fraction']:.0%} of multiplying"
+    return f"{row['ms']:.3f} ms, {limit}, {row['torch_ms'] / row['ms']:.2f} x torch"
 
 
 def _against(row: dict[str, Any], bf16: dict[str, Any]) -> str:

@@ -100,8 +100,9 @@ def _finer(blocks: RowBlocks, kv_heads: int, pieces: Pieces, limit: int) -> Piec
     tiles = blocks.tiles
     wanted = -(-_load(blocks.rows, tiles, kv_heads) // max(limit, SMALL_LOAD))
     whole_spans = (tiles + SPAN_TILES // 2) // SPAN_TILES  # a span of a few tiles is not worth a piece
-    spans = np.clip(np.minimum(wanted, whole_spans), 1, _end_span(blocks) - _first_span(blocks))
-    spans += (spans > 1) & _sinks_apart(blocks)
+    spans = np.minimum(np.minimum(wanted, np.maximum(whole_spans, 1)), _end_span(blocks) - _first_span(blocks))
+    if blocks.sink_end is not None:
+        spans += (spans > 1) & _sinks_apart(blocks)
     return Pieces(spans, np.maximum(pieces.heads, np.minimum(-(-wanted // spans), kv_heads)))
 
 
