@@ -18,7 +18,7 @@ from penstock.sampling_params import SamplingParams
 from tests.hf_models import MAKERS, random_ids
 from tests.kernels.packed import levels
 
-pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), pytest.mark.covers("M10", "F6")]
+pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), pytest.mark.covers("F6")]
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float32": {"dtype": "float32"},
@@ -129,6 +129,13 @@ def test_in_company(options: dict[str, Any], make: Make, alone: dict[int, Answer
     """Guards against a bit that depends on the other rows of a step, on where a chunk ends, on the threads, or on how
     the cache is laid out."""
     check(ask(make(**options).engine, map(request, range(len(PROMPTS)))), alone)
+
+
+@pytest.mark.covers("F5", "M10")
+def test_token_by_token(make: Make, alone: dict[int, Answer]) -> None:
+    """Guards against a prompt that is not the same as its tokens one after the other."""
+    few = {index: alone[index] for index in (0, 1, 2)}
+    check(ask(make(max_num_batched_tokens=1, max_num_seqs=1).engine, map(request, few)), few)
 
 
 def test_with_a_prefix(make: Make, alone: dict[int, Answer]) -> None:
