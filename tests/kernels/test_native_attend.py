@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.attention.layout import SPAN, TILE
+from penstock.kernels.attention.plan import AttentionPlan, AttentionShape, plan_attention
 from penstock.kernels.cpu.library import OUT_OF_RANGE, RECORDABLE, PenstockCall
 
-from .attention import Attention, PagedCache, Plan, Rules, Run, Sequences, Shape, Step, oracle
+from .attention import DTYPES, Attention, PagedCache, Plan, Rules, Run, Sequences, Shape, Step, oracle
 from .packed import TYPES, levels
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -386,42 +387,51 @@ class Malloc(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_size_t) for name in MALLOC_FIELDS)
 
 
+def planned(shape: Shape, counts: list[int], lengths: list[int], table: np.ndarray, threads: int) -> AttentionPlan:
+    """The package's own plan."""
+    starts, ends = np.cumsum([0, *counts]).astype(np.int32), np.array(lengths, dtype=np.int32)
+    attention = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, DTYPES[shape.kind], shape.slices)
+    return plan_attention(starts, ends, table, attention, block_size=shape.block_size, num_cores=threads)
+
+
+def as_plan(plan: AttentionPlan) -> Plan:
+    rows = (plan.items, plan.combines, plan.references)
+    items, combines, references = (part.tolist() for part in rows)
+    return Plan(items, combines, references, plan.partial_rows, plan.starts.tolist())
+
+
 @pytest.mark.covers("A25", "A28")
-@pytest.mark.parametrize("kind", ["f32", "bf16"])
-def test_a_run_takes_no_memory_that_was_not_reserved(kind: str) -> None:
-    """Guards against formulas of the memory that are less than what is used, and against allocation in a step."""
+@pytest.mark.parametrize("kind", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [170, 1, 30]])
+def test_a_run_takes_the_memory_of_its_plan_and_no_more(kind: str, counts: list[int]) -> None:
+    """Guards against a plan that reserves other than what is carved, and against allocation in a step."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         pytest.skip("the C library does not tell")
     mallinfo.restype = Malloc
-    shape, rules, counts = Shape(24, 3, 128, kind), Rules(), {0: 700, 1: 300}
-    sequences = Sequences([SPAN + 700, 900], shape)
-    native = Attention(0, threads=2)
-    run = Run(native, sequences, rules, rng=random.Random(2))
-    for row, count in counts.items():
-        run.done[row] = sequences.lengths[row] - count
-        run.done[row] += count
-    step, operands = run.make_step(counts), run.operands(counts)
-    out, lse = torch.empty_like(operands[0]), torch.empty(1000, 24)
-    sizes = native.bytes(step, run.cache, 24, 2)
-    granules = step.arrays["staged"][-1] * 3 + 1
-    granule = 2 * 16 * 128 * (4 if kind == "f32" else 2)
-    partial = -(-step.structure.partial_rows // 16) * 16
-    assert sizes[0] == granules * granule + partial * (128 + 2) * 4
+    lengths, shape, rules = [4 * SPAN + 170, 3000, 90], Shape(6, 3, 64, kind, slices=2 * (kind == "int8")), Rules()
+    native, fresh = (Attention(levels()[-1], threads=2) for _ in range(2))
+    run = Run(native, Sequences(lengths, shape), rules)
+    for row, length in enumerate(lengths):
+        run.put(row, length - counts[row])
+        run.done[row] = length
+    plan = planned(shape, counts, lengths, run.table, 2)
+    chosen = dict(enumerate(counts))
+    step, operands = run.make_step(chosen, as_plan(plan)), run.operands(chosen)
+    out, lse = torch.empty_like(operands[0]), torch.empty(sum(counts), 6)
+    assert native.bytes(step, run.cache, 6, 2) == (plan.workspace_bytes, plan.scratch_bytes)
 
-    def grown() -> int:
+    def grown(native: Attention) -> int:
         before = mallinfo()
         assert native.attend_status(step, run.cache, rules, *operands, out, lse) == 0
         after = mallinfo()
         return int(after.hblkhd + after.uordblks - before.hblkhd - before.uordblks)
 
-    native.reserve(*sizes)
-    assert grown() < 10_000  # what ctypes and Python take
-    fresh, native.context = native.context, native.library.penstock_context_new(0, 2)
-    assert grown() > sum(sizes) - 10_000  # the test can see growth
+    native.reserve(plan.workspace_bytes, plan.scratch_bytes)
+    assert grown(native) < 10_000  # what ctypes and Python take
+    assert grown(fresh) > plan.workspace_bytes + 2 * plan.scratch_bytes - 10_000  # growth would be seen
     native.close()
-    native.context = fresh
-    native.close()
+    fresh.close()
 
 
 def test_a_program_attends(native: Attention) -> None:
