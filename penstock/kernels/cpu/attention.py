@@ -46,7 +46,7 @@ class CpuKVCache:
             NotSupportedError: the native kernels have no such cache.
         """
         _check_cache(block_size, num_kv_heads, head_dim, dtype, slices, scales)
-        name = str(dtype).removeprefix("torch.")
+        name = _name(dtype)
         self.dtype = dtype
         self.block_size, self.num_kv_heads, self.head_dim = block_size, num_kv_heads, head_dim
         self.slices, self.token_scales = slices, scales is None
@@ -69,13 +69,17 @@ class CpuKVCache:
                 setattr(self.struct, field, tensor.data_ptr())
         self.address = ctypes.addressof(self.struct)
 
-    def plan_shape(self, num_heads: int) -> AttentionShape:
-        """What a plan has to know."""
-        name = str(self.dtype).removeprefix("torch.")
-        return AttentionShape(num_heads, self.num_kv_heads, self.head_dim, name, self.slices, self.token_scales)
+    def plan_shape(self, num_heads: int, dtype: str) -> AttentionShape:
+        """What a plan has to know; dtype is that of queries and results."""
+        name = _name(self.dtype)
+        return AttentionShape(num_heads, self.num_kv_heads, self.head_dim, name, self.slices, self.token_scales, dtype)
 
 
 CHANNEL_FIELDS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def own_cache(cache: KVCache) -> CpuKVCache:
@@ -136,7 +140,9 @@ class NativeParams:
         self.address = ctypes.addressof(self.struct)
 
 
-def planned(meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, threads: int) -> AttentionMetadata:
+def planned(
+    meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, dtype: torch.dtype, threads: int
+) -> AttentionMetadata:
     """The metadata with a plan for these heads and this cache.
 
     Raises:
@@ -157,7 +163,7 @@ def planned(meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, threads: i
         meta.query_start_loc.numpy(),
         meta.seq_lens.numpy(),
         meta.block_table.numpy(),
-        cache.plan_shape(heads.num_heads),
+        cache.plan_shape(heads.num_heads, _name(dtype)),
         block_size=meta.block_size,
         sliding_window=meta.sliding_window,
         num_sink_tokens=meta.num_sink_tokens,
