@@ -172,7 +172,8 @@ void find_greatest(const Strip& strip, const std::uint64_t* visible, float* grea
 }
 
 // p = 2^(s factor - shift) of each row, and their sums.
-void find_probabilities(const Strip& strip, const std::uint64_t* visible, float factor, const float* shift, float* sum) {
+void find_probabilities(
+    const Strip& strip, const std::uint64_t* visible, float factor, const float* shift, float* sum) {
     for (int first = 0; first < strip.rows; first += ROW_GROUP) {
         __m512 total[ROW_GROUP] = {};
         for (int r = first; r < first + ROW_GROUP && r < strip.rows; ++r) {
