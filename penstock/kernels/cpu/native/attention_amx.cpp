@@ -172,7 +172,8 @@ void find_greatest(const Strip& strip, const std::uint64_t* visible, float* grea
 }
 
 // p = 2^(s factor - shift) of each row, and their sums.
-void find_probabilities(const Strip& strip, const std::uint64_t* visible, float factor, const float* shift, float* sum) {
+void find_probabilities(
+    const Strip& strip, const std::uint64_t* visible, float factor, const float* shift, float* sum) {
     for (int first = 0; first < strip.rows; first += ROW_GROUP) {
         __m512 total[ROW_GROUP] = {};
         for (int r = first; r < first + ROW_GROUP && r < strip.rows; ++r) {
@@ -262,7 +263,11 @@ void pack_rows(const QueryArgs& a) {
     for (int r = 0; r < a.rows; ++r) {
         const std::int64_t row = a.first_row + r;
         const std::int64_t head = row / group * a.heads + a.kv_head * group + row % group;
-        convert_row(a.q, a.type, head * cache.head_dim, cache, operand + r * cache.padded_dim);
+        std::uint16_t* const to = operand + r * cache.padded_dim;
+        if (a.type == TYPE_BF16 && cache.head_dim == cache.padded_dim)
+            __builtin_memcpy(to, static_cast<const std::uint16_t*>(a.q) + head * cache.head_dim, cache.head_dim * 2);
+        else
+            convert_row(a.q, a.type, head * cache.head_dim, cache, to);
     }
 }
 

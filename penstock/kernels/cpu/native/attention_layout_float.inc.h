@@ -10,8 +10,8 @@ namespace {
 
 using Bfloat16 = std::uint16_t;
 
-// Where element d of position p lies among the keys and among the values of a granule. UNIT positions of the values, and
-// so many elements of a position's key, lie together: 32 bits.
+// Where element d of position p lies among the keys and among the values of a granule. 32 bits hold UNIT neighbouring
+// elements of one key, or one element of UNIT neighbouring values.
 template <class Element>
 struct GranuleLayout {
     static constexpr int UNIT = 4 / sizeof(Element);
