@@ -8,7 +8,8 @@
 //     n = max(m, m'),  l = l e^(m-n) + l' e^(m'-n),  o = o e^(m-n) + o' e^(m'-n)
 //
 // every operation rounded by itself; a part with l' = 0 (nothing visible) leaves the state untouched, bit for bit. A
-// state begins as (-inf, 0, 0). So a row's bits depend on its own query and on what it sees: never on which rows were
+// state begins as (-inf, 0, 0). Within a span a level may add p v to the state's o in the products themselves, with p
+// relative to max(m, m'): the same tiles in the same order, one rounding less. So a row's bits depend on its own query and on what it sees: never on which rows were
 // computed with it, which thread computed a span, where blocks lie, or how the prompt was cut. (The two-part attention
 // of Tenstorrent's Falcon decode, the refresh and the combination of Huawei's IncreFlashAttention are this one fold.)
 //
@@ -109,6 +110,7 @@ struct TileArgs {
     float* greatest;                       // m: [rows]
     float* sum;                            // l: [rows]
     float* mixed;                          // o: [rows][padded_dim], 64-aligned
+    std::int32_t* mode;                    // the kernel's own note on its thread; 0 before the first tile of an item
 };
 
 // Rows start .. start + count - 1 of a granule get keys and values, [count] heads of [head_dim] each, `stride` elements
@@ -141,6 +143,7 @@ struct CacheKernel {
     void (*attend_tile)(const TileArgs&);
     void (*store)(const StoreArgs&);
     void (*load)(const LoadArgs&);
+    void (*leave)(std::int32_t mode) = nullptr;  // after the last tile of an item, where not null
 };
 
 // Folding, and delivering what is done. state arrays as in TileArgs.

@@ -9,6 +9,7 @@
 // the greatest score has grown.
 
 #include "amx_tiles.h"
+#include "attention_fetch.inc.h"
 #include "attention_tile.inc.h"
 
 namespace penstock {
@@ -34,8 +35,10 @@ constexpr int KEY_PAIRS = 16;                 // of elements, that a product of 
 constexpr int VALUE_PAIRS = GRANULE / 2;      // of positions, that a product of values takes
 constexpr int TILE_SUMS = 4;                  // tiles of sums
 constexpr float LOG2_E = 1.44269504f;
+// Lines of the next tile that are fetched beside a product; and in a softmax, a row, in parts of the head dim.
+constexpr int SCORE_LINES = 10, MIX_LINES = 6, SOFTMAX_LINES = 1;
 
-// Tiles: 0 .. 3 sums; 4 queries and 5 keys; 6 probabilities and 7 values.
+// The mode of a thread is the rows of its tiles. Tiles: 0 .. 3 sums; 4 queries and 5 keys; 6 probabilities and 7 values.
 void load_config(int rows) {
     AmxConfig config;
     for (int tile = 0; tile < TILE_SUMS; ++tile) config.set(tile, rows);
@@ -56,20 +59,14 @@ struct Strip {
 
     std::int64_t dim() const { return a.cache->padded_dim; }
     float* mixed() const { return a.mixed + first * dim(); }
-    bool prefetches() const { return first == 0 && a.next[0] != nullptr; }
 };
-
-inline void prefetch(const char* from, int lines) {
-    for (int line = 0; line < lines; ++line) _mm_prefetch(from + line * LINE, _MM_HINT_T1);
-}
 
 // ---- Products
 
-void scores(const Strip& strip) {
+void scores(const Strip& strip, Fetch& fetch) {
     const std::int64_t dim = strip.dim();
     const std::uint16_t* const q = static_cast<const std::uint16_t*>(strip.a.operand) + strip.first * dim;
     const char* const* const keys = strip.a.granules;
-    const bool prefetches = strip.prefetches();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -79,14 +76,16 @@ void scores(const Strip& strip) {
         _tile_loadd(4, q + d, dim * 2);
         _tile_loadd(5, keys[0] + at, AMX_BYTES);
         _tile_dpbf16ps(0, 4, 5);
+        fetch.lines(SCORE_LINES);
         _tile_loadd(5, keys[1] + at, AMX_BYTES);
         _tile_dpbf16ps(1, 4, 5);
+        fetch.lines(SCORE_LINES);
         _tile_loadd(5, keys[2] + at, AMX_BYTES);
         _tile_dpbf16ps(2, 4, 5);
+        fetch.lines(SCORE_LINES);
         _tile_loadd(5, keys[3] + at, AMX_BYTES);
         _tile_dpbf16ps(3, 4, 5);
-        if (prefetches)
-            for (const char* next : strip.a.next) prefetch(next + at, KEY_PAIRS);
+        fetch.lines(SCORE_LINES);
     }
     _tile_stored(0, strip.s, TILE * 4);
     _tile_stored(1, strip.s + 16, TILE * 4);
@@ -96,9 +95,8 @@ void scores(const Strip& strip) {
 
 // Adds p v to 16 SUMS columns of the state.
 template <int SUMS>
-void mix_columns(const Strip& strip, std::int64_t d) {
+void mix_columns(const Strip& strip, std::int64_t d, Fetch& fetch) {
     const std::int64_t dim = strip.dim(), keys = dim * GRANULE * 2;
-    const bool prefetches = strip.prefetches();
     float* const o = strip.mixed() + d;
     _tile_loadd(0, o, dim * 4);
     _tile_loadd(1, o + 16, dim * 4);
@@ -109,15 +107,18 @@ void mix_columns(const Strip& strip, std::int64_t d) {
         _tile_loadd(6, strip.p + granule * GRANULE, TILE * 2);
         _tile_loadd(7, values, dim * 4);
         _tile_dpbf16ps(0, 6, 7);
+        fetch.lines(MIX_LINES);
         _tile_loadd(7, values + LINE, dim * 4);
         _tile_dpbf16ps(1, 6, 7);
+        fetch.lines(MIX_LINES);
         if constexpr (SUMS > 2) {
             _tile_loadd(7, values + 2 * LINE, dim * 4);
             _tile_dpbf16ps(2, 6, 7);
+        fetch.lines(MIX_LINES);
             _tile_loadd(7, values + 3 * LINE, dim * 4);
             _tile_dpbf16ps(3, 6, 7);
+        fetch.lines(MIX_LINES);
         }
-        if (prefetches) prefetch(strip.a.next[granule] + keys + d * GRANULE * 2, SUMS * VALUE_PAIRS);
     }
     _tile_stored(0, o, dim * 4);
     _tile_stored(1, o + 16, dim * 4);
@@ -125,11 +126,11 @@ void mix_columns(const Strip& strip, std::int64_t d) {
     if constexpr (SUMS > 2) _tile_stored(3, o + 48, dim * 4);
 }
 
-void mix(const Strip& strip) {
+void mix(const Strip& strip, Fetch& fetch) {
     __asm__ volatile("" : : : "memory");  // the compiler does not know what tile loads read
     std::int64_t d = 0;
-    for (; d + 64 <= strip.dim(); d += 64) mix_columns<4>(strip, d);
-    if (d < strip.dim()) mix_columns<2>(strip, d);
+    for (; d + 64 <= strip.dim(); d += 64) mix_columns<4>(strip, d, fetch);
+    if (d < strip.dim()) mix_columns<2>(strip, d, fetch);
 }
 
 // ---- Softmax
@@ -159,13 +160,14 @@ float make_scores(const Strip& strip) {
 }
 
 // The greatest visible score of each row, in groups of rows.
-void find_greatest(const Strip& strip, const std::uint64_t* visible, float* greatest) {
+void find_greatest(const Strip& strip, const std::uint64_t* visible, float* greatest, Fetch& fetch, int lines) {
     for (int first = 0; first < strip.rows; first += ROW_GROUP) {
         __m512 top[ROW_GROUP];
         for (int r = first; r < first + ROW_GROUP; ++r) {
             __m512& row = top[r - first] = _mm512_set1_ps(MINUS_INFINITY);
             for (int i = 0; r < strip.rows && i < TILE; i += LANES)
                 row = _mm512_mask_max_ps(row, visible[r] >> i, _mm512_load_ps(strip.s + r * TILE + i), row);
+            fetch.lines(lines);
         }
         _mm_store_ps(greatest + first, reduce<Greatest>(top));
     }
@@ -173,7 +175,8 @@ void find_greatest(const Strip& strip, const std::uint64_t* visible, float* grea
 
 // p = 2^(s factor - shift) of each row, and their sums.
 void find_probabilities(
-    const Strip& strip, const std::uint64_t* visible, float factor, const float* shift, float* sum) {
+    const Strip& strip, const std::uint64_t* visible, float factor, const float* shift, float* sum,
+    Fetch& fetch, int lines) {
     for (int first = 0; first < strip.rows; first += ROW_GROUP) {
         __m512 total[ROW_GROUP] = {};
         for (int r = first; r < first + ROW_GROUP && r < strip.rows; ++r) {
@@ -185,6 +188,7 @@ void find_probabilities(
                                     static_cast<__mmask16>(visible[r] >> i * LANES));
             }
             store_row(strip.p + r * TILE, p);
+            fetch.lines(lines);
             total[r - first] = _mm512_add_ps(_mm512_add_ps(p[0], p[1]), _mm512_add_ps(p[2], p[3]));
         }
         _mm_store_ps(sum + first, reduce<Sum>(total));
@@ -193,7 +197,7 @@ void find_probabilities(
 
 // Scores become probabilities; the state's m and l take the tile in, and its o is made ready for p v. Returns the rows,
 // as bits, that see nothing of the tile.
-std::uint32_t softmax(const Strip& strip) {
+std::uint32_t softmax(const Strip& strip, Fetch& fetch) {
     const TileArgs& a = strip.a;
     float* const m = a.greatest + strip.first;
     float* const l = a.sum + strip.first;
@@ -201,7 +205,8 @@ std::uint32_t softmax(const Strip& strip) {
     alignas(64) float greatest[STRIP] = {}, sum[STRIP] = {}, shift[STRIP], keep[STRIP];
     for (int r = 0; r < strip.rows; ++r) visible[r] = visible_positions(a, strip.first + r);
     const float scale = make_scores(strip);
-    find_greatest(strip, visible, greatest);
+    const int lines = static_cast<int>(strip.dim()) * SOFTMAX_LINES / strip.rows;
+    find_greatest(strip, visible, greatest, fetch, lines / 2);
 
     const __mmask16 rows = first_rows(strip.rows);
     const __m512 log2_e = _mm512_set1_ps(LOG2_E), before = _mm512_maskz_loadu_ps(rows, m);
@@ -214,7 +219,7 @@ std::uint32_t softmax(const Strip& strip) {
     const __mmask16 grown = _mm512_mask_cmp_ps_mask(rows, now, before, _CMP_GT_OQ);
     const __m512 kept = exp2_to_zero(_mm512_fmsub_ps(before, log2_e, exponent), grown);
     _mm512_store_ps(keep, kept);
-    find_probabilities(strip, visible, scale * LOG2_E, shift, sum);
+    find_probabilities(strip, visible, scale * LOG2_E, shift, sum, fetch, lines);
 
     const __m512 total = _mm512_load_ps(sum), old = _mm512_maskz_loadu_ps(rows, l);
     _mm512_mask_storeu_ps(l, rows, _mm512_add_ps(_mm512_mask_mul_ps(old, grown, old, kept), total));
@@ -241,18 +246,21 @@ void attend_strips(const TileArgs& a) {
     alignas(64) float s[STRIP * TILE];
     alignas(64) std::uint16_t p[STRIP * TILE];
     alignas(64) float aside[STRIP * MAX_HEAD_DIM];
-    int configured = 0;
+    Fetch fetch(a, granule_bytes(*a.cache));
     for (int first = 0; first < a.rows; first += STRIP) {
         const Strip strip{a, first, a.rows - first < STRIP ? a.rows - first : STRIP, s, p};
-        if (strip.rows != configured) load_config(strip.rows);
-        configured = strip.rows;
-        scores(strip);
-        const std::uint32_t untouched = softmax(strip);
+        if (strip.rows != *a.mode) load_config(strip.rows);
+        *a.mode = strip.rows;
+        scores(strip, fetch);
+        const std::uint32_t untouched = softmax(strip, fetch);
         copy_rows(untouched, strip.dim(), strip.mixed(), aside);
-        mix(strip);
+        mix(strip, fetch);
         copy_rows(untouched, strip.dim(), aside, strip.mixed());
     }
-    _tile_release();
+}
+
+void release(std::int32_t mode) {
+    if (mode != 0) _tile_release();
 }
 
 // The operand is [rows][padded_dim].
@@ -273,6 +281,6 @@ void pack_rows(const QueryArgs& a) {
 
 }  // namespace
 
-CacheKernel amx_cache_bf16() { return {pack_rows, attend_strips, store_granule<Bf16>, load_granule<Bf16>}; }
+CacheKernel amx_cache_bf16() { return {pack_rows, attend_strips, store_granule<Bf16>, load_granule<Bf16>, release}; }
 
 }  // namespace penstock

@@ -110,12 +110,17 @@ struct AttentionCall {
         return staged + (first * cache.kv_heads + kv_head * count + index) * granule;
     }
 
-    // The granule of the cache that a position belongs to; zeros where none is allocated.
-    const char* cached_granule(std::int64_t sequence, std::int64_t kv_head, std::int64_t position) const {
-        const std::int64_t column = position / cache.block_size;
-        const std::int64_t block = step.block_table[sequence * step.max_blocks + column];
+    // A granule of a block of the cache; zeros where none is allocated.
+    const char* granule_of_block(std::int64_t block, std::int64_t kv_head, std::int64_t index) const {
         if (block < 0) return zeros;
-        return granule_of_slot(cache, block * cache.block_size + position % cache.block_size, kv_head);
+        const std::int64_t number = (block * cache.kv_heads + kv_head) * (cache.block_size / GRANULE) + index;
+        return static_cast<const char*>(cache.memory) + number * granule;
+    }
+
+    // The granule of the cache that a position belongs to.
+    const char* cached_granule(std::int64_t sequence, std::int64_t kv_head, std::int64_t position) const {
+        const std::int64_t block = step.block_table[sequence * step.max_blocks + position / cache.block_size];
+        return granule_of_block(block, kv_head, position % cache.block_size / GRANULE);
     }
 };
 

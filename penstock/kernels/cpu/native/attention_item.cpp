@@ -55,7 +55,11 @@ class Item {
     const std::int64_t head_bytes_, block_bytes_;   // of operands: from one head, one block of rows, to the next
     const std::int64_t blocks_;
     const std::int64_t head_states_;                // from one head's first state to that of the next
+    const std::uint32_t block_granules_;            // of a block of the cache
+    const std::int64_t first_staged_, end_granule_; // granules of the sequence: from where they are staged, their number
+    const std::int32_t* const block_table_;
     std::int64_t begin_tile_ = 0, end_tile_ = 0;    // tiles behind the kept tokens that any row may see
+    std::int32_t mode_ = 0;                         // the kernel's own
 
     Delivery delivery_;
     RowBlock* block_;          // [blocks]
@@ -83,7 +87,11 @@ Item::Item(const AttentionCall& call, const PenstockAttentionItem& item, void* s
       head_bytes_(query_bytes(call.cache.kind, dim_, call.cache.slices, rows_)),
       block_bytes_(query_bytes(call.cache.kind, dim_, call.cache.slices, BLOCK_ROWS)),
       blocks_(divide_up(rows_, BLOCK_ROWS)),
-      head_states_(item.partial >= 0 ? rows_ : row_room(rows_)) {
+      head_states_(item.partial >= 0 ? rows_ : row_room(rows_)),
+      block_granules_(static_cast<std::uint32_t>(call.cache.block_size / GRANULE)),
+      first_staged_(cached_ == length_ ? divide_up(length_, GRANULE) : cached_ / GRANULE),
+      end_granule_(divide_up(length_, GRANULE)),
+      block_table_(call.step.block_table + item.sequence * call.step.max_blocks) {
     const std::int64_t room = row_room(rows_);
     Carver carver(scratch);
     delivery_ = Delivery::cut(carver, rows_);
@@ -104,6 +112,7 @@ void Item::attend() {
     note_rows();
     pack_queries();
     for (std::int64_t span = item_.span_begin; span < item_.span_end; ++span) attend_span(span);
+    if (call_.kernel.leave != nullptr) call_.kernel.leave(mode_);
     if (!partial()) deliver();
 }
 
@@ -158,6 +167,7 @@ void Item::attend_tile(std::int64_t tile) {
     args.cache = &call_.cache;
     args.how = &call_.how;
     args.base = tile * TILE;
+    args.mode = &mode_;
     args.sink = static_cast<std::int32_t>(std::clamp<std::int64_t>(kept_ - args.base, 0, TILE));
     bool hidden_tokens = false;
     for (std::int64_t i = 0; i < blocks_; ++i) {
@@ -266,16 +276,18 @@ std::int64_t Item::seen_from(std::int64_t tile) const {
 // ---- Where it lies
 
 Granules Item::locate(std::int64_t tile, std::int64_t head) const {
-    const std::int64_t first_staged = cached_ == length_ ? length_ : cached_ / GRANULE * GRANULE;
+    const std::int64_t first = tile * TILE_GRANULES;
+    std::uint32_t column = static_cast<std::uint32_t>(first) / block_granules_;
+    std::uint32_t index = static_cast<std::uint32_t>(first) % block_granules_;
     Granules granules;
     for (int g = 0; g < TILE_GRANULES; ++g) {
-        const std::int64_t position = tile * TILE + g * GRANULE;
-        if (position >= length_)
+        if (first + g >= end_granule_)
             granules.at[g] = call_.zeros;
-        else if (position >= first_staged)
-            granules.at[g] = call_.staged_granule(item_.sequence, kv_head(head), (position - first_staged) / GRANULE);
+        else if (first + g >= first_staged_)
+            granules.at[g] = call_.staged_granule(item_.sequence, kv_head(head), first + g - first_staged_);
         else
-            granules.at[g] = call_.cached_granule(item_.sequence, kv_head(head), position);
+            granules.at[g] = call_.granule_of_block(block_table_[column], kv_head(head), index);
+        if (++index == block_granules_) index = 0, ++column;
     }
     return granules;
 }
