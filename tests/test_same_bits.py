@@ -131,7 +131,7 @@ def test_in_company(options: dict[str, Any], make: Make, alone: dict[int, Answer
     check(ask(make(**options).engine, map(request, range(len(PROMPTS)))), alone)
 
 
-@pytest.mark.covers("F5", "M10")
+@pytest.mark.covers("F5", "M7", "M10")
 def test_token_by_token(make: Make, alone: dict[int, Answer]) -> None:
     """Guards against a prompt that is not the same as its tokens one after the other."""
     few = {index: alone[index] for index in (0, 1, 2)}

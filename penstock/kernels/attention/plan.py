@@ -220,6 +220,7 @@ def _encoded(
         memory=memory,
         window=window,
         prefix="shared" if shared else "own",
+        level=shape.level,
     ).encode()
 
 

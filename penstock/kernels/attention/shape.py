@@ -35,6 +35,7 @@ class AttentionShape:
         slices: int8 only: rows that stand for a query row, and for a row of probabilities; else 0.
         token_scales: int8 only: scales belong to tokens, not to channels.
         dtype: of queries and results, "float32" or "bfloat16"; the key says it, nothing depends on it.
+        level: instruction level of the backend; likewise.
     """
 
     num_heads: int
@@ -44,6 +45,7 @@ class AttentionShape:
     slices: int = 0
     token_scales: bool = True
     dtype: str = "bfloat16"
+    level: str = "any"
 
     @property
     def group(self) -> int:

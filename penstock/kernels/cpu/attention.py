@@ -53,6 +53,7 @@ class CpuKVCache:
         token_bytes = cache_token_bytes(num_kv_heads, head_dim, name, token_scales=self.token_scales)
         self.memory = empty((num_blocks, block_size * token_bytes), torch.uint8)
         self.num_bytes = self.memory.nbytes
+        self._plan_shapes: dict[tuple[int, torch.dtype, str], AttentionShape] = {}
         self._scales = None if scales is None else _padded(scales, head_dim)
         self.struct = PenstockCache(
             memory=self.memory.data_ptr(),
@@ -69,10 +70,21 @@ class CpuKVCache:
                 setattr(self.struct, field, tensor.data_ptr())
         self.address = ctypes.addressof(self.struct)
 
-    def plan_shape(self, num_heads: int, dtype: str) -> AttentionShape:
+    def plan_shape(self, num_heads: int, dtype: torch.dtype, level: str) -> AttentionShape:
         """What a plan has to know; dtype is that of queries and results."""
-        name = _name(self.dtype)
-        return AttentionShape(num_heads, self.num_kv_heads, self.head_dim, name, self.slices, self.token_scales, dtype)
+        known = self._plan_shapes.get((num_heads, dtype, level))
+        if known is None:
+            known = self._plan_shapes[num_heads, dtype, level] = AttentionShape(
+                num_heads,
+                self.num_kv_heads,
+                self.head_dim,
+                _name(self.dtype),
+                self.slices,
+                self.token_scales,
+                _name(dtype),
+                level,
+            )
+        return known
 
 
 CHANNEL_FIELDS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
@@ -141,7 +153,7 @@ class NativeParams:
 
 
 def planned(
-    meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, dtype: torch.dtype, threads: int
+    meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, shape: AttentionShape, threads: int
 ) -> AttentionMetadata:
     """The metadata with a plan for these heads and this cache.
 
@@ -163,7 +175,7 @@ def planned(
         meta.query_start_loc.numpy(),
         meta.seq_lens.numpy(),
         meta.block_table.numpy(),
-        cache.plan_shape(heads.num_heads, _name(dtype)),
+        shape,
         block_size=meta.block_size,
         sliding_window=meta.sliding_window,
         num_sink_tokens=meta.num_sink_tokens,

@@ -345,7 +345,8 @@ class CpuOps:
         return k, v
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
-        meta = planned(meta, heads, own_cache(cache), self.dtype, self.threads)
+        own = own_cache(cache)
+        meta = planned(meta, heads, own, own.plan_shape(heads.num_heads, self.dtype, self.level), self.threads)
         if meta.plan is not None:
             self.plan_counts[meta.plan.key] += 1
             self._reserve(meta.plan.workspace_bytes, meta.plan.scratch_bytes)
