@@ -28,31 +28,42 @@ class ReplayedModel:
     def __init__(self, model: CausalLM, ops: RecordingOps) -> None:
         self._model = model
         self._ops = ops
-        self._recordings: dict[int, _Recording] = {}
+        self._recordings: dict[tuple[int, bool], _Recording] = {}
         self._recordable = True
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """As CausalLM. The result is overwritten by the next call."""
-        tokens = input_ids.shape[0]
-        if tokens > FEW_ROWS or not self._recordable:
-            return self._model(input_ids, ctx)
-        recording = self._recordings.get(tokens)
-        if recording is None or recording.kv_caches is not ctx.kv_caches:
-            return self._record(input_ids, ctx)
-        recording.input_ids.copy_(input_ids)
-        recording.positions.copy_(ctx.positions)
-        return recording.forward.run(ctx.attention)
+        return self._run(input_ids, ctx, head=False)
+
+    def logits(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """Of every token, [T, V] float32: a decode step in one go. Overwritten by the next call."""
+        return self._run(input_ids, ctx, head=True)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """As CausalLM."""
         return self._model.compute_logits(hidden)
 
-    def _record(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+    def _run(self, input_ids: Tensor, ctx: ForwardContext, *, head: bool) -> Tensor:
+        tokens = input_ids.shape[0]
+        if tokens > FEW_ROWS or not self._recordable:
+            return self._forward(input_ids, ctx, head)
+        recording = self._recordings.get((tokens, head))
+        if recording is None or recording.kv_caches is not ctx.kv_caches:
+            return self._record(input_ids, ctx, head)
+        recording.input_ids.copy_(input_ids)
+        recording.positions.copy_(ctx.positions)
+        return recording.forward.run(ctx.attention)
+
+    def _forward(self, input_ids: Tensor, ctx: ForwardContext, head: bool) -> Tensor:
+        hidden = self._model(input_ids, ctx)
+        return self._model.compute_logits(hidden) if head else hidden
+
+    def _record(self, input_ids: Tensor, ctx: ForwardContext, head: bool) -> Tensor:
         """The first step of so many tokens."""
         input_ids, ctx = input_ids.clone(), replace(ctx, positions=ctx.positions.clone())
-        result, forward = self._ops.record(lambda: self._model(input_ids, ctx), ctx.attention)
+        result, forward = self._ops.record(lambda: self._forward(input_ids, ctx, head), ctx.attention)
         if forward is None:
             self._recordable = False
         else:
-            self._recordings[input_ids.shape[0]] = _Recording(input_ids, ctx.positions, ctx.kv_caches, forward)
+            self._recordings[input_ids.shape[0], head] = _Recording(input_ids, ctx.positions, ctx.kv_caches, forward)
         return result

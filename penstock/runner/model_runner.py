@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
+from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.ops import AttentionMetadata, Heads, KVCache, Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
 from penstock.layers.causal_lm import CausalLM
@@ -99,8 +100,19 @@ class ModelRunner:
         if not scheduler_output.scheduled:
             return StepOutput(scheduler_output.step_id, {})
         step = self.batch.pack(scheduler_output.scheduled)
-        hidden = self._model(self._tensor(step.input_ids), self._context(step))
         results = [_Result() for _ in scheduler_output.scheduled]
+        input_ids, ctx = self._tensor(step.input_ids), self._context(step)
+        # Where every token is sampled, none is followed by one of its prompt: nothing but logits is asked for.
+        if isinstance(self._model, ReplayedModel) and len(step.sampled) == len(step.input_ids) <= FEW_ROWS:
+            self._sample(self._model.logits(input_ids, ctx), step, results)
+        else:
+            self._finish(self._model(input_ids, ctx), step, results)
+        ids = (item.request_id for item in scheduler_output.scheduled)
+        finished = {request_id: result.finish() for request_id, result in zip(ids, results, strict=True)}
+        return StepOutput(scheduler_output.step_id, finished)
+
+    def _finish(self, hidden: Tensor, step: PackedStep, results: list[_Result]) -> None:
+        """hidden [T, hidden]: logits where somebody looks, and what comes of them."""
         num_sampled = len(step.sampled)
         if step.prompt_pieces or num_sampled < len(step.input_ids):  # else every token is sampled after, in order
             hidden = hidden[self._tensor(step.logits_indices)]
@@ -109,9 +121,6 @@ class ModelRunner:
             hidden = hidden[:num_sampled]
         if num_sampled:
             self._sample(self._model.compute_logits(hidden), step, results)
-        ids = (item.request_id for item in scheduler_output.scheduled)
-        finished = {request_id: result.finish() for request_id, result in zip(ids, results, strict=True)}
-        return StepOutput(scheduler_output.step_id, finished)
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         return on_device(array, self._ops.device)
