@@ -40,7 +40,7 @@ def share_prefixes(
     step: Steps, blocks: RowBlocks, block_table: npt.NDArray[np.int32], block_size: int, block_rows: int
 ) -> SharedPrefixes | None:
     """Blocks of several sequences' rows, at most block_rows each, over the spans they share; None where none do."""
-    if step.window is not None or not _look_alike(block_table):
+    if step.window is not None or not look_alike(block_table):
         return None
     depths = _shared_spans(step, block_table, block_size)
     if not any(depths):
@@ -51,7 +51,7 @@ def share_prefixes(
     return packer.result()
 
 
-def _look_alike(block_table: npt.NDArray[np.int32]) -> bool:
+def look_alike(block_table: npt.NDArray[np.int32]) -> bool:
     """Whether any two neighbours begin with the same block: a look that costs nothing when nothing is shared."""
     if block_table.shape[0] < 2 or block_table.shape[1] == 0:
         return False

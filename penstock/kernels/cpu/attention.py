@@ -11,7 +11,8 @@ from torch import Tensor
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.attention.layout import GRANULE, MAX_HEAD_DIM, cache_token_bytes, padded_head_dim
-from penstock.kernels.attention.plan import AttentionShape, plan_attention
+from penstock.kernels.attention.planner import Planner
+from penstock.kernels.attention.shape import AttentionShape
 from penstock.kernels.cpu.arguments import address
 from penstock.kernels.cpu.library import PenstockAttention, PenstockAttentionStep, PenstockCache
 from penstock.kernels.cpu.packed import empty
@@ -53,7 +54,7 @@ class CpuKVCache:
         token_bytes = cache_token_bytes(num_kv_heads, head_dim, name, token_scales=self.token_scales)
         self.memory = empty((num_blocks, block_size * token_bytes), torch.uint8)
         self.num_bytes = self.memory.nbytes
-        self._plan_shapes: dict[tuple[int, torch.dtype, str], AttentionShape] = {}
+        self._planners: dict[tuple[object, ...], Planner] = {}
         self._scales = None if scales is None else _padded(scales, head_dim)
         self.struct = PenstockCache(
             memory=self.memory.data_ptr(),
@@ -70,11 +71,12 @@ class CpuKVCache:
                 setattr(self.struct, field, tensor.data_ptr())
         self.address = ctypes.addressof(self.struct)
 
-    def plan_shape(self, num_heads: int, dtype: torch.dtype, level: str) -> AttentionShape:
-        """What a plan has to know; dtype is that of queries and results."""
-        known = self._plan_shapes.get((num_heads, dtype, level))
+    def planner(self, num_heads: int, dtype: torch.dtype, level: str, threads: int, meta: AttentionMetadata) -> Planner:
+        """That of all layers with so many query heads and such a cache; dtype is that of queries and results."""
+        key = num_heads, dtype, level, threads, meta.sliding_window, meta.num_sink_tokens
+        known = self._planners.get(key)
         if known is None:
-            known = self._plan_shapes[num_heads, dtype, level] = AttentionShape(
+            shape = AttentionShape(
                 num_heads,
                 self.num_kv_heads,
                 self.head_dim,
@@ -84,6 +86,8 @@ class CpuKVCache:
                 _name(dtype),
                 level,
             )
+            known = Planner(shape, self.block_size, meta.sliding_window, meta.num_sink_tokens, threads)
+            self._planners[key] = known
         return known
 
 
@@ -152,9 +156,7 @@ class NativeParams:
         self.address = ctypes.addressof(self.struct)
 
 
-def planned(
-    meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, shape: AttentionShape, threads: int
-) -> AttentionMetadata:
+def planned(meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, planner: Planner) -> AttentionMetadata:
     """The metadata with a plan for these heads and this cache.
 
     Raises:
@@ -171,16 +173,7 @@ def planned(
         heads.num_heads % heads.num_kv_heads
     ):
         raise ValueError(f"heads: {heads} does not fit a cache of {cache.num_kv_heads} heads of {cache.head_dim}")
-    plan = plan_attention(
-        meta.query_start_loc.numpy(),
-        meta.seq_lens.numpy(),
-        meta.block_table.numpy(),
-        shape,
-        block_size=meta.block_size,
-        sliding_window=meta.sliding_window,
-        num_sink_tokens=meta.num_sink_tokens,
-        num_cores=threads,
-    )
+    plan = planner.plan(meta.query_start_loc.numpy(), meta.seq_lens.numpy(), meta.block_table.numpy())
     return replace(meta, plan=plan)
 
 

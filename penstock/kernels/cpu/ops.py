@@ -346,7 +346,7 @@ class CpuOps:
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
         own = own_cache(cache)
-        meta = planned(meta, heads, own, own.plan_shape(heads.num_heads, self.dtype, self.level), self.threads)
+        meta = planned(meta, heads, own, own.planner(heads.num_heads, self.dtype, self.level, self.threads, meta))
         if meta.plan is not None:
             self.plan_counts[meta.plan.key] += 1
             self._reserve(meta.plan.workspace_bytes, meta.plan.scratch_bytes)

@@ -1,0 +1,43 @@
+"""A planner that remembers plans what the planner without memory does."""
+
+import random
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from penstock.kernels.attention.layout import TILE
+from penstock.kernels.attention.plan import AttentionPlan
+from penstock.kernels.attention.planner import Planner
+from tests.kernels.test_attention_plan import LLAMA, Step
+
+
+def same(one: AttentionPlan, other: AttentionPlan) -> bool:
+    pairs = ((getattr(one, field.name), getattr(other, field.name)) for field in fields(AttentionPlan))
+    return all(np.array_equal(a, b) and getattr(a, "dtype", None) == getattr(b, "dtype", None) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (100, 0), (100, 70)])
+@pytest.mark.parametrize("cores", [1, 2, 64])
+@pytest.mark.covers("A28")
+def test_steps_of_decoding_in_a_row(window: int | None, sinks: int, cores: int) -> None:
+    """Guards against: a plan kept where a tile, the window, the batch, a block table or the kind of step changed."""
+    chosen = random.Random(cores)
+    cached, kept = [60, 2040, 4100, 1], 0
+    planner = Planner(LLAMA, 16, window, sinks, cores)
+    for number in range(150):
+        new = [1] * len(cached)
+        if number % 40 == 20:
+            new[0] = 70  # a chunk of a prompt beside decoding
+        shared = [chosen.choice([0, 2048]) if number % 30 > 25 else 0 for _ in cached[1:]]
+        step = Step(list(zip(cached, new, strict=True)), LLAMA, 16, window, sinks, cores, shared)
+        before = planner._last
+        found = planner.plan(step.query_start_loc, step.seq_lens, step.block_table)
+        assert same(found, step.plan())
+        kept += planner._last is before
+        cached = [length + count for length, count in zip(cached, new, strict=True)]
+        if number % 25 == 24:
+            cached = [*cached[1:], chosen.randrange(5000)]
+        elif number % 35 == 34:
+            cached.append(TILE - 1)
+    assert kept > 60  # it does remember
