@@ -28,6 +28,7 @@ from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
 from penstock.engine.messages import ModelInfo
 from penstock.errors import EngineError, InvalidRequestError
+from penstock.kernels.attention.key import describe_key
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.sampling_params import RequestOutputKind, SamplingParams
 from penstock.step import Executor, SchedulerOutput, StepOutput
@@ -163,10 +164,11 @@ def measure_offline(
             _run(client, recorder, meter, workload, index, advance)
         run = _run(client, recorder, meter, workload, workload.warmup, advance)
     peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    attention = meter.attention()
     limits = meter.limits()
     client.shutdown()
     figures = _figures(run, workload, built.info, built.config, limits)
-    return {**figures, "peak_rss_bytes": peak_rss_bytes}
+    return {**figures, "attention": attention, "peak_rss_bytes": peak_rss_bytes}
 
 
 class _Meter:
@@ -182,6 +184,11 @@ class _Meter:
 
     def work(self, step: SchedulerOutput | None) -> Work:
         return Work() if step is None else self._costs.step(step)
+
+    def attention(self) -> dict[str, int]:
+        """How attention was planned so far, warming up included, in words: steps of each kind and cache group."""
+        counts = {} if self._ops is None else self._ops.plan_counts
+        return {describe_key(key): count for key, count in counts.items()}
 
     def limits(self) -> MachineLimits | None:
         """What the machine can do, by the threads that have just computed."""

@@ -25,6 +25,8 @@ def print_offline(result: dict[str, Any]) -> None:
     console.print(table)
     for name in ("ttft_ms", "itl_ms"):
         console.print(f"{name}: p50 {_number(result[name]['p50'])}, p99 {_number(result[name]['p99'])}")
+    for words, count in result["attention"].items():
+        console.print(f"attention, {count} times: {words}", style="dim", soft_wrap=True)
     console.print(f"peak memory: {result['peak_rss_bytes'] / 2**20:.0f} MiB, threads: {result['threads']}")
     for name, reason in result["reason"].items():
         console.print(f"{name} is not known: {reason}", style="dim")
