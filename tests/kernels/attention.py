@@ -269,11 +269,11 @@ class Attention(Native):
     def reserve(self, workspace: int, scratch: int) -> None:
         assert self.library.penstock_attention_reserve(self.context, workspace, scratch) == 0
 
-    def bytes(self, step: Step, cache: PagedCache, heads: int, threads: int) -> tuple[int, int]:
+    def bytes(self, step: Step, cache: PagedCache) -> tuple[int, int]:
         """Workspace and scratch that the step takes."""
         sizes = (ctypes.c_int64 * 2)()
         self.library.penstock_attention_bytes(
-            *(ctypes.addressof(s) for s in (step.structure, cache.structure)), heads, threads, ctypes.addressof(sizes)
+            *(ctypes.addressof(s) for s in (step.structure, cache.structure)), ctypes.addressof(sizes)
         )
         return sizes[0], sizes[1]
 

@@ -64,6 +64,7 @@ class AttentionPlan:
         workspace_bytes: that the cores share while the step runs; the reference needs none.
         scratch_bytes: of each core.
         key: names the plan (key.py).
+        shape: for which it was made.
     """
 
     items: Int32
@@ -77,6 +78,7 @@ class AttentionPlan:
     workspace_bytes: int
     scratch_bytes: int
     key: int
+    shape: AttentionShape
 
 
 def plan_attention(
@@ -117,6 +119,7 @@ def plan_attention(
         workspace_bytes=workspace_bytes(shape, int(staged[-1]), partial_rows),
         scratch_bytes=_scratch_bytes(shape, blocks, items, partial),
         key=_key(step, shape, blocks, _memory(step, block_table), partial_rows > 0, shared is not None),
+        shape=shape,
     )
 
 

@@ -47,7 +47,7 @@ class CpuKVCache:
             NotSupportedError: the native kernels have no such cache.
         """
         _check_cache(block_size, num_kv_heads, head_dim, dtype, slices, scales)
-        name = _name(dtype)
+        self.dtype_name = name = _name(dtype)
         self.dtype = dtype
         self.block_size, self.num_kv_heads, self.head_dim = block_size, num_kv_heads, head_dim
         self.slices, self.token_scales = slices, scales is None
@@ -80,7 +80,7 @@ class CpuKVCache:
                 num_heads,
                 self.num_kv_heads,
                 self.head_dim,
-                _name(self.dtype),
+                self.dtype_name,
                 self.slices,
                 self.token_scales,
                 _name(dtype),
@@ -177,6 +177,19 @@ def planned(meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, planner: P
     return replace(meta, plan=plan)
 
 
+def check_plan(meta: AttentionMetadata, cache: CpuKVCache, num_heads: int, threads: int) -> None:
+    """Raise ValueError unless the plan is for such heads, such a cache and so many threads."""
+    plan = meta.plan
+    if plan is None:
+        raise ValueError("plan: attention runs only what was planned")
+    shape = plan.shape
+    fits = shape.num_heads == num_heads and shape.num_kv_heads == cache.num_kv_heads
+    fits &= shape.head_dim == cache.head_dim and shape.kv_cache_dtype == cache.dtype_name
+    fits &= shape.slices == cache.slices and shape.token_scales == cache.token_scales
+    if not fits or meta.block_size != cache.block_size or len(plan.starts) != threads + 1:
+        raise ValueError(f"plan: made for {shape}, blocks of {meta.block_size}, {len(plan.starts) - 1} threads")
+
+
 def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> None:
     """Write what `planned` has checked. The step keeps addresses: meta has to outlive its use."""
     plan = meta.plan
@@ -198,4 +211,3 @@ def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> None:
     step.references = plan.references.ctypes.data
     step.staged = plan.staged.ctypes.data
     step.partial_rows = plan.partial_rows
-    step.workspace_bytes, step.scratch_bytes = plan.workspace_bytes, plan.scratch_bytes

@@ -122,8 +122,6 @@ class PenstockAttentionStep(ctypes.Structure):
         ("references", c_void_p),
         ("staged", c_void_p),
         ("partial_rows", c_int64),
-        ("workspace_bytes", c_int64),
-        ("scratch_bytes", c_int64),
     )
 
 
@@ -190,9 +188,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "penstock_attend": (c_int32, [_PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _PTR, _I32, _I64, _PTR, _PTR]),
     # context, workspace bytes, scratch bytes of each thread: memory that later steps will not have to ask for
     "penstock_attention_reserve": (c_int32, [_PTR, _I64, _I64]),
-    # PenstockAttentionStep*, PenstockCache*, query heads, threads, out int64 [2]: workspace and scratch bytes that the
-    # step takes
-    "penstock_attention_bytes": (c_int32, [_PTR, _PTR, _I64, _I64, _PTR]),
+    # PenstockAttentionStep*, PenstockCache*, out int64 [2]: workspace and scratch bytes that the step takes
+    "penstock_attention_bytes": (c_int32, [_PTR, _PTR, _PTR]),
     # context, PenstockCache*, k, v [tokens, Hkv, D], their type, slots int64 [tokens], tokens
     "penstock_cache_store": (c_int32, [_PTR, _PTR, _PTR, _PTR, _I32, _PTR, _I64]),
     # context, PenstockCache*, slots int64 [tokens], tokens, k, v [tokens, Hkv, D] float32

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.kernels.cpu.arguments import TYPES, activation_code, address, optional_address, rows_of
-from penstock.kernels.cpu.attention import CpuKVCache, NativeParams, fill_step, own_cache, planned
+from penstock.kernels.cpu.attention import CpuKVCache, NativeParams, check_plan, fill_step, own_cache, planned
 from penstock.kernels.cpu.library import (
     LEVELS,
     SIGNATURES,
@@ -46,6 +46,7 @@ from penstock.validation import check_choice
 
 F32, I64 = torch.float32, torch.int64
 REMEMBERED_STEPS = 8  # whose native form is kept for the layers to come
+REMEMBERED_PARAMS = 1024  # of layers
 
 
 class CpuOps:
@@ -355,8 +356,9 @@ class CpuOps:
     def _reserve(self, workspace_bytes: int, scratch_bytes: int) -> None:
         workspace, scratch = self._reserved
         if workspace_bytes > workspace or scratch_bytes > scratch:
-            self._reserved = max(workspace, workspace_bytes), max(scratch, scratch_bytes)
-            check_status(self._native["penstock_attention_reserve"](self._context, *self._reserved))
+            needed = max(workspace, workspace_bytes), max(scratch, scratch_bytes)
+            check_status(self._native["penstock_attention_reserve"](self._context, *needed))
+            self._reserved = needed
 
     def attend(
         self,
@@ -379,12 +381,13 @@ class CpuOps:
             meta = self.plan(meta, Heads(num_heads, own.num_kv_heads, head_dim), own)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype)
+        step, native_params = self._step(meta, own, num_heads), self._native_params(params, num_heads)
         self._call(
             "penstock_attend",
-            (q, k_new, v_new, own, out, lse),
-            ctypes.addressof(self._step(meta)),
+            (q, k_new, v_new, own, out, lse, native_params),
+            ctypes.addressof(step),
             own.address,
-            self._native_params(params, num_heads).address,
+            native_params.address,
             address(q, (tokens, num_heads, own.head_dim), self.dtype, "q"),
             address(k_new, kv_shape, self.dtype, "k_new"),
             address(v_new, kv_shape, self.dtype, "v_new"),
@@ -395,8 +398,13 @@ class CpuOps:
         )
         return out
 
-    def _step(self, meta: AttentionMetadata) -> PenstockAttentionStep:
-        """The native form of planned metadata: that of the program being recorded, or of the last few steps."""
+    def _step(self, meta: AttentionMetadata, cache: CpuKVCache, num_heads: int) -> PenstockAttentionStep:
+        """The native form of planned metadata: that of the program being recorded, or of the last few steps.
+
+        Raises:
+            ValueError: the plan was made for other heads, another cache or another number of threads.
+        """
+        check_plan(meta, cache, num_heads, self.threads)
         recorded = None if self._recorder is None else self._recorder.step(meta)
         if recorded is not None:
             return recorded
@@ -411,6 +419,8 @@ class CpuOps:
     def _native_params(self, params: AttentionParams, num_heads: int) -> NativeParams:
         known = self._params.get(params)
         if known is None:
+            if len(self._params) >= REMEMBERED_PARAMS:
+                self._params.clear()
             known = self._params[params] = NativeParams(params, num_heads)
         return known
 

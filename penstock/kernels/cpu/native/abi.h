@@ -1,7 +1,7 @@
 // The plain C interface between Python (ctypes) and the native kernels. Knows nothing of models, layers or tensors.
 //
-// Every function that computes takes a Context first (context.h), reads and writes memory that the caller owns, and keeps no pointer
-// after it returns. Arrays are contiguous. A Context carries out one call at a time.
+// Every function that computes takes a Context first (context.h), reads and writes memory that the caller owns, and
+// keeps no pointer after it returns. Arrays are contiguous. A Context carries out one call at a time.
 //
 // Two rules hold for every file here.
 //   - A row of a result is a function of that row's own inputs: never of how many rows there are, of where the row
@@ -135,7 +135,5 @@ struct PenstockAttentionStep {
     const std::int32_t* references;
     const std::int32_t* staged;           // [sequences + 1]: the first staged granule (of each head) of a sequence
     std::int64_t partial_rows;
-    std::int64_t workspace_bytes;         // that all threads share
-    std::int64_t scratch_bytes;           // of each thread
 };
 }

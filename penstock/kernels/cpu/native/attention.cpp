@@ -32,14 +32,21 @@ bool slots_exist(const PenstockCache& cache, const std::int64_t* slots, std::int
     return std::all_of(slots, slots + count, [=](std::int64_t slot) { return slot < stop; });
 }
 
+// New tokens of all sequences are those of the step, one after the other.
+bool starts_fit(const PenstockAttentionStep& step) {
+    const std::int32_t* starts = step.query_start_loc;
+    return starts[0] == 0 && starts[step.sequences] == step.tokens && std::is_sorted(starts, starts + step.sequences + 1);
+}
+
 // Cached tokens have a column of the block table, blocks and slots a place in the cache.
 bool within_tables(const PenstockAttentionStep& step, const PenstockCache& cache) {
+    if (!starts_fit(step)) return false;
     for (std::int64_t s = 0; s < step.sequences; ++s) {
         const std::int64_t cached = step.seq_lens[s] - (step.query_start_loc[s + 1] - step.query_start_loc[s]);
         const std::int64_t columns = divide_up(cached, cache.block_size);
         const std::int32_t* blocks = step.block_table + s * step.max_blocks;
-        if (columns > step.max_blocks) return false;
-        if (std::any_of(blocks, blocks + columns, [&](std::int32_t block) { return block >= cache.blocks; })) return false;
+        const auto missing = [&](std::int32_t block) { return block >= cache.blocks; };
+        if (cached < 0 || columns > step.max_blocks || std::any_of(blocks, blocks + columns, missing)) return false;
     }
     return slots_exist(cache, step.slot_mapping, step.tokens);
 }
@@ -107,7 +114,8 @@ void combine(const AttentionCall& call, const PenstockAttentionCombine& combine,
         for (std::int64_t r = combine.reference_begin; r < combine.reference_end; ++r) {
             const PenstockAttentionItem& item = call.step.item[call.step.references[r]];
             const std::int64_t item_rows = item.row_end - item.row_begin, heads = item.head_end - item.head_begin;
-            std::int64_t first = item.partial + (kv_head - item.head_begin) * item_rows + combine.row_begin - item.row_begin;
+            std::int64_t first = item.partial + (kv_head - item.head_begin) * item_rows;
+            first += combine.row_begin - item.row_begin;
             for (std::int64_t span = item.span_begin; span < item.span_end; ++span, first += heads * item_rows) {
                 const States part = call.partial.from(first, dim);
                 if (state.mixed == nullptr)
@@ -221,7 +229,7 @@ PENSTOCK_EXPORT std::int32_t penstock_attention_reserve(Context* context, std::i
 
 // What a step takes of both.
 PENSTOCK_EXPORT std::int32_t penstock_attention_bytes(const PenstockAttentionStep* step, const PenstockCache* cache,
-                                                      std::int64_t, std::int64_t, std::int64_t* bytes) {
+                                                      std::int64_t* bytes) {
     bytes[0] = attention_workspace_bytes(*step, *cache);
     bytes[1] = attention_scratch_bytes(*step, *cache);
     return STATUS_DONE;

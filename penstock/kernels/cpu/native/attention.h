@@ -9,9 +9,10 @@
 //
 // every operation rounded by itself; a part with l' = 0 (nothing visible) leaves the state untouched, bit for bit. A
 // state begins as (-inf, 0, 0). Within a span a level may add p v to the state's o in the products themselves, with p
-// relative to max(m, m'): the same tiles in the same order, one rounding less. So a row's bits depend on its own query and on what it sees: never on which rows were
-// computed with it, which thread computed a span, where blocks lie, or how the prompt was cut. (The two-part attention
-// of Tenstorrent's Falcon decode, the refresh and the combination of Huawei's IncreFlashAttention are this one fold.)
+// relative to max(m, m'): the same tiles in the same order, one rounding less. So a row's bits depend on its own query
+// and on what it sees: never on which rows were computed with it, which thread computed a span, where blocks lie, or how
+// the prompt was cut. (The two-part attention of Tenstorrent's Falcon decode, the refresh and the combination of
+// Huawei's IncreFlashAttention are this one fold.)
 //
 // attention.cpp is the driver: it takes a plan (kernels/attention/plan.py), lays out new keys and values, hands tiles to
 // the kernels, folds spans, delivers, and stores. Kernels know neither plans nor sequences.
@@ -47,7 +48,9 @@ constexpr int ROW_CAPACITY = 48;   // operands have room for a multiple of so ma
 // (B + offset) * scale; scale and offset belong to the token (in the granule) or to the channel (in PenstockCache).
 enum CacheKind : std::int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_INT8 = 2, NUM_CACHE_KINDS = 3 };
 
-constexpr std::int64_t padded_head_dim(std::int64_t head_dim) { return (head_dim + DIM_UNIT - 1) / DIM_UNIT * DIM_UNIT; }
+constexpr std::int64_t padded_head_dim(std::int64_t head_dim) {
+    return (head_dim + DIM_UNIT - 1) / DIM_UNIT * DIM_UNIT;
+}
 
 // Bytes of the keys (or of the values) of a granule.
 constexpr std::int64_t half_granule_bytes(std::int32_t kind, std::int64_t padded_dim) {

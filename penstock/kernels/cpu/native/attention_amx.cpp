@@ -38,7 +38,8 @@ constexpr float LOG2_E = 1.44269504f;
 // Lines of the next tile that are fetched beside a product; and in a softmax, a row, in parts of the head dim.
 constexpr int SCORE_LINES = 10, MIX_LINES = 6, SOFTMAX_LINES = 1;
 
-// The mode of a thread is the rows of its tiles. Tiles: 0 .. 3 sums; 4 queries and 5 keys; 6 probabilities and 7 values.
+// The mode of a thread is the rows of its tiles.
+// Tiles: 0 .. 3 sums; 4 queries and 5 keys; 6 probabilities and 7 values.
 void load_config(int rows) {
     AmxConfig config;
     for (int tile = 0; tile < TILE_SUMS; ++tile) config.set(tile, rows);
@@ -114,10 +115,10 @@ void mix_columns(const Strip& strip, std::int64_t d, Fetch& fetch) {
         if constexpr (SUMS > 2) {
             _tile_loadd(7, values + 2 * LINE, dim * 4);
             _tile_dpbf16ps(2, 6, 7);
-        fetch.lines(MIX_LINES);
+            fetch.lines(MIX_LINES);
             _tile_loadd(7, values + 3 * LINE, dim * 4);
             _tile_dpbf16ps(3, 6, 7);
-        fetch.lines(MIX_LINES);
+            fetch.lines(MIX_LINES);
         }
     }
     _tile_stored(0, o, dim * 4);
@@ -173,7 +174,7 @@ void find_greatest(const Strip& strip, const std::uint64_t* visible, float* grea
     }
 }
 
-// p = 2^(s factor - shift) of each row, and their sums.
+// p = e^(s factor - shift) of each row, and their sums.
 void find_probabilities(
     const Strip& strip, const std::uint64_t* visible, float factor, const float* shift, float* sum,
     Fetch& fetch, int lines) {
@@ -184,7 +185,9 @@ void find_probabilities(
 #pragma GCC unroll 4
             for (int i = 0; i < TILE_LANES; ++i) {
                 const __m512 s = _mm512_load_ps(strip.s + r * TILE + i * LANES);
-                p[i] = exp2_to_zero(_mm512_fmsub_ps(s, _mm512_set1_ps(factor), _mm512_set1_ps(shift[r])),
+                // Rounded like the greatest score: then the difference is 0 there, and nowhere above, at any size.
+                const __m512 below = _mm512_sub_ps(_mm512_mul_ps(s, _mm512_set1_ps(factor)), _mm512_set1_ps(shift[r]));
+                p[i] = exp2_to_zero(_mm512_mul_ps(below, _mm512_set1_ps(LOG2_E)),
                                     static_cast<__mmask16>(visible[r] >> i * LANES));
             }
             store_row(strip.p + r * TILE, p);
@@ -214,12 +217,12 @@ std::uint32_t softmax(const Strip& strip, Fetch& fetch) {
     const __m512 part = _mm512_mul_ps(_mm512_load_ps(greatest), _mm512_set1_ps(scale));
     const __m512 now = _mm512_maskz_max_ps(0xFFFF, part, before);
     const __mmask16 some = _mm512_cmp_ps_mask(now, _mm512_set1_ps(MINUS_INFINITY), _CMP_NEQ_UQ);
-    const __m512 exponent = _mm512_maskz_mul_ps(some, now, log2_e);
-    _mm512_store_ps(shift, exponent);
+    const __m512 base = _mm512_maskz_mov_ps(some, now);
+    _mm512_store_ps(shift, base);
     const __mmask16 grown = _mm512_mask_cmp_ps_mask(rows, now, before, _CMP_GT_OQ);
-    const __m512 kept = exp2_to_zero(_mm512_fmsub_ps(before, log2_e, exponent), grown);
+    const __m512 kept = exp2_to_zero(_mm512_mul_ps(_mm512_sub_ps(before, base), log2_e), grown);
     _mm512_store_ps(keep, kept);
-    find_probabilities(strip, visible, scale * LOG2_E, shift, sum, fetch, lines);
+    find_probabilities(strip, visible, scale, shift, sum, fetch, lines);
 
     const __m512 total = _mm512_load_ps(sum), old = _mm512_maskz_loadu_ps(rows, l);
     _mm512_mask_storeu_ps(l, rows, _mm512_add_ps(_mm512_mask_mul_ps(old, grown, old, kept), total));

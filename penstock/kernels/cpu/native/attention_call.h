@@ -29,8 +29,8 @@ inline std::int64_t attention_workspace_bytes(const PenstockAttentionStep& step,
 }
 
 // Of a thread, for one item: for each row what delivering needs and where it stands, and its slope in each head; the
-// operands of the queries; states of the row and of the span under way, unless they are partial rows; and, for rows that
-// are taken one by one, an operand and a tile.
+// operands of the queries; states of the row and of the span under way, unless they are partial rows; and, for rows
+// that are taken one by one, an operand and a tile.
 inline std::int64_t item_scratch_bytes(const PenstockAttentionItem& item, const PenstockCache& cache) {
     const std::int64_t heads = item.head_end - item.head_begin, rows = item.row_end - item.row_begin;
     const std::int64_t states = item.partial >= 0 ? 0 : item.span_end - item.span_begin > 1 ? 2 : 1;
@@ -97,7 +97,7 @@ struct AttentionCall {
     std::int64_t group;            // query heads of a kv head
     std::int64_t granule;          // bytes
     char* staged;                  // for each sequence [kv heads][its staged granules]
-    const char* zeros;             // a granule that was never written
+    const char* zeros;             // a granule of nothing
     States partial;
 
     std::int64_t cached_tokens(std::int64_t sequence) const {

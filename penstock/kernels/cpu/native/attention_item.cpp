@@ -56,7 +56,7 @@ class Item {
     const std::int64_t blocks_;
     const std::int64_t head_states_;                // from one head's first state to that of the next
     const std::uint32_t block_granules_;            // of a block of the cache
-    const std::int64_t first_staged_, end_granule_; // granules of the sequence: from where they are staged, their number
+    const std::int64_t first_staged_, end_granule_; // of the sequence's granules: from where they are staged, the end
     const std::int32_t* const block_table_;
     std::int64_t begin_tile_ = 0, end_tile_ = 0;    // tiles behind the kept tokens that any row may see
     std::int32_t mode_ = 0;                         // the kernel's own
@@ -145,7 +145,8 @@ void Item::pack_queries() {
                                        operand(head, block_[i].first)});
 }
 
-// The first span's state is the row's: folding it into an empty one would not change it.
+// The first span's state is the row's: folding it into an empty one would change no more than the sign of a zero, which
+// delivering takes away.
 void Item::attend_span(std::int64_t span) {
     const bool first = span == item_.span_begin;
     const std::int64_t states = heads_ * head_states_;

@@ -36,8 +36,9 @@ std::int32_t penstock_add_rms_norm(
 
 std::int32_t penstock_rotary_qkv(
     penstock::Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin,
-    std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim,
-    const float* q_norm, const float* k_norm, float eps, void* q, void* k, void* v, std::int32_t out_type);
+    std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads,
+    std::int64_t head_dim, const float* q_norm, const float* k_norm, float eps, void* q, void* k, void* v,
+    std::int32_t out_type);
 
 std::int32_t penstock_embedding(
     penstock::Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type,

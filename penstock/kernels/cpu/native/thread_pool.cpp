@@ -170,8 +170,8 @@ std::uint32_t ThreadPool::State::next_run(std::uint32_t last) {
     return run.load(std::memory_order_acquire);
 }
 
-// Hands out items begin .. begin + count - 1 of the task as a new run. A helper counts itself as sleeping before the kernel looks at `run` a last time,
-// and `run` is written before `sleepers` is read: one of the two sees the other.
+// Hands out items begin .. begin + count - 1 of the task as a new run. A helper counts itself as sleeping before the
+// kernel looks at `run` a last time, and `run` is written before `sleepers` is read: one of the two sees the other.
 void ThreadPool::State::publish(std::int64_t begin, std::uint32_t count, const std::int64_t* starts) {
     const auto start_of = [=](int thread) {
         if (starts == nullptr) return static_cast<std::uint32_t>(std::uint64_t{count} * thread / threads);

@@ -1,8 +1,9 @@
 // ThreadPool: carries out numbered items of work on the calling thread and its helpers.
 //
-// Items 0 .. count-1 are split into one contiguous range a thread, even ones or as the caller says. A thread takes from the front of its own range, and
-// when that is empty from the back of the fullest other one: so neighbouring panels are read in order by one core, and
-// a core that somebody else is using holds nobody up for longer than one item. Waiting spins briefly, then sleeps.
+// Items 0 .. count-1 are split into one contiguous range a thread, even ones or as the caller says. A thread takes from
+// the front of its own range, and when that is empty from the back of the fullest other one: so neighbouring panels are
+// read in order by one core, and a core that somebody else is using holds nobody up for longer than one item. Waiting
+// spins briefly, then sleeps.
 //
 // Helpers inherit the affinity of the thread that makes the pool. A task must not throw, and must not run the pool. In
 // a child that was forked between two runs there are no helpers: its caller does all items, correct but alone.
