@@ -4,7 +4,8 @@
 // and 16 elements of its values are 4. The slices of up to eight query rows, or of their probabilities, are the A
 // operand. Sums of bytes that are stored + 128 are too great by 128 times the sum of the slice.
 //
-// Of a tile's time memory takes the greater part, so the next tile is fetched all the while.
+// Integers are exact and all other steps are those of attention_int8.inc.h, so the bits are those of AVX-512.
+// Of a tile's time memory takes the greater part: the next tile is fetched all the while.
 
 #include "amx_tiles.h"
 #include "attention_int8.inc.h"
@@ -35,14 +36,15 @@ void load_config(int operands) {
 
 // ---- Prefetching
 
-// About how many cycles the parts of a tile take.
+// About how many cycles the parts of a tile take; they say how the fetching is spread, and nothing else.
 constexpr int STEP_WORK = 16;      // one product of tiles
 constexpr int SCORE_WORK = 24;     // scores of a row
 constexpr int GROUP_WORK = 120;    // the softmax of four rows; as much again their slices
 constexpr int MIX_WORK = 28;       // 64 elements of a row
 
 // The lines of the next tile, fetched in the order in which they lie in memory and evenly over the work on this one:
-// many at once would wait for each other, and the work for them.
+// many at once would wait for each other, and the work for them. The second-level cache is near enough, and the first
+// keeps what the tile works on.
 class Ahead {
   public:
     PENSTOCK_INLINE Ahead(const TileArgs& a, int strip_rows) : next_(a.next) {
@@ -65,7 +67,7 @@ class Ahead {
                 if (granule_ == TILE_GRANULES) return;
                 begin_granule();
             }
-            _mm_prefetch(line_, _MM_HINT_T0);
+            _mm_prefetch(line_, _MM_HINT_T1);
             line_ += LINE;
         }
     }
@@ -278,7 +280,7 @@ void Strip<SLICES>::fold_values(std::int64_t d) {
     }
 }
 
-// Tiles are multiplied 64 columns ahead of the folding, which has no use for them.
+// Products are 64 columns ahead of the folding, so that neither waits for the other.
 template <int SLICES>
 void Strip<SLICES>::attend() {
     multiply_keys();
