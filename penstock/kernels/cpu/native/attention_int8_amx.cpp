@@ -1,4 +1,4 @@
-// Attention with an int8 cache and the byte products of AMX tiles: signed slices of rows times unsigned stored integers.
+// Attention with an int8 cache and byte products of AMX tiles: signed slices of rows times unsigned stored integers.
 //
 // A granule holds B operands as it lies in memory: 64 elements of its keys are 16 rows of quads, 16 of its positions
 // and 16 elements of its values are 4. The slices of up to eight query rows, or of their probabilities, are the A
