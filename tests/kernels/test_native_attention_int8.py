@@ -159,6 +159,27 @@ def test_attention_on_what_is_stored(
             assert (got_lse - lse).abs().max() < tolerance * max(1, lse.abs().max().item())
 
 
+@pytest.mark.skipif(len(LEVELS) < 4, reason="the processor has no AMX")
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("slices", [2, 3])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 160, 256])
+def test_tiles_give_the_bits_of_vectors(natives: list[Attention], head_dim: int, slices: int, by_channel: bool) -> None:
+    """Guards against a product of tiles that loses an element, slice, granule or row: strips that are full and not,
+    head dims that are no multiple of a tile's 64 elements. AMX and AVX-512 share all steps but the exact products."""
+    for group, new in ((1, 1), (3, 3), (4, 1), (8, 2), (11, 5)):
+        shape = int8(2 * group, 2, head_dim, slices)
+        scales = channel_scales(shape) if by_channel else None
+        sequences, rules = Sequences([100], shape), Rules(window=70, kept=5)
+        results = []
+        for native in natives[-2:]:
+            run = Run(native, sequences, rules, channel_scales=scales)
+            run.put(0, 100 - new)
+            results.append(run.step({0: new})[0])
+        for vectors, tiles in zip(*results, strict=True):
+            assert torch.equal(vectors, tiles)
+            assert vectors.isfinite().all()
+
+
 def lone_scores(native: Attention, sequences: Sequences, scales: Scales) -> Tensor:
     """Of each token the score of its own key, which is all that it sees: [T, H]."""
     return Run(native, sequences, Rules(scale=1.0, window=1), channel_scales=scales).step({0: sequences.lengths[0]})[0][

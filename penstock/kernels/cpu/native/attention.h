@@ -172,6 +172,7 @@ CacheKernel avx512_cache_f32();
 CacheKernel avx512_cache_bf16();
 CacheKernel avx512_cache_int8();
 CacheKernel amx_cache_bf16();
+CacheKernel amx_cache_int8();
 FoldKernel portable_fold();
 FoldKernel avx2_fold();
 FoldKernel avx512_fold();

@@ -190,9 +190,10 @@ struct QueryRow {
     std::int32_t sums[MAX_SLICES];  // of the slices
 };
 
-// Of a strip: an operand of STRIP_ROWS * slices rows, then a QueryRow of 64 bytes for each row.
+// Of a strip: an operand of ROWS * slices rows, then a QueryRow of 64 bytes for each row.
 constexpr std::int64_t QUERY_ROW_BYTES = 64;
 
+template <int ROWS>
 struct QueryStrip {
     std::int8_t* slices;
     char* rows;
@@ -200,7 +201,7 @@ struct QueryStrip {
     PENSTOCK_INLINE QueryStrip(void* operand, const PenstockCache& cache, std::int64_t first) {
         const std::int64_t row_bytes = cache.padded_dim * cache.slices;
         slices = static_cast<std::int8_t*>(operand) + first * (row_bytes + QUERY_ROW_BYTES);
-        rows = reinterpret_cast<char*>(slices) + STRIP_ROWS * row_bytes;
+        rows = reinterpret_cast<char*>(slices) + ROWS * row_bytes;
     }
 
     PENSTOCK_INLINE QueryRow& row(int r) const { return *reinterpret_cast<QueryRow*>(rows + r * QUERY_ROW_BYTES); }
@@ -212,8 +213,10 @@ PENSTOCK_INLINE F32x16 load_elements(std::int32_t type, const void* x, std::int6
     return load_first(static_cast<const std::uint16_t*>(x) + first, count);
 }
 
-template <int SLICES>
-void pack_row(const QueryArgs& a, std::int64_t row, const QueryStrip& strip, int r) {
+// Into chunks of so many elements.
+template <int SLICES, int ROWS>
+void pack_row(
+    const QueryArgs& a, std::int64_t row, const QueryStrip<ROWS>& strip, int r, std::int64_t chunk) {
     const PenstockCache& cache = *a.cache;
     const std::int64_t group = a.heads / cache.kv_heads, dim = cache.head_dim, channels = a.kv_head * cache.padded_dim;
     const std::int64_t head = row / group * a.heads + a.kv_head * group + row % group;
@@ -235,11 +238,11 @@ void pack_row(const QueryArgs& a, std::int64_t row, const QueryStrip& strip, int
     I32x16 sums[SLICES];
     for (int s = 0; s < SLICES; ++s) sums[s] = 0;
     for (std::int64_t d = 0; d < cache.padded_dim; d += LANES) {
-        std::int8_t* to = strip.slices + (d / CHUNK * STRIP_ROWS + r) * SLICES * CHUNK + d % CHUNK;
+        std::int8_t* to = strip.slices + (d / chunk * ROWS + r) * SLICES * chunk + d % chunk;
         F32x16 rest = first_rest(load(x + d), found.factor);
         for (int s = 0; s < SLICES; ++s) {
             const I32x16 slice = take_slice(rest);
-            store_bytes(to + s * CHUNK, slice);
+            store_bytes(to + s * chunk, slice);
             sums[s] = sums[s] + slice;
         }
     }
@@ -253,10 +256,11 @@ void pack_row(const QueryArgs& a, std::int64_t row, const QueryStrip& strip, int
     out.shift = over_lanes<AddLanes>(shift).part[0][0];
 }
 
-void pack_queries(const QueryArgs& a) {
+template <int ROWS>
+void pack_strips(const QueryArgs& a, std::int64_t chunk) {
     for (int r = 0; r < a.rows; ++r) {
-        const QueryStrip strip(a.operand, *a.cache, r / STRIP_ROWS * STRIP_ROWS);
-        (a.cache->slices == 2 ? pack_row<2> : pack_row<3>)(a, a.first_row + r, strip, r % STRIP_ROWS);
+        const QueryStrip<ROWS> strip(a.operand, *a.cache, r / ROWS * ROWS);
+        (a.cache->slices == 2 ? pack_row<2, ROWS> : pack_row<3, ROWS>)(a, a.first_row + r, strip, r % ROWS, chunk);
     }
 }
 
@@ -279,6 +283,87 @@ struct Granule {
     PENSTOCK_INLINE float* value_scales() const { return scales + 2 * GRANULE; }
     PENSTOCK_INLINE float* value_offsets() const { return scales + 3 * GRANULE; }
 };
+
+// ---- Around the two products of a tile
+
+// Scores of a granule, of the integers of a row's slices.
+template <int SLICES>
+PENSTOCK_INLINE F32x16 scores_of(
+    const PenstockCache& cache, const QueryRow& row, const Granule& granule, const I32x16 (&of_slice)[SLICES]) {
+    const F32x16 value = combine<SLICES>(of_slice, row.scale);
+    if (cache.key_scales != nullptr) return value + row.shift;
+    return (value + load(granule.key_offsets()) * row.sum) * load(granule.key_scales());
+}
+
+// What the probabilities of four rows come to as slices. Numbers of row r are in lane 4 r.
+template <int SLICES>
+struct ProbabilityRows {
+    alignas(64) float scale[LANES];
+    alignas(64) float sum[LANES];  // scales of tokens: of x * value offset; of channels: of x
+    alignas(64) std::int32_t sums[SLICES][LANES];  // of the slices
+};
+
+// p [TILE] of a row becomes x. Where p is 0 the position may be hidden and its scale and offset anything.
+PENSTOCK_INLINE void weigh(const TileArgs& a, float* p, F32x16& sum, I32x16& greatest_bits) {
+    F32x16 part[TILE_GRANULES];
+    greatest_bits = 0;
+    for (int g = 0; g < TILE_GRANULES; ++g) {
+        F32x16 x = load(p + g * GRANULE);
+        part[g] = x;
+        if (a.cache->value_scales == nullptr) {
+            const Granule granule(*a.cache, a.granules[g]);
+            const I32x16 present = x != 0.0f;
+            x = select(present, x * load(granule.value_scales()), F32x16(0.0f));
+            part[g] = select(present, x * load(granule.value_offsets()), F32x16(0.0f));
+            store(p + g * GRANULE, x);
+        }
+        greatest_bits = max(greatest_bits, magnitude_bits(x));
+    }
+    sum = (part[0] + part[1]) + (part[2] + part[3]);
+}
+
+// p [ROWS][TILE] as an operand: slice s of row r in 32 bytes at (r * SLICES + s) * row_bytes, and in 32 at half_bytes
+// from there.
+template <int ROWS, int SLICES>
+PENSTOCK_INLINE void slice_probabilities(
+    const TileArgs& a, float* p, std::int8_t* slices, int row_bytes, int half_bytes, ProbabilityRows<SLICES>& out) {
+    F32x16 sum[STRIP_ROWS];
+    I32x16 greatest_bits[STRIP_ROWS], sums[SLICES][STRIP_ROWS];
+    for (int r = 0; r < STRIP_ROWS; ++r)
+        if (r < ROWS)
+            weigh(a, p + r * TILE, sum[r], greatest_bits[r]);
+        else
+            sum[r] = sum[0], greatest_bits[r] = greatest_bits[0];
+    const RowScales found = row_scales(over_rows<GreaterLanes>(greatest_bits));
+    alignas(64) float factor[LANES];
+    store(factor, found.factor);
+    store(out.scale, found.scale);
+    store(out.sum, over_rows<AddLanes>(sum));
+    for (int r = 0; r < ROWS; ++r) {
+        F32x16 rest[TILE_LANES];
+        for (int i = 0; i < TILE_LANES; ++i) rest[i] = first_rest(load(p + r * TILE + i * LANES), factor[4 * r]);
+        for (int s = 0; s < SLICES; ++s) {
+            I32x16 slice[TILE_LANES];
+            for (int i = 0; i < TILE_LANES; ++i) slice[i] = take_slice(rest[i]);
+            std::int8_t* to = slices + (r * SLICES + s) * row_bytes;
+            store_tile_bytes(to, to + half_bytes, slice);
+            sums[s][r] = (slice[0] + slice[1]) + (slice[2] + slice[3]);
+        }
+    }
+    for (int s = 0; s < SLICES; ++s) {
+        for (int r = ROWS; r < STRIP_ROWS; ++r) sums[s][r] = sums[s][0];
+        store(out.sums[s], over_rows<AddLanes>(sums[s]));
+    }
+}
+
+// Elements of o from `channel` on, of the integers of a row's slices; scale and sum as in ProbabilityRows.
+template <int SLICES>
+PENSTOCK_INLINE F32x16 mixed_of(
+    const PenstockCache& cache, float scale, float sum, std::int64_t channel, const I32x16 (&of_slice)[SLICES]) {
+    const F32x16 value = combine<SLICES>(of_slice, scale);
+    if (cache.value_scales == nullptr) return value + sum;
+    return (value + load(cache.value_offsets + channel) * sum) * load(cache.value_scales + channel);
+}
 
 // ---- The two products of a tile
 
@@ -319,7 +404,7 @@ struct Int8Kind {
     template <int ROWS, int SLICES>
     static void strip_scores(const TileArgs& a, int first, float* s) {
         constexpr int OPERANDS = ROWS * SLICES, CHUNK_QUADS = CHUNK / QUAD;
-        const QueryStrip strip(const_cast<void*>(a.operand), *a.cache, first);
+        const QueryStrip<STRIP> strip(const_cast<void*>(a.operand), *a.cache, first);
         std::int32_t start[OPERANDS];
         for (int i = 0; i < OPERANDS; ++i) start[i] = -Dot::EXCESS * strip.row(i / SLICES).sums[i % SLICES];
         const int chunks = static_cast<int>(a.cache->padded_dim / CHUNK);
@@ -343,78 +428,12 @@ struct Int8Kind {
 
     // Scores of one granule, column 0 or 1 of the sums.
     template <int ROWS, int SLICES>
-    static PENSTOCK_INLINE void finish_scores(const PenstockCache& cache, const QueryStrip& strip,
+    static PENSTOCK_INLINE void finish_scores(const PenstockCache& cache, const QueryStrip<STRIP>& strip,
                                               const I32x16 (*sums)[2], int column, const Granule& granule, float* s) {
         for (int r = 0; r < ROWS; ++r) {
-            const QueryRow& row = strip.row(r);
             I32x16 of_slice[SLICES];
             for (int i = 0; i < SLICES; ++i) of_slice[i] = sums[r * SLICES + i][column];
-            F32x16 value = combine<SLICES>(of_slice, row.scale);
-            if (cache.key_scales == nullptr)
-                value = (value + load(granule.key_offsets()) * row.sum) * load(granule.key_scales());
-            else
-                value = value + row.shift;
-            store(s + r * TILE, value);
-        }
-    }
-
-    // The probabilities of a strip as an operand. Numbers of row r are in lane 4 r.
-    template <int ROWS, int SLICES>
-    struct Probabilities {
-        static constexpr int CHUNK_BYTES = ROWS * SLICES * CHUNK;
-        alignas(64) std::int8_t slices[TILE / CHUNK * CHUNK_BYTES];
-        alignas(64) float scale[LANES];
-        alignas(64) float sum[LANES];  // scales of tokens: of x * value offset; of channels: of x
-        alignas(64) std::int32_t start[SLICES][LANES];  // of the integer sums
-    };
-
-    // p [TILE] of row r becomes x. Where p is 0 the position may be hidden and its scale and offset anything.
-    static PENSTOCK_INLINE void weigh(const TileArgs& a, float* p, F32x16& sum, I32x16& greatest_bits) {
-        F32x16 part[TILE_GRANULES];
-        greatest_bits = 0;
-        for (int g = 0; g < TILE_GRANULES; ++g) {
-            F32x16 x = load(p + g * GRANULE);
-            part[g] = x;
-            if (a.cache->value_scales == nullptr) {
-                const Granule granule(*a.cache, a.granules[g]);
-                const I32x16 present = x != 0.0f;
-                x = select(present, x * load(granule.value_scales()), F32x16(0.0f));
-                part[g] = select(present, x * load(granule.value_offsets()), F32x16(0.0f));
-                store(p + g * GRANULE, x);
-            }
-            greatest_bits = max(greatest_bits, magnitude_bits(x));
-        }
-        sum = (part[0] + part[1]) + (part[2] + part[3]);
-    }
-
-    template <int ROWS, int SLICES>
-    static PENSTOCK_INLINE void slice_probabilities(const TileArgs& a, float* p, Probabilities<ROWS, SLICES>& out) {
-        F32x16 sum[STRIP];
-        I32x16 greatest_bits[STRIP], sums[SLICES][STRIP];
-        for (int r = 0; r < STRIP; ++r)
-            if (r < ROWS)
-                weigh(a, p + r * TILE, sum[r], greatest_bits[r]);
-            else
-                sum[r] = sum[0], greatest_bits[r] = greatest_bits[0];
-        const RowScales found = row_scales(over_rows<GreaterLanes>(greatest_bits));
-        alignas(64) float factor[LANES];
-        store(factor, found.factor);
-        store(out.scale, found.scale);
-        store(out.sum, over_rows<AddLanes>(sum));
-        for (int r = 0; r < ROWS; ++r) {
-            F32x16 rest[TILE_LANES];
-            for (int i = 0; i < TILE_LANES; ++i) rest[i] = first_rest(load(p + r * TILE + i * LANES), factor[4 * r]);
-            for (int s = 0; s < SLICES; ++s) {
-                I32x16 slice[TILE_LANES];
-                for (int i = 0; i < TILE_LANES; ++i) slice[i] = take_slice(rest[i]);
-                std::int8_t* to = out.slices + (r * SLICES + s) * CHUNK;
-                store_tile_bytes(to, to + out.CHUNK_BYTES, slice);
-                sums[s][r] = (slice[0] + slice[1]) + (slice[2] + slice[3]);
-            }
-        }
-        for (int s = 0; s < SLICES; ++s) {
-            for (int r = ROWS; r < STRIP; ++r) sums[s][r] = sums[s][0];
-            store(out.start[s], over_rows<AddLanes>(sums[s]) * -Dot::EXCESS);
+            store(s + r * TILE, scores_of<SLICES>(cache, strip.row(r), granule, of_slice));
         }
     }
 
@@ -423,10 +442,12 @@ struct Int8Kind {
     static void strip_mix(const TileArgs& a, int first, float* p, float* o) {
         constexpr int OPERANDS = ROWS * SLICES, GRANULE_QUADS = GRANULE / QUAD;
         const std::int64_t dim = a.cache->padded_dim;
-        Probabilities<ROWS, SLICES> operand;
-        slice_probabilities(a, p, operand);
+        constexpr int CHUNK_BYTES = OPERANDS * CHUNK;
+        alignas(64) std::int8_t slices[TILE / CHUNK * CHUNK_BYTES];
+        ProbabilityRows<SLICES> numbers;
+        slice_probabilities<ROWS>(a, p, slices, CHUNK, CHUNK_BYTES, numbers);
         std::int32_t start[OPERANDS];
-        for (int i = 0; i < OPERANDS; ++i) start[i] = operand.start[i % SLICES][4 * (i / SLICES)];
+        for (int i = 0; i < OPERANDS; ++i) start[i] = -Dot::EXCESS * numbers.sums[i % SLICES][4 * (i / SLICES)];
         const std::uint8_t *values[TILE_GRANULES], *next[TILE_GRANULES];
         for (int g = 0; g < TILE_GRANULES; ++g) {
             values[g] = Granule(*a.cache, a.granules[g]).values;
@@ -441,30 +462,25 @@ struct Int8Kind {
                     constexpr int IN_CHUNK = CHUNK / GRANULE;
                     return Run{{here, here + LINE},
                                {there, there + LINE},
-                               operand.slices + g / IN_CHUNK * operand.CHUNK_BYTES + g % IN_CHUNK * GRANULE};
+                               slices + g / IN_CHUNK * CHUNK_BYTES + g % IN_CHUNK * GRANULE};
                 },
                 start, sums);
-            finish_mix(a, operand, sums, 0, d, o);
-            finish_mix(a, operand, sums, 1, d + LANES, o);
+            finish_mix<ROWS, SLICES>(a, numbers, sums, 0, d, o);
+            finish_mix<ROWS, SLICES>(a, numbers, sums, 1, d + LANES, o);
         }
     }
 
     // Elements d .. d + 15 of a head, column 0 or 1 of the sums.
     template <int ROWS, int SLICES>
-    static PENSTOCK_INLINE void finish_mix(const TileArgs& a, const Probabilities<ROWS, SLICES>& operand,
+    static PENSTOCK_INLINE void finish_mix(const TileArgs& a, const ProbabilityRows<SLICES>& numbers,
                                            const I32x16 (*sums)[2], int column, std::int64_t d, float* o) {
         const PenstockCache& cache = *a.cache;
         const std::int64_t channel = a.kv_head * cache.padded_dim + d;
         for (int r = 0; r < ROWS; ++r) {
             I32x16 of_slice[SLICES];
             for (int i = 0; i < SLICES; ++i) of_slice[i] = sums[r * SLICES + i][column];
-            F32x16 value = combine<SLICES>(of_slice, operand.scale[4 * r]);
-            if (cache.value_scales == nullptr)
-                value = value + operand.sum[4 * r];
-            else
-                value = (value + load(cache.value_offsets + channel) * operand.sum[4 * r]) *
-                        load(cache.value_scales + channel);
-            store(o + r * cache.padded_dim + d, value);
+            store(o + r * cache.padded_dim + d,
+                  mixed_of<SLICES>(cache, numbers.scale[4 * r], numbers.sum[4 * r], channel, of_slice));
         }
     }
 };
@@ -595,6 +611,7 @@ void load_tokens(const LoadArgs& a) {
 
 template <class Dot>
 CacheKernel int8_kernel() {
+    const auto pack_queries = [](const QueryArgs& a) { pack_strips<STRIP_ROWS>(a, CHUNK); };
     return {pack_queries, attend_tile<Int8Kind<Dot>>, store_tokens, load_tokens};
 }
 

@@ -70,7 +70,7 @@ void choose_caches(Level level, CacheKernel (&caches)[NUM_CACHE_KINDS]) {
         {avx512_cache_f32(), avx512_cache_bf16(), avx512_cache_int8()},
 #endif
 #if defined(PENSTOCK_HAVE_AMX)
-        {{}, amx_cache_bf16(), {}},
+        {{}, amx_cache_bf16(), amx_cache_int8()},
 #endif
     };
     for (int at = 0; at <= level; ++at)
