@@ -410,7 +410,7 @@ def test_memory_is_what_the_native_driver_takes(step: Step, dtype: str, slices: 
         staged=plan.staged.ctypes.data, partial_rows=plan.partial_rows,
     )  # fmt: skip
     sizes = (ctypes.c_int64 * 2)()
-    arguments = (ctypes.addressof(native), ctypes.addressof(cache), shape.num_heads, step.cores)
+    arguments = (ctypes.addressof(native), ctypes.addressof(cache))
     assert load_library().penstock_attention_bytes(*arguments, ctypes.addressof(sizes)) == 0
     assert (plan.workspace_bytes, plan.scratch_bytes) == tuple(sizes)
 

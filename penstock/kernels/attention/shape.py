@@ -1,4 +1,4 @@
-"""What attention takes of memory: for a shape, for an item, for a step. native/attention_call.h has the same formulas."""
+"""What attention takes of memory: a shape, an item, a step. native/attention_call.h has the same formulas."""
 
 from dataclasses import dataclass
 from functools import lru_cache

@@ -35,8 +35,11 @@ constexpr int KEY_PAIRS = 16;                 // of elements, that a product of 
 constexpr int VALUE_PAIRS = GRANULE / 2;      // of positions, that a product of values takes
 constexpr int TILE_SUMS = 4;                  // tiles of sums
 constexpr float LOG2_E = 1.44269504f;
-// Lines of the next tile that are fetched beside a product; and in a softmax, a row, in parts of the head dim.
-constexpr int SCORE_LINES = 10, MIX_LINES = 6, SOFTMAX_LINES = 1;
+
+// About how many cycles the parts of a tile take; they say how fetching the next one is spread, and nothing else.
+constexpr int STEP_WORK = 16;        // one product of tiles
+constexpr int GREATEST_WORK = 12;    // of a row
+constexpr int PROBABILITY_WORK = 28; // of a row
 
 // The mode of a thread is the rows of its tiles.
 // Tiles: 0 .. 3 sums; 4 queries and 5 keys; 6 probabilities and 7 values.
@@ -77,16 +80,16 @@ void scores(const Strip& strip, Fetch& fetch) {
         _tile_loadd(4, q + d, dim * 2);
         _tile_loadd(5, keys[0] + at, AMX_BYTES);
         _tile_dpbf16ps(0, 4, 5);
-        fetch.lines(SCORE_LINES);
+        fetch.after(STEP_WORK);
         _tile_loadd(5, keys[1] + at, AMX_BYTES);
         _tile_dpbf16ps(1, 4, 5);
-        fetch.lines(SCORE_LINES);
+        fetch.after(STEP_WORK);
         _tile_loadd(5, keys[2] + at, AMX_BYTES);
         _tile_dpbf16ps(2, 4, 5);
-        fetch.lines(SCORE_LINES);
+        fetch.after(STEP_WORK);
         _tile_loadd(5, keys[3] + at, AMX_BYTES);
         _tile_dpbf16ps(3, 4, 5);
-        fetch.lines(SCORE_LINES);
+        fetch.after(STEP_WORK);
     }
     _tile_stored(0, strip.s, TILE * 4);
     _tile_stored(1, strip.s + 16, TILE * 4);
@@ -108,17 +111,17 @@ void mix_columns(const Strip& strip, std::int64_t d, Fetch& fetch) {
         _tile_loadd(6, strip.p + granule * GRANULE, TILE * 2);
         _tile_loadd(7, values, dim * 4);
         _tile_dpbf16ps(0, 6, 7);
-        fetch.lines(MIX_LINES);
+        fetch.after(STEP_WORK);
         _tile_loadd(7, values + LINE, dim * 4);
         _tile_dpbf16ps(1, 6, 7);
-        fetch.lines(MIX_LINES);
+        fetch.after(STEP_WORK);
         if constexpr (SUMS > 2) {
             _tile_loadd(7, values + 2 * LINE, dim * 4);
             _tile_dpbf16ps(2, 6, 7);
-            fetch.lines(MIX_LINES);
+            fetch.after(STEP_WORK);
             _tile_loadd(7, values + 3 * LINE, dim * 4);
             _tile_dpbf16ps(3, 6, 7);
-            fetch.lines(MIX_LINES);
+            fetch.after(STEP_WORK);
         }
     }
     _tile_stored(0, o, dim * 4);
@@ -161,14 +164,14 @@ float make_scores(const Strip& strip) {
 }
 
 // The greatest visible score of each row, in groups of rows.
-void find_greatest(const Strip& strip, const std::uint64_t* visible, float* greatest, Fetch& fetch, int lines) {
+void find_greatest(const Strip& strip, const std::uint64_t* visible, float* greatest, Fetch& fetch) {
     for (int first = 0; first < strip.rows; first += ROW_GROUP) {
         __m512 top[ROW_GROUP];
         for (int r = first; r < first + ROW_GROUP; ++r) {
             __m512& row = top[r - first] = _mm512_set1_ps(MINUS_INFINITY);
             for (int i = 0; r < strip.rows && i < TILE; i += LANES)
                 row = _mm512_mask_max_ps(row, visible[r] >> i, _mm512_load_ps(strip.s + r * TILE + i), row);
-            fetch.lines(lines);
+            fetch.after(GREATEST_WORK);
         }
         _mm_store_ps(greatest + first, reduce<Greatest>(top));
     }
@@ -177,7 +180,7 @@ void find_greatest(const Strip& strip, const std::uint64_t* visible, float* grea
 // p = e^(s factor - shift) of each row, and their sums.
 void find_probabilities(
     const Strip& strip, const std::uint64_t* visible, float factor, const float* shift, float* sum,
-    Fetch& fetch, int lines) {
+    Fetch& fetch) {
     for (int first = 0; first < strip.rows; first += ROW_GROUP) {
         __m512 total[ROW_GROUP] = {};
         for (int r = first; r < first + ROW_GROUP && r < strip.rows; ++r) {
@@ -191,7 +194,7 @@ void find_probabilities(
                                     static_cast<__mmask16>(visible[r] >> i * LANES));
             }
             store_row(strip.p + r * TILE, p);
-            fetch.lines(lines);
+            fetch.after(PROBABILITY_WORK);
             total[r - first] = _mm512_add_ps(_mm512_add_ps(p[0], p[1]), _mm512_add_ps(p[2], p[3]));
         }
         _mm_store_ps(sum + first, reduce<Sum>(total));
@@ -208,8 +211,7 @@ std::uint32_t softmax(const Strip& strip, Fetch& fetch) {
     alignas(64) float greatest[STRIP] = {}, sum[STRIP] = {}, shift[STRIP], keep[STRIP];
     for (int r = 0; r < strip.rows; ++r) visible[r] = visible_positions(a, strip.first + r);
     const float scale = make_scores(strip);
-    const int lines = static_cast<int>(strip.dim()) * SOFTMAX_LINES / strip.rows;
-    find_greatest(strip, visible, greatest, fetch, lines / 2);
+    find_greatest(strip, visible, greatest, fetch);
 
     const __mmask16 rows = first_rows(strip.rows);
     const __m512 log2_e = _mm512_set1_ps(LOG2_E), before = _mm512_maskz_loadu_ps(rows, m);
@@ -222,7 +224,7 @@ std::uint32_t softmax(const Strip& strip, Fetch& fetch) {
     const __mmask16 grown = _mm512_mask_cmp_ps_mask(rows, now, before, _CMP_GT_OQ);
     const __m512 kept = exp2_to_zero(_mm512_mul_ps(_mm512_sub_ps(before, base), log2_e), grown);
     _mm512_store_ps(keep, kept);
-    find_probabilities(strip, visible, scale, shift, sum, fetch, lines);
+    find_probabilities(strip, visible, scale, shift, sum, fetch);
 
     const __m512 total = _mm512_load_ps(sum), old = _mm512_maskz_loadu_ps(rows, l);
     _mm512_mask_storeu_ps(l, rows, _mm512_add_ps(_mm512_mask_mul_ps(old, grown, old, kept), total));
@@ -245,11 +247,17 @@ inline void copy_rows(std::uint32_t rows, std::int64_t dim, const float* from, f
     }
 }
 
+int work_of(const TileArgs& a) {
+    const int dim = static_cast<int>(a.cache->padded_dim), strips = (a.rows + STRIP - 1) / STRIP;
+    const int products = TILE_GRANULES * (dim / (2 * KEY_PAIRS) + dim / LANES);
+    return strips * products * STEP_WORK + a.rows * (GREATEST_WORK + PROBABILITY_WORK);
+}
+
 void attend_strips(const TileArgs& a) {
     alignas(64) float s[STRIP * TILE];
     alignas(64) std::uint16_t p[STRIP * TILE];
     alignas(64) float aside[STRIP * MAX_HEAD_DIM];
-    Fetch fetch(a, granule_bytes(*a.cache));
+    Fetch fetch(a, work_of(a));
     for (int first = 0; first < a.rows; first += STRIP) {
         const Strip strip{a, first, a.rows - first < STRIP ? a.rows - first : STRIP, s, p};
         if (strip.rows != *a.mode) load_config(strip.rows);

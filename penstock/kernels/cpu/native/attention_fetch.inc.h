@@ -1,8 +1,8 @@
 // Fetching the next tile into the caches while this one is computed. Included by files that are compiled for a level.
 //
-// A core has few buffers for lines under way, and a burst of prefetches waits for them; spread evenly over the work
-// they cost nothing. The order is that of memory, keys and values of a granule in one, so that the processor's own
-// prefetching joins in.
+// A core has few buffers for lines under way, and a burst of prefetches waits for them, and the work for the burst;
+// spread evenly over the work they cost little. The order is that of memory, keys and values of a granule in one. The
+// second-level cache is near enough, and the first keeps what this tile works on.
 #pragma once
 
 #include "attention.h"
@@ -12,36 +12,42 @@ namespace {
 
 class Fetch {
   public:
-    // bytes: of a granule. Without a next tile there is nothing to do.
-    Fetch(const TileArgs& a, std::int64_t bytes) : next_(a.next), bytes_(bytes), left_(0), granule_(TILE_GRANULES) {
+    // work: of all the calls of `after` for this tile together, in any unit.
+    Fetch(const TileArgs& a, int work) : next_(a.next) {
         if (a.next[0] == nullptr) return;
-        granule_ = 0;
-        begin();
+        bytes_ = static_cast<int>(granule_bytes(*a.cache) / LINE_BYTES * LINE_BYTES);
+        rate_ = (TILE_GRANULES * (bytes_ / LINE_BYTES) * ONE + work - 1) / work;
+        begin_granule();
     }
 
-    // The next few lines.
-    inline __attribute__((always_inline)) void lines(int count) {
-        for (; count > 0 && left_ > 0; --count) {
-            __builtin_prefetch(at_, 0, 2);  // into the second cache
-            at_ += LINE_BYTES;
-            left_ -= LINE_BYTES;
-            if (left_ <= 0 && ++granule_ < TILE_GRANULES) begin();
+    // After so much work: the lines that are due.
+    inline __attribute__((always_inline)) void after(int work) {
+        for (owed_ += work * rate_; owed_ >= ONE; owed_ -= ONE) {
+            if (line_ == end_) {
+                if (granule_ == TILE_GRANULES) return;
+                begin_granule();
+            }
+            __builtin_prefetch(line_, 0, 2);
+            line_ += LINE_BYTES;
         }
     }
 
   private:
-    static constexpr std::int64_t LINE_BYTES = 64;
+    static constexpr int LINE_BYTES = 64;
+    static constexpr int ONE = 1 << 16;
 
-    void begin() {
-        at_ = next_[granule_];
-        left_ = bytes_;
+    inline __attribute__((always_inline)) void begin_granule() {
+        line_ = next_[granule_++];
+        end_ = line_ + bytes_;
     }
 
     const char* const* next_;
-    const char* at_ = nullptr;
-    const std::int64_t bytes_;
-    std::int64_t left_;
-    int granule_;
+    const char* line_ = nullptr;
+    const char* end_ = nullptr;
+    int granule_ = 0;
+    int bytes_ = 0;
+    int rate_ = 0;  // lines for a unit of work, in units of 1 / ONE
+    int owed_ = 0;
 };
 
 }  // namespace

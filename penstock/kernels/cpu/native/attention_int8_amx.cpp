@@ -8,6 +8,7 @@
 // Of a tile's time memory takes the greater part: the next tile is fetched all the while.
 
 #include "amx_tiles.h"
+#include "attention_fetch.inc.h"
 #include "attention_int8.inc.h"
 
 namespace penstock {
@@ -22,6 +23,7 @@ static_assert(SUM_COLUMNS == TILE, "the sums of scores have as many columns");
 // Query rows that go through a tile together: full groups of the softmax.
 constexpr int strip_rows(int slices) { return AMX_ROWS / slices / STRIP_ROWS * STRIP_ROWS; }
 
+// The mode of a thread is the rows of its strip.
 // Tiles: 0 .. 3 sums; 4 queries and 5 keys; 6 probabilities and 7 values, or queries and keys of a short step.
 void load_config(int operands) {
     AmxConfig config;
@@ -34,7 +36,7 @@ void load_config(int operands) {
     config.load();
 }
 
-// ---- Prefetching
+// ---- Fetching the next tile
 
 // About how many cycles the parts of a tile take; they say how the fetching is spread, and nothing else.
 constexpr int STEP_WORK = 16;      // one product of tiles
@@ -42,52 +44,12 @@ constexpr int SCORE_WORK = 24;     // scores of a row
 constexpr int GROUP_WORK = 120;    // the softmax of four rows; as much again their slices
 constexpr int MIX_WORK = 28;       // 64 elements of a row
 
-// The lines of the next tile, fetched in the order in which they lie in memory and evenly over the work on this one:
-// many at once would wait for each other, and the work for them. The second-level cache is near enough, and the first
-// keeps what the tile works on.
-class Ahead {
-  public:
-    PENSTOCK_INLINE Ahead(const TileArgs& a, int strip_rows) : next_(a.next) {
-        if (a.next[0] == nullptr) return;
-        const int granule_lines = static_cast<int>(granule_bytes(*a.cache) / LINE);
-        const int sums = static_cast<int>((a.cache->padded_dim + SUM_COLUMNS - 1) / SUM_COLUMNS);
-        const int strips = (a.rows + strip_rows - 1) / strip_rows;
-        const int groups = (a.rows + STRIP_ROWS - 1) / STRIP_ROWS;
-        const int work = strips * sums * TILE_GRANULES * (1 + TILE_SUMS) * STEP_WORK + groups * 2 * GROUP_WORK +
-                         a.rows * (SCORE_WORK + sums * MIX_WORK);
-        bytes_ = granule_lines * LINE;
-        rate_ = (TILE_GRANULES * granule_lines * ONE + work - 1) / work;
-        begin_granule();
-    }
-
-    // After so much work.
-    PENSTOCK_INLINE void fetch(int work) {
-        for (owed_ += work * rate_; owed_ >= ONE; owed_ -= ONE) {
-            if (line_ == end_) {
-                if (granule_ == TILE_GRANULES) return;
-                begin_granule();
-            }
-            _mm_prefetch(line_, _MM_HINT_T1);
-            line_ += LINE;
-        }
-    }
-
-  private:
-    static constexpr int ONE = 1 << 16;
-
-    PENSTOCK_INLINE void begin_granule() {
-        line_ = next_[granule_++];
-        end_ = line_ + bytes_;
-    }
-
-    const char* const* next_;
-    const char* line_ = nullptr;
-    const char* end_ = nullptr;
-    int granule_ = 0;
-    int bytes_ = 0;
-    int rate_ = 0;  // lines for a unit of work, in units of 1 / ONE
-    int owed_ = 0;
-};
+int work_of(const TileArgs& a, int strip_rows) {
+    const int sums = static_cast<int>((a.cache->padded_dim + SUM_COLUMNS - 1) / SUM_COLUMNS);
+    const int strips = (a.rows + strip_rows - 1) / strip_rows, groups = (a.rows + STRIP_ROWS - 1) / STRIP_ROWS;
+    return strips * sums * TILE_GRANULES * (1 + TILE_SUMS) * STEP_WORK + groups * 2 * GROUP_WORK +
+           a.rows * (SCORE_WORK + sums * MIX_WORK);
+}
 
 // ---- A strip
 
@@ -97,7 +59,7 @@ struct Strip {
     static constexpr int OPERANDS = ROWS * SLICES;
 
     const TileArgs& a;
-    Ahead& ahead;
+    Fetch& fetch;
     int first, rows;
     QueryStrip<ROWS> queries;
     alignas(64) float p[ROWS * TILE];                 // scores, then probabilities
@@ -106,9 +68,9 @@ struct Strip {
     ProbabilityRows<SLICES> numbers[ROWS / STRIP_ROWS];
     StripFold fold;
 
-    Strip(const TileArgs& args, Ahead& next, int first_row)
+    Strip(const TileArgs& args, Fetch& next, int first_row)
         : a(args),
-          ahead(next),
+          fetch(next),
           first(first_row),
           rows(args.rows - first_row < ROWS ? args.rows - first_row : ROWS),
           queries(const_cast<void*>(args.operand), *args.cache, first_row) {}
@@ -163,12 +125,12 @@ void Strip<SLICES>::multiply_keys() {
         _tile_dpbsud(0, 4, 5);
         _tile_loadd(5, keys[1] + at, LINE);
         _tile_dpbsud(1, 4, 5);
-        ahead.fetch(2 * STEP_WORK);
+        fetch.after(2 * STEP_WORK);
         _tile_loadd(5, keys[2] + at, LINE);
         _tile_dpbsud(2, 4, 5);
         _tile_loadd(5, keys[3] + at, LINE);
         _tile_dpbsud(3, 4, 5);
-        ahead.fetch(2 * STEP_WORK);
+        fetch.after(2 * STEP_WORK);
     }
     for (; d < dim(); d += SHORT_STEP) {
         const std::int64_t at = d * GRANULE;
@@ -181,7 +143,7 @@ void Strip<SLICES>::multiply_keys() {
         _tile_dpbsud(2, 6, 7);
         _tile_loadd(7, keys[3] + at, LINE);
         _tile_dpbsud(3, 6, 7);
-        ahead.fetch(2 * STEP_WORK);
+        fetch.after(2 * STEP_WORK);
     }
     store_tiles(sums[0]);
 }
@@ -198,7 +160,7 @@ void Strip<SLICES>::finish_scores() {
             const Granule granule(*a.cache, a.granules[g]);
             store(p + r * TILE + g * GRANULE, scores_of<SLICES>(*a.cache, row, granule, of_slice));
         }
-        ahead.fetch(SCORE_WORK);
+        fetch.after(SCORE_WORK);
     }
 }
 
@@ -221,9 +183,9 @@ void Strip<SLICES>::find_probabilities() {
         softmax(a, first + r, count, p + r * TILE, p + r * TILE, group);
         __builtin_memcpy(parts.greatest + r, group.greatest, STRIP_ROWS * sizeof(float));
         __builtin_memcpy(parts.sum + r, group.sum, STRIP_ROWS * sizeof(float));
-        ahead.fetch(GROUP_WORK);
+        fetch.after(GROUP_WORK);
         (this->*SLICE[count - 1])(r / STRIP_ROWS);
-        ahead.fetch(GROUP_WORK);
+        fetch.after(GROUP_WORK);
     }
     fold_sums(a, first, rows, parts, fold);
 }
@@ -244,13 +206,13 @@ void Strip<SLICES>::multiply_values(std::int64_t d) {
         _tile_dpbsud(0, 6, 7);
         _tile_loadd(7, values + LINE, row);
         _tile_dpbsud(1, 6, 7);
-        ahead.fetch(2 * STEP_WORK);
+        fetch.after(2 * STEP_WORK);
         if constexpr (SUMS > 2) {
             _tile_loadd(7, values + 2 * LINE, row);
             _tile_dpbsud(2, 6, 7);
             _tile_loadd(7, values + 3 * LINE, row);
             _tile_dpbsud(3, 6, 7);
-            ahead.fetch(2 * STEP_WORK);
+            fetch.after(2 * STEP_WORK);
         }
     }
     store_tiles(sums[d / SUM_COLUMNS % 2]);
@@ -262,7 +224,7 @@ template <int SUMS>
 void Strip<SLICES>::fold_values(std::int64_t d) {
     const std::int64_t channel = a.kv_head * dim() + d;
     for (int r = 0; r < rows; ++r) {
-        ahead.fetch(MIX_WORK);
+        fetch.after(MIX_WORK);
         if ((fold.rows >> r & 1) == 0) continue;
         const ProbabilityRows<SLICES>& group = numbers[r / STRIP_ROWS];
         const int lane = r % STRIP_ROWS * 4;
@@ -300,15 +262,17 @@ void Strip<SLICES>::attend() {
 template <int SLICES>
 void attend_strips(const TileArgs& a) {
     constexpr int ROWS = Strip<SLICES>::ROWS;
-    Ahead ahead(a, ROWS);
-    int configured = 0;
+    Fetch fetch(a, work_of(a, ROWS));
     for (int first = 0; first < a.rows; first += ROWS) {
-        Strip<SLICES> strip(a, ahead, first);
-        if (strip.rows != configured) load_config(strip.rows * SLICES);
-        configured = strip.rows;
+        Strip<SLICES> strip(a, fetch, first);
+        if (strip.rows != *a.mode) load_config(strip.rows * SLICES);
+        *a.mode = strip.rows;
         strip.attend();
     }
-    _tile_release();
+}
+
+void release(std::int32_t mode) {
+    if (mode != 0) _tile_release();
 }
 
 void attend_tile(const TileArgs& a) { (a.cache->slices == 2 ? attend_strips<2> : attend_strips<3>)(a); }
@@ -320,6 +284,6 @@ void pack_queries(const QueryArgs& a) {
 
 }  // namespace
 
-CacheKernel amx_cache_int8() { return {pack_queries, attend_tile, store_tokens, load_tokens}; }
+CacheKernel amx_cache_int8() { return {pack_queries, attend_tile, store_tokens, load_tokens, release}; }
 
 }  // namespace penstock

@@ -1,0 +1,113 @@
+"""Attention through CpuOps, on every level: what a caller may rely on and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu import library
+from penstock.kernels.cpu.ops import REMEMBERED_PARAMS, REMEMBERED_STEPS, CpuOps
+from penstock.kernels.ops import AttentionMetadata, AttentionParams, Heads
+from penstock.kernels.reference import ReferenceOps
+from tests.kernels.packed import levels
+from tests.paged import spoil
+
+pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+HEADS = Heads(4, 2, 32)
+PARAMS = AttentionParams(HEADS.head_dim**-0.5)
+
+
+@pytest.fixture(params=range(len(levels())), ids=lambda level: library.LEVELS[level])
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    return CpuOps(torch.bfloat16, threads=2, level=library.LEVELS[request.param])
+
+
+def whole_prompt(length: int, **changes: object) -> AttentionMetadata:
+    """One sequence, all of it new, in blocks of 16 in order."""
+    blocks = -(-length // 16)
+    meta = AttentionMetadata(
+        query_start_loc=torch.tensor([0, length], dtype=torch.int32),
+        seq_lens=torch.tensor([length], dtype=torch.int32),
+        block_table=torch.arange(blocks, dtype=torch.int32)[None],
+        slot_mapping=torch.arange(length),
+        block_size=16,
+        sliding_window=None,
+    )
+    return replace(meta, **changes)
+
+
+def operands(length: int, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((length, 4, 32), (length, 2, 32), (length, 2, 32))
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    return (q * size).bfloat16(), (k * size).bfloat16(), v.bfloat16()
+
+
+def new_cache(ops: CpuOps, length: int, dtype: torch.dtype = torch.bfloat16) -> object:
+    cache = ops.new_kv_cache(-(-length // 16), 16, 2, 32, dtype, slices=2 * (dtype == torch.int8))
+    spoil(cache)
+    return cache
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_great_scores(ops: CpuOps, size: float, dtype: torch.dtype) -> None:
+    """Guards against an exponent whose rounding grows with the score: rows of zeros, or NaN, without any error."""
+    length = 130
+    q, k, v = operands(length, size)
+    lse = torch.empty(length, 4)
+    found = ops.attend(q, k, v, new_cache(ops, length, dtype), whole_prompt(length), PARAMS, lse=lse)
+    oracle = ReferenceOps(torch.float64)
+    cache = oracle.new_kv_cache(9, 16, 2, 32, torch.float64)
+    exact = torch.empty(length, 4)
+    doubles = (part.double() for part in (q, k, v))
+    expected = oracle.attend(*doubles, cache, whole_prompt(length), PARAMS, lse=exact)
+    assert lse.isfinite().all()
+    torch.testing.assert_close(lse.double(), exact.double(), rtol=1e-6, atol=1e-4)
+    # Two scores that are nearly equal at this size share the weight in whatever way rounding leaves.
+    near = 1e-6 * size * size > 1e-2
+    rows = ((found.double() - expected).abs().amax(dim=-1) < 0.05).double().mean()
+    assert rows > (0.95 if near else 0.999)
+
+
+def test_metadata_that_contradicts_itself_is_refused(ops: CpuOps) -> None:
+    """Guards against memory that is read, or written, because one array says more tokens than another."""
+    q, k, v = operands(2)
+    cache = new_cache(ops, 2000)
+    for changes in (
+        {"query_start_loc": torch.tensor([0, 1000], dtype=torch.int32), "seq_lens": torch.tensor([1000]).int()},
+        {"query_start_loc": torch.tensor([1, 2], dtype=torch.int32)},
+        {"seq_lens": torch.tensor([1], dtype=torch.int32)},
+        {"block_table": torch.full((1, 1), 500, dtype=torch.int32), "seq_lens": torch.tensor([9]).int()},
+        {"slot_mapping": torch.tensor([0, 10**6])},
+    ):
+        with pytest.raises(ValueError, match="outside of its table"):
+            ops.attend(q, k, v, cache, whole_prompt(2, **changes), PARAMS)
+
+
+def test_a_plan_for_something_else_is_refused(ops: CpuOps) -> None:
+    """Guards against a plan whose rows, heads or threads are not those of the call."""
+    q, k, v = operands(20)
+    cache = new_cache(ops, 20)
+    other = CpuOps(torch.bfloat16, threads=3, level=ops.level)
+    int8 = new_cache(ops, 20, torch.int8)
+    for meta in (
+        other.plan(whole_prompt(20), HEADS, cache),
+        ops.plan(whole_prompt(20), Heads(8, 2, 32), cache),
+        ops.plan(whole_prompt(20), HEADS, int8),
+    ):
+        with pytest.raises(ValueError, match="plan: made for"):
+            ops.attend(q, k, v, cache, meta, PARAMS)
+    with pytest.raises(ValueError, match="20 tokens where"):
+        ops.attend(q, k, v, cache, whole_prompt(19), PARAMS)
+
+
+def test_what_is_remembered_is_bounded(ops: CpuOps) -> None:
+    """Guards against a caller that makes parameters or metadata anew each time, and memory that grows with it."""
+    q, k, v = operands(3)
+    cache = new_cache(ops, 3)
+    for number in range(REMEMBERED_PARAMS + 20):
+        ops.attend(q, k, v, cache, whole_prompt(3), AttentionParams(1.0 + number))
+    assert len(ops._params) <= REMEMBERED_PARAMS
+    assert len(ops._steps) <= REMEMBERED_STEPS
