@@ -56,9 +56,10 @@ class CacheConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        check.check_int("block_size", self.block_size, BLOCK_SIZE_UNIT, MAX_CONTEXT, optional=True)
-        if self.block_size is not None and self.block_size % BLOCK_SIZE_UNIT:
-            raise check.fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZE_UNIT}")
+        size = self.block_size
+        whole = isinstance(size, int) and not isinstance(size, bool)
+        if size is not None and not (whole and size in range(BLOCK_SIZE_UNIT, MAX_CONTEXT + 1, BLOCK_SIZE_UNIT)):
+            raise check.fail("block_size", size, f"a multiple of {BLOCK_SIZE_UNIT} up to {MAX_CONTEXT}")
         check.check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check.check_str("kv_cache_scales", self.kv_cache_scales, optional=True)
         if self.kv_cache_scales is not None and self.kv_cache_dtype != "int8":

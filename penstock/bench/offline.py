@@ -271,6 +271,7 @@ def _figures(
         "model": info.model,
         "system_fingerprint": info.system_fingerprint,
         "threads": config.numerics.threads,
+        "kv_cache_dtype": config.cache.kv_cache_dtype,
         "num_prompts": workload.num_prompts,
         "input_len": workload.input_len,
         "output_len": workload.output_len,

@@ -97,6 +97,9 @@ def run_ops(args: argparse.Namespace) -> int:
         if shapes:
             raise InvalidRequestError("shape: give a model or shapes, not both", param="shape")
         shapes, heads = model_shapes(args.model), model_heads(args.model)
+    if args.op is not None and "linear" not in args.op and (args.rows or args.shape):
+        name = "rows" if args.rows else "shape"
+        raise InvalidRequestError(f"{name}: only --op linear has any", param=name)
     given = {
         "ops": args.op,
         "dtypes": args.dtype,

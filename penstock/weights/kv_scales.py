@@ -1,7 +1,7 @@
 """Scales and offsets of an int8 cache that belong to channels, from a safetensors file.
 
-    layers.{i}.key_scale, layers.{i}.value_scale      of every layer; finite, above 0
-    layers.{i}.key_offset, layers.{i}.value_offset    optional; finite; 0 where the file has none
+    layers.{i}.key_scale, layers.{i}.value_scale      of every layer; from 2^-60 to 2^60
+    layers.{i}.key_offset, layers.{i}.value_offset    optional; offset * scale up to 2^60; 0 where the file has none
 
 Each is one number, [Hkv] or [Hkv, D], of any float type. A stored integer B stands for (B + offset) * scale
 (quant/kv.py).
@@ -14,24 +14,39 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.errors import ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.ops import KVScales
-from penstock.validation import shown
+from penstock.validation import fail, shown
 from penstock.weights.safetensors import FLOATS, FileRows, TensorEntry, read_entries
 
 SCALES = ("key_scale", "value_scale")
 OFFSETS = ("key_offset", "value_offset")
+LEAST, GREATEST = 2.0**-60, 2.0**60  # so that no score or sum leaves the range of float32
 
 
 def read_kv_scales(file: Path, num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[KVScales, ...]:
     """One KVScales a layer.
 
     Raises:
-        ModelLoadError: the file cannot be read, has a name that nobody would use or lacks one; or a tensor has the
-            wrong shape, is not finite, or is a scale that is not above 0. The message names the tensor.
+        InvalidRequestError: the file cannot be read, has a name that nobody would use or lacks one; or a tensor has the
+            wrong shape, is not finite or out of range. The message names the tensor.
     """
-    if not file.is_file():
-        raise ModelLoadError(f"kv_cache_scales: {file} is no file")
+    if not _is_file(file):
+        raise fail("kv_cache_scales", str(file), "a safetensors file")
+    try:
+        return _read_layers(file, num_layers, num_kv_heads, head_dim)
+    except ModelLoadError as error:
+        raise InvalidRequestError(f"kv_cache_scales: {error}", param="kv_cache_scales") from error
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+        return False
+
+
+def _read_layers(file: Path, num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[KVScales, ...]:
     entries = read_entries(file)
     known = {f"layers.{layer}.{kind}" for layer in range(num_layers) for kind in SCALES + OFFSETS}
     unknown = sorted(entries.keys() - known)
@@ -55,9 +70,13 @@ def _layer(file: Path, entries: dict[str, TensorEntry], prefix: str, shape: tupl
         values = found[kind]
         if values is None:
             raise ModelLoadError(f"{file}: {prefix}{kind} is missing")
-        if not bool((values > 0).all()):
-            raise ModelLoadError(f"{file}: {prefix}{kind} must be above 0; its least value is {float(values.min())}")
+        if not bool(((values >= LEAST) & (values <= GREATEST)).all()):
+            found_range = f"{float(values.min()):g} to {float(values.max()):g}"
+            raise ModelLoadError(f"{file}: {prefix}{kind} must lie between 2^-60 and 2^60; it is {found_range}")
     keys, values, key_offsets, value_offsets = (torch.zeros(shape) if item is None else item for item in found.values())
+    for kind, shift in (("key_offset", keys * key_offsets), ("value_offset", values * value_offsets)):
+        if not bool((shift.abs() <= GREATEST).all()):
+            raise ModelLoadError(f"{file}: {prefix}{kind} times its scale must not exceed 2^60")
     return KVScales(key_scales=keys, key_offsets=key_offsets, value_scales=values, value_offsets=value_offsets)
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock import LLM, SamplingParams
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError
 from penstock.weights.kv_scales import read_kv_scales
 from tests.hf_models import make_llama, random_ids
 
@@ -56,21 +56,25 @@ def test_every_granularity(tmp_path: Path) -> None:
         (scales(layers__1__value_scale=None), r"layers.1.value_scale is missing"),
         (scales(layers__0__key_scale=torch.ones(D)), r"layers.0.key_scale is F32 \[8\]; it must be one number, \[2\]"),
         (scales(layers__0__key_scale=torch.ones(HKV, D, dtype=torch.int8)), r"layers.0.key_scale is I8"),
-        (scales(layers__0__key_scale=torch.zeros(HKV)), r"layers.0.key_scale must be above 0"),
+        (scales(layers__0__key_scale=torch.zeros(HKV)), r"layers.0.key_scale must lie between"),
         (scales(layers__0__value_scale=torch.tensor([1.0, torch.nan])), r"layers.0.value_scale is not finite"),
         (scales(layers__1__key_offset=torch.tensor(torch.inf)), r"layers.1.key_offset is not finite"),
+        (scales(layers__1__value_scale=torch.tensor(3e38)), r"layers.1.value_scale must lie between"),
+        (scales(layers__0__value_offset=torch.tensor(3e38)), r"layers.0.value_offset times its scale"),
     ],
 )
 def test_what_nobody_could_use_is_refused(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     """Guards against a misspelt tensor that is ignored, and against scales that make NaN of every answer."""
-    with pytest.raises(ModelLoadError, match=message):
+    with pytest.raises(InvalidRequestError, match=message):
         read(tmp_path, tensors)
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
-    """Guards against a traceback where a path is misspelt."""
-    with pytest.raises(ModelLoadError, match="is no file"):
-        read_kv_scales(tmp_path / "nothing", LAYERS, HKV, D)
+    """Guards against a traceback where a path is misspelt, longer than a name may be, or no name at all."""
+    for name in ("nothing", "x" * 3000, "a\0b", "."):
+        with pytest.raises(InvalidRequestError, match="a safetensors file") as caught:
+            read_kv_scales(tmp_path / name, LAYERS, HKV, D)
+        assert caught.value.param == "kv_cache_scales"
 
 
 def test_only_an_int8_cache_has_scales() -> None:

@@ -113,7 +113,7 @@ def _check_cache(
             f"block_size: {block_size}; the native kernels need a multiple of {GRANULE}", param="block_size"
         )
     if head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM:
-        message = f"head_dim: {head_dim}; the native kernels have even ones up to {MAX_HEAD_DIM}"
+        message = f"head_dim: {head_dim}; the native kernels have even ones up to {MAX_HEAD_DIM}, 'reference' has any"
         raise NotSupportedError(message, param="head_dim")
     if dtype not in KINDS:
         raise NotSupportedError(
