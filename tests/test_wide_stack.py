@@ -38,6 +38,9 @@ SHAPE = {
 }
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
+    "float32": {"dtype": "float32"},
+    "int8-x2": {"quantization": "int8-x2"},
+    "int4": {"quantization": "int4"},
     "int8, int8 cache": {"quantization": "int8", "kv_cache_dtype": "int8"},
 }
 LONG = random_ids(2 * SPAN + 150, 1, SHAPE["vocab_size"])
