@@ -63,6 +63,7 @@ def ask(engine: Engine, indices: Sequence[int]) -> dict[int, Answer]:
     return found
 
 
+@pytest.mark.timeout(600)  # float32 at a low instruction level
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_bits_of_a_wide_stack(form: str, tmp_path: Path) -> None:
     """Guards against sums that are cut another way when there is more of everything: rows, columns, spans, threads."""
