@@ -130,7 +130,8 @@ class PrefillOnlyCache(PlainCache):
     """Keeps nothing: every step brings whole sequences."""
 
     def begin(self, positions: Tensor) -> None:
-        """
+        """As PlainCache.
+
         Raises:
             InvalidRequestError: a sequence does not begin at position 0.
         """

@@ -103,6 +103,16 @@ def test_a_plan_for_something_else_is_refused(ops: CpuOps) -> None:
         ops.attend(q, k, v, cache, whole_prompt(19), PARAMS)
 
 
+def test_parameters_are_checked_for_each_number_of_heads(ops: CpuOps) -> None:
+    """Guards against slopes of four heads that a later call reads for eight."""
+    params = AttentionParams(1.0, alibi_slopes=torch.ones(4))
+    q, k, v = operands(3)
+    cache = new_cache(ops, 3)
+    ops.attend(q, k, v, cache, whole_prompt(3), params)
+    with pytest.raises(ValueError, match="alibi_slopes"):
+        ops.attend(q.repeat(1, 2, 1), k, v, cache, whole_prompt(3), params)
+
+
 def test_what_is_remembered_is_bounded(ops: CpuOps) -> None:
     """Guards against a caller that makes parameters or metadata anew each time, and memory that grows with it."""
     q, k, v = operands(3)

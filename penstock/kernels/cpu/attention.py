@@ -28,7 +28,9 @@ class CpuKVCache:
 
     Attributes:
         memory: [num_blocks, block bytes] uint8.
-        shape: what a plan has to know of the cache; its num_heads is that of the kv heads.
+        slices: int8 only: rows that stand for a query row; else 0.
+        token_scales: int8 only: scales belong to tokens, not to channels.
+        address: of the PenstockCache that native functions get.
     """
 
     def __init__(

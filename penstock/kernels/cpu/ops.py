@@ -85,7 +85,7 @@ class CpuOps:
         self._library = library
         self._native: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in SIGNATURES}
         self._sampling = PenstockSampling()
-        self._params: dict[AttentionParams, NativeParams] = {}
+        self._params: dict[tuple[AttentionParams, int], NativeParams] = {}
         self._steps: dict[int, tuple[AttentionMetadata, PenstockAttentionStep]] = {}
         self.plan_counts: Counter[int] = Counter()
         self._reserved = (0, 0)  # workspace and scratch bytes of attention
@@ -417,11 +417,11 @@ class CpuOps:
         return known[1]
 
     def _native_params(self, params: AttentionParams, num_heads: int) -> NativeParams:
-        known = self._params.get(params)
+        known = self._params.get((params, num_heads))
         if known is None:
             if len(self._params) >= REMEMBERED_PARAMS:
                 self._params.clear()
-            known = self._params[params] = NativeParams(params, num_heads)
+            known = self._params[params, num_heads] = NativeParams(params, num_heads)
         return known
 
     # --- logits ----------------------------------------------------------------------------------------------------
