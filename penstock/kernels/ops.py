@@ -204,7 +204,15 @@ class Ops(Protocol):
         """
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
-        """x [M, K] dtype -> x @ weight.T + bias [M, N] float32. Also q/k/v as one product, and the LM head."""
+        """x [M, K] dtype -> x @ weight.T + bias [M, N] float32. Also q/k/v as one product, and the LM head.
+
+        `out` may be some of the columns of a wider buffer (each row contiguous): a head in pieces fills one together.
+        """
+
+    def activated_linear(
+        self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None
+    ) -> Tensor:
+        """x [M, K] dtype -> activation(x @ weight.T + bias), [M, N] dtype. `activation` as in gated_linear."""
 
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
         """x [M, K] dtype, weight [2N, K] (gate rows, then up rows) -> activation(gate) * up, [M, N] dtype.
@@ -212,8 +220,8 @@ class Ops(Protocol):
         `activation`: "silu", "gelu" (exact) or "gelu_tanh". Equal to linear followed by the element-wise product.
         """
 
-    def embedding(self, ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """ids [T] int64, weight [V, hidden] dtype -> [T, hidden] float32."""
+    def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        """ids [T] int64, weight [V, hidden] dtype -> scale * weight[ids], [T, hidden] float32."""
 
     def experts(
         self,
@@ -238,8 +246,13 @@ class Ops(Protocol):
         Softmax over all experts, the k most likely (lowest id on a tie); renormalize divides them by their sum.
         """
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
-        """x [T, hidden] float32, weight [hidden] float32 -> x / sqrt(mean(x^2) + eps) * weight, dtype."""
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """x [T, hidden] float32, weight [hidden] float32 -> x / sqrt(mean(x^2) + eps) * weight, in `dtype`.
+
+        dtype: None is the model's, for what a product reads; float32 for a branch that is normed before it is added.
+        """
 
     def add_rms_norm(
         self, x: Tensor, h: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
@@ -248,6 +261,28 @@ class Ops(Protocol):
 
         Adds into x **in place** and returns (x, norm in dtype).
         """
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+    ) -> Tensor:
+        """x [T, hidden] float32, weight and bias [hidden] float32 -> the norm in dtype.
+
+        (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias: the mean first, then the deviations from it.
+        """
+
+    def add_layer_norm(
+        self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As add_rms_norm: adds h into x **in place** and returns (x, its layer norm in dtype)."""
+
+    def add(self, x: Tensor, h: Tensor) -> Tensor:
+        """x += h **in place**, [T, hidden] float32 both; returns x. For a second branch beside the first."""
+
+    def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """x [T, hidden] float32 -> in dtype: for products that read the residual stream without a norm."""
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of x [M, N] float32 **in place**; returns x."""
 
     def rotary_qkv(
         self,
@@ -261,11 +296,13 @@ class Ops(Protocol):
         eps: float = 0.0,
         out: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the product of q, k and v, norm each head where weights are given, rotate q and k.
+        """Split the product of q, k and v, RMS-norm q and k where weights are given, rotate q and k.
 
         qkv [T, (H + 2 Hkv) D] float32; positions [T] int64; cos_sin [max positions, rotary dim] float32 (cosines,
         then sines, of the halves that are rotated against each other), computed in float64, None rotates nothing;
-        heads (H, Hkv, D); q_norm, k_norm [D] float32 -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, D] in dtype.
+        heads (H, Hkv, D); q_norm, k_norm float32 -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, D] in dtype.
+        A norm's weight of [D] is for each head by itself; one of all heads' elements ([H D] for q, [Hkv D] for k) norms
+        them together, which is the same where there is one head.
         """
 
     def new_kv_cache(

@@ -90,8 +90,13 @@ class ReferenceOps:
         gate, up = _own(weight)(x).chunk(2, dim=-1)
         return _deliver(ACTIVATIONS[activation](gate) * up, self.dtype, out)
 
-    def embedding(self, ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return _deliver(weight[ids], torch.float32, out)
+    def activated_linear(
+        self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None
+    ) -> Tensor:
+        return _deliver(ACTIVATIONS[activation](_own(weight)(x)), self.dtype, out)
+
+    def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        return _deliver(weight[ids].float() * scale, torch.float32, out)
 
     def experts(
         self,
@@ -116,14 +121,39 @@ class ReferenceOps:
         ids, weights = ids[:, :top_k].contiguous(), ordered[:, :top_k].contiguous()
         return ids, weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
-        return _deliver(_rms_norm(x, weight, eps), self.dtype, out)
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        return _deliver(_rms_norm(x, weight, eps), dtype or self.dtype, out)
 
     def add_rms_norm(
         self, x: Tensor, h: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         x += h
         return x, self.rms_norm(x, weight, eps, out=out)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+    ) -> Tensor:
+        deviation = x - x.mean(dim=-1, keepdim=True)
+        scaled = _rms_norm(deviation, weight, eps)
+        return _deliver(scaled if bias is None else scaled + bias, self.dtype, out)
+
+    def add_layer_norm(
+        self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x += h
+        return x, self.layer_norm(x, weight, bias, eps, out=out)
+
+    def add(self, x: Tensor, h: Tensor) -> Tensor:
+        x += h
+        return x
+
+    def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return _deliver(x, self.dtype, out)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
 
     def rotary_qkv(
         self,
@@ -139,8 +169,8 @@ class ReferenceOps:
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_heads, num_kv_heads, head_dim = heads
         q, k, v = torch.split(qkv.view(len(qkv), -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        q = q if q_norm is None else _rms_norm(q, q_norm, eps)
-        k = k if k_norm is None else _rms_norm(k, k_norm, eps)
+        q = q if q_norm is None else _norm_heads(q, q_norm, eps)
+        k = k if k_norm is None else _norm_heads(k, k_norm, eps)
         if cos_sin is not None:
             cos, sin = cos_sin[positions, None, :].chunk(2, dim=-1)  # [T, 1, rotary dim / 2]
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -240,6 +270,11 @@ def _deliver(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+
+
+def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, heads, D], each head by itself or all of a token together, as many as weight has elements."""
+    return _rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps).view_as(x)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
