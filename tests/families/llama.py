@@ -24,7 +24,7 @@ CASES = [
         "ministral",
         MinistralForCausalLM,
         MinistralConfig,
-        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
     ),
     Case("qwen2", Qwen2ForCausalLM, Qwen2Config, {"num_attention_heads": 8, "num_key_value_heads": 1}),
     Case("qwen3", Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
