@@ -86,7 +86,7 @@ class DummySource:
 
 
 def load_model(
-    directory: str | Path,
+    directory: str | Path | Checkpoint,
     model_config: ModelConfig,
     ops: Ops,
     load_format: str = "auto",
@@ -95,7 +95,7 @@ def load_model(
     max_model_len: int | None = None,
     free_memory: Callable[[], int] | None = None,
 ) -> CausalLM:
-    """The model of a directory, ready to compute.
+    """The model of a directory, or of a checkpoint that is open already (of a model object), ready to compute.
 
     load_format: "auto" maps packed weights where there are some, and reads safetensors; "dummy" makes random weights,
         so config.json is enough.
@@ -109,7 +109,9 @@ def load_model(
         InvalidRequestError: packed weights do not fit the backend or the scheme.
     """
     check_choice("load_format", load_format, ("auto", "dummy"))
-    packed = find_packed(Path(directory)) if load_format == "auto" else None
+    packed = None
+    if load_format == "auto" and not isinstance(directory, Checkpoint):
+        packed = find_packed(Path(directory))
     if free_memory is not None and ops.device.type == "cpu":  # what another device has is not known here
         weights = [] if packed is not None else read_parameters(model_config).values()  # mapped ones need no memory
         positions = max_model_len or model_config.max_position_embeddings
@@ -130,7 +132,7 @@ def read_parameters(model_config: ModelConfig) -> dict[str, Parameter]:
     return lookup(model_config.architecture).read_table().parameters(model_config)
 
 
-def open_source(directory: str | Path, model_config: ModelConfig, load_format: str) -> ParameterSource:
+def open_source(directory: str | Path | Checkpoint, model_config: ModelConfig, load_format: str) -> ParameterSource:
     """Where load_format finds the parameters of a model.
 
     Raises:
@@ -139,7 +141,8 @@ def open_source(directory: str | Path, model_config: ModelConfig, load_format: s
     if load_format == "dummy":
         return DummySource()
     table = lookup(model_config.architecture).read_table()
-    return CheckpointSource(Checkpoint(Path(directory)), table.parameters(model_config), table)
+    checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(Path(directory))
+    return CheckpointSource(checkpoint, table.parameters(model_config), table)
 
 
 def empty_model(

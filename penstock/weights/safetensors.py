@@ -23,6 +23,8 @@ from penstock.validation import shown
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from penstock.kernels.ops import RowSource
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed_file.py
@@ -68,7 +70,7 @@ class Checkpoint:
                     raise ModelLoadError(f"{directory}: {name} is in two files, {first} and {file.name}")
                 self.entries[name] = entry
 
-    def rows(self, name: str) -> "FileRows":
+    def rows(self, name: str) -> "RowSource":
         """One tensor, to be read piece by piece.
 
         Raises:
