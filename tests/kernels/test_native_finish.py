@@ -145,7 +145,7 @@ def test_nothing_is_written_behind_the_last_column(native: Native, dtype: torch.
     memory = torch.full((rows * n + 64,), 7.0, dtype=dtype)
     x = torch.from_numpy(draw(rows, 1))
     status = native.library.penstock_linear(
-        native.context, weight.address, x.data_ptr(), TYPES[x.dtype], rows, memory.data_ptr(), TYPES[dtype],
+        native.context, weight.address, x.data_ptr(), TYPES[x.dtype], rows, memory.data_ptr(), n, TYPES[dtype],
         ACTIVATIONS["silu"],
     )  # fmt: skip
     assert status == 0

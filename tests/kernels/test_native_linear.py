@@ -162,7 +162,7 @@ def test_nothing_is_written_past_the_result(contexts: Contexts, rows: int) -> No
         out = torch.full((rows + 1, 45), 7.0)
         native = contexts(level, 2)
         status = native.library.penstock_linear(
-            native.context, packed.address, x.data_ptr(), 0, rows, out.data_ptr(), 0, 0
+            native.context, packed.address, x.data_ptr(), 0, rows, out.data_ptr(), 45, 0, 0
         )
         assert status == 0
         assert torch.all(out[rows] == 7.0)

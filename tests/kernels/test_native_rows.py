@@ -42,19 +42,21 @@ class Rows(Native):
         dtype: torch.dtype = F32,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_heads, num_kv_heads, head_dim = heads
+        q_norm, k_norm = norms or (None, None)
         q, k, v = (
             torch.full((len(qkv), count, head_dim), torch.nan, dtype=dtype)
             for count in (num_heads, num_kv_heads, num_kv_heads)
         )
         self._call(
             "rotary_qkv", qkv, positions, cos_sin, *((0, 0) if cos_sin is None else cos_sin.shape), len(qkv), *heads,
-            *(norms or (None, None)), EPS, q, k, v, TYPES[dtype],
+            q_norm, head_dim if q_norm is None else len(q_norm), k_norm, head_dim if k_norm is None else len(k_norm),
+            EPS, q, k, v, TYPES[dtype],
         )  # fmt: skip
         return q, k, v
 
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         out = torch.full((len(ids), table.shape[1]), torch.nan)
-        self._call("embedding", ids, table, TYPES[table.dtype], len(table), len(ids), table.shape[1], out)
+        self._call("embedding", ids, table, TYPES[table.dtype], len(table), len(ids), table.shape[1], scale, out)
         return out
 
     def route(self, logits: Tensor, top_k: int, renormalize: bool = False) -> tuple[Tensor, Tensor]:
