@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": {"build", "engine", "tokenizer", "weights"},
     "engine_process": {"build", "client", "engine"},
     "llm": {"build", "client", "tokenizer"},
-    "compat": {"client", "layers", "llm", "models", "tokenizer"},
+    "compat": {"generation_config", "layers", "llm", "models"},
     "async_llm": {"client", "engine", "tokenizer"},
     "server": {"client", "engine", "tokenizer"},
     "bench": {"build", "client", "engine", "kernels", "layers", "llm", "models", "planner", "quant", "weights"},
