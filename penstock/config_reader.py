@@ -3,6 +3,7 @@
 It knows no key and no model. Every complaint is a ModelLoadError that names file, key, value and what is allowed.
 """
 
+import json
 from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any
@@ -92,6 +93,16 @@ class ConfigReader:
         if not isinstance(value, dict):
             raise self.fail(key, "an object")
         return ConfigReader(value, f"{self.where}: {key}")
+
+    def neutral(self, values: Mapping[str, Any]) -> None:
+        """Keys that would change what is computed, each with the one value that does not.
+
+        Raises:
+            ModelLoadError: a key has another value.
+        """
+        for key, value in values.items():
+            if self.has(key) and not same(self.raw(key), value):
+                raise self.fail(key, f"{json.dumps(value)}, or absent")
 
     def unread(self, harmless: Collection[str]) -> list[str]:
         """The keys that were not read, are not harmless and are no private bookkeeping (_name); sorted."""

@@ -36,9 +36,9 @@ class RopeConfig:
     attention_factor: float = 1.0
 
 
-def read_rope(read: ConfigReader, max_position_embeddings: int) -> RopeConfig:
+def read_rope(read: ConfigReader, max_position_embeddings: int, default_theta: float = 10000.0) -> RopeConfig:
     """From `rope_parameters`, or from `rope_scaling` and `rope_theta`, as older files spell it."""
-    theta = read.number("rope_theta", 1.001, MAX_SIZE, 10000.0)
+    theta = read.number("rope_theta", 1.001, MAX_SIZE, default_theta)
     if read.has("rope_parameters") and read.has("rope_scaling"):
         raise read.fail("rope_scaling", "absent beside rope_parameters")
     scaling = read.section("rope_parameters") or read.section("rope_scaling")

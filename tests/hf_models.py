@@ -88,8 +88,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.2 * noise)
+            if name.endswith("weight") and parameter.ndim == 1:  # a norm's, made as 1, or as 0 where it is added to 1
+                parameter.copy_(parameter.mean().round() + 0.2 * noise)
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * noise)
             elif "embed" in name or "lm_head" in name:

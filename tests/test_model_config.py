@@ -5,13 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
+from penstock.architecture import known_architectures
 from penstock.errors import ModelLoadError, NotSupportedError
-from penstock.model_config import ARCHITECTURES, ModelConfig
+from penstock.model_config import ModelConfig
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {
     "LlamaForCausalLM": LlamaConfig,
+    "MinistralForCausalLM": MinistralConfig,
     "MistralForCausalLM": MistralConfig,
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
@@ -50,13 +60,14 @@ def test_reads_what_transformers_writes(architecture: str, diff: bool) -> None:
     ours = ModelConfig.from_dict(json.loads(theirs.to_json_string(use_diff=diff)))
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         assert getattr(ours, key) == getattr(theirs, key)
-    for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"):
+    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"):
         assert getattr(ours, key) == getattr(theirs, key)
+    assert ours.norm_eps == theirs.rms_norm_eps
     assert (ours.architecture, ours.model_type, ours.dtype) == (architecture, theirs.model_type, "bfloat16")
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
     assert ours.qk_norm == (architecture == "Qwen3ForCausalLM")
     assert ours.attention_bias == (architecture == "Qwen2ForCausalLM")
-    window = 4096 if architecture == "MistralForCausalLM" else None
+    window = 4096 if architecture in ("MistralForCausalLM", "MinistralForCausalLM") else None
     assert ours.layer_windows == (window,) * 5
 
 
@@ -418,4 +429,4 @@ def test_bad_files_are_named(content: str | None, named: str, tmp_path: Path) ->
 
 def test_every_architecture_has_a_family() -> None:
     """Guards against an architecture that is accepted and then has no module."""
-    assert set(CLASSES) == {name for name, item in ARCHITECTURES.items() if item.model_type is not None}
+    assert set(CLASSES) == {name for name, item in known_architectures().items() if item.model_type is not None}

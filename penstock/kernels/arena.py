@@ -6,12 +6,24 @@ have memory of their own that never moves, so what was recorded about it stays r
 slot too, until the model is called again.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Buffer = Callable[[int], Tensor]  # rows -> a tensor of that many rows, for `out=`
+
+class Buffer(Protocol):
+    """Where results of one kind go, for `out=`.
+
+    Attributes:
+        dtype: of the results.
+    """
+
+    dtype: torch.dtype
+
+    def __call__(self, rows: int) -> Tensor:
+        """A tensor of that many rows."""
+
 
 FEW_ROWS = 64  # up to so many rows are always at the same place
 

@@ -10,13 +10,14 @@ from penstock.layers.weights import WeightLayer, whole
 
 
 class Embedding(WeightLayer):
-    """ids [T] int64 -> [T, hidden] float32."""
+    """ids [T] int64 -> scale * weight[ids], [T, hidden] float32. Learned positions are one, too."""
 
     weight: nn.Parameter
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Buffer) -> None:
+    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Buffer, scale: float = 1.0) -> None:
         super().__init__()
         self.ops = ops
+        self.scale = scale
         self.out = out
         self.declare("weight", shape, ops.dtype)
 
@@ -25,4 +26,4 @@ class Embedding(WeightLayer):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.ops.embedding(ids, self.weight, out=self.out(ids.shape[0]))
+        return self.ops.embedding(ids, self.weight, scale=self.scale, out=self.out(ids.shape[0]))

@@ -16,13 +16,14 @@ from penstock.errors import ModelLoadError
 from penstock.kernels.arena import Arena, Slot
 from penstock.kernels.ops import Ops
 from penstock.layers.embedding import Embedding
-from penstock.layers.linear import GatedLinear, Linear, LinearSpec
+from penstock.layers.linear import ActivatedLinear, GatedLinear, Linear, LinearSpec
 from penstock.layers.lm_head import LMHead
-from penstock.layers.norm import RMSNorm
+from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.layers.rotary import Rotary
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter
 from penstock.quant.scheme import Scheme, scheme_of
+from penstock.rope_config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +64,40 @@ class LayerFactory:
         spec = self._linear_spec(name)
         return Linear(self.ops, spec, self.slot(name, spec.shape[:1], torch.float32))
 
+    def activated_linear(self, name: str, activation: str) -> ActivatedLinear:
+        spec = self._linear_spec(name)
+        return ActivatedLinear(self.ops, spec, self.slot(name, spec.shape[:1]), activation)
+
     def gated_linear(self, name: str, activation: str) -> GatedLinear:
         spec = self._linear_spec(name)
         return GatedLinear(self.ops, spec, self.slot(name, (spec.shape[0] // 2,)), activation)
 
-    def lm_head(self, name: str) -> LMHead:
+    def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
         spec = self._linear_spec(name)
-        return LMHead(self.ops, spec, self.slot(name, spec.shape[:1], torch.float32))
+        return LMHead(self.ops, spec, self.slot(name, spec.shape[:1], torch.float32), softcap=softcap)
 
-    def rms_norm(self, name: str, cfg: ModelConfig) -> RMSNorm:
+    def rms_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
+        """For what a product reads."""
         shape = self._find(name).shape
-        return RMSNorm(self.ops, shape, cfg.rms_norm_eps, self.slot(name, shape))
+        return RMSNorm(self.ops, shape, eps, self.slot(name, shape), unit_offset=unit_offset)
 
-    def embedding(self, name: str) -> Embedding:
+    def branch_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
+        """For what is added to the residual stream: it delivers float32."""
         shape = self._find(name).shape
-        return Embedding(self.ops, shape, self.slot(name, shape[1:], torch.float32))
+        return RMSNorm(self.ops, shape, eps, self.slot(name, shape, torch.float32), unit_offset=unit_offset)
 
-    def rotary(self, cfg: ModelConfig) -> Rotary:
-        """The table of cosines and sines; made once, for all layers."""
-        return Rotary(cfg.rope, cfg.head_dim, self.max_positions or cfg.max_position_embeddings, self.ops.device)
+    def layer_norm(self, name: str, eps: float) -> LayerNorm:
+        """With a bias where the table has one."""
+        shape, bias = self._find(name).shape, f"{self.prefix}{name}.bias" in self.parameters
+        return LayerNorm(self.ops, shape, eps, self.slot(name, shape), bias=bias)
+
+    def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
+        shape = self._find(name).shape
+        return Embedding(self.ops, shape, self.slot(name, shape[1:], torch.float32), scale)
+
+    def rotary(self, rope: RopeConfig, cfg: ModelConfig) -> Rotary:
+        """The table of cosines and sines; made once, for all layers that share it."""
+        return Rotary(rope, cfg.head_dim, self.max_positions or cfg.max_position_embeddings, self.ops.device)
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: torch.dtype | None = None) -> Slot:
         """The buffer for results of that name, in the model's type unless another is said."""

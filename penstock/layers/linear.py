@@ -50,8 +50,14 @@ class Linear(WeightLayer):
             values["weight"], bias, leaf_ends=spec.leaf_ends, scheme=spec.scheme, gated=self.gated
         )
 
+    def state(self) -> dict[str, Tensor]:
+        return self.packed.state()
+
+    def forget(self) -> None:
+        del self.packed
+
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Instead of `load`: take what `packed.state()` of the same layer was, and keep these tensors.
+        """As WeightLayer.
 
         Raises:
             NotSupportedError, ValueError: as Ops.restore_linear.
@@ -64,6 +70,17 @@ class Linear(WeightLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.packed, out=self.out(x.shape[0]))
+
+
+class ActivatedLinear(Linear):
+    """x [M, K] dtype -> activation(x @ weight.T + bias) [M, N] dtype."""
+
+    def __init__(self, ops: Ops, spec: LinearSpec, out: Buffer, activation: str) -> None:
+        super().__init__(ops, spec, out)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.activated_linear(x, self.packed, self.activation, out=self.out(x.shape[0]))
 
 
 class GatedLinear(Linear):

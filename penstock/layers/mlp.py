@@ -1,4 +1,4 @@
-"""The gated feed-forward branch: down(activation(gate(y)) * up(y))."""
+"""The feed-forward branch: gated, down(activation(gate(y)) * up(y)), or plain, down(activation(up(y)))."""
 
 from torch import Tensor, nn
 
@@ -16,4 +16,18 @@ class GatedMLP(nn.Module):
     def forward(self, y: Tensor) -> Tensor:
         """y [T, hidden] dtype -> [T, hidden] float32."""
         branch: Tensor = self.down_proj(self.gate_up_proj(y))
+        return branch
+
+
+class MLP(nn.Module):
+    """Up with the activation in the same call, then down."""
+
+    def __init__(self, make: LayerFactory, activation: str) -> None:
+        super().__init__()
+        self.up_proj = make.activated_linear("up_proj", activation)
+        self.down_proj = make.linear("down_proj")
+
+    def forward(self, y: Tensor) -> Tensor:
+        """y [T, hidden] dtype -> [T, hidden] float32."""
+        branch: Tensor = self.down_proj(self.up_proj(y))
         return branch

@@ -26,6 +26,27 @@ class WeightLayer(nn.Module):
         """
         raise NotImplementedError
 
+    def state(self) -> dict[str, Tensor]:
+        """What `load` made of the values: all that computing needs, by name."""
+        return {name: value.data for name, value in self.named_parameters(recurse=False)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Instead of `load`: take what `state` of the same layer was, and keep these tensors.
+
+        Raises:
+            ValueError: it is not of this layer.
+        """
+        declared = {name: tuple(value.shape) for name, value in self.named_parameters(recurse=False)}
+        if declared != {name: tuple(value.shape) for name, value in state.items()}:
+            raise ValueError(f"its parameters are {declared}")
+        for name, value in state.items():
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+    def forget(self) -> None:
+        """Let go of what `load` made."""
+        for name, value in self.named_parameters(recurse=False):
+            self.register_parameter(name, nn.Parameter(value.to("meta"), requires_grad=False))
+
 
 def whole(value: Tensor | RowSource) -> Tensor:
     """All of a parameter's value at once."""

@@ -1,4 +1,4 @@
-"""Llama-family decoder: Llama 2/3, Mistral 7B, Qwen2, Qwen3, and checkpoints that declare one of these architectures.
+"""Llama-family decoder: Llama 2/3, Mistral, Ministral, Qwen2, Qwen3, and checkpoints that declare one of these.
 
 block:  x = x + attn(norm(x));  x = x + mlp(norm(x))      RMSNorm, rotary, grouped-query attention, SwiGLU
 varies by ModelConfig only: windows, rotary scaling, biases, norms of q and k, tied head
@@ -16,7 +16,14 @@ from penstock.model_config import ModelConfig
 from penstock.models.registry import register
 
 
-@register("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", table="llama.yaml")
+@register(
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MinistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    table="llama.yaml",
+)
 class LlamaForCausalLM(nn.Module):
     """The decoder and its head, which the caller applies to the positions it wants."""
 
@@ -42,11 +49,11 @@ class LlamaModel(nn.Module):
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
         super().__init__()
         self.embed_tokens = make.embedding("embed_tokens")
-        rotary = make.rotary(cfg)
+        rotary = None if cfg.rope is None else make.rotary(cfg.rope, cfg)
         self.layers = nn.ModuleList(
             LlamaBlock(cfg, make.at(f"layers.{index}"), index, rotary) for index in range(cfg.num_hidden_layers)
         )
-        self.norm = make.rms_norm("norm", cfg)
+        self.norm = make.rms_norm("norm", cfg.norm_eps)
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """[T] int64 -> [T, hidden] dtype."""
@@ -59,11 +66,11 @@ class LlamaModel(nn.Module):
 class LlamaBlock(nn.Module):
     """Attention and feed-forward, each behind its norm; the last branch is left for the next norm to add."""
 
-    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary) -> None:
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
         super().__init__()
-        self.input_layernorm = make.rms_norm("input_layernorm", cfg)
+        self.input_layernorm = make.rms_norm("input_layernorm", cfg.norm_eps)
         self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary)
-        self.post_attention_layernorm = make.rms_norm("post_attention_layernorm", cfg)
+        self.post_attention_layernorm = make.rms_norm("post_attention_layernorm", cfg.norm_eps)
         self.mlp = GatedMLP(make.at("mlp"), cfg.hidden_act)
 
     def forward(self, x: Tensor, h: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:

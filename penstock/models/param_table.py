@@ -1,16 +1,24 @@
 """ParamTable: every parameter of a model family, once, read from its YAML file. No torch here.
 
 Four readers: the loader (checkpoint names), sharding (axes), the quantiser (what to pack), the planner (sizes).
-One entry a parameter; `*` stands for the layer number:
+One entry a parameter; the first `*` stands for the layer number, a second one for that of the expert:
 
     model.layers.*.self_attn.qkv_proj.weight:
       {shape: [[q, kv, kv], hidden], from: [q_proj, k_proj, v_proj], shard: 0, unit: kv_group, quant: true}
     ignore: ["model.layers.*.self_attn.rotary_emb.inv_freq"]
 
-    shape    sizes of the axes, in the words of SIZES. A list in place of a size: the pieces of that axis, one for
-             each name in `from`, joined in this order.
-    from     checkpoint names, where they differ: a bare one replaces the module's own name (the last but one part),
-             one with dots is a whole name.
+    shape    sizes of the axes: words of SIZES, whole numbers of ModelConfig by name (`extra.NAME`: of its extra), or
+             integers. A list in place of a
+             size: the pieces of that axis, joined in this order.
+    from     how checkpoints of Transformers hold it, where that differs: a list of names. A bare name replaces the
+             module's own (the last but one part), one with dots is a whole name. One name for each piece of the shape,
+             or one for all of them. A mapping says more: {names: [...], order: ..., transposed: ..., stacked: ...}
+               order: kv_group     one tensor holds all pieces, not one after the other but, for each key/value head
+                                   in turn, that head's share of every piece
+               transposed: true    [in, out] in the checkpoint
+               stacked: true       one tensor for all experts, which are its first axis
+    or       a list of other ways in which a checkpoint may hold it, each as in `from`. Under the parameter's own name,
+             whole, it may always stand.
     shard    the axis that tensor parallelism splits; absent or -1: every rank has all of it.
     unit     what that axis may be cut into at the finest: "kv_group" is one key/value head with its query heads.
     quant    true: may be stored in any quantised form; "int8": in int8 at the finest.
@@ -19,23 +27,27 @@ One entry a parameter; `*` stands for the layer number:
              with U of them leaf i has the units i*U//leaves .. (i+1)*U//leaves, which may be none. Rank r of R takes
              the leaves r*leaves/R .. (r+1)*leaves/R, so 1, 2, 4 and 8 ranks cut where leaves end.
     tied_to  the parameter that it shares, where the model ties its word embeddings.
-    when     the word of CONDITIONS under which it exists.
+    when     what has to hold for it to exist: a field of ModelConfig, or a mapping of fields to the value (or a list
+             of values) that they must have. A field with an entry a layer is asked for the parameter's layer.
     ignore   checkpoint names that carry nothing.
+    prefix   what Transformers' names begin with and some checkpoints leave out.
 """
 
 import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from penstock.architecture import find_architecture
 from penstock.errors import ModelLoadError
-from penstock.model_config import ModelConfig, find_architecture
+from penstock.model_config import ModelConfig
 from penstock.validation import shown
 
 SIZES: dict[str, Callable[[ModelConfig], int]] = {
@@ -45,20 +57,42 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "q": lambda config: config.num_attention_heads * config.head_dim,
     "kv": lambda config: config.num_key_value_heads * config.head_dim,
     "head": lambda config: config.head_dim,
+    "experts": lambda config: config.num_experts,
+    "expert_intermediate": lambda config: config.moe_intermediate_size,
+    "positions": lambda config: config.max_position_embeddings,
 }
-CONDITIONS: dict[str, Callable[[ModelConfig], bool]] = {
-    "attention_bias": lambda config: config.attention_bias,
-    "attention_out_bias": lambda config: config.attention_out_bias,
-    "mlp_bias": lambda config: config.mlp_bias,
-    "qk_norm": lambda config: config.qk_norm,
-}
-FIELDS = ("shape", "from", "shard", "unit", "quant", "leaves", "tied_to", "when")
+FIELDS = ("shape", "from", "or", "shard", "unit", "quant", "leaves", "tied_to", "when")
 UNIT_SIZES: dict[str | None, Callable[[ModelConfig], int]] = {
     None: lambda config: 1,
     "kv_group": lambda config: config.num_attention_heads // config.num_key_value_heads * config.head_dim,
 }
+CONFIG_TYPES = {item.name: item.type for item in fields_of(ModelConfig)}
+EXTRA = "extra."  # before the name of a number in ModelConfig.extra
 QUANT = (False, True, "int8")
 LEAVES = (1, 8)
+
+Axis = str | int | tuple[str | int, ...]
+Conditions = Mapping[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way in which a checkpoint may hold a parameter.
+
+    Attributes:
+        sources: checkpoint tensors and their shapes there. Several are joined along `join_axis`.
+        pieces: sizes along `join_axis` of what is joined, whether it lies in one tensor or in several.
+        groups: one tensor holds all pieces as `groups` times an equal share of each; 1: one piece after the other.
+        transposed: the tensor is [K, N] in the checkpoint.
+        index: this parameter's place on the first axis of a tensor that has one more; None: it has the tensor alone.
+    """
+
+    sources: dict[str, tuple[int, ...]]
+    join_axis: int = 0
+    pieces: tuple[int, ...] = ()
+    groups: int = 1
+    transposed: bool = False
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +100,7 @@ class Parameter:
     """One parameter of one model.
 
     Attributes:
-        sources: checkpoint tensors and their shapes, joined along `join_axis`.
+        layouts: how checkpoints may hold it; Transformers' own way first, its own name last.
         shard: axis, or None where every rank has all of it.
         quant: False, True or "int8".
         tied_to: name of the parameter whose values it shares.
@@ -75,14 +109,18 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    sources: dict[str, tuple[int, ...]]
-    join_axis: int
+    layouts: tuple[Layout, ...]
     shard: int | None
     unit: str | None
     quant: bool | str
     leaves: int
     tied_to: str | None
     unit_size: int = 1
+
+    @property
+    def sources(self) -> dict[str, tuple[int, ...]]:
+        """Checkpoint tensors and their shapes, as Transformers writes them."""
+        return self.layouts[0].sources
 
     @property
     def num_elements(self) -> int:
@@ -97,18 +135,28 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A line's `from`, or one entry of its `or`: a Layout before layer, expert and sizes are known."""
+
+    names: tuple[str, ...]
+    order: str | None = None
+    transposed: bool = False
+    stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One line of the table: a Parameter for each layer, before the sizes are known."""
 
     pattern: str
-    shape: tuple[str | tuple[str, ...], ...]
-    sources: tuple[str, ...]
+    shape: tuple[Axis, ...]
+    held: tuple[Held, ...]
     shard: int | None
     unit: str | None
     quant: bool | str
     leaves: int
     tied_to: str | None
-    when: str | None
+    when: Conditions
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +165,7 @@ class ParamTable:
 
     rows: tuple[Row, ...]
     ignore: tuple[str, ...]
+    prefix: str = ""
 
     @classmethod
     def from_text(cls, text: str, where: str) -> "ParamTable":
@@ -134,7 +183,11 @@ class ParamTable:
         ignore = entries.pop("ignore", [])
         if not isinstance(ignore, list) or not all(isinstance(item, str) for item in ignore):
             raise ModelLoadError(f"{where}: ignore = {shown(ignore)} is not allowed; it must be a list of names")
-        return cls(tuple(_read_row(where, pattern, fields) for pattern, fields in entries.items()), tuple(ignore))
+        prefix = entries.pop("prefix", "")
+        if not isinstance(prefix, str):
+            raise ModelLoadError(f"{where}: prefix = {shown(prefix)} is not allowed; it must be a word")
+        rows = tuple(_read_row(where, pattern, entry) for pattern, entry in entries.items())
+        return cls(rows, tuple(ignore), prefix)
 
     @classmethod
     def from_file(cls, path: Path) -> "ParamTable":
@@ -142,8 +195,9 @@ class ParamTable:
 
     @classmethod
     def for_architecture(cls, architecture: str) -> "ParamTable":
-        """The table of a built-in architecture; needs no torch, so the planner can read it too."""
-        return cls.from_file(Path(__file__).parent / f"{find_architecture(architecture).family}.yaml")
+        """The table of an architecture; needs no torch, so the planner can read it too."""
+        found = find_architecture(architecture)
+        return cls.from_file(found.table or Path(__file__).parent / f"{found.family}.yaml")
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """Every parameter of this model by name, in the order of the table.
@@ -151,11 +205,11 @@ class ParamTable:
         Raises:
             ModelLoadError: two parameters claim one checkpoint tensor, or one is tied to nothing of its shape.
         """
-        present = [row for row in self.rows if row.when is None or CONDITIONS[row.when](config)]
-        expanded = [item for row in present for item in _expand(row, config)]
+        expanded = [item for row in self.rows for item in _expand(row, config)]
         result = {item.name: item for item in expanded}
-        claims = Counter(name for item in expanded if item.tied_to is None for name in item.sources)
-        twice = [name for name, count in claims.items() if count > 1]
+        own = [item.layouts[0] for item in expanded if item.tied_to is None]
+        claims = Counter((name, layout.index) for layout in own for name in layout.sources)
+        twice = [name for (name, _), count in claims.items() if count > 1]
         if twice:
             raise ModelLoadError(f"parameter table: {twice[0]} is claimed by two parameters")
         for item in expanded:
@@ -198,30 +252,75 @@ def num_elements(parameters: Iterable[Parameter]) -> int:
 
 
 def _expand(row: Row, config: ModelConfig) -> list[Parameter]:
-    """The parameters of one line, one for each layer."""
+    """The parameters of one line, one for each layer and expert for which it exists."""
+    layers = range(config.num_hidden_layers if "*" in row.pattern else 1)
+    experts = range(config.num_experts if row.pattern.count("*") > 1 else 1)
+    there = [layer for layer in layers if _holds(row.when, config, layer)]
+    return [_parameter(row, config, layer, expert) for layer in there for expert in experts]
+
+
+def _parameter(row: Row, config: ModelConfig, layer: int, expert: int) -> Parameter:
     pieces = [
-        [SIZES[word](config) for word in ((axis,) if isinstance(axis, str) else axis)]  # of each axis
+        [_size(config, word) for word in (axis if isinstance(axis, tuple) else (axis,))]  # of each axis
         for axis in row.shape
     ]
-    join_axis = next((index for index, axis in enumerate(row.shape) if not isinstance(axis, str)), 0)
+    join_axis = next((index for index, axis in enumerate(row.shape) if isinstance(axis, tuple)), 0)
     shape = tuple(sum(axis) for axis in pieces)
-    parts = [(*shape[:join_axis], size, *shape[join_axis + 1 :]) for size in pieces[join_axis]]
-    tied_to = row.tied_to if config.tie_word_embeddings else None
-    return [
-        Parameter(
-            name=row.pattern.replace("*", str(layer)),
-            shape=shape,
-            sources={name.replace("*", str(layer)): part for name, part in zip(row.sources, parts, strict=True)},
-            join_axis=join_axis,
-            shard=row.shard,
-            unit=row.unit,
-            quant=row.quant,
-            leaves=row.leaves,
-            tied_to=tied_to,
-            unit_size=UNIT_SIZES[row.unit](config),
-        )
-        for layer in range(config.num_hidden_layers if "*" in row.pattern else 1)
-    ]
+    return Parameter(
+        name=_numbered(row.pattern, layer, expert),
+        shape=shape,
+        layouts=tuple(_layout(held, config, shape, join_axis, pieces[join_axis], layer, expert) for held in row.held),
+        shard=row.shard,
+        unit=row.unit,
+        quant=row.quant,
+        leaves=row.leaves,
+        tied_to=row.tied_to if config.tie_word_embeddings else None,
+        unit_size=UNIT_SIZES[row.unit](config),
+    )
+
+
+def _layout(
+    held: Held, config: ModelConfig, shape: tuple[int, ...], axis: int, pieces: list[int], layer: int, expert: int
+) -> Layout:
+    sizes = pieces if len(held.names) > 1 else [shape[axis]]
+    parts = [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
+    if held.transposed:
+        parts = [part[::-1] for part in parts]
+    if held.stacked:
+        parts = [(config.num_experts, *part) for part in parts]
+    names = [_numbered(name, layer, expert) for name in held.names]
+    return Layout(
+        sources=dict(zip(names, parts, strict=True)),
+        join_axis=axis,
+        pieces=tuple(pieces),
+        groups=config.num_key_value_heads if held.order == "kv_group" else 1,
+        transposed=held.transposed,
+        index=expert if held.stacked else None,
+    )
+
+
+def _numbered(pattern: str, layer: int, expert: int) -> str:
+    return pattern.replace("*", str(layer), 1).replace("*", str(expert), 1)
+
+
+def _size(config: ModelConfig, word: str | int) -> int:
+    if isinstance(word, int):
+        return word
+    if word.startswith(EXTRA):
+        return int(config.extra[word.removeprefix(EXTRA)])
+    return SIZES[word](config) if word in SIZES else int(getattr(config, word))
+
+
+def _holds(when: Conditions, config: ModelConfig, layer: int) -> bool:
+    """Whether every field has one of its values, for this layer."""
+    for name, allowed in when.items():
+        own = name.startswith(EXTRA)
+        value = config.extra.get(name.removeprefix(EXTRA)) if own else getattr(config, name)
+        if isinstance(value, tuple):
+            value = value[layer]
+        if not any(value == item and type(value) is type(item) for item in allowed):
+            return False
+    return True
 
 
 def _read_row(where: str, pattern: str, fields: Any) -> Row:
@@ -233,6 +332,11 @@ def _read_row(where: str, pattern: str, fields: Any) -> Row:
     if unknown:
         raise ModelLoadError(f"{line}: unknown field {unknown[0]!r}; known are {', '.join(FIELDS)}")
     shape = _read_shape(line, fields)
+    held = _read_held(line, pattern, fields, "from", fields.get("from", [pattern]), shape)
+    others = fields.get("or", [])
+    if not isinstance(others, list):
+        raise _wrong(line, fields, "or", "a list")
+    others = [_read_held(line, pattern, fields, "or", other, shape) for other in others]
     axes = (None, -1, *range(len(shape)))
     shard = _read_choice(line, fields, "shard", None, axes)
     tied_to = fields.get("tied_to")
@@ -241,13 +345,13 @@ def _read_row(where: str, pattern: str, fields: Any) -> Row:
     return Row(
         pattern=pattern,
         shape=shape,
-        sources=_read_sources(line, pattern, fields, shape),
+        held=tuple(dict.fromkeys([held, *others, Held((pattern,))])),
         shard=None if shard == -1 else shard,
         unit=_read_choice(line, fields, "unit", None, tuple(UNIT_SIZES)),
         quant=_read_choice(line, fields, "quant", False, QUANT),
         leaves=_read_choice(line, fields, "leaves", 1, LEAVES),
         tied_to=tied_to,
-        when=_read_choice(line, fields, "when", None, (None, *CONDITIONS)),
+        when=_read_when(line, fields),
     )
 
 
@@ -262,24 +366,53 @@ def _read_choice(line: str, fields: dict[str, Any], field: str, default: Any, al
     return value
 
 
-def _read_shape(line: str, fields: dict[str, Any]) -> tuple[str | tuple[str, ...], ...]:
+def _read_shape(line: str, fields: dict[str, Any]) -> tuple[Axis, ...]:
     shape = fields.get("shape")
     axes = shape if isinstance(shape, list) else []
     words = [word for axis in axes for word in (axis if isinstance(axis, list) else [axis])]
     joined = [axis for axis in axes if isinstance(axis, list)]
-    if not words or len(joined) > 1 or not all(isinstance(word, str) and word in SIZES for word in words):
+    if not words or len(joined) > 1 or not all(_is_size(word) for word in words):
         raise _wrong(line, fields, "shape", f"a list of {', '.join(SIZES)}, or of lists of these for one axis")
     return tuple(tuple(axis) if isinstance(axis, list) else axis for axis in axes)
 
 
-def _read_sources(
-    line: str, pattern: str, fields: dict[str, Any], shape: tuple[str | tuple[str, ...], ...]
-) -> tuple[str, ...]:
-    """Whole checkpoint names, with `*` still in them."""
-    names = fields.get("from", [pattern])
-    pieces = next((len(axis) for axis in shape if not isinstance(axis, str)), 1)
-    if not isinstance(names, list) or len(names) != pieces or not all(isinstance(name, str) for name in names):
-        raise _wrong(line, fields, "from", f"a list of {pieces} names, as many as the shape has pieces")
+def _is_size(word: Any) -> bool:
+    if isinstance(word, bool) or not isinstance(word, str | int):
+        return False
+    if isinstance(word, int):
+        return word > 0
+    return word in SIZES or word.startswith(EXTRA) or CONFIG_TYPES.get(word) is int
+
+
+def _read_when(line: str, fields: dict[str, Any]) -> Conditions:
+    when = fields.get("when", {})
+    if isinstance(when, str):
+        when = {when: True}
+    if not isinstance(when, dict) or not all(_is_condition(name) for name in when):
+        raise _wrong(line, fields, "when", "a field of ModelConfig (or of its extra), or a mapping of fields to values")
+    return {name: tuple(value) if isinstance(value, list) else (value,) for name, value in when.items()}
+
+
+def _is_condition(name: Any) -> bool:
+    return isinstance(name, str) and (name in CONFIG_TYPES or name.startswith(EXTRA))
+
+
+def _read_held(
+    line: str, pattern: str, fields: dict[str, Any], field: str, value: Any, shape: tuple[Axis, ...]
+) -> Held:
+    """Whole checkpoint names, with `*` still in them, and how the tensors lie there."""
+    given = value if isinstance(value, dict) else {"names": value}
+    names, order = given.get("names"), given.get("order")
+    flags = {name: given.get(name, False) for name in ("transposed", "stacked")}
+    pieces = next((len(axis) for axis in shape if isinstance(axis, tuple)), 1)
+    counts = sorted({1, pieces})
+    allowed = f"a list of {' or '.join(map(str, counts))} names, or a mapping with `names` and how they lie"
+    if not isinstance(names, list) or len(names) not in counts or not all(isinstance(name, str) for name in names):
+        raise _wrong(line, fields, field, allowed)
+    known = set(given) <= {"names", "order", *flags} and all(isinstance(flag, bool) for flag in flags.values())
+    if not known or order not in (None, "kv_group") or (order and (len(names) > 1 or pieces == 1)):
+        raise _wrong(line, fields, field, allowed)
     parent, _, leaf = pattern.rpartition(".")
     parent = parent.rpartition(".")[0]
-    return tuple(name if "." in name else f"{parent}.{name}.{leaf}" for name in names)
+    whole = tuple(name if "." in name else f"{parent}.{name}.{leaf}" for name in names)
+    return Held(whole, order, **flags)

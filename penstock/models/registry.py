@@ -3,15 +3,15 @@
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
 
+from penstock.architecture import ARCHITECTURES, Architecture, ReadNumbers, find_architecture, known_architectures
 from penstock.errors import InvalidRequestError
 from penstock.layers.causal_lm import CausalLM
-from penstock.model_config import ARCHITECTURES, find_architecture
 from penstock.models.param_table import ParamTable
 
 __all__ = ["MODELS", "CausalLM", "RegisteredModel", "lookup", "register"]
@@ -34,12 +34,13 @@ MODELS: dict[str, RegisteredModel] = {}
 
 
 def register(
-    *architectures: str, table: str, config_like: str = "LlamaForCausalLM"
+    *architectures: str, table: str, config: ReadNumbers | str = "LlamaForCausalLM"
 ) -> Callable[[ModelClass], ModelClass]:
     """Class decorator: this class computes these architectures.
 
     table: the YAML file of its parameters, beside the file of the class.
-    config_like: for an architecture that is new to Penstock, whose rules its config.json follows.
+    config: for an architecture that is new to Penstock, how its config.json is read: a function, or the name of an
+        architecture whose rules it follows.
 
     Raises:
         InvalidRequestError: another class has registered one of them.
@@ -51,8 +52,9 @@ def register(
             known = MODELS.get(name)
             if known is not None and known.model_class.__qualname__ != model_class.__qualname__:
                 raise InvalidRequestError(f"{name} is already registered by {known.model_class.__qualname__}")
-            if name not in ARCHITECTURES:
-                ARCHITECTURES[name] = replace(find_architecture(config_like), model_type=None)
+            if name not in known_architectures():
+                read = find_architecture(config).read if isinstance(config, str) else config
+                ARCHITECTURES[name] = Architecture(model_class.__module__, None, read, entry.table_file)
             MODELS[name] = entry
         return model_class
 

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from torch import Tensor, nn
 
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
-from penstock.layers.linear import Linear
-from penstock.layers.weights import WeightLayer
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter
 from penstock.weights.destination import Destination
@@ -114,21 +111,10 @@ class _Packing:
         for done, (prefix, layer) in enumerate(self._layers.items()):
             progress(done, len(self._layers))
             fill_layer(prefix, layer, self._parameters, self._rows)
-            writer.write(prefix, _take_state(layer))
+            writer.write(prefix, layer.state())
+            layer.forget()
         writer.finish()
         return stream.seek(0, os.SEEK_END)
-
-
-def _take_state(layer: WeightLayer) -> dict[str, Tensor]:
-    """A layer's packed weight, or its parameters; the layer forgets them."""
-    if isinstance(layer, Linear):
-        state = layer.packed.state()
-        del layer.packed
-        return state
-    state = dict(layer.named_parameters(recurse=False))
-    for name, value in state.items():
-        setattr(layer, name, nn.Parameter(value.to("meta"), requires_grad=False))
-    return {name: value.data for name, value in state.items()}
 
 
 def _companions(source: Path) -> list[Path]:

@@ -65,7 +65,7 @@ class CheckpointSource:
 
     def _joined(self, parameter: Parameter) -> RowSource:
         parts = [self._checkpoint.rows(name) for name in parameter.sources]
-        return parts[0] if len(parts) == 1 else JoinedRows(parts, parameter.join_axis)
+        return parts[0] if len(parts) == 1 else JoinedRows(parts, parameter.layouts[0].join_axis)
 
     def _check_tied(self, parameter: Parameter) -> None:
         """A tied tensor may be stored a second time, but not with other values."""

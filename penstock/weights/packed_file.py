@@ -20,7 +20,6 @@ from torch import Tensor
 
 from penstock.errors import ModelLoadError
 from penstock.kernels.ops import Ops
-from penstock.layers.linear import Linear
 from penstock.layers.weights import WeightLayer
 from penstock.quant.scheme import Scheme
 from penstock.weights.packed_info import PackedInfo, check_fit, read_info
@@ -66,15 +65,8 @@ class PackedFile:
             self._restore_layer(prefix, layer, by_layer[prefix])
 
     def _restore_layer(self, prefix: str, layer: WeightLayer, entries: Mapping[str, TensorEntry]) -> None:
-        declared = {name: tuple(value.shape) for name, value in layer.named_parameters(recurse=False)}
         try:
-            state = {part: self._tensor(entry) for part, entry in entries.items()}
-            if isinstance(layer, Linear):
-                layer.restore(state)
-            elif declared != {name: tuple(value.shape) for name, value in state.items()}:
-                raise ValueError(f"its parameters are {declared}")
-            else:
-                layer.load(state)
+            layer.restore({part: self._tensor(entry) for part, entry in entries.items()})
         except ValueError as error:
             raise ModelLoadError(f"{self._file}: {prefix} does not fit config.json: {error}") from None
 

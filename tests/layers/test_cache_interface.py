@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import LLM, SamplingParams, models
+from penstock.architecture import ARCHITECTURES
 from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import AttentionMetadata, Ops
 from penstock.kernels.reference import ReferenceOps
@@ -26,7 +27,6 @@ from penstock.layers.plain_caches import (
     RingCache,
     RollingCache,
 )
-from penstock.model_config import ARCHITECTURES
 from penstock.models import registry
 from tests.hf_models import MAKERS, random_ids
 from tests.kernels.packed import levels
@@ -219,7 +219,7 @@ class HandWritten(Attention):
         return self.o_proj(view.pack(scores.softmax(dim=-1) @ v).to(y.dtype))
 
 
-@register("HandForCausalLM", table="hand.yaml", config_like="MistralForCausalLM")
+@register("HandForCausalLM", table="hand.yaml", config="MistralForCausalLM")
 class HandForCausalLM(LlamaForCausalLM):
     def __init__(self, cfg, make):
         super().__init__(cfg, make)

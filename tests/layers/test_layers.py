@@ -12,7 +12,7 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
 from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
-from penstock.models.param_table import Parameter
+from penstock.models.param_table import Layout, Parameter
 from penstock.quant.scheme import Scheme
 
 
@@ -21,7 +21,7 @@ def slot(columns: tuple[int, ...], dtype: torch.dtype) -> Slot:
 
 
 def parameter(name: str, shape: tuple[int, ...]) -> Parameter:
-    return Parameter(name, shape, {name: shape}, 0, None, None, False, 1, None)
+    return Parameter(name, shape, (Layout({name: shape}),), None, None, False, 1, None)
 
 
 def factory(dtype: torch.dtype = torch.float32) -> LayerFactory:

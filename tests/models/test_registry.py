@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.architecture import ARCHITECTURES
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.model_config import ARCHITECTURES, ModelConfig
+from penstock.model_config import ModelConfig
 from penstock.models import registry
 from tests.hf_models import hf_logprobs, make_llama, random_ids
 from tests.paged import PagedModel

@@ -1,0 +1,58 @@
+"""Case: one tiny random model of Transformers' own class, and how to make it. Each family's file lists its own.
+
+tests/families/<family>.py has a list CASES; `all_cases` collects them, so a family's tests are its list and nothing
+else. A case says which shape it is there for.
+"""
+
+import importlib
+import pkgutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tests.hf_models import TINY, Made, randomise
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to be made.
+
+    Attributes:
+        name: what tests call it, "falcon-40b" for instance.
+        model_class, config_class: Transformers' own.
+        fields: of the config, over tests.hf_models.TINY.
+        full: every proof is made for this case, not only a sample.
+    """
+
+    name: str
+    model_class: type[PreTrainedModel]
+    config_class: type[PreTrainedConfig]
+    fields: dict[str, Any] = field(default_factory=dict)
+    full: bool = False
+
+    @property
+    def architecture(self) -> str:
+        return self.model_class.__name__
+
+    def make(self, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any) -> Made:
+        """The model, with random weights that all matter, and the directory where Transformers has saved it."""
+        config = self.config_class(**TINY | self.fields | fields)
+        config._attn_implementation = "eager"
+        model = self.model_class(config).eval()
+        randomise(model, seed)
+        model = model.to(dtype)
+        at = directory / f"{self.name}-{seed}"
+        model.save_pretrained(at)
+        return model, at
+
+
+def all_cases() -> list[Case]:
+    """Every family's, in the order of their files."""
+    from tests import families
+
+    names = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+    modules = [importlib.import_module(f"tests.families.{name}") for name in names if not name.startswith("test_")]
+    return [case for module in modules for case in getattr(module, "CASES", [])]
