@@ -15,22 +15,17 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.ops import RowSource
 from penstock.model_config import ModelConfig
-from penstock.weights.safetensors import FLOATS, Checkpoint, TensorEntry
+from penstock.weights.safetensors import FLOATS, Checkpoint, FileRows, TensorEntry
 
 SAMPLES = 16  # rows of each tensor that a fingerprint reads
 
 
 @dataclass(frozen=True, slots=True)
-class CopiedRows:
-    """A tensor as a RowSource whose rows are the reader's own, so that no engine keeps what a user may change."""
+class HeldRows(FileRows):
+    """A tensor in memory. Its rows are copied, so that no engine keeps what the object's owner may change."""
 
     tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
 
     def read(self, start: int, stop: int) -> Tensor:
         return self.tensor[start:stop].to("cpu", copy=True).contiguous()
@@ -49,9 +44,10 @@ class InstanceWeights(Checkpoint):
         self._tensors = dict(tensors)
         self.entries = {name: _entry(place, name, tensor) for name, tensor in self._tensors.items()}
 
-    def rows(self, name: str) -> RowSource:
-        """As Checkpoint: one tensor."""
-        return CopiedRows(self._tensors[name].detach())
+    def rows(self, name: str, index: int | None = None) -> FileRows:
+        """As Checkpoint."""
+        tensor, entry = self._tensors[name].detach(), self.entries[name]
+        return HeldRows(name, entry, tensor) if index is None else HeldRows(name, entry.slice(index), tensor[index])
 
     def fingerprint(self) -> str:
         """A short word for these weights: names, shapes, types and some rows of each tensor."""
