@@ -64,7 +64,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
         InvalidRequestError: an option does not fit the model or the machine.
     """
     found = _find(config.model) if instance is None else ModelInstance.of(instance)
-    model_config = found.config
+    model_config = replace(found.config, model_impl=config.numerics.model_impl)
     _check_defaults(model_config)
     numerics, held = config.numerics, dict[str, str]()
     if isinstance(found.weights, Path):

@@ -112,6 +112,7 @@ class NumericsConfig:
         quantization: how the weights are stored and multiplied (quant/scheme.py); None keeps dtype.
         quantization_group_size: of int4 weights; None takes the default, where there are groups. Without a
             quantization it is for packed weights, which know theirs.
+        model_impl: which of the registered versions of an architecture computes it; "auto" is the default one.
         load_format: "dummy" makes random weights, so that a directory holding only config.json is enough.
         kernels: which backend carries out the arithmetic.
         threads: cores that compute; None takes those the process may use, or 1 for a small model.
@@ -121,6 +122,7 @@ class NumericsConfig:
     dtype: str = "auto"
     quantization: str | None = None
     quantization_group_size: int | None = None
+    model_impl: str = "auto"
     load_format: str = "auto"
     kernels: str = "auto"
     threads: int | None = None
@@ -130,6 +132,7 @@ class NumericsConfig:
         check.check_choice("dtype", self.dtype, DTYPES)
         check.check_choice("quantization", self.quantization, QUANTIZATIONS)
         check.check_choice("quantization_group_size", self.quantization_group_size, (None, *GROUP_SIZES))
+        check.check_str("model_impl", self.model_impl, max_length=64)
         check.check_choice("load_format", self.load_format, LOAD_FORMATS)
         check.check_choice("kernels", self.kernels, KERNELS)
         check.check_int("threads", self.threads, 1, 1024, optional=True)

@@ -64,6 +64,7 @@ BAD_OPTIONS = {
     "quantization_group_size": [16, 48, "32", True],
     "kv_cache_dtype": ["int4", "fp8", None],
     "kv_cache_scales": ["", 5, "scales.safetensors"],  # the last: without an int8 cache
+    "model_impl": ["", None, 5, "x" * 100],
     "load_format": ["gguf", None],
     "kernels": ["cuda", "triton", None],
     "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],

@@ -51,6 +51,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, seed: bool = True) ->
     """Every option of EngineConfig. `seed` says whether --seed is the engine's."""
     group = parser.add_argument_group("engine")
     add_weight_options(group)
+    help_text = "which version of the architecture computes it (default: auto)"
+    group.add_argument("--model-impl", default=UNSET, metavar="{auto,...}", help=help_text)
     _add_choice(group, "--kv-cache-dtype", KV_CACHE_DTYPES, "type of the cached keys and values")
     help_text = "scales by channel for an int8 cache, a safetensors file (default: each token has its own)"
     group.add_argument("--kv-cache-scales", default=UNSET, metavar="FILE", help=help_text)

@@ -8,7 +8,7 @@ before.
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import WeightLayer
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter, ParamTable
-from penstock.models.registry import CausalLM, lookup
+from penstock.models.registry import CausalLM, RegisteredModel, lookup
 from penstock.quant.scheme import Scheme, scheme_of
 from penstock.validation import check_choice
 from penstock.weights.layouts import parameter_rows
@@ -126,12 +126,17 @@ def load_model(
         PackedFile(packed, ops, scheme).restore(dict(weight_layers(model)))
     elif source is not None:
         fill(model, read_parameters(model_config), source, ops)
-    return cast(CausalLM, model.eval())
+    make = _factory(model_config, ops, scheme, max_model_len)
+    return _registered(model_config).as_causal_lm(model.eval(), model_config, make)
 
 
 def read_parameters(model_config: ModelConfig) -> dict[str, Parameter]:
     """Every parameter of a model, from its family's table."""
-    return lookup(model_config.architecture).read_table().parameters(model_config)
+    return _registered(model_config).read_table().parameters(model_config)
+
+
+def _registered(model_config: ModelConfig) -> RegisteredModel:
+    return lookup(model_config.architecture, model_config.model_impl)
 
 
 def open_source(directory: str | Path | Checkpoint, model_config: ModelConfig, load_format: str) -> ParameterSource:
@@ -142,7 +147,7 @@ def open_source(directory: str | Path | Checkpoint, model_config: ModelConfig, l
     """
     if load_format == "dummy":
         return DummySource()
-    table = lookup(model_config.architecture).read_table()
+    table = _registered(model_config).read_table()
     checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(Path(directory))
     return CheckpointSource(checkpoint, table.parameters(model_config), table)
 
@@ -155,14 +160,19 @@ def empty_model(
     Raises:
         ModelLoadError: the model and its table do not have the same parameters.
     """
-    parameters = read_parameters(model_config)
-    make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len)
-    model = lookup(model_config.architecture).model_class(model_config, make)
-    differing = set(parameters) ^ set(model.state_dict())
+    make = _factory(model_config, ops, scheme, max_model_len)
+    parameters = make.parameters
+    model = _registered(model_config).build(model_config, make)
+    differing = set(parameters) ^ {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if differing:
         raise ModelLoadError(f"the model and its parameter table differ in {listed(sorted(differing))}")
     _check_plain(model, parameters, scheme)
     return model
+
+
+def _factory(model_config: ModelConfig, ops: Ops, scheme: Scheme | None, max_model_len: int | None) -> LayerFactory:
+    parameters = read_parameters(model_config)
+    return LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len)
 
 
 def _check_plain(model: nn.Module, parameters: Mapping[str, Parameter], scheme: Scheme | None) -> None:
