@@ -27,6 +27,7 @@ from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
 from penstock.sampling_params import SamplingParams
+from penstock.user_files import files_fingerprint, import_files
 from penstock.weights import packed_info
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance
@@ -63,6 +64,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
         ModelLoadError: the model directory, or the object, cannot be served.
         InvalidRequestError: an option does not fit the model or the machine.
     """
+    import_files(config.imports)
     found = _find(config.model) if instance is None else ModelInstance.of(instance)
     model_config = replace(found.config, model_impl=config.numerics.model_impl)
     _check_defaults(model_config)
@@ -159,6 +161,7 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         "" if kv_scales is None else kv_scales_fingerprint(Path(kv_scales)),
         repr(numerics.scheme),
         kernels,
+        *([files_fingerprint(config.imports)] if config.imports else []),
     ]
     quantization = [] if numerics.quantization is None else [numerics.quantization]
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()

@@ -27,6 +27,7 @@ KV_CACHE_SLICES = {"bfloat16": 2, "float32": 3}  # by dtype: int8 rows that stan
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 MAX_CONTEXT = 2**24
+MAX_IMPORTS = 64
 SMALL_MATRIX = 2**19  # elements of an MLP matrix, of which one thread reads and multiplies a megabyte in 30 us
 
 
@@ -164,10 +165,13 @@ class EngineConfig:
 
     Attributes:
         model: a Hugging Face directory, a hub name, or "demo".
+        imports: Python files of the user, imported before the model is looked for; they register models and logits
+            processors.
         reasons: option -> why `resolve` chose its value; empty before.
     """
 
     model: str = "demo"
+    imports: tuple[str, ...] = ()
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -176,6 +180,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check.check_str("model", self.model)
+        files = check.string_tuple("imports", self.imports, max_items=MAX_IMPORTS, max_length=4096)
+        object.__setattr__(self, "imports", files)
         for name, part in PARTS.items():
             if not isinstance(getattr(self, name), part):
                 raise check.fail(name, getattr(self, name), f"a {part.__name__}")
@@ -194,14 +200,14 @@ class EngineConfig:
             InvalidRequestError: an option is unknown, has the wrong type or is out of range; `param` names it.
         """
         parts: dict[str, Any] = {}
-        model = options.pop("model", "demo")
+        model, imports = options.pop("model", "demo"), options.pop("imports", ())
         for part, part_class in PARTS.items():
             names = [item.name for item in fields(part_class) if item.name in options]
             parts[part] = part_class(**{name: options.pop(name) for name in names})
         if options:
             name = next(iter(options))
             raise InvalidRequestError(f"{name}: unknown option; known are {', '.join(option_names())}", param=name)
-        return cls(model=model, **parts)
+        return cls(model=model, imports=imports, **parts)
 
     def resolve(self, model_config: "ModelConfig") -> "EngineConfig":
         """A new config without "auto" and None (but for the cache's bytes), and why each was chosen.
@@ -226,7 +232,7 @@ PARTS: dict[str, type] = {
 
 def option_names() -> list[str]:
     """Every flat option, as `from_options` and the command line spell it."""
-    return ["model", *(item.name for part in PARTS.values() for item in fields(part))]
+    return ["model", "imports", *(item.name for part in PARTS.values() for item in fields(part))]
 
 
 def available_threads() -> int:

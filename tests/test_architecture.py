@@ -24,6 +24,7 @@ BASE = {
     "step",
     "model_config",
     "rope_config",
+    "user_files",
     "penstock",
 }
 ALLOWED: dict[str, set[str]] = {
@@ -32,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "outputs": set(),
     "sampling_params": set(),
     "step": set(),
+    "user_files": set(),
     "config": {"kernels", "quant"},
     "config_reader": set(),
     "rope_config": set(),

@@ -59,6 +59,7 @@ BAD_SAMPLING = {
 }
 BAD_OPTIONS = {
     "model": ["", None, 5, [], "x" * 5000],
+    "imports": [5, {"a": 1}, [""], ["a.py"] * 100, [3]],
     "dtype": ["float16", "bf16", None, 3, [], {}],
     "quantization": ["int3", 8, "int8-x4", "INT8", ["int4"], ""],
     "quantization_group_size": [16, 48, "32", True],
