@@ -13,10 +13,12 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from penstock.config import EngineConfig
 from penstock.config_reader import ConfigReader
 from penstock.errors import ModelLoadError, NotSupportedError
+from penstock.kernels.backends import load_ops
 from penstock.layers import rotary
 from penstock.layers.rotary import Rotary, inverse_frequencies
 from penstock.model_config import ModelConfig
 from penstock.rope_config import RopeConfig, read_rope
+from penstock.weights.loader import load_model
 from tests.hf_models import LLAMA3_ROPE, hf_logprobs, make_llama, random_ids
 from tests.paged import PagedModel
 
@@ -145,6 +147,22 @@ def test_longrope_is_decided_by_the_longest_text_served(served: int, more: dict[
     cos, sin = theirs(torch.zeros(1), torch.arange(served)[None])
     expected = torch.cat([cos[0, :, :24], sin[0, :, :24]], dim=1)
     torch.testing.assert_close(Rotary(rope, 64, served, CPU).cos_sin, expected, atol=1e-4, rtol=0)
+
+
+def test_a_model_with_longrope(tmp_path: Path) -> None:
+    """Guards against a decision by the context that the file promises, where less is served; and, by Transformers'
+    log-probabilities of a text longer than the original context, against factors or their attention factor left out."""
+    factors = {name: values[:8] for name, values in FACTORS.items()}
+    parameters = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64} | factors
+    hf_model, directory = make_llama(tmp_path, head_dim=16, rope_parameters=parameters)
+    ids = random_ids(100)
+    torch.testing.assert_close(PagedModel(directory).step({0: ids})[0], hf_logprobs(hf_model, ids), atol=1e-4, rtol=0)
+    config, ops = ModelConfig.from_directory(directory), load_ops("reference", torch.float32)
+    tables = []
+    for served in (64, 65):
+        model: Any = load_model(directory, config, ops, max_model_len=served)
+        tables.append(model.model.layers[0].self_attn.rotary.cos_sin)
+    assert not torch.equal(tables[0], tables[1][:64])
 
 
 def test_older_spellings_of_longrope() -> None:
