@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.model_config import ModelConfig
 from penstock.models.param_table import ParamTable
 from penstock.models.registry import RegisteredModel, lookup
 from penstock.weights import convert, loader, rewrite, sources
+from penstock.weights.destination import Destination
+from penstock.weights.loader import CheckpointSource
 from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import INDEX, SINGLE, Checkpoint, TensorEntry
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, random_ids
@@ -242,3 +246,57 @@ def test_little_of_the_model_is_held_at_once(tmp_path: Path, monkeypatch: pytest
     rewrite_model(str(tmp_path / "merged"), tmp_path / "back", "transformers", LIMIT)
     same_checkpoint(made, tmp_path / "back")
     assert max(held) <= 4 * 80
+
+
+EXPERTS = """
+layers.*.experts.*.gate_up_proj.weight:
+  {shape: [[expert_intermediate, expert_intermediate], hidden], or: [[w1, w3]],
+   from: {names: [layers.*.experts.gate_up], stacked: true}}
+layers.*.experts.*.down_proj.weight:
+  {shape: [hidden, expert_intermediate], from: {names: [layers.*.experts.down], stacked: true, transposed: true},
+   or: [[w2]]}
+layers.*.router.weight: {shape: [experts, hidden]}
+"""
+
+
+def test_experts_stacked_and_apart(tmp_path: Path) -> None:
+    """Guards against one expert's weights under the number of another, and against all experts read for each."""
+    _, made = make_llama(tmp_path)
+    config = replace(ModelConfig.from_directory(made), num_experts=3, moe_intermediate_size=10)
+    table = ParamTable.from_text(EXPERTS, "experts.yaml")
+    parameters = table.parameters(config)
+    gate_up, down = torch.randn(2, 3, 20, 48).bfloat16(), torch.randn(2, 3, 10, 48).bfloat16()
+    tensors = {f"layers.{layer}.router.weight": torch.randn(3, 48) for layer in range(2)}
+    for layer in range(2):
+        tensors[f"layers.{layer}.experts.gate_up"] = gate_up[layer].clone()
+        tensors[f"layers.{layer}.experts.down"] = down[layer].clone()
+    directory = tmp_path / "stacked"
+    directory.mkdir()
+    save_file(tensors, directory / SINGLE)
+
+    def written(source: Path, form: str) -> Path:
+        checkpoint = CheckpointSource(Checkpoint(source), parameters, table)
+        target = source.parent / f"{source.name}-{form}"
+        with Destination(target) as destination:
+            rewrite.write_checkpoint(
+                destination, rewrite.outgoing(parameters, checkpoint, form), 2000, lambda done, total: None
+            )
+        return target
+
+    separate = written(directory, "separate")
+    merged = written(separate, "merged")
+    same_checkpoint(directory, written(merged, "transformers"))
+    same_checkpoint(directory, written(separate, "transformers"))
+    apart = {name: value for file in Checkpoint(separate).files for name, value in load_file(file).items()}
+    whole = {name: value for file in Checkpoint(merged).files for name, value in load_file(file).items()}
+    for layer, expert in itertools.product(range(2), range(3)):
+        own = f"layers.{layer}.experts.{expert}"
+        assert torch.equal(apart[f"{own}.w1.weight"], gate_up[layer, expert, :10])
+        assert torch.equal(apart[f"{own}.w3.weight"], gate_up[layer, expert, 10:])
+        assert torch.equal(apart[f"{own}.w2.weight"], down[layer, expert].t())
+        assert torch.equal(whole[f"{own}.gate_up_proj.weight"], gate_up[layer, expert])
+    mixed = {name: value for name, value in (apart | tensors).items() if "layers.1" in name or "experts.down" in name}
+    save_file(mixed, directory / SINGLE)
+    said = r"missing: layers\.0\.experts\.gate_up.*unknown: layers\.1\.experts\.0\.w"
+    with pytest.raises(ModelLoadError, match=said):
+        CheckpointSource(Checkpoint(directory), parameters, table)
