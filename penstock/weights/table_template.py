@@ -169,7 +169,7 @@ def _unknown(directory: Path, config: dict[str, Any], name: Any) -> tuple[list[s
     head = [
         f"# {name or 'unknown architecture'}: a template, made of the names, types and shapes in the checkpoint.",
         "# The first * stands for the layer, a second one for the expert. Fill in the axis to shard (-1: none) and,",
-        "# where they hold, other fields of models/param_table.py: quant, leaves, unit, tied_to, the pieces of an axis.",
+        "# where they hold, other fields of models/param_table.py: quant, leaves, unit, tied_to, pieces of an axis.",
     ]
     sizes = size_words(config)
     patterns: dict[str, list[TensorEntry]] = {}
