@@ -23,6 +23,7 @@ from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import NUMERICS_VERSION, Heads, KVScales, Ops
 from penstock.layers.causal_lm import CausalLM
 from penstock.model_config import ModelConfig
+from penstock.models.sharding_map import ShardingMap
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
@@ -32,7 +33,7 @@ from penstock.weights import packed_info
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance
 from penstock.weights.kv_scales import kv_scales_fingerprint, read_kv_scales
-from penstock.weights.loader import load_model
+from penstock.weights.loader import load_model, read_parameters
 from penstock.weights.safetensors import fingerprint
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,6 +74,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
         numerics, held = packed_info.fit(numerics, found.weights)
     config = replace(config, numerics=numerics).resolve(model_config)
     config, numerics = replace(config, reasons=config.reasons | held), config.numerics
+    config = _check_sharding(config, model_config)
     kv_scales = _kv_scales(config, model_config)
     ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=numerics.threads or 1)
     model = load_model(
@@ -117,6 +119,24 @@ def _find(model: str) -> _Directory:
 
 def _fingerprint(found: _Directory | ModelInstance) -> str:
     return fingerprint(found.weights) if isinstance(found, _Directory) else found.weights.fingerprint()
+
+
+def _check_sharding(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """A sharding file has to fit the model. The config comes back with what it is good for on one device.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or does not fit.
+    """
+    file = config.parallel.sharding_config
+    if file is None:
+        return config
+    try:
+        axes = ShardingMap.from_file(Path(file)).resolve(read_parameters(model))
+    except ModelLoadError as error:
+        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+    split = sum(axis is not None for axis in axes.values())
+    reason = f"{file}: it fits, and splits {split} of {len(axes)} parameters; on one device nothing is split"
+    return replace(config, reasons=config.reasons | {"sharding_config": reason})
 
 
 def _kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:

@@ -91,10 +91,16 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How the model is spread over processes. More than one is planned, not built."""
+    """How the model is spread over processes. More than one is planned, not built.
+
+    Attributes:
+        sharding_config: a file of weights and the axis of each that is split (models/sharding_map.py); None takes those
+            of the parameter table. It is held against the model also where nothing is split.
+    """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    sharding_config: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -102,6 +108,7 @@ class ParallelConfig:
             check.check_int(name, value, 1, 4096)
             if value > 1:
                 raise _not_built(name, value)
+        check.check_str("sharding_config", self.sharding_config, optional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

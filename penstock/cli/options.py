@@ -67,6 +67,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, seed: bool = True) ->
     group.add_argument("--enable-prefix-caching", action=action, default=UNSET, help=help_text)
     _add_size(group, "--tensor-parallel-size", "processes that share each layer")
     _add_size(group, "--pipeline-parallel-size", "processes that share the layers")
+    help_text = "axis by weight, a YAML file (default: the parameter table's)"
+    group.add_argument("--sharding-config", default=UNSET, metavar="FILE", help=help_text)
     _add_choice(group, "--kernels", KERNELS, "which backend carries out the arithmetic")
     if seed:
         group.add_argument("--seed", type=int, default=UNSET, metavar="N", help="of the engine (default: 0)")
