@@ -21,6 +21,7 @@ from penstock.layers.factory import LayerFactory
 from penstock.layers.moe import MoE
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import ParamTable
+from penstock.quant.scheme import Scheme
 from penstock.runner.graphs import ReplayedModel
 from tests.families.mixtral import CASES
 from tests.hf_models import TINY, random_ids
@@ -39,9 +40,12 @@ def config(**fields: Any) -> ModelConfig:
     return ModelConfig.from_dict(theirs.to_dict())
 
 
-def made(ops: Ops, cfg: ModelConfig, weights: dict[str, Tensor] | None = None) -> tuple[MoE, dict[str, Tensor]]:
+def made(
+    ops: Ops, cfg: ModelConfig, weights: dict[str, Tensor] | None = None, scheme: Scheme | None = None
+) -> tuple[MoE, dict[str, Tensor]]:
     """The layer, and its weights by name: those given, or random ones."""
-    make = LayerFactory.single_device(ops, ParamTable.for_architecture(cfg.architecture).parameters(cfg))
+    parameters = ParamTable.for_architecture(cfg.architecture).parameters(cfg)
+    make = LayerFactory.single_device(ops, parameters, scheme=scheme)
     layer = MoE(cfg, make.at("model.layers.0.mlp"))
     generator = torch.Generator().manual_seed(3)
     weights = weights or {
@@ -105,9 +109,8 @@ def test_equals_the_layer_of_transformers(kernels: str, family: str) -> None:
 @pytest.mark.parametrize("kernels", BACKENDS)
 def test_ties_go_to_the_lowest_expert(kernels: str) -> None:
     """Guards against a choice that depends on who sorted: a router of zeros finds all experts equally likely."""
-    layer, weights = made(load_ops(kernels, torch.float32), config())
-    weights["gate.weight"].zero_()
-    layer, _ = made(layer.ops, config(), weights)
+    layer, _ = made(load_ops(kernels, torch.float32), config())
+    layer.gate.load({"weight": torch.zeros(EXPERTS, HIDDEN)})
     layer(rows(3))
     assert layer.ids(3).tolist() == [[0, 1]] * 3
     assert layer.weights(3).tolist() == [[0.5, 0.5]] * 3
@@ -170,17 +173,8 @@ def test_the_native_operation_counts_what_it_computes() -> None:
 @pytest.mark.parametrize("scheme", [None, "int8"])
 def test_a_row_has_the_same_bits_whoever_else_is_there(scheme: str | None) -> None:
     """Guards against a sum whose order depends on how the rows of a batch fall on the experts."""
-    from penstock.quant.scheme import Scheme
-
-    cfg, ops = config(), CpuOps(torch.bfloat16, threads=2)
-    make = LayerFactory.single_device(
-        ops,
-        ParamTable.for_architecture(cfg.architecture).parameters(cfg),
-        scheme=None if scheme is None else Scheme.parse(scheme),
-    )
-    layer = MoE(cfg, make.at("model.layers.0.mlp"))
-    for name, value in layer.state_dict().items():
-        layer.get_submodule(name.removesuffix(".weight")).load({"weight": torch.randn(value.shape) / 5})
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    layer, _ = made(CpuOps(torch.bfloat16, threads=2), config(), scheme=parsed)
     y = rows(90).bfloat16()
     together = layer(y).clone()
     for count in (1, 7, 40):
