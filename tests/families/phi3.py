@@ -9,6 +9,7 @@ PHI3 = {"pad_token_id": 0}  # its own default lies beyond a small vocabulary
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
+    "attention_factor": 1.19,
     "short_factor": [1.0, 1.1, 1.2, 1.4],
     "long_factor": [1.0, 2.0, 4.0, 8.0],
 }
