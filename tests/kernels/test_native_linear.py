@@ -162,10 +162,28 @@ def test_nothing_is_written_past_the_result(contexts: Contexts, rows: int) -> No
         out = torch.full((rows + 1, 45), 7.0)
         native = contexts(level, 2)
         status = native.library.penstock_linear(
-            native.context, packed.address, x.data_ptr(), 0, rows, out.data_ptr(), 0, 0
+            native.context, packed.address, x.data_ptr(), 0, rows, out.data_ptr(), 45, 0, 0
         )
         assert status == 0
         assert torch.all(out[rows] == 7.0)
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("columns", [64, 45])
+def test_results_may_be_columns_of_a_wider_array(contexts: Contexts, kind: str, columns: int) -> None:
+    """Guards against rows that are put as far apart as the weight is wide, also where a micro-kernel writes them itself
+    and where rows take several passes."""
+    packed, x = random_weight(kind, 1, columns, 3_000, [3_000]), torch.from_numpy(normal(2, 700, 3_000))
+    for level in levels():
+        native = contexts(level, 2)
+        for rows, stride in ((3, 128), (700, 128), (40, 65)):
+            wide = torch.full((rows, stride), 7.0)
+            status = native.library.penstock_linear(
+                native.context, packed.address, x.data_ptr(), 0, rows, wide.data_ptr(), stride, 0, 0
+            )
+            assert status == 0
+            assert_same_bits(wide[:, :columns].contiguous(), native.linear(packed, x[:rows]))
+            assert torch.all(wide[:, columns:] == 7.0)
 
 
 def test_no_rows(contexts: Contexts) -> None:
