@@ -25,6 +25,7 @@ class Case:
         model_class, config_class: Transformers' own.
         fields: of the config, over tests.hf_models.TINY.
         full: every proof is made for this case, not only a sample.
+        shape: another shape of a model above it, for which only the mathematics is proved.
     """
 
     name: str
@@ -32,10 +33,17 @@ class Case:
     config_class: type[PreTrainedConfig]
     fields: dict[str, Any] = field(default_factory=dict)
     full: bool = False
+    shape: bool = False
 
     @property
     def architecture(self) -> str:
         return self.model_class.__name__
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that the layers with a window see; shorter than the prompts of every test."""
+        window: int | None = self.fields.get("sliding_window")
+        return window
 
     def make(self, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any) -> Made:
         """The model, with random weights that all matter, and the directory where Transformers has saved it."""
