@@ -24,6 +24,8 @@ class Case:
         name: what tests call it, "falcon-40b" for instance.
         model_class, config_class: Transformers' own.
         fields: of the config, over tests.hf_models.TINY.
+        without: fields of TINY that this config does not have.
+        attention: Transformers' implementation that is the oracle, where "eager" is not to be trusted.
         full: every proof is made for this case, not only a sample.
         shape: another shape of a model above it, for which only the mathematics is proved.
     """
@@ -34,6 +36,8 @@ class Case:
     fields: dict[str, Any] = field(default_factory=dict)
     full: bool = False
     shape: bool = False
+    without: tuple[str, ...] = ()
+    attention: str = "eager"
 
     @property
     def architecture(self) -> str:
@@ -47,8 +51,9 @@ class Case:
 
     def make(self, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any) -> Made:
         """The model, with random weights that all matter, and the directory where Transformers has saved it."""
-        config = self.config_class(**TINY | self.fields | fields)
-        config._attn_implementation = "eager"
+        tiny = {name: value for name, value in TINY.items() if name not in self.without}
+        config = self.config_class(**tiny | self.fields | fields)
+        config._attn_implementation = self.attention
         model = self.model_class(config).eval()
         randomise(model, seed)
         model = model.to(dtype)
