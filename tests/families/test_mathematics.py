@@ -12,11 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.kernels.reference import ReferenceOps
-from penstock.layers.factory import LayerFactory
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import Parameter, num_elements
-from penstock.models.registry import lookup
 from tests.families.case import Case
 from tests.hf_models import Made, hf_logprobs, random_ids
 from tests.kernels.packed import levels
@@ -84,7 +79,7 @@ def truths(case: Case, make_model: Callable[..., Made]) -> dict[str, list[Truth]
 
 
 def next_tokens(logprobs: Iterable[Tensor], sequences: list[list[int]]) -> Tensor:
-    """Log-probabilities after each token, [n, V] for each sequence -> those of all tokens that follow, [sum of n - 1]."""
+    """Log-probabilities after each token, [n, V] of each sequence -> those of the tokens that follow, all in a row."""
     pairs = zip(logprobs, sequences, strict=True)
     return torch.cat([rows[torch.arange(len(ids) - 1), torch.tensor(ids[1:])] for rows, ids in pairs])
 
