@@ -186,6 +186,19 @@ def test_results_may_be_columns_of_a_wider_array(contexts: Contexts, kind: str, 
             assert torch.all(wide[:, columns:] == 7.0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_activation_follows_every_kind_of_product(contexts: Contexts, kind: str) -> None:
+    """Guards against sums that a micro-kernel writes to the result itself, past scales, bias and activation."""
+    weight = random_weight(kind, 1, 64, 128, [128])
+    weight.weight.bias = None
+    x = torch.from_numpy(normal(2, 40, 128)) / 8
+    for level in levels():
+        native = contexts(level, 2)
+        found, sums = (native.linear(weight, x, activation=activation) for activation in ("silu", None))
+        torch.testing.assert_close(found, torch.nn.functional.silu(sums), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(found, sums)
+
+
 def test_no_rows(contexts: Contexts) -> None:
     """Guards against a division by the number of tiles or passes."""
     packed = pack(normal(1, 32, 64), "bf16")
