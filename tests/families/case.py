@@ -25,6 +25,8 @@ class Case:
         name: what tests call it, "falcon-40b" for instance.
         model_class, config_class: Transformers' own.
         fields: of the config, over tests.hf_models.TINY.
+        without: fields of TINY that this config does not have.
+        attention: Transformers' implementation that is the oracle, where "eager" is not to be trusted.
         full: tests/test_same_bits.py takes it, in every form of weights and cache.
         shape: another shape of a model above it: what is proved of the engine, and not of the mathematics, is left out.
     """
@@ -35,6 +37,8 @@ class Case:
     fields: dict[str, Any] = field(default_factory=dict)
     full: bool = False
     shape: bool = False
+    without: tuple[str, ...] = ()
+    attention: str = "eager"
 
     def __str__(self) -> str:
         return self.name
@@ -51,12 +55,13 @@ class Case:
 
     def config(self, **fields: Any) -> PreTrainedConfig:
         """Transformers' own, with the architecture's name as save_pretrained writes it."""
-        return self.config_class(**TINY | self.fields | fields, architectures=[self.architecture])
+        tiny = {name: value for name, value in TINY.items() if name not in self.without}
+        return self.config_class(**tiny | self.fields | fields, architectures=[self.architecture])
 
     def make(self, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any) -> Made:
         """The model, with random weights that all matter, and the directory where Transformers has saved it."""
         config = self.config(**fields)
-        config._attn_implementation = "eager"
+        config._attn_implementation = self.attention
         model = self.model_class(config).eval()
         randomise(model, seed)
         model = model.to(dtype)

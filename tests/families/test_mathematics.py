@@ -66,7 +66,7 @@ def truths(case: Case, make_model: Callable[..., Made]) -> dict[str, list[Truth]
         _, directory = make_model(case, seed, torch.bfloat16)
         # As Transformers loads it: a model that is converted by `.to` would round its rotary frequencies too.
         bfloat16, float32 = (
-            AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+            AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=case.attention)
             for dtype in (torch.bfloat16, torch.float32)
         )
         for way, count, length in (("prefill", 1, PREFILL), ("decode", NUM_SEQS, DECODE)):
