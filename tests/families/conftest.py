@@ -11,7 +11,7 @@ from tests.hf_models import Made
 MakeModel = Callable[..., Made]
 
 
-@pytest.fixture(scope="module", params=all_cases(), ids=lambda case: case.name)
+@pytest.fixture(scope="module", params=all_cases(), ids=str)
 def case(request: pytest.FixtureRequest) -> Case:
     found: Case = request.param
     return found

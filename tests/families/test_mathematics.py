@@ -12,11 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.kernels.reference import ReferenceOps
-from penstock.layers.factory import LayerFactory
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import Parameter, num_elements
-from penstock.models.registry import lookup
 from tests.families.case import Case
 from tests.hf_models import Made, hf_logprobs, random_ids
 from tests.kernels.packed import levels
@@ -71,7 +66,7 @@ def truths(case: Case, make_model: Callable[..., Made]) -> dict[str, list[Truth]
         _, directory = make_model(case, seed, torch.bfloat16)
         # As Transformers loads it: a model that is converted by `.to` would round its rotary frequencies too.
         bfloat16, float32 = (
-            AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+            AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=case.attention)
             for dtype in (torch.bfloat16, torch.float32)
         )
         for way, count, length in (("prefill", 1, PREFILL), ("decode", NUM_SEQS, DECODE)):
@@ -84,7 +79,7 @@ def truths(case: Case, make_model: Callable[..., Made]) -> dict[str, list[Truth]
 
 
 def next_tokens(logprobs: Iterable[Tensor], sequences: list[list[int]]) -> Tensor:
-    """Log-probabilities after each token, [n, V] for each sequence -> those of all tokens that follow, [sum of n - 1]."""
+    """Log-probabilities after each token, [n, V] of each sequence -> those of the tokens that follow, all in a row."""
     pairs = zip(logprobs, sequences, strict=True)
     return torch.cat([rows[torch.arange(len(ids) - 1), torch.tensor(ids[1:])] for rows, ids in pairs])
 
