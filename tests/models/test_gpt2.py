@@ -17,6 +17,7 @@ from tests.families.case import Case
 from tests.hf_models import hf_logprobs, random_ids
 from tests.kernels.packed import levels
 from tests.paged import PagedModel
+from tests.test_model_config import ODD
 
 TOLERANCE = 1e-4
 KERNELS = ["reference", *(["cpu"] if levels() else [])]
@@ -100,6 +101,32 @@ def test_what_a_file_says() -> None:
     assert read(scale_attn_by_inverse_layer_idx=True).extra == {"scale_by_layer": True}
     theirs = json.loads(gpt2.GPT2Config(architectures=["GPT2LMHeadModel"]).to_json_string(use_diff=False))
     assert ModelConfig.from_dict(theirs).vocab_size == 50257
+
+
+# As published with the smallest one.
+PUBLISHED: dict[str, Any] = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+}  # fmt: skip
+
+
+def test_the_published_file_is_read() -> None:
+    """Guards against strictness that refuses the checkpoint people begin with, and against a TypeError out of a damaged
+    one: whatever stands at a key, the answer is a ModelConfig or one of our errors."""
+    config = ModelConfig.from_dict(PUBLISHED)
+    assert (config.hidden_size, config.num_hidden_layers, config.max_position_embeddings) == (768, 12, 1024)
+    assert config.dtype == "float32"
+    refused = 0
+    for key, value in [(key, value) for key in PUBLISHED for value in ODD]:
+        try:
+            assert isinstance(ModelConfig.from_dict(PUBLISHED | {key: value}), ModelConfig)
+        except ModelLoadError:
+            refused += 1
+    assert refused > 150
 
 
 @pytest.mark.parametrize(
