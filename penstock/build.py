@@ -24,6 +24,7 @@ from penstock.kernels.ops import NUMERICS_VERSION, Heads, KVScales, Ops
 from penstock.layers.causal_lm import CausalLM
 from penstock.layers.lm_head import HeadLayout
 from penstock.model_config import ModelConfig
+from penstock.models.sharding_map import ShardingMap
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
@@ -31,7 +32,7 @@ from penstock.sampling_params import SamplingParams
 from penstock.weights import packed_info
 from penstock.weights.hub import resolve_model
 from penstock.weights.kv_scales import kv_scales_fingerprint, read_kv_scales
-from penstock.weights.loader import load_model
+from penstock.weights.loader import load_model, read_parameters
 from penstock.weights.safetensors import fingerprint
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -66,6 +67,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     numerics, held = packed_info.fit(config.numerics, directory)
     config = replace(config, numerics=numerics).resolve(model_config)
     config, numerics = replace(config, reasons=config.reasons | held), config.numerics
+    config = _check_sharding(config, model_config)
     kv_scales = _kv_scales(config, model_config)
     ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=numerics.threads or 1)
     model = load_model(
@@ -95,6 +97,24 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     info = _model_info(config, model_config, plan, weights)
     engine = _engine(config, model_config, plan, worker)
     return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops)
+
+
+def _check_sharding(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """A sharding file has to fit the model. The config comes back with what it is good for on one device.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or does not fit.
+    """
+    file = config.parallel.sharding_config
+    if file is None:
+        return config
+    try:
+        axes = ShardingMap.from_file(Path(file)).resolve(read_parameters(model))
+    except ModelLoadError as error:
+        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+    split = sum(axis is not None for axis in axes.values())
+    reason = f"{file}: it fits, and splits {split} of {len(axes)} parameters; on one device nothing is split"
+    return replace(config, reasons=config.reasons | {"sharding_config": reason})
 
 
 def _kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:

@@ -97,12 +97,15 @@ class ParallelConfig:
     Attributes:
         lm_head_pieces: products that the LM head is computed in, each with its share of the vocabulary.
         pad_vocab_multiple: the LM head is filled up to a multiple of so many tokens, which are never sampled.
+        sharding_config: a file of weights and the axis of each that is split (models/sharding_map.py); None takes those
+            of the parameter table. It is held against the model also where nothing is split.
     """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     lm_head_pieces: int = 1
     pad_vocab_multiple: int = 1
+    sharding_config: str | None = None
 
     def __post_init__(self) -> None:
         check.check_int("lm_head_pieces", self.lm_head_pieces, 1, MAX_HEAD_PIECES)
@@ -112,6 +115,7 @@ class ParallelConfig:
             check.check_int(name, value, 1, 4096)
             if value > 1:
                 raise _not_built(name, value)
+        check.check_str("sharding_config", self.sharding_config, optional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,11 @@ class ParameterSource(Protocol):
 
 
 class CheckpointSource:
-    """Parameters from safetensors files."""
+    """Parameters from safetensors files.
+
+    Attributes:
+        match: which tensors hold which parameter.
+    """
 
     def __init__(self, checkpoint: Checkpoint, parameters: Mapping[str, Parameter], table: ParamTable) -> None:
         """Hold the checkpoint against the table before anything is read.
@@ -54,27 +58,32 @@ class CheckpointSource:
         """
         self._checkpoint = checkpoint
         self._parameters = parameters
-        self._match = match(checkpoint.entries, parameters, table)
+        self.match = match(checkpoint.entries, parameters, table)
         for parameter in parameters.values():
             self._check_tied(parameter)
 
     def rows(self, parameter: Parameter) -> RowSource:
         if parameter.tied_to is not None:
             parameter = self._parameters[parameter.tied_to]
-        return self._stored(parameter)
+        return self.stored(parameter)
 
-    def _stored(self, parameter: Parameter) -> RowSource:
+    def dtype(self, name: str) -> str:
+        """Type of a tensor, by the table's name, in the spelling of safetensors."""
+        return self._checkpoint.rows(self.match.stored[name]).entry.dtype
+
+    def stored(self, parameter: Parameter) -> RowSource:
         """As the checkpoint has it, however it lies there."""
-        return parameter_rows(self._match.layouts[parameter.name], self._find)
+        return parameter_rows(self.match.layouts[parameter.name], self.find)
 
-    def _find(self, name: str, index: int | None) -> RowSource:
-        return self._checkpoint.rows(self._match.stored[name], index)
+    def find(self, name: str, index: int | None) -> RowSource:
+        """A tensor by the table's name, or one of those that it stacks."""
+        return self._checkpoint.rows(self.match.stored[name], index)
 
     def _check_tied(self, parameter: Parameter) -> None:
         """A tied tensor may be stored a second time, but not with other values."""
-        if parameter.tied_to is None or parameter.name not in self._match.layouts:
+        if parameter.tied_to is None or parameter.name not in self.match.layouts:
             return
-        if not _equal(self._stored(parameter), self.rows(parameter)):
+        if not _equal(self.stored(parameter), self.rows(parameter)):
             raise ModelLoadError(
                 f"tie_word_embeddings = true is not allowed: the checkpoint holds {parameter.name} with other values "
                 f"than {parameter.tied_to}"
