@@ -1,0 +1,110 @@
+"""Transformers' side of a comparison: its own class for an architecture, its weights, and one watched pass.
+
+Transformers is an optional dependency and is imported nowhere else (but for the training of the demo model).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.check.trace import Trace, watching
+from penstock.errors import ModelLoadError
+from penstock.validation import shown
+
+INSTALL = "check: Transformers is not installed, and it is what a model is compared with; pip install 'penstock[check]'"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Twin:
+    """A model of Transformers."""
+
+    model: nn.Module
+
+    @classmethod
+    def load(cls, directory: Path, dtype: torch.dtype = torch.float32) -> "Twin":
+        """The checkpoint of a directory, computed without fused kernels.
+
+        Raises:
+            ModelLoadError: Transformers is missing, has no such class, or cannot read it.
+        """
+        model_class = find_class(read_architecture(directory))
+        try:
+            model = model_class.from_pretrained(
+                directory, dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+            raise ModelLoadError(f"{directory}: Transformers cannot load it: {_one_line(error)}") from error
+        return cls(model.eval())
+
+    @torch.inference_mode()
+    def run(self, ids: list[int]) -> tuple[Trace, Tensor]:
+        """One pass over a prompt, without a cache -> what its modules said, and the logits after each, [T, V] float32."""
+        with watching(self.model) as trace:
+            logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
+        return trace, logits.float()
+
+
+def transformers() -> Any:
+    """The package.
+
+    Raises:
+        ModelLoadError: it is not installed; the message says how to.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ModelLoadError(INSTALL) from None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def find_class(architecture: str) -> Any:
+    """Transformers' class of that name.
+
+    Raises:
+        ModelLoadError: it has none, so there is nothing to compare with.
+    """
+    found = getattr(transformers(), architecture, None)
+    if found is None:
+        raise ModelLoadError(
+            f"check: Transformers {transformers().__version__} has no {architecture}, so there is no twin; "
+            f"--verify compares the kernels without one"
+        )
+    return found
+
+
+def read_architecture(directory: Path) -> str:
+    """What the config.json of a directory names. Nothing else of it is checked here.
+
+    Raises:
+        ModelLoadError: it names none.
+    """
+    try:
+        names = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("architectures")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelLoadError(f"{directory / 'config.json'}: cannot be read: {_one_line(error)}") from None
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise ModelLoadError(f"{directory / 'config.json'}: architectures = {shown(names)}; it must name one class")
+    return names[0]
+
+
+def read_config(directory: Path) -> Any:
+    """Transformers' reading of a config.json.
+
+    Raises:
+        ModelLoadError: it cannot read it.
+    """
+    config_class = find_class(read_architecture(directory)).config_class
+    try:
+        return config_class.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(f"{directory}: Transformers cannot read config.json: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
