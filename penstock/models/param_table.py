@@ -15,10 +15,12 @@ One entry a parameter; the first `*` stands for the layer number, a second one f
              or one for all of them. A mapping says more: {names: [...], order: ..., transposed: ..., stacked: ...}
                order: kv_group     one tensor holds all pieces, not one after the other but, for each key/value head
                                    in turn, that head's share of every piece
+               order: rotary_pairs one tensor a piece; all but the last piece are rotated, and the checkpoint has the
+                                   rows of each of their heads as pairs to be rotated, where Transformers has halves
                transposed: true    [in, out] in the checkpoint
                stacked: true       one tensor for all experts, which are its first axis
     or       a list of other ways in which a checkpoint may hold it, each as in `from`. Under the parameter's own name,
-             whole, it may always stand.
+             whole, it may always stand, unless `from` or `or` give that name another meaning.
     shard    the axis that tensor parallelism splits; absent or -1: every rank has all of it.
     unit     what that axis may be cut into at the finest: "kv_group" is one key/value head with its query heads.
     quant    true: may be stored in any quantised form; "int8": in int8 at the finest.
@@ -84,6 +86,7 @@ class Layout:
         pieces: sizes along `join_axis` of what is joined, whether it lies in one tensor or in several.
         groups: one tensor holds all pieces as `groups` times an equal share of each; 1: one piece after the other.
         transposed: the tensor is [K, N] in the checkpoint.
+        paired_head: rows of a head whose rotated rows stand in pairs, in all tensors but the last; 0: in halves.
         index: this parameter's place on the first axis of a tensor that has one more; None: it has the tensor alone.
     """
 
@@ -92,6 +95,7 @@ class Layout:
     pieces: tuple[int, ...] = ()
     groups: int = 1
     transposed: bool = False
+    paired_head: int = 0
     index: int | None = None
 
 
@@ -218,9 +222,9 @@ class ParamTable:
         return result
 
     def ignores(self, name: str) -> bool:
-        """Whether this checkpoint tensor carries nothing."""
+        """Whether this checkpoint tensor carries nothing; its name may lack the prefix."""
         pattern = re.sub(r"\.\d+\.", ".*.", name)
-        return pattern in self.ignore
+        return pattern in self.ignore or self.prefix + pattern in self.ignore
 
 
 class UniqueKeys(yaml.SafeLoader):
@@ -295,6 +299,7 @@ def _layout(
         pieces=tuple(pieces),
         groups=config.num_key_value_heads if held.order == "kv_group" else 1,
         transposed=held.transposed,
+        paired_head=config.head_dim if held.order == "rotary_pairs" else 0,
         index=expert if held.stacked else None,
     )
 
@@ -336,7 +341,8 @@ def _read_row(where: str, pattern: str, fields: Any) -> Row:
     others = fields.get("or", [])
     if not isinstance(others, list):
         raise _wrong(line, fields, "or", "a list")
-    others = [_read_held(line, pattern, fields, "or", other, shape) for other in others]
+    listed = [held, *(_read_held(line, pattern, fields, "or", other, shape) for other in others)]
+    own = [] if any(item.names == (pattern,) for item in listed) else [Held((pattern,))]
     axes = (None, -1, *range(len(shape)))
     shard = _read_choice(line, fields, "shard", None, axes)
     tied_to = fields.get("tied_to")
@@ -345,7 +351,7 @@ def _read_row(where: str, pattern: str, fields: Any) -> Row:
     return Row(
         pattern=pattern,
         shape=shape,
-        held=tuple(dict.fromkeys([held, *others, Held((pattern,))])),
+        held=tuple(dict.fromkeys([*listed, *own])),
         shard=None if shard == -1 else shard,
         unit=_read_choice(line, fields, "unit", None, tuple(UNIT_SIZES)),
         quant=_read_choice(line, fields, "quant", False, QUANT),
@@ -410,7 +416,9 @@ def _read_held(
     if not isinstance(names, list) or len(names) not in counts or not all(isinstance(name, str) for name in names):
         raise _wrong(line, fields, field, allowed)
     known = set(given) <= {"names", "order", *flags} and all(isinstance(flag, bool) for flag in flags.values())
-    if not known or order not in (None, "kv_group") or (order and (len(names) > 1 or pieces == 1)):
+    names_of_order = {None: counts, "kv_group": [1], "rotary_pairs": [pieces]}  # how many it takes
+    unordered = order is not None and (pieces == 1 or not isinstance(shape[0], tuple))  # orders are of rows
+    if not known or order not in names_of_order or len(names) not in names_of_order[order] or unordered:
         raise _wrong(line, fields, field, allowed)
     parent, _, leaf = pattern.rpartition(".")
     parent = parent.rpartition(".")[0]

@@ -25,10 +25,12 @@ from penstock.weights.loader import (
     empty_model,
     fill_layer,
     open_source,
+    plain_parameters,
     read_parameters,
     stored_bytes,
     weight_layers,
 )
+from penstock.weights.matching import listed
 from penstock.weights.packed_file import PackedWriter
 from penstock.weights.packed_info import PackedInfo, find_packed
 from penstock.weights.safetensors import PACKED
@@ -85,6 +87,12 @@ class _Packing:
         self._ops = load_ops("cpu", getattr(torch, numerics.dtype), threads=numerics.threads or 1)
         self._parameters: Mapping[str, Parameter] = read_parameters(model_config)
         model = empty_model(model_config, self._ops, scheme=self._scheme, max_model_len=1)
+        plain = [full for full, _, _, _ in plain_parameters(model)]
+        if plain:
+            raise ModelLoadError(
+                f"convert: {listed(plain)} cannot be packed, because torch's own layers hold them; only layers that "
+                f"the factory makes have a packed form"
+            )
         self._layers = dict(weight_layers(model))
         self._info = PackedInfo(
             numerics.dtype, numerics.quantization, None if self._scheme is None else self._scheme.group_size

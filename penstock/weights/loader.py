@@ -6,7 +6,6 @@ rows a second time. Packed weights are mapped instead (weights/packed_file.py). 
 before.
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, cast
@@ -23,12 +22,13 @@ from penstock.models.param_table import Parameter, ParamTable
 from penstock.models.registry import CausalLM, lookup
 from penstock.quant.scheme import Scheme, scheme_of
 from penstock.validation import check_choice
+from penstock.weights.layouts import parameter_rows
+from penstock.weights.matching import listed, match
 from penstock.weights.packed_file import PackedFile
 from penstock.weights.packed_info import find_packed
 from penstock.weights.safetensors import Checkpoint
-from penstock.weights.sources import DummyRows, JoinedRows, RoundedRows
+from penstock.weights.sources import DummyRows, RoundedRows
 
-MAX_LISTED = 8  # names that an error lists
 REFERENCE_BYTES = 4  # the reference keeps every weight as float32
 GROUP_SCALE_BITS = 16  # of an int4 group
 ROTARY_BYTES = 20  # for one position and dimension, while the tables are computed in float64
@@ -53,25 +53,27 @@ class CheckpointSource:
         """
         self._checkpoint = checkpoint
         self._parameters = parameters
-        _check_names(checkpoint, parameters, table)
-        _check_shapes(checkpoint, parameters)
+        self._match = match(checkpoint.entries, parameters, table)
         for parameter in parameters.values():
             self._check_tied(parameter)
 
     def rows(self, parameter: Parameter) -> RowSource:
         if parameter.tied_to is not None:
             parameter = self._parameters[parameter.tied_to]
-        return self._joined(parameter)
+        return self._stored(parameter)
 
-    def _joined(self, parameter: Parameter) -> RowSource:
-        parts = [self._checkpoint.rows(name) for name in parameter.sources]
-        return parts[0] if len(parts) == 1 else JoinedRows(parts, parameter.layouts[0].join_axis)
+    def _stored(self, parameter: Parameter) -> RowSource:
+        """As the checkpoint has it, however it lies there."""
+        return parameter_rows(self._match.layouts[parameter.name], self._find)
+
+    def _find(self, name: str, index: int | None) -> RowSource:
+        return self._checkpoint.rows(self._match.stored[name], index)
 
     def _check_tied(self, parameter: Parameter) -> None:
         """A tied tensor may be stored a second time, but not with other values."""
-        if parameter.tied_to is None or not all(name in self._checkpoint.entries for name in parameter.sources):
+        if parameter.tied_to is None or parameter.name not in self._match.layouts:
             return
-        if not _equal(self._joined(parameter), self.rows(parameter)):
+        if not _equal(self._stored(parameter), self.rows(parameter)):
             raise ModelLoadError(
                 f"tie_word_embeddings = true is not allowed: the checkpoint holds {parameter.name} with other values "
                 f"than {parameter.tied_to}"
@@ -121,7 +123,7 @@ def load_model(
     if packed is not None:
         PackedFile(packed, ops, scheme).restore(dict(weight_layers(model)))
     elif source is not None:
-        fill(model, read_parameters(model_config), source)
+        fill(model, read_parameters(model_config), source, ops)
     return cast(CausalLM, model.eval())
 
 
@@ -156,7 +158,28 @@ def empty_model(
     differing = set(parameters) ^ set(model.state_dict())
     if differing:
         raise ModelLoadError(f"the model and its parameter table differ in {listed(sorted(differing))}")
+    _check_plain(model, parameters, scheme)
     return model
+
+
+def _check_plain(model: nn.Module, parameters: Mapping[str, Parameter], scheme: Scheme | None) -> None:
+    """torch's own modules have the table's shapes, and nothing in them that shall be quantised.
+
+    Raises:
+        ModelLoadError: one has another shape, or would keep its type though a scheme is asked for.
+    """
+    for full, _, _, value in plain_parameters(model):
+        declared = parameters[full]
+        if tuple(value.shape) != declared.shape:
+            raise ModelLoadError(
+                f"{full} has the shape {list(value.shape)} in the model; its parameter table makes it "
+                f"{list(declared.shape)}"
+            )
+        if scheme_of(declared.quant, scheme) is not None:
+            raise ModelLoadError(
+                f"{full} cannot be quantised, because torch's own layer holds it; make it with make.linear, or call "
+                f"penstock.layers.swap.swap_linears(self, make) at the end of the model's __init__"
+            )
 
 
 def weight_layers(model: nn.Module) -> Iterable[tuple[str, WeightLayer]]:
@@ -164,10 +187,32 @@ def weight_layers(model: nn.Module) -> Iterable[tuple[str, WeightLayer]]:
     return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, WeightLayer))
 
 
-def fill(model: nn.Module, parameters: Mapping[str, Parameter], source: ParameterSource) -> None:
+def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Parameters of torch's own modules, as in a model somebody wrote by hand: full name, module, name there, value."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, module, name, value)
+        for prefix, module in model.named_modules()
+        if not isinstance(module, WeightLayer)
+        for name, value in module.named_parameters(recurse=False)
+    ]
+
+
+def fill(model: nn.Module, parameters: Mapping[str, Parameter], source: ParameterSource, ops: Ops) -> None:
     """Give every layer of the model its values."""
     for prefix, layer in weight_layers(model):
         fill_layer(prefix, layer, parameters, source)
+    fill_plain(model, parameters, source, ops)
+
+
+def fill_plain(model: nn.Module, parameters: Mapping[str, Parameter], source: ParameterSource, ops: Ops) -> None:
+    """Give torch's own modules theirs, in the backend's type. A parameter that two of them share stays one."""
+    filled: dict[nn.Parameter, nn.Parameter] = {}
+    for full, module, name, old in plain_parameters(model):
+        if old not in filled:
+            rows = RoundedRows(source.rows(parameters[full]), ops.dtype)
+            value = rows.read(0, rows.shape[0]).to(ops.device)
+            filled[old] = nn.Parameter(value, requires_grad=False)
+        module.register_parameter(name, filled[old])
 
 
 def fill_layer(prefix: str, layer: WeightLayer, parameters: Mapping[str, Parameter], source: ParameterSource) -> None:
@@ -221,33 +266,3 @@ def _equal(one: RowSource, other: RowSource) -> bool:
     """Whether all rows are the same; the shapes are."""
     pieces = ((at, min(at + COMPARED_ROWS, one.shape[0])) for at in range(0, one.shape[0], COMPARED_ROWS))
     return all(torch.equal(one.read(*piece), other.read(*piece)) for piece in pieces)
-
-
-def _check_names(checkpoint: Checkpoint, parameters: Mapping[str, Parameter], table: ParamTable) -> None:
-    claimed = {name: item.tied_to for item in parameters.values() for name in item.sources}
-    missing = [name for name, tied_to in claimed.items() if tied_to is None and name not in checkpoint.entries]
-    unused = [name for name in checkpoint.entries if name not in claimed and not table.ignores(name)]
-    problems = []
-    if missing:
-        near = difflib.get_close_matches(missing[0], unused, n=1)
-        hint = f" (is {near[0]} meant?)" if near else ""
-        problems.append(f"missing: {listed(missing)}{hint}")
-    if unused:
-        problems.append(f"unknown: {listed(unused)}")
-    if problems:
-        raise ModelLoadError(f"the checkpoint does not fit the architecture; tensors {'; '.join(problems)}")
-
-
-def _check_shapes(checkpoint: Checkpoint, parameters: Mapping[str, Parameter]) -> None:
-    for parameter in parameters.values():
-        for name, shape in parameter.sources.items():
-            entry = checkpoint.entries.get(name)
-            if entry is not None and entry.shape != shape:
-                raise ModelLoadError(
-                    f"{entry.file.name}: {name} has the shape {list(entry.shape)}; config.json makes it {list(shape)}"
-                )
-
-
-def listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more

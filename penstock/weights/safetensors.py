@@ -11,7 +11,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed_file.py
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # the format's name, torch's
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 LENGTH_BYTES = 8  # before the header: how long it is
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 SAMPLES = 16  # places in each file that a fingerprint reads
@@ -41,6 +42,16 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
     offset: int  # of its first byte in the file
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a tensor of floats."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def slice(self, index: int) -> "TensorEntry":
+        """One of the tensors that are stacked along the first axis."""
+        part = replace(self, shape=self.shape[1:])
+        return replace(part, offset=self.offset + index * part.num_bytes)
 
 
 class Checkpoint:
@@ -68,8 +79,8 @@ class Checkpoint:
                     raise ModelLoadError(f"{directory}: {name} is in two files, {first} and {file.name}")
                 self.entries[name] = entry
 
-    def rows(self, name: str) -> "FileRows":
-        """One tensor, to be read piece by piece.
+    def rows(self, name: str, index: int | None = None) -> "FileRows":
+        """One tensor, or the one at `index` of those that it stacks, to be read piece by piece.
 
         Raises:
             ModelLoadError: it is no float type.
@@ -77,7 +88,7 @@ class Checkpoint:
         entry = self.entries[name]
         if entry.dtype not in FLOATS:
             raise ModelLoadError(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(FLOATS)}")
-        return FileRows(name, entry)
+        return FileRows(name, entry if index is None else entry.slice(index))
 
 
 @dataclass(frozen=True, slots=True)

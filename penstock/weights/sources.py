@@ -1,7 +1,9 @@
 """Where a parameter's values come from, as kernels.ops.RowSources: nobody holds more than the rows he asked for."""
 
+import bisect
 import functools
 import hashlib
+import itertools
 import math
 import mmap
 from collections.abc import Sequence
@@ -59,6 +61,98 @@ class JoinedRows:
             return pieces[0]
         dtype = functools.reduce(torch.promote_types, (piece.dtype for piece in pieces))
         return torch.cat(pieces, out=empty_rows((stop - start, *self.shape[1:]), dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class CutRows:
+    """A stretch of another source along `axis`: the query rows of a fused weight, for instance."""
+
+    source: RowSource
+    begin: int
+    end: int
+    axis: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.source.shape)
+        shape[self.axis] = self.end - self.begin
+        return tuple(shape)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        if self.axis == 0:
+            return self.source.read(self.begin + start, self.begin + stop)
+        return self.source.read(start, stop).narrow(self.axis, self.begin, self.end - self.begin).contiguous()
+
+
+class MovedRows:
+    """A source with its rows in another order, given as runs of it: (first row, how many)."""
+
+    def __init__(self, source: RowSource, runs: Sequence[tuple[int, int]]) -> None:
+        self.shape = source.shape
+        self._source = source
+        self._runs = runs
+        self._begins = list(itertools.accumulate((count for _, count in runs), initial=0))
+
+    def read(self, start: int, stop: int) -> Tensor:
+        pieces, row = [], start
+        at = bisect.bisect_right(self._begins, start) - 1
+        while row < stop:
+            first, count = self._runs[at]
+            skip = row - self._begins[at]
+            take = min(count - skip, stop - row)
+            pieces.append(self._source.read(first + skip, first + skip + take))
+            row, at = row + take, at + 1
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces, out=empty_rows((stop - start, *self.shape[1:]), pieces[0].dtype))
+
+
+class TransposedRows:
+    """A matrix on its side. It is held as it is stored, from the first read on, for every row here needs all there."""
+
+    def __init__(self, source: RowSource) -> None:
+        self.shape = source.shape[::-1]
+        self._source = source
+        self._whole: Tensor | None = None
+
+    def read(self, start: int, stop: int) -> Tensor:
+        if self._whole is None:
+            self._whole = self._turn()
+        return self._whole[start:stop]
+
+    def _turn(self) -> Tensor:
+        """Piece by piece, so that not all of it is there both ways."""
+        rows, columns = self._source.shape
+        step = max(1, PIECE_BYTES // (4 * columns))
+        first = self._source.read(0, min(step, rows))
+        result = empty_rows(self.shape, first.dtype)
+        result[:, : len(first)] = first.t()
+        for at in range(step, rows, step):
+            result[:, at : at + step] = self._source.read(at, min(at + step, rows)).t()
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class HalvedRows:
+    """Rows of heads to be rotated, each head as two halves where the source has pairs.
+
+    Row i of a head is the first of pair i, row i + head/2 its second. `back` goes the other way.
+    """
+
+    source: RowSource
+    head: int
+    back: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def read(self, start: int, stop: int) -> Tensor:
+        first, last = start // self.head, -(-stop // self.head)  # whole heads
+        rows = self.source.read(first * self.head, last * self.head)
+        split = (2, self.head // 2) if self.back else (self.head // 2, 2)
+        turned = rows.view(last - first, *split, *self.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        return turned[start - first * self.head : stop - first * self.head]
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,8 +153,8 @@ class Native:
         columns = packed.weight.n // 2 if packed.weight.gated else packed.weight.n
         out = torch.full((len(x), columns), float("nan"), dtype=out_dtype)
         status = self.library.penstock_linear(
-            self.context, packed.address, x.data_ptr(), TYPES[x.dtype], len(x), out.data_ptr(), TYPES[out_dtype],
-            ACTIVATIONS[activation],
+            self.context, packed.address, x.data_ptr(), TYPES[x.dtype], len(x), out.data_ptr(), columns,
+            TYPES[out_dtype], ACTIVATIONS[activation],
         )  # fmt: skip
         assert status == 0
         return out

@@ -19,6 +19,7 @@ from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF, SLICE_BYTES, Layout
 from penstock.kernels.ops import Ops, TensorRows
 from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.reference.ops import ACTIVATIONS
 from penstock.kernels.sampling import SamplingTensors
 from penstock.quant.scheme import SLICES, Scheme
 from tests.kernels.packed import levels
@@ -60,28 +61,36 @@ def calls(ops: Ops) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Each operation with an `out=`, and arguments for it."""
     weight, bias, x = draw(2 * HIDDEN, HIDDEN), draw(2 * HIDDEN), draw(T, HIDDEN, dtype=ops.dtype)
     gated = ops.pack_linear(weight, bias, gated=True)
+    plain = ops.pack_linear(weight, bias)
+    qkv = {"qkv": draw(T, (H + 2 * HKV) * D)}
     rotary = {"positions": torch.arange(T), "cos_sin": table(T), "heads": (H, HKV, D), "eps": EPS}
+    norm = {"x": draw(T, HIDDEN), "weight": draw(HIDDEN), "eps": EPS}
     experts = [ops.pack_linear(draw(2 * 20, HIDDEN, seed=e), gated=True) for e in range(EXPERTS)]
     downs = [ops.pack_linear(draw(HIDDEN, 20, seed=e)) for e in range(EXPERTS)]
     ids = torch.tensor([[0, 3], [3, 1], [5, 0], [2, 4], [1, 5]])
     return {
-        "linear": (ops.linear, {"x": x, "weight": ops.pack_linear(weight, bias)}),
+        "linear": (ops.linear, {"x": x, "weight": plain}),
+        "activated_linear": (ops.activated_linear, {"x": x, "weight": plain, "activation": "gelu"}),
         "gated_linear": (ops.gated_linear, {"x": x, "weight": gated, "activation": "silu"}),
-        "embedding": (ops.embedding, {"ids": torch.tensor([3, 0, 3]), "weight": draw(9, HIDDEN, dtype=ops.dtype)}),
+        "embedding": (
+            ops.embedding,
+            {"ids": torch.tensor([3, 0, 3]), "weight": draw(9, HIDDEN, dtype=ops.dtype), "scale": 4.9},
+        ),
         "experts": (
             ops.experts,
             {"x": x, "gate_up": experts, "down": downs, "ids": ids, "weights": draw(T, 2), "activation": "gelu"},
         ),
-        "rms_norm": (ops.rms_norm, {"x": draw(T, HIDDEN), "weight": draw(HIDDEN), "eps": EPS}),
-        "rotary_qkv": (
-            ops.rotary_qkv,
-            {"qkv": draw(T, (H + 2 * HKV) * D), "q_norm": draw(D), "k_norm": draw(D)} | rotary,
-        ),
+        "rms_norm": (ops.rms_norm, norm),
+        "rms_norm in float32": (ops.rms_norm, norm | {"dtype": torch.float32}),
+        "layer_norm": (ops.layer_norm, norm | {"bias": draw(HIDDEN, seed=1)}),
+        "round": (ops.round, {"x": draw(T, HIDDEN)}),
+        "rotary_qkv": (ops.rotary_qkv, qkv | rotary | {"q_norm": draw(D), "k_norm": draw(D)}),
+        "rotary_qkv, all heads": (ops.rotary_qkv, qkv | rotary | {"q_norm": draw(H * D), "k_norm": draw(HKV * D)}),
         "log_softmax": (ops.log_softmax, {"logits": draw(T, VOCAB)}),
     }
 
 
-NAMES = ["linear", "gated_linear", "embedding", "experts", "rms_norm", "rotary_qkv", "log_softmax"]
+NAMES = list(calls(ReferenceOps(torch.float32)))
 
 
 def as_tuple(result: Any) -> tuple[Tensor, ...]:
@@ -115,7 +124,7 @@ def test_out_is_filled_and_returned(pair: tuple[CpuOps, ReferenceOps], name: str
         assert torch.equal(buffer, value)
 
 
-FREE = [("log_softmax", "logits"), ("embedding", "ids"), ("embedding", "weight")]  # any length will do
+FREE = [("log_softmax", "logits"), ("round", "x"), ("embedding", "ids"), ("embedding", "weight")]  # any length will do
 
 
 def broken(tensor: Tensor) -> list[Tensor]:
@@ -162,18 +171,105 @@ def test_numbers_outside_of_their_table_are_refused(pair: tuple[CpuOps, Referenc
                 function(**{**arguments, key: wrong})
 
 
-def test_add_rms_norm_adds_in_place(pair: tuple[CpuOps, ReferenceOps]) -> None:
+@pytest.mark.parametrize("layer", [False, True])
+def test_a_norm_of_a_sum_adds_in_place(pair: tuple[CpuOps, ReferenceOps], layer: bool) -> None:
     """Guards against a residual stream that is copied, or normed before it is added."""
-    x, h, weight = draw(T, HIDDEN), draw(T, HIDDEN, seed=9), draw(HIDDEN)
-    total = x + h
-    out = torch.empty(T, HIDDEN, dtype=pair[0].dtype)
-    stream, normed = pair[0].add_rms_norm(x, h, weight, EPS, out=out)
-    assert stream is x
-    assert normed is out
-    assert torch.equal(x, total)
-    assert torch.equal(normed, pair[0].rms_norm(total, weight, EPS))
+    for ops in pair:
+        x, h, weight, bias = draw(T, HIDDEN), draw(T, HIDDEN, seed=9), draw(HIDDEN), draw(HIDDEN, seed=1)
+        total, out = x + h, torch.empty(T, HIDDEN, dtype=ops.dtype)
+        if layer:
+            stream, normed = ops.add_layer_norm(x, h, weight, bias, EPS, out=out)
+            expected = ops.layer_norm(total, weight, bias, EPS)
+        else:
+            stream, normed = ops.add_rms_norm(x, h, weight, EPS, out=out)
+            expected = ops.rms_norm(total, weight, EPS)
+        assert stream is x
+        assert normed is out
+        assert torch.equal(x, total)
+        assert torch.equal(normed, expected)
     with pytest.raises(ValueError, match="h: "):
         pair[0].add_rms_norm(x, h[:-1], weight, EPS)
+    with pytest.raises(ValueError, match="h: "):
+        pair[0].add_layer_norm(x, h[:-1], weight, bias, EPS)
+    for key, wrong in (("weight", weight[:-1].contiguous()), ("bias", bias.double())):
+        with pytest.raises(ValueError, match=f"{key}: "):
+            pair[0].add_layer_norm(**{"x": x, "h": h, "weight": weight, "bias": bias, "eps": EPS, key: wrong})
+
+
+def test_add_and_softcap_work_in_place(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against a result beside the argument, which the next operation would not see."""
+    x, h = draw(T, HIDDEN), draw(T, HIDDEN, seed=9)
+    for ops in pair:
+        total, logits = x.clone(), 40.0 * x
+        assert ops.add(total, h) is total
+        assert torch.equal(total, x + h)
+        assert ops.softcap(logits, 30.0) is logits
+        close(logits, 30.0 * torch.tanh(40.0 * x / 30.0), 1e-5)
+    for wrong in broken(x):
+        with pytest.raises(ValueError, match="needed"):
+            pair[0].add(x, wrong)
+    for cap in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="softcap"):
+            pair[0].softcap(x, cap)
+    with pytest.raises(ValueError, match="dtype: float16; there are float32, bfloat16"):
+        pair[0].rms_norm(x, h[0], EPS, dtype=torch.float16)
+
+
+def test_round_makes_a_copy(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against the residual stream itself handed to a product while a later addition changes it."""
+    x = draw(T, HIDDEN)
+    rounded = pair[0].round(x)
+    assert rounded.data_ptr() != x.data_ptr()
+    assert torch.equal(rounded, x.to(pair[0].dtype))
+
+
+def test_a_norm_of_all_heads_is_one_of_a_head_where_there_is_one(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against two ways to sum, and a weight that begins anew with each head."""
+    ops, qkv, positions, weight = pair[0], draw(T, 6 * D), torch.arange(T), draw(4 * D)
+    rotary: dict[str, Any] = {"positions": positions, "cos_sin": None, "eps": EPS}
+    whole = ops.rotary_qkv(qkv, heads=(4, 1, D), q_norm=weight, k_norm=weight[:D].clone(), **rotary)
+    as_one = ops.rotary_qkv(qkv[:, : 4 * D].repeat(1, 3), heads=(1, 1, 4 * D), q_norm=weight, **rotary)
+    assert torch.equal(whole[0].flatten(1), as_one[0].flatten(1))
+    assert torch.equal(whole[0].flatten(1), ops.rms_norm(qkv[:, : 4 * D].contiguous(), weight, EPS))
+    for wrong in (draw(D + 1), draw(2 * D), draw(D).double()):
+        with pytest.raises(ValueError, match="q_norm: "):
+            ops.rotary_qkv(qkv, heads=(4, 1, D), q_norm=wrong, **rotary)
+
+
+def test_a_product_fills_some_columns_of_a_wider_buffer(pair: tuple[CpuOps, ReferenceOps]) -> None:
+    """Guards against a row stride taken for the width of the weight, and columns of the neighbour overwritten."""
+    ops = pair[0]
+    for tokens in (1, 3, 40):
+        x = draw(tokens, 50, dtype=ops.dtype)
+        for first, columns in ((0, 64), (64, 64), (5, 70), (33, 1)):
+            wide = torch.full((tokens, 160), 7.0)
+            packed = ops.pack_linear(draw(columns, 50))
+            piece = wide[:, first : first + columns]
+            assert ops.linear(x, packed, out=piece) is piece
+            assert torch.equal(piece, ops.linear(x, packed))
+            assert bool((wide[:, :first] == 7.0).all())
+            assert bool((wide[:, first + columns :] == 7.0).all())
+    with pytest.raises(ValueError, match="out: "):
+        ops.linear(x, packed, out=wide.double()[:, :1])
+    with pytest.raises(ValueError, match="out: "):
+        ops.linear(x, ops.pack_linear(draw(4, 50)), out=wide[:1, :4].expand(tokens, 4))
+    with pytest.raises(ValueError, match="out: "):
+        ops.linear(x, ops.pack_linear(draw(40, 50)), out=wide[:, :40].T)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_an_activated_product_is_a_product_and_an_activation(
+    pair: tuple[CpuOps, ReferenceOps], activation: str
+) -> None:
+    """Guards against a rounding between the two, and against an activation before the bias."""
+    ops, x = pair[0], draw(T, HIDDEN, dtype=pair[0].dtype)
+    packed = ops.pack_linear(draw(50, HIDDEN), draw(50))
+    exact = ACTIVATIONS[activation](ops.linear(x, packed).double())
+    found = ops.activated_linear(x, packed, activation)
+    assert found.dtype == ops.dtype
+    assert torch.allclose(found.double(), exact, atol=1e-6, rtol=2.0**-8 if found.dtype == torch.bfloat16 else 1e-5)
+    with pytest.raises(ValueError, match="no activation 'relu'"):
+        ops.activated_linear(x, packed, "relu")
 
 
 def test_rotary_without_norms_tables_or_all_dimensions(pair: tuple[CpuOps, ReferenceOps]) -> None:
@@ -399,27 +495,37 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
     """Guards against arguments that are written down in the wrong order or type, and against memory that is freed
     before the program runs again: arrays of experts, results that have no buffer."""
     ops, rows = pair[0], 3
-    made = {name: calls(ops)[name][1] for name in ("linear", "gated_linear", "rms_norm", "rotary_qkv", "experts")}
+    made = {name: calls(ops)[name][1] for name in ("rms_norm", "rotary_qkv", "experts")}
+    gated, down = ops.pack_linear(draw(2 * HIDDEN, HIDDEN), gated=True), ops.pack_linear(draw(HIDDEN, HIDDEN, seed=1))
+    norm, whole_norm = draw(HIDDEN, seed=7), draw(H * D, seed=8)
     table, ids = draw(9, HIDDEN, dtype=ops.dtype), torch.tensor([1, 0, 8])
     router = ops.pack_linear(draw(EXPERTS, HIDDEN))
     qkv = ops.pack_linear(draw((H + 2 * HKV) * D, HIDDEN))
     cos_sin, positions = made["rotary_qkv"]["cos_sin"], torch.tensor([4, 0, 2])
 
     def forward() -> Tensor:
-        x = ops.embedding(ids, table)
+        x = ops.embedding(ids, table, scale=1.7)
         y = ops.rms_norm(x, made["rms_norm"]["weight"], EPS)
         q, _, _ = ops.rotary_qkv(ops.linear(y, qkv), positions, cos_sin, (H, HKV, D), q_norm=q_norm_weight, eps=EPS)
         chosen, weights = ops.route(ops.linear(y, router), 2, renormalize=True)
         h = ops.experts(y, made["experts"]["gate_up"], made["experts"]["down"], chosen, weights, "silu")
         x, y = ops.add_rms_norm(x, h, made["rms_norm"]["weight"], EPS)
-        z = ops.gated_linear(y, made["gated_linear"]["weight"], "gelu_tanh")
-        results[:] = [q, chosen, weights, x, z]
-        return z
+        u = ops.rms_norm(ops.linear(ops.gated_linear(y, gated, "gelu_tanh"), down), norm, EPS, dtype=torch.float32)
+        x, y = ops.add_layer_norm(ops.add(x, u), h, norm, None, EPS)
+        z, _, _ = ops.rotary_qkv(ops.linear(y, qkv), positions, None, (H, HKV, D), q_norm=whole_norm, eps=EPS)
+        v = ops.activated_linear(ops.layer_norm(x, norm, norm, EPS), down, "silu")
+        logits = torch.empty(rows, 2 * HIDDEN)
+        for start in (0, HIDDEN):
+            ops.linear(v, down, out=logits[:, start : start + HIDDEN])
+        ops.softcap(logits, 3.0)
+        results[:] = [q, chosen, weights, x, z, u, v, logits]
+        return ops.round(x)
 
     q_norm_weight, results = draw(D, seed=5), list[Tensor]()
     first, program = ops.record(forward, ())
     assert program is not None
     recorded = list(results)
+    assert {call.function for call in program._calls} == set(range(len(library.RECORDABLE) - 1))  # all but attention
     for new_ids, new_positions in (([8, 8, 3], [1, 1, 0]), ([0, 5, 2], [3, 2, 4])):
         ids.copy_(torch.tensor(new_ids))
         positions.copy_(torch.tensor(new_positions))
@@ -502,7 +608,7 @@ def test_levels_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_library_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a crash on a machine without a compiler."""
-    monkeypatch.setattr("penstock.kernels.cpu.ops.load_library", lambda: None)
+    monkeypatch.setattr("penstock.kernels.cpu.calls.load_library", lambda: None)
     with pytest.raises(InvalidRequestError, match="not installed") as caught:
         load_ops("cpu", torch.bfloat16)
     assert caught.value.param == "kernels"

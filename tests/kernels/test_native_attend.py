@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.layout import SPAN, TILE
 from penstock.kernels.attention.plan import AttentionPlan, AttentionShape, plan_attention
-from penstock.kernels.cpu.library import OUT_OF_RANGE, RECORDABLE, PenstockCall
+from penstock.kernels.cpu.library import MAX_ARGUMENTS, OUT_OF_RANGE, RECORDABLE, PenstockCall
 
 from .attention import DTYPES, Attention, PagedCache, Plan, Rules, Run, Sequences, Shape, Step, oracle
 from .packed import TYPES, levels
@@ -441,7 +441,7 @@ def test_a_program_attends(native: Attention) -> None:
     out, lse, how = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan), rules.structure()
     structures = (ctypes.addressof(s) for s in (step.structure, run.cache.structure, how))
     words = [*structures, q.data_ptr(), k.data_ptr(), v.data_ptr(), TYPES[q.dtype], q.shape[1], out.data_ptr()]
-    call = PenstockCall(RECORDABLE.index("penstock_attend"), (ctypes.c_int64 * 16)(*words, lse.data_ptr()))
+    call = PenstockCall(RECORDABLE.index("penstock_attend"), (ctypes.c_int64 * MAX_ARGUMENTS)(*words, lse.data_ptr()))
     assert native.library.penstock_replay(native.context, ctypes.addressof(call), 1) == 0
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)

@@ -1,4 +1,5 @@
-"""What follows a product: scales, bias, gates, rounding. With K = 1 the sums are known: one weight a column."""
+"""What follows a product: scales, bias, activations, gates, rounding. With K = 1 the sums are known: one weight
+a column."""
 
 from collections.abc import Callable, Iterator
 
@@ -89,6 +90,23 @@ def test_a_gate_is_scaled_and_biased_first(native: Native, activation: str, n: i
 
 
 @pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 32, 50, 160])
+def test_an_activation_without_a_gate(native: Native, activation: str, n: int) -> None:
+    """Guards against an activation that is left out where results go straight to memory, one before the bias, and a
+    second way to compute it: it is that of a gate whose other half is one, to the bit."""
+    values, x = draw(n) * 3, torch.from_numpy(draw(40, 1, seed=3))
+    for bias in (None, draw(n, seed=2)):
+        result = native.linear(column(values, bias=bias), x, activation=activation)
+        sums = native.linear(column(values, bias=bias), x)
+        torch.testing.assert_close(result.double(), EXACT[activation](sums.double()), rtol=2e-5, atol=1e-7)
+        ones = np.concatenate([np.zeros(n) if bias is None else bias, np.ones(n)])
+        weight = column(np.concatenate([values, np.zeros(n)]), bias=ones, gated=True)
+        assert torch.equal(bits(result), bits(native.linear(weight, x, activation=activation)))
+        rounded = native.linear(column(values, bias=bias), x, out_dtype=torch.bfloat16, activation=activation)
+        assert torch.equal(bits(rounded), bits(result.bfloat16()))
+
+
+@pytest.mark.parametrize("activation", GATES)
 def test_activations_within_their_bounds(native: Native, activation: str) -> None:
     """Guards against a wrong coefficient or a cancellation: a sample of all float32 values against float64."""
     sample = np.arange(0, 2**32, 65_537 * 3, dtype=np.uint64).astype(np.uint32).view(np.float32)
@@ -145,7 +163,7 @@ def test_nothing_is_written_behind_the_last_column(native: Native, dtype: torch.
     memory = torch.full((rows * n + 64,), 7.0, dtype=dtype)
     x = torch.from_numpy(draw(rows, 1))
     status = native.library.penstock_linear(
-        native.context, weight.address, x.data_ptr(), TYPES[x.dtype], rows, memory.data_ptr(), TYPES[dtype],
+        native.context, weight.address, x.data_ptr(), TYPES[x.dtype], rows, memory.data_ptr(), n, TYPES[dtype],
         ACTIVATIONS["silu"],
     )  # fmt: skip
     assert status == 0

@@ -162,10 +162,41 @@ def test_nothing_is_written_past_the_result(contexts: Contexts, rows: int) -> No
         out = torch.full((rows + 1, 45), 7.0)
         native = contexts(level, 2)
         status = native.library.penstock_linear(
-            native.context, packed.address, x.data_ptr(), 0, rows, out.data_ptr(), 0, 0
+            native.context, packed.address, x.data_ptr(), 0, rows, out.data_ptr(), 45, 0, 0
         )
         assert status == 0
         assert torch.all(out[rows] == 7.0)
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("columns", [64, 45])
+def test_results_may_be_columns_of_a_wider_array(contexts: Contexts, kind: str, columns: int) -> None:
+    """Guards against rows that are put as far apart as the weight is wide, also where a micro-kernel writes them itself
+    and where rows take several passes."""
+    packed, x = random_weight(kind, 1, columns, 3_000, [3_000]), torch.from_numpy(normal(2, 700, 3_000))
+    for level in levels():
+        native = contexts(level, 2)
+        for rows, stride in ((3, 128), (700, 128), (40, 65)):
+            wide = torch.full((rows, stride), 7.0)
+            status = native.library.penstock_linear(
+                native.context, packed.address, x.data_ptr(), 0, rows, wide.data_ptr(), stride, 0, 0
+            )
+            assert status == 0
+            assert_same_bits(wide[:, :columns].contiguous(), native.linear(packed, x[:rows]))
+            assert torch.all(wide[:, columns:] == 7.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_activation_follows_every_kind_of_product(contexts: Contexts, kind: str) -> None:
+    """Guards against sums that a micro-kernel writes to the result itself, past scales, bias and activation."""
+    weight = random_weight(kind, 1, 64, 128, [128])
+    weight.weight.bias = None
+    x = torch.from_numpy(normal(2, 40, 128)) / 8
+    for level in levels():
+        native = contexts(level, 2)
+        found, sums = (native.linear(weight, x, activation=activation) for activation in ("silu", None))
+        torch.testing.assert_close(found, torch.nn.functional.silu(sums), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(found, sums)
 
 
 def test_no_rows(contexts: Contexts) -> None:

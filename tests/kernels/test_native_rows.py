@@ -1,4 +1,5 @@
-"""Norms, rotary, embedding and routing of the native library: formulas, rounding, levels, rows that stand alone."""
+"""Norms, rotary, embedding, routing and element-wise operations of the native library: formulas, rounding, levels, rows
+that stand alone."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,38 @@ class Rows(Native):
         self._call("add_rms_norm", total, h, weight, EPS, *x.shape, out, TYPES[dtype])
         return total, out
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = F32, eps: float = EPS
+    ) -> Tensor:
+        out = torch.full_like(x, torch.nan, dtype=dtype)
+        self._call("layer_norm", x, weight, bias, eps, *x.shape, out, TYPES[dtype])
+        return out
+
+    def add_layer_norm(
+        self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = F32
+    ) -> tuple[Tensor, Tensor]:
+        """Leaves x alone: the sum is new."""
+        total, out = x.clone(), torch.full_like(x, torch.nan, dtype=dtype)
+        self._call("add_layer_norm", total, h, weight, bias, EPS, *x.shape, out, TYPES[dtype])
+        return total, out
+
+    def add(self, x: Tensor, h: Tensor) -> Tensor:
+        """Leaves x alone."""
+        total = x.clone()
+        self._call("add", total, h, x.numel())
+        return total
+
+    def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.full_like(x, torch.nan, dtype=dtype)
+        self._call("round", x, x.numel(), out, TYPES[dtype])
+        return out
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """Leaves x alone."""
+        capped = x.clone()
+        self._call("softcap", capped, cap, x.numel())
+        return capped
+
     def rotary(
         self,
         qkv: Tensor,
@@ -42,19 +75,21 @@ class Rows(Native):
         dtype: torch.dtype = F32,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_heads, num_kv_heads, head_dim = heads
+        q_norm, k_norm = norms or (None, None)
         q, k, v = (
             torch.full((len(qkv), count, head_dim), torch.nan, dtype=dtype)
             for count in (num_heads, num_kv_heads, num_kv_heads)
         )
         self._call(
             "rotary_qkv", qkv, positions, cos_sin, *((0, 0) if cos_sin is None else cos_sin.shape), len(qkv), *heads,
-            *(norms or (None, None)), EPS, q, k, v, TYPES[dtype],
+            q_norm, head_dim if q_norm is None else len(q_norm), k_norm, head_dim if k_norm is None else len(k_norm),
+            EPS, q, k, v, TYPES[dtype],
         )  # fmt: skip
         return q, k, v
 
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         out = torch.full((len(ids), table.shape[1]), torch.nan)
-        self._call("embedding", ids, table, TYPES[table.dtype], len(table), len(ids), table.shape[1], out)
+        self._call("embedding", ids, table, TYPES[table.dtype], len(table), len(ids), table.shape[1], scale, out)
         return out
 
     def route(self, logits: Tensor, top_k: int, renormalize: bool = False) -> tuple[Tensor, Tensor]:
@@ -135,6 +170,44 @@ def test_add_rms_norm_is_an_addition_and_a_norm(rows: Rows, n: int) -> None:
     assert same(normed, rows.rms_norm(total, weight))
 
 
+def exact_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Tensor:
+    deviation = x.double() - x.double().mean(-1, keepdim=True)
+    return exact_norm(deviation, weight, eps) + bias.double()
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_layer_norm_by_the_formula(rows: Rows, n: int, offset: float) -> None:
+    """Guards against a variance around zero, one from the mean of the squares (which a large mean cancels), lanes
+    behind the end that count, eps outside of the root, and a bias before the weight."""
+    x, weight, bias = draw(5, n) + offset, draw(n, seed=1), draw(n, seed=2)
+    size = x.double().abs().mean(-1, keepdim=True)
+    for eps in (EPS, 0.5):
+        exact = exact_layer_norm(x, weight, bias, eps)
+        scale = 1 / (x.double().var(-1, correction=0, keepdim=True) + eps).sqrt() * weight.double().abs()
+        allowed = (exact - bias.double()).abs() * norm_error(n) + exact.abs() * UNIT
+        allowed = allowed + 2 * size * (n / 16 + 8) * UNIT * scale  # the mean is off by so much
+        assert bool(((rows.layer_norm(x, weight, bias, eps=eps) - exact).abs() <= allowed).all())
+        without = rows.layer_norm(x, weight, None, eps=eps)
+        assert torch.equal(without + bias, rows.layer_norm(x, weight, bias, eps=eps))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_add_layer_norm_is_an_addition_and_a_norm(rows: Rows, n: int) -> None:
+    """Guards against a mean of the stream alone, or a sum that is not written back."""
+    x, h, weight, bias = draw(5, n), draw(5, n, seed=1), draw(n, seed=2), draw(n, seed=3)
+    total, normed = rows.add_layer_norm(x, h, weight, bias)
+    assert torch.equal(total, x + h)
+    assert same(normed, rows.layer_norm(total, weight, bias))
+
+
+def test_layer_norm_of_equal_elements_is_the_bias(rows: Rows) -> None:
+    """Guards against a division by zero, and lanes behind the end that count as a deviation of -mean."""
+    for n in (1, 7, 33, 64):  # 4.0 times these has an exact mean
+        bias = draw(n)
+        assert torch.equal(rows.layer_norm(torch.full((2, n), 4.0), torch.ones(n), bias), bias.expand(2, n))
+
+
 def test_a_norm_of_zeros_is_zero(rows: Rows) -> None:
     """Guards against a division by zero where only eps keeps it away."""
     assert torch.equal(rows.rms_norm(torch.zeros(2, 40), torch.ones(40)), torch.zeros(2, 40))
@@ -171,12 +244,70 @@ def test_rotary_is_the_reference_to_the_bit(rows: Rows) -> None:
     assert same(rows.rotary(qkv, positions, cos_sin, (4, 2, 64), dtype=BF16), reference)
 
 
+@pytest.mark.parametrize("dim", [1, 5, 33, 80, 129])
+def test_rotary_without_a_table_only_splits(rows: Rows, dim: int) -> None:
+    """Guards against heads of an odd size cut at half of it, or at a vector's end."""
+    qkv = draw(3, 9 * dim)
+    for dtype in (F32, BF16):
+        parts = rows.rotary(qkv, torch.full((3,), -1), None, (5, 2, dim), dtype=dtype)
+        assert torch.equal(torch.cat(parts, dim=1), qkv.view(3, 9, dim).to(dtype))
+
+
+@pytest.mark.parametrize("dim", [6, 33, 64])
+@pytest.mark.parametrize("heads", [(1, 1), (3, 2), (71, 1)])
+def test_a_norm_of_all_heads_together(rows: Rows, dim: int, heads: tuple[int, int]) -> None:
+    """Guards against a sum that ends with the first head, and against q's heads normed with k's. Each is an RMS norm
+    of one long row, to the bit, and then rotated as ever."""
+    num_heads, num_kv_heads = heads
+    q_size, k_size = num_heads * dim, num_kv_heads * dim
+    qkv, positions, cos_sin = draw(4, q_size + 2 * k_size), torch.arange(4), angles(4, dim // 2 // 2 * 2)
+    norms = draw(q_size, seed=1), draw(k_size, seed=2)
+    q, k, v = (x.contiguous() for x in qkv.split([q_size, k_size, k_size], dim=1))
+    normed = torch.cat([rows.rms_norm(q, norms[0]), rows.rms_norm(k, norms[1]), v], dim=1)
+    for table in (None, cos_sin):
+        found = rows.rotary(qkv, positions, table, (*heads, dim), norms)
+        assert same(found, rows.rotary(normed, positions, table, (*heads, dim)))
+
+
+def test_a_norm_of_one_kind_leaves_the_other(rows: Rows) -> None:
+    """Guards against k normed with q's weight or scale where only q has a norm of all its heads."""
+    qkv, positions, weight = draw(4, 8 * 16), torch.arange(4), draw(64)
+    plain = rows.rotary(qkv, positions, None, (4, 2, 16))
+    only_q = rows.rotary(qkv, positions, None, (4, 2, 16), (weight, None))
+    only_k = rows.rotary(qkv, positions, None, (4, 2, 16), (None, weight[:32].clone()))
+    assert same(only_q[1:], plain[1:])
+    assert same((only_k[0], only_k[2]), (plain[0], plain[2]))
+    assert not same(only_q[0], plain[0])
+    assert not same(only_k[1], plain[1])
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_sums_rounding_and_soft_caps(rows: Rows, n: int) -> None:
+    """Guards against a last vector left out, and against a cap that multiplies before it divides."""
+    x, h = draw(5, n), draw(5, n, seed=1)
+    assert torch.equal(rows.add(x, h), x + h)
+    assert torch.equal(rows.round(x, F32), x)
+    assert torch.equal(rows.round(x, BF16), x.bfloat16())
+    for cap in (30.0, 0.5):
+        exact = cap * torch.tanh(20 * x.double() / cap)
+        assert bool(((rows.softcap(20 * x, cap) - exact).abs() <= exact.abs() * 8 * UNIT).all())
+
+
+def test_a_soft_cap_at_its_limits(rows: Rows) -> None:
+    """Guards against an exponential that overflows: infinity is capped as well, and NaN stays."""
+    x = torch.tensor([[float("-inf"), -3e38, -0.0, 0.0, 1e-30, 3e38, float("inf"), float("nan")]])
+    found = rows.softcap(x, 30.0)[0]
+    assert found[:7].tolist() == [-30, -30, 0, 0, x[0, 4].item(), 30, 30]
+    assert bool(found[7].isnan())
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("n", [1, 7, 16, 100])
 def test_embedding_takes_rows(rows: Rows, dtype: torch.dtype, n: int) -> None:
     """Guards against a row stride in the wrong unit."""
     table, ids = draw(11, n).to(dtype), torch.tensor([3, 0, 10, 3])
     assert torch.equal(rows.embedding(ids, table), table[ids].float())
+    assert torch.equal(rows.embedding(ids, table, 62.5), table[ids].float() * 62.5)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (4, 2), (8, 8), (16, 1), (60, 4), (128, 8)])
@@ -224,12 +355,18 @@ def operations(tokens: int, width: int, seed: int = 0) -> dict[str, Callable[[Ro
     x, h, weight = draw(tokens, width, seed=seed), draw(tokens, width, seed=seed + 1), draw(width, seed=2)
     heads = (width // 16 - 4, 2, 16)
     cos_sin, positions, norms = angles(100, 12), torch.arange(tokens) % 90, (draw(16, seed=3), draw(16, seed=4))
-    table = draw(30, width)
+    table, bias, all_norms = draw(30, width), draw(width, seed=5), (draw(heads[0] * 16, seed=6), draw(32, seed=7))
     return {
         "rms_norm": lambda rows, i, dtype: rows.rms_norm(x[i], weight, dtype),
         "add_rms_norm": lambda rows, i, dtype: rows.add_rms_norm(x[i], h[i], weight, dtype),
+        "layer_norm": lambda rows, i, dtype: rows.layer_norm(x[i], weight, bias, dtype),
+        "add_layer_norm": lambda rows, i, dtype: rows.add_layer_norm(x[i], h[i], weight, bias, dtype),
+        "add": lambda rows, i, dtype: rows.add(x[i], h[i]),
+        "round": lambda rows, i, dtype: rows.round(x[i], dtype),
+        "softcap": lambda rows, i, dtype: rows.softcap(x[i], 0.7),
+        "rotary_all": lambda rows, i, dtype: rows.rotary(x[i], positions[i], cos_sin, heads, all_norms, dtype),
         "rotary": lambda rows, i, dtype: rows.rotary(x[i], positions[i], cos_sin, heads, norms, dtype),
-        "embedding": lambda rows, i, dtype: rows.embedding(positions[i] % 30, table.to(dtype)),
+        "embedding": lambda rows, i, dtype: rows.embedding(positions[i] % 30, table.to(dtype), 1.3),
         "route": lambda rows, i, dtype: rows.route(x[i], 4, True),
     }
 
@@ -278,7 +415,10 @@ def test_threads_share_no_scratch(rows: Rows) -> None:
     together.close()
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "rotary"])
+ROUNDED = ["rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rotary", "rotary_all"]
+
+
+@pytest.mark.parametrize("name", ROUNDED)
 def test_bfloat16_is_the_float32_result_rounded_once(rows: Rows, name: str) -> None:
     """Guards against a rounding before the last operation."""
     operation = operations(20, 112)[name]
@@ -290,25 +430,45 @@ def test_bfloat16_is_the_float32_result_rounded_once(rows: Rows, name: str) -> N
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_number_stays_in_its_row(rows: Rows, bad: float) -> None:
     """Guards against lanes that two rows share."""
-    x, h, weight = draw(4, 35), draw(4, 35, seed=1), draw(35, seed=2)
-    before = rows.add_rms_norm(x, h, weight)[1]
-    x[2, 33] = bad
-    after = rows.add_rms_norm(x, h, weight)[1]
-    assert bool(after[2].isnan().any())
-    assert same(before[[0, 1, 3]], after[[0, 1, 3]])
+    h, weight = draw(4, 35, seed=1), draw(35, seed=2)
+    norms: list[Callable[[Tensor], Tensor]] = [
+        lambda x: rows.add_rms_norm(x, h, weight)[1],
+        lambda x: rows.add_layer_norm(x, h, weight, weight)[1],
+    ]
+    for norm in norms:
+        x = draw(4, 35)
+        before = norm(x)
+        x[2, 33] = bad
+        after = norm(x)
+        assert bool(after[2].isnan().any())
+        assert same(before[[0, 1, 3]], after[[0, 1, 3]])
 
 
 def test_no_rows_are_no_work(rows: Rows) -> None:
     """Guards against a range that is not empty."""
     assert rows.rms_norm(torch.empty(0, 8), torch.ones(8)).shape == (0, 8)
+    assert rows.layer_norm(torch.empty(0, 8), torch.ones(8), None).shape == (0, 8)
+    assert rows.softcap(torch.empty(0, 8), 1.0).shape == (0, 8)
     assert rows.embedding(torch.empty(0, dtype=torch.int64), torch.ones(3, 8)).shape == (0, 8)
     assert rows.route(torch.empty(0, 8), 2)[0].shape == (0, 2)
 
 
 def test_nothing_is_written_behind_the_last_element(rows: Rows) -> None:
     """Guards against a last vector that is stored whole."""
+    x, weight = draw(5, 19), torch.ones(19)
+    writers: list[tuple[Any, ...]] = [
+        ("rms_norm", x, weight, EPS, 5, 19),
+        ("layer_norm", x, weight, None, EPS, 5, 19),
+        ("round", x, 5 * 19),
+    ]
     for dtype in (F32, BF16):
-        memory = torch.full((5 * 19 + 32,), 7.0, dtype=dtype)
-        x, weight = draw(5, 19), torch.ones(19)
-        rows._call("rms_norm", x, weight, EPS, 5, 19, memory, TYPES[dtype])
-        assert bool((memory[5 * 19 :] == 7.0).all())
+        for name, *arguments in writers:
+            memory = torch.full((5 * 19 + 32,), 7.0, dtype=dtype)
+            rows._call(name, *arguments, memory, TYPES[dtype])
+            assert bool((memory[5 * 19 :] == 7.0).all())
+            assert not bool((memory[: 5 * 19] == 7.0).any())
+    wide = torch.full((5 * 19 + 32,), 7.0)
+    rows._call("add", wide, x, 5 * 19)
+    rows._call("softcap", wide, 0.5, 5 * 19)
+    assert bool((wide[5 * 19 :] == 7.0).all())
+    assert bool((wide[: 5 * 19].abs() <= 0.5).all())

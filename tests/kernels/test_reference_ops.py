@@ -45,12 +45,17 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], dict[str, A
     x = draw(T, HIDDEN, dtype=dtype)
     q, k, v = (draw(T, heads, D, dtype=dtype) for heads in (H, HKV, HKV))
     cache = ops.new_kv_cache(2, 4, HKV, D, dtype)
+    packed, norm = ops.pack_linear(weight, bias), {"x": draw(T, HIDDEN), "weight": draw(HIDDEN), "eps": 1e-5}
     rotary = {"positions": torch.arange(T), "cos_sin": table(T), "heads": (H, HKV, D), "eps": 1e-6}
     return {
-        "linear": (ops.linear, {"x": x, "weight": ops.pack_linear(weight, bias)}),
-        "gated_linear": (ops.gated_linear, {"x": x, "weight": ops.pack_linear(weight, bias), "activation": "silu"}),
-        "embedding": (ops.embedding, {"ids": torch.tensor([3, 0, 3]), "weight": weight.to(dtype)}),
-        "rms_norm": (ops.rms_norm, {"x": draw(T, HIDDEN), "weight": draw(HIDDEN), "eps": 1e-5}),
+        "linear": (ops.linear, {"x": x, "weight": packed}),
+        "activated_linear": (ops.activated_linear, {"x": x, "weight": packed, "activation": "gelu"}),
+        "gated_linear": (ops.gated_linear, {"x": x, "weight": packed, "activation": "silu"}),
+        "embedding": (ops.embedding, {"ids": torch.tensor([3, 0, 3]), "weight": weight.to(dtype), "scale": 4.9}),
+        "rms_norm": (ops.rms_norm, norm),
+        "rms_norm in float32": (ops.rms_norm, norm | {"dtype": torch.float32}),
+        "layer_norm": (ops.layer_norm, norm | {"bias": draw(HIDDEN, seed=1)}),
+        "round": (ops.round, {"x": draw(T, HIDDEN)}),
         "rotary_qkv": (
             ops.rotary_qkv,
             {"qkv": draw(T, (H + 2 * HKV) * D), "q_norm": draw(D), "k_norm": draw(D)} | rotary,
@@ -84,7 +89,7 @@ def test_out_is_filled_and_returned(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_types_of_the_results(dtype: torch.dtype) -> None:
     """Guards against a rounding point that moves: the contract lists which results are float32."""
-    wide = {"linear", "embedding"}
+    wide = {"linear", "embedding", "rms_norm in float32"}
     for name, (function, arguments) in calls(dtype).items():
         for item in as_tuple(function(**arguments)):
             assert item.dtype == (torch.float32 if name in wide else dtype), name
@@ -136,6 +141,60 @@ def test_add_rms_norm_rounds_once() -> None:
     stream, normed = ops.add_rms_norm(x, h, weight, 1e-5)
     assert torch.equal(stream, total.float())
     rounded_once(normed, total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_activated_linear_rounds_once(activation: str) -> None:
+    """Guards against a product that is rounded before its activation, and one activation taken for another."""
+    ops = ReferenceOps(torch.bfloat16)
+    # Not far below zero, where torch's gelu has no digits left.
+    weight, bias, x = draw(128, 64) / 20, draw(128) / 4, draw(50, 64, dtype=torch.bfloat16)
+    product = x.double() @ weight.bfloat16().double().T + bias.bfloat16().double()
+    exact = {
+        "silu": product * torch.sigmoid(product),
+        "gelu": product * torch.special.ndtr(product),
+        "gelu_tanh": product * torch.sigmoid(math.sqrt(8 / math.pi) * (product + 0.044715 * product**3)),
+    }
+    rounded_once(ops.activated_linear(x, ops.pack_linear(weight, bias), activation), exact[activation])
+
+
+def test_layer_norm_rounds_once() -> None:
+    """Guards against a variance around zero, and a norm that is rounded before its weight or its bias."""
+    ops = ReferenceOps(torch.bfloat16)
+    x, h, weight, bias = draw(50, 96) + 3.0, draw(50, 96, seed=9), draw(96).abs(), draw(96, seed=2)
+    total = x.double() + h.double()
+    deviation = total.float().double() - total.float().double().mean(-1, keepdim=True)
+    exact = deviation / (deviation.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    rounded_once(ops.layer_norm(total.float(), weight, None, 1e-5), exact)
+    stream, normed = ops.add_layer_norm(x, h, weight, bias, 1e-5)
+    assert stream is x
+    assert torch.equal(stream, total.float())
+    rounded_once(normed, exact + bias.double())
+
+
+def test_what_is_done_element_by_element() -> None:
+    """Guards against a scale that is rounded to the model's type, a result beside the argument, and a cap without its
+    factor."""
+    ops, x, h = ReferenceOps(torch.bfloat16), draw(T, HIDDEN), draw(T, HIDDEN, seed=9)
+    weight = draw(9, HIDDEN, dtype=torch.bfloat16)
+    scaled = ops.embedding(torch.tensor([3, 0]), weight, scale=math.sqrt(2048))
+    assert torch.equal(scaled, (weight[[3, 0]].double() * torch.tensor(math.sqrt(2048)).double()).float())
+    assert torch.equal(ops.round(x), x.bfloat16())
+    total, capped = x.clone(), 40 * x
+    assert ops.add(total, h) is total
+    assert torch.equal(total, x + h)
+    assert ops.softcap(capped, 30.0) is capped
+    torch.testing.assert_close(capped.double(), 30 * torch.tanh(40 * x.double() / 30), atol=1e-6, rtol=1e-5)
+
+
+def test_a_norm_of_all_heads_together() -> None:
+    """Guards against a mean over each head where the weight has all heads' elements."""
+    ops, qkv = ReferenceOps(torch.float32), draw(T, (H + 2 * HKV) * D)
+    weights = draw(H * D), draw(HKV * D)
+    q, k, _ = ops.rotary_qkv(qkv, torch.arange(T), None, (H, HKV, D), q_norm=weights[0], k_norm=weights[1], eps=1e-6)
+    for found, row, weight in ((q, qkv[:, : H * D], weights[0]), (k, qkv[:, H * D : (H + HKV) * D], weights[1])):
+        exact = row.double() / (row.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        torch.testing.assert_close(found.flatten(1).double(), exact, atol=1e-6, rtol=1e-5)
 
 
 def test_rotary_qkv_rounds_once() -> None:

@@ -23,6 +23,18 @@ def address(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: st
     raise ValueError(f"{name}: {found} where {list(shape)} {dtype} is needed".replace("torch.", ""))
 
 
+def rows_address(tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, name: str) -> tuple[int, int]:
+    """Where a tensor begins that may be some columns of a wider one, and the elements from one row to the next.
+
+    Raises:
+        ValueError: it is another tensor, or its rows are not contiguous.
+    """
+    fits = tensor.dtype is dtype and tensor.shape == shape and tensor.is_cpu
+    if not fits or tensor.is_contiguous() or tensor.stride(1) != 1 or tensor.stride(0) < shape[1]:
+        return address(tensor, shape, dtype, name), shape[1]
+    return tensor.data_ptr(), tensor.stride(0)
+
+
 def optional_address(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> int | None:
     """The same, and None for None."""
     return None if tensor is None else address(tensor, shape, dtype, name)
@@ -38,6 +50,18 @@ def rows_of(tensor: Tensor, name: str) -> tuple[int, int]:
     if len(shape) != 2:
         raise ValueError(f"{name}: {list(shape)} where [rows, columns] is needed")
     return shape[0], shape[1]
+
+
+def type_code(dtype: torch.dtype) -> int:
+    """The number of a type.
+
+    Raises:
+        ValueError: no native function has it.
+    """
+    code = TYPES.get(dtype)
+    if code is None:
+        raise ValueError(f"dtype: {dtype}; there are {', '.join(map(str, TYPES))}".replace("torch.", ""))
+    return code
 
 
 def activation_code(activation: str) -> int:

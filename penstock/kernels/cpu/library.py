@@ -13,7 +13,7 @@ import penstock.kernels.cpu
 from penstock.errors import InvalidRequestError
 from penstock.validation import shown
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LEVELS = ("portable", "avx2", "avx512", "amx")
 LEVEL_VARIABLE = "PENSTOCK_CPU_LEVEL"
 MAX_LEAVES = 8
@@ -130,6 +130,11 @@ RECORDABLE = (  # functions of a recorded program, in the order of native/progra
     "penstock_experts",
     "penstock_rms_norm",
     "penstock_add_rms_norm",
+    "penstock_layer_norm",
+    "penstock_add_layer_norm",
+    "penstock_add",
+    "penstock_round",
+    "penstock_softcap",
     "penstock_rotary_qkv",
     "penstock_embedding",
     "penstock_route",
@@ -137,11 +142,14 @@ RECORDABLE = (  # functions of a recorded program, in the order of native/progra
 )
 
 
+MAX_ARGUMENTS = 18  # native/functions.h
+
+
 class PenstockCall(ctypes.Structure):
     """One call of a recorded program: an index of RECORDABLE, and the arguments after the context, a float as the bits
     of a double."""
 
-    _fields_ = (("function", c_int64), ("arguments", c_int64 * 16))
+    _fields_ = (("function", c_int64), ("arguments", c_int64 * MAX_ARGUMENTS))
 
 
 # Addresses are passed as plain integers. A function returns a Status of native/abi.h, unless it says so.
@@ -153,8 +161,9 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "penstock_context_new": (c_void_p, [_I32, _I32]),  # level, threads
     "penstock_context_free": (None, [_PTR]),
     "penstock_busy_seconds": (c_double, [_PTR]),  # that the functions of this context have taken so far
-    # Products. context, weight*, x [rows, k], its type, rows, out [rows, n or n / 2], its type, activation
-    "penstock_linear": (c_int32, [_PTR, _PTR, _PTR, _I32, _I64, _PTR, _I32, _I32]),
+    # Products. context, weight*, x [rows, k], its type, rows, out [rows, n or n / 2], elements between its rows, its
+    # type, activation (of the gate, where the weight is gated)
+    "penstock_linear": (c_int32, [_PTR, _PTR, _PTR, _I32, _I64, _PTR, _I64, _I32, _I32]),
     # context, gate_up weights [experts], down weights [experts] (arrays of PenstockWeight), experts, x [rows, k], its
     # type (which the inner activations get too), rows, top_k, ids [rows, top_k] int64, weights [rows, top_k] float32,
     # activation, out [rows, n] float32
@@ -167,14 +176,24 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "penstock_rms_norm": (c_int32, [_PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR, _I32]),
     # context, x (written), h, weight, eps, rows, n, out, its type
     "penstock_add_rms_norm": (c_int32, [_PTR, _PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR, _I32]),
-    # context, qkv, positions, cos_sin (or null), its rows, rotary dim, rows, H, Hkv, D, q_norm, k_norm (or null), eps,
-    # q, k, v, their type
+    # context, x, weight, bias (or null), eps, rows, n, out, its type
+    "penstock_layer_norm": (c_int32, [_PTR, _PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR, _I32]),
+    # context, x (written), h, weight, bias (or null), eps, rows, n, out, its type
+    "penstock_add_layer_norm": (c_int32, [_PTR, _PTR, _PTR, _PTR, _PTR, _F32, _I64, _I64, _PTR, _I32]),
+    # Element by element. context, x (written), h, elements
+    "penstock_add": (c_int32, [_PTR, _PTR, _PTR, _I64]),
+    # context, x, elements, out, its type
+    "penstock_round": (c_int32, [_PTR, _PTR, _I64, _PTR, _I32]),
+    # context, x (written), cap, elements
+    "penstock_softcap": (c_int32, [_PTR, _PTR, _F32, _I64]),
+    # context, qkv, positions, cos_sin (or null), its rows, rotary dim, rows, H, Hkv, D, q_norm (or null) and how many
+    # elements it has, the same of k_norm, eps, q, k, v, their type
     "penstock_rotary_qkv": (
         c_int32,
-        [_PTR, _PTR, _PTR, _PTR, _I64, _I64, _I64, _I64, _I64, _I64, _PTR, _PTR, _F32, _PTR, _PTR, _PTR, _I32],
+        [_PTR, _PTR, _PTR, _PTR, *[_I64] * 6, _PTR, _I64, _PTR, _I64, _F32, _PTR, _PTR, _PTR, _I32],
     ),
-    # context, ids, table, its type, its rows, rows, n, out float32
-    "penstock_embedding": (c_int32, [_PTR, _PTR, _PTR, _I32, _I64, _I64, _I64, _PTR]),
+    # context, ids, table, its type, its rows, rows, n, scale, out float32
+    "penstock_embedding": (c_int32, [_PTR, _PTR, _PTR, _I32, _I64, _I64, _I64, _F32, _PTR]),
     # context, logits, rows, vocabulary, out
     "penstock_log_softmax": (c_int32, [_PTR, _PTR, _I64, _I64, _PTR]),
     # context, logits, rows, vocabulary, out uint8: 1 where no value is NaN or +inf and some value is above -inf

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.cpu.library import MAX_LEAVES, PenstockWeight
-from penstock.kernels.ops import RowSource
+from penstock.kernels.ops import PackedLinear, RowSource
 from penstock.quant.scheme import GROUP_SIZES, Scheme
 
 PANEL = 32  # columns that are packed together
@@ -158,6 +158,19 @@ class CpuLinear:
     def state(self) -> dict[str, Tensor]:
         """The arrays, not copied."""
         return dict(self._tensors)
+
+
+def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
+    """The weight as one of this backend, packed for a gate or without.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if type(weight) is not CpuLinear:
+        raise TypeError(f"a weight packed by another backend: {type(weight).__name__}")
+    if weight.gated is not gated:
+        raise ValueError(f"a weight packed {'for' if weight.gated else 'without'} a gate is used otherwise")
+    return weight
 
 
 def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: torch.dtype, pack_rows: Pack) -> CpuLinear:

@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.kernels.cpu.attention import fill_step
-from penstock.kernels.cpu.library import RECORDABLE, SIGNATURES, PenstockAttentionStep, PenstockCall, check_status
+from penstock.kernels.cpu.library import (
+    MAX_ARGUMENTS,
+    RECORDABLE,
+    SIGNATURES,
+    PenstockAttentionStep,
+    PenstockCall,
+    check_status,
+)
 from penstock.kernels.ops import AttentionMetadata
 
 Replay = Callable[[int, int], int]  # carries out PenstockCalls, given their address and number; 0 is success
@@ -134,7 +141,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _written(name: str, arguments: tuple[int | float | None, ...]) -> PenstockCall:
     types = SIGNATURES[name][1][1:]  # without the context
     words = (_word(value, kind) for value, kind in zip(arguments, types, strict=True))
-    return PenstockCall(RECORDABLE.index(name), (ctypes.c_int64 * 16)(*words))
+    return PenstockCall(RECORDABLE.index(name), (ctypes.c_int64 * MAX_ARGUMENTS)(*words))
 
 
 def _word(value: int | float | None, kind: type) -> int:

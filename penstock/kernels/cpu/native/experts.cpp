@@ -89,7 +89,8 @@ void multiply_gate_up(Context& context, const Experts& experts, const void* x, c
         const PenstockWeight& weight = experts.gate_up[e];
         void* out = row_of(static_cast<void*>(buffers.inner), experts.x_type, result_columns(weight), starts[e]);
         buffers.products[count++] = {&weight, x, experts.x_type, buffers.routing.row + starts[e],
-                                     starts[e + 1] - starts[e], out, experts.x_type, experts.activation};
+                                     starts[e + 1] - starts[e], out, result_columns(weight), experts.x_type,
+                                     experts.activation};
     }
     multiply_all(context, buffers.products, count);
 }
@@ -102,7 +103,7 @@ void multiply_down(Context& context, const Experts& experts, const Buffers& buff
         const PenstockWeight& weight = experts.down[e];
         const void* x = row_of(static_cast<const void*>(buffers.inner), experts.x_type, weight.k, starts[e]);
         buffers.products[count++] = {&weight, x, experts.x_type, nullptr, starts[e + 1] - starts[e],
-                                     buffers.results + starts[e] * weight.n, TYPE_F32, ACT_NONE};
+                                     buffers.results + starts[e] * weight.n, weight.n, TYPE_F32, ACT_NONE};
     }
     multiply_all(context, buffers.products, count);
 }

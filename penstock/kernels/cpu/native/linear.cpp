@@ -34,6 +34,8 @@ constexpr std::int64_t ALONE_ELEMENTS = 32 << 10;   // of activations to lay out
 constexpr std::int64_t OUT_FLOATS = TILES_PER_CALL * MAX_TILE_ROWS * PANEL * MAX_PANELS;
 constexpr std::int64_t TREE_FLOATS = OUT_FLOATS * TREE_LEVELS;
 
+constexpr std::int64_t FLOATS_PER_LINE = 16;  // of the cache
+
 constexpr int ELEMENT_BYTES[NUM_KINDS] = {4, 2, 1, 1, 2};  // of an operand
 
 std::int64_t divide_up(std::int64_t count, std::int64_t by) { return (count + by - 1) / by; }
@@ -145,7 +147,7 @@ void finish_rows(const RowKernels& kernels, const Plan& plan, const MultiplyArgs
     args.rows = std::int64_t{multiplied.tiles} * multiplied.rows;
     args.sums = multiplied.out;
     args.activation = product.activation;
-    args.out_stride = result_columns(*product.weight);
+    args.out_stride = product.out_stride;
     args.out = row_of(product.out, product.out_type, args.out_stride, first_row);
     args.out_type = product.out_type;
     kernels.finish(args);
@@ -155,13 +157,14 @@ struct Panels {
     std::int64_t begin, end;
 };
 
-// Whether sums are the results as they are, so that the micro-kernel can write them where they belong: no scales, bias
-// or gate, float32, and whole cache lines in every row, also of the last panel.
+// Whether sums are the results as they are, so that the micro-kernel can write them where they belong: no scales, bias,
+// gate or activation, float32, and whole cache lines in every row, also of the last panel.
 bool sums_are_results(const Plan& plan) {
     const Product& product = plan.product;
     const PenstockWeight& weight = *product.weight;
     return plan.kernel->strided && product.out_type == TYPE_F32 && weight.column_scales == nullptr &&
-           weight.bias == nullptr && weight.gated == 0 && weight.n == weight.panels * PANEL &&
+           weight.bias == nullptr && weight.gated == 0 && product.activation == ACT_NONE &&
+           weight.n == weight.panels * PANEL && product.out_stride % FLOATS_PER_LINE == 0 &&
            reinterpret_cast<std::uintptr_t>(product.out) % 64 == 0;
 }
 
@@ -184,7 +187,7 @@ void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t ti
     const bool direct = sums_are_results(plan);
     for (args.first_panel = panels.begin; args.first_panel < panels.end; args.first_panel += together) {
         args.panels = static_cast<int>(std::min(together, panels.end - args.first_panel));
-        args.out_stride = direct ? plan.product.weight->n : args.panels * PANEL;
+        args.out_stride = direct ? plan.product.out_stride : args.panels * PANEL;
         args.out = args.partial;
         if (direct)
             args.out = static_cast<float*>(plan.product.out) + first_row * args.out_stride + args.first_panel * PANEL;
@@ -284,14 +287,15 @@ void multiply_all(Context& context, const Product* products, std::int64_t count)
 using namespace penstock;
 
 PENSTOCK_EXPORT std::int32_t penstock_linear(Context* context, const PenstockWeight* weight, const void* x,
-                                             std::int32_t x_type, std::int64_t rows, void* out, std::int32_t out_type,
+                                             std::int32_t x_type, std::int64_t rows, void* out,
+                                             std::int64_t out_stride, std::int32_t out_type,
                                              std::int32_t activation) try {
     const Turn turn(context);
     if (rows == 0) return 0;
     const std::int64_t step = rows_per_pass(*context, *weight, rows);
     for (std::int64_t row = 0; row < rows; row += step) {
         const Product product{weight, row_of(x, x_type, weight->k, row), x_type, nullptr, std::min(step, rows - row),
-                              row_of(out, out_type, result_columns(*weight), row), out_type, activation};
+                              row_of(out, out_type, out_stride, row), out_stride, out_type, activation};
         multiply_all(*context, &product, 1);
     }
     return 0;

@@ -15,6 +15,7 @@ struct Product {
     const std::int64_t* row_index;  // the rows of x to take, [rows]; null: the first ones
     std::int64_t rows;
     void* out;  // [rows, result_columns(weight)]
+    std::int64_t out_stride;  // elements between rows of out
     std::int32_t out_type;
     std::int32_t activation;  // of the gate, where the weight is gated
 };

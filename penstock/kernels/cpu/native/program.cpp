@@ -13,7 +13,21 @@ namespace penstock {
 namespace {
 
 // In the order of kernels/cpu/library.py, RECORDABLE.
-enum Function : std::int64_t { LINEAR, EXPERTS, RMS_NORM, ADD_RMS_NORM, ROTARY_QKV, EMBEDDING, ROUTE, ATTEND };
+enum Function : std::int64_t {
+    LINEAR,
+    EXPERTS,
+    RMS_NORM,
+    ADD_RMS_NORM,
+    LAYER_NORM,
+    ADD_LAYER_NORM,
+    ADD,
+    ROUND,
+    SOFTCAP,
+    ROTARY_QKV,
+    EMBEDDING,
+    ROUTE,
+    ATTEND
+};
 
 template <class Type>
 Type argument(std::int64_t word) {
@@ -46,6 +60,11 @@ std::int32_t carry_out(Context* context, const PenstockCall& call) {
         case EXPERTS: return apply(penstock_experts, context, call);
         case RMS_NORM: return apply(penstock_rms_norm, context, call);
         case ADD_RMS_NORM: return apply(penstock_add_rms_norm, context, call);
+        case LAYER_NORM: return apply(penstock_layer_norm, context, call);
+        case ADD_LAYER_NORM: return apply(penstock_add_layer_norm, context, call);
+        case ADD: return apply(penstock_add, context, call);
+        case ROUND: return apply(penstock_round, context, call);
+        case SOFTCAP: return apply(penstock_softcap, context, call);
         case ROTARY_QKV: return apply(penstock_rotary_qkv, context, call);
         case EMBEDDING: return apply(penstock_embedding, context, call);
         case ROUTE: return apply(penstock_route, context, call);

@@ -80,7 +80,7 @@ PENSTOCK_INLINE int columns_left(std::int64_t end, std::int64_t column) {
     return static_cast<int>(end - column < LANES ? end - column : LANES);
 }
 
-template <class Out>
+template <class Out, int ACTIVATION>
 void finish_plain(const FinishArgs& a) {
     const PenstockWeight weight = *a.weight;
     const std::int64_t first = a.first_panel * PANEL;
@@ -89,7 +89,9 @@ void finish_plain(const FinishArgs& a) {
     for (std::int64_t row = 0; row < a.rows; ++row) {
         const float* sums = a.sums + row * width;
         Out* out = static_cast<Out*>(a.out) + row * a.out_stride + first;
-        each_vector(columns, PENSTOCK_BODY { store_some(out + i, scaled(weight, load(sums + i), first + i), count); });
+        each_vector(columns, PENSTOCK_BODY {
+            store_some(out + i, activate<ACTIVATION>(scaled(weight, load(sums + i), first + i)), count);
+        });
     }
 }
 
@@ -110,13 +112,18 @@ void finish_gated(const FinishArgs& a) {
     }
 }
 
+template <class Out, int ACTIVATION>
+void finish_with(const FinishArgs& a) {
+    if (a.weight->gated) return finish_gated<Out, ACTIVATION>(a);
+    finish_plain<Out, ACTIVATION>(a);
+}
+
 template <class Out>
 void finish_as(const FinishArgs& a) {
-    if (!a.weight->gated) return finish_plain<Out>(a);
-    if (a.activation == ACT_SILU) return finish_gated<Out, ACT_SILU>(a);
-    if (a.activation == ACT_GELU) return finish_gated<Out, ACT_GELU>(a);
-    if (a.activation == ACT_GELU_TANH) return finish_gated<Out, ACT_GELU_TANH>(a);
-    finish_gated<Out, ACT_NONE>(a);
+    if (a.activation == ACT_SILU) return finish_with<Out, ACT_SILU>(a);
+    if (a.activation == ACT_GELU) return finish_with<Out, ACT_GELU>(a);
+    if (a.activation == ACT_GELU_TANH) return finish_with<Out, ACT_GELU_TANH>(a);
+    finish_with<Out, ACT_NONE>(a);
 }
 
 void finish(const FinishArgs& a) {
@@ -131,26 +138,32 @@ PENSTOCK_INLINE float norm_scale(F32x16 squares, std::int64_t n, float eps) {
     return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps);
 }
 
+// The row that is normed, x or x + branch, which is written on the way. visit(value) gets each vector of it, zeros
+// behind the end.
+template <class Visit>
+PENSTOCK_INLINE const float* normed_row(const NormArgs& a, std::int64_t row, const Visit& visit) {
+    const float* x = a.x + row * a.n;
+    if (a.branch == nullptr) {
+        each_vector(a.n, PENSTOCK_BODY { visit(load_some(x + i, count)); });
+        return x;
+    }
+    const float* branch = a.branch + row * a.n;
+    float* total = a.sum + row * a.n;
+    each_vector(a.n, PENSTOCK_BODY {
+        const F32x16 value = load_some(x + i, count) + load_some(branch + i, count);
+        store_some(total + i, value, count);
+        visit(value);
+    });
+    return total;
+}
+
+#define PENSTOCK_VISIT [&](F32x16 value) __attribute__((always_inline))
+
 template <class Out>
-void norm_as(const NormArgs& a, std::int64_t first, std::int64_t rows) {
+void rms_norm_as(const NormArgs& a, std::int64_t first, std::int64_t rows) {
     for (std::int64_t row = first; row < first + rows; ++row) {
-        const float* x = a.x + row * a.n;
         F32x16 squares = 0.0f;
-        if (a.branch != nullptr) {
-            const float* branch = a.branch + row * a.n;
-            float* total = a.sum + row * a.n;
-            each_vector(a.n, PENSTOCK_BODY {
-                const F32x16 value = load_some(x + i, count) + load_some(branch + i, count);
-                store_some(total + i, value, count);
-                squares = squares + value * value;
-            });
-            x = total;
-        } else {
-            each_vector(a.n, PENSTOCK_BODY {
-                const F32x16 value = load_some(x + i, count);
-                squares = squares + value * value;
-            });
-        }
+        const float* x = normed_row(a, row, PENSTOCK_VISIT { squares = squares + value * value; });
         const F32x16 scale = norm_scale(squares, a.n, a.eps);
         Out* out = static_cast<Out*>(a.out) + row * a.n;
         each_vector(a.n, PENSTOCK_BODY {
@@ -159,9 +172,40 @@ void norm_as(const NormArgs& a, std::int64_t first, std::int64_t rows) {
     }
 }
 
-void norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
-    if (a.out_type == TYPE_BF16) return norm_as<std::uint16_t>(a, first, rows);
-    norm_as<float>(a, first, rows);
+void rms_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
+    if (a.out_type == TYPE_BF16) return rms_norm_as<std::uint16_t>(a, first, rows);
+    rms_norm_as<float>(a, first, rows);
+}
+
+// The sum of the squared distances from the mean. Lanes behind the end count nothing.
+PENSTOCK_INLINE F32x16 squared_deviations(const float* x, std::int64_t n, F32x16 mean) {
+    F32x16 squares = 0.0f;
+    each_vector(n, PENSTOCK_BODY {
+        const F32x16 all = load_some(x + i, count) - mean;
+        const F32x16 deviation = count == LANES ? all : select(lane_index() < count, all, F32x16(0.0f));
+        squares = squares + deviation * deviation;
+    });
+    return squares;
+}
+
+template <class Out>
+void layer_norm_as(const NormArgs& a, std::int64_t first, std::int64_t rows) {
+    for (std::int64_t row = first; row < first + rows; ++row) {
+        F32x16 total = 0.0f;
+        const float* x = normed_row(a, row, PENSTOCK_VISIT { total = total + value; });
+        const F32x16 mean = sum(total) / static_cast<float>(a.n);
+        const F32x16 scale = norm_scale(squared_deviations(x, a.n, mean), a.n, a.eps);
+        Out* out = static_cast<Out*>(a.out) + row * a.n;
+        each_vector(a.n, PENSTOCK_BODY {
+            const F32x16 normed = (load_some(x + i, count) - mean) * scale * load_some(a.weight + i, count);
+            store_some(out + i, a.bias == nullptr ? normed : normed + load_some(a.bias + i, count), count);
+        });
+    }
+}
+
+void layer_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
+    if (a.out_type == TYPE_BF16) return layer_norm_as<std::uint16_t>(a, first, rows);
+    layer_norm_as<float>(a, first, rows);
 }
 
 // ---- Rotary
@@ -172,22 +216,21 @@ struct Head {
     const float* weight;  // null: as it is
     F32x16 scale;
 
-    PENSTOCK_INLINE Head(const float* values, const float* norm, std::int64_t n, float eps) : x(values), weight(norm) {
-        scale = 1.0f;
-        if (norm == nullptr) return;
-        F32x16 squares = 0.0f;
-        each_vector(n, PENSTOCK_BODY {
-            const F32x16 value = load_some(values + i, count);
-            squares = squares + value * value;
-        });
-        scale = norm_scale(squares, n, eps);
-    }
-
     PENSTOCK_INLINE F32x16 at(std::int64_t i, int count) const {
         const F32x16 value = load_some(x + i, count);
         return weight == nullptr ? value : value * scale * load_some(weight + i, count);
     }
 };
+
+// The scale of a norm over n elements.
+PENSTOCK_INLINE float scale_of(const float* x, std::int64_t n, float eps) {
+    F32x16 squares = 0.0f;
+    each_vector(n, PENSTOCK_BODY {
+        const F32x16 value = load_some(x + i, count);
+        squares = squares + value * value;
+    });
+    return norm_scale(squares, n, eps);
+}
 
 // Turns element i against element i + half, for i < half. Elements from 2 half on stay as they are.
 template <class Out>
@@ -203,6 +246,20 @@ PENSTOCK_INLINE void turn(const Head& head, const float* cosines, std::int64_t h
     each_vector(n - rest, PENSTOCK_BODY { store_some(out + rest + i, head.at(rest + i, count), count); });
 }
 
+// The heads [heads, n] of q, or of k, normed and turned.
+template <class Out>
+PENSTOCK_INLINE void turn_heads(const float* x, std::int64_t heads, std::int64_t n, const HeadNorm& norm, float eps,
+                                const float* cosines, std::int64_t half, Out* out) {
+    const bool together = norm.size != n;
+    Head head{x, norm.weight, 1.0f};
+    if (norm.weight != nullptr && together) head.scale = scale_of(x, norm.size, eps);
+    for (std::int64_t at = 0; at < heads; ++at, head.x += n, out += n) {
+        if (norm.weight != nullptr && !together) head.scale = scale_of(head.x, n, eps);
+        turn(head, cosines, half, n, out);
+        if (together && norm.weight != nullptr) head.weight += n;
+    }
+}
+
 template <class Out>
 void rotary_as(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
     const std::int64_t n = a.head_dim;
@@ -213,11 +270,10 @@ void rotary_as(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
         Out* q = static_cast<Out*>(a.q) + row * a.heads * n;
         Out* k = static_cast<Out*>(a.k) + row * a.kv_heads * n;
         Out* v = static_cast<Out*>(a.v) + row * a.kv_heads * n;
-        for (std::int64_t at = 0; at < a.heads + a.kv_heads; ++at, from += n) {
-            const bool is_q = at < a.heads;
-            const Head head(from, is_q ? a.q_norm : a.k_norm, n, a.eps);
-            turn(head, cosines, half, n, is_q ? q + at * n : k + (at - a.heads) * n);
-        }
+        turn_heads(from, a.heads, n, a.q_norm, a.eps, cosines, half, q);
+        from += a.heads * n;
+        turn_heads(from, a.kv_heads, n, a.k_norm, a.eps, cosines, half, k);
+        from += a.kv_heads * n;
         each_vector(a.kv_heads * n, PENSTOCK_BODY { store_some(v + i, load_some(from + i, count), count); });
     }
 }
@@ -234,7 +290,7 @@ void embedding_from(const EmbeddingArgs& a, std::int64_t first, std::int64_t row
     for (std::int64_t row = first; row < first + rows; ++row) {
         const Element* from = static_cast<const Element*>(a.table) + a.ids[row] * a.n;
         float* to = a.out + row * a.n;
-        each_vector(a.n, PENSTOCK_BODY { store_some(to + i, load_some(from + i, count), count); });
+        each_vector(a.n, PENSTOCK_BODY { store_some(to + i, load_some(from + i, count) * a.scale, count); });
     }
 }
 
@@ -297,7 +353,21 @@ void route(const RouteArgs& a, std::int64_t first, std::int64_t rows, float* scr
     }
 }
 
-constexpr RowKernels ROW_KERNELS = {finish, norm, rotary, embedding, route};
+// ---- Element by element
+
+void add(float* x, const float* h, std::int64_t count) {
+    each_vector(count, PENSTOCK_BODY { store_some(x + i, load_some(x + i, count) + load_some(h + i, count), count); });
+}
+
+void round(const float* x, std::uint16_t* out, std::int64_t count) {
+    each_vector(count, PENSTOCK_BODY { store_some(out + i, load_some(x + i, count), count); });
+}
+
+void softcap(float* x, float cap, std::int64_t count) {
+    each_vector(count, PENSTOCK_BODY { store_some(x + i, tanh(load_some(x + i, count) / cap) * cap, count); });
+}
+
+constexpr RowKernels ROW_KERNELS = {finish, rms_norm, layer_norm, rotary, embedding, route, add, round, softcap};
 
 }  // namespace
 }  // namespace penstock

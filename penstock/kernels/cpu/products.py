@@ -1,0 +1,144 @@
+"""ProductOps: products with packed weights, alone and as a mixture of experts."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.arguments import TYPES, activation_code, address, rows_address, rows_of
+from penstock.kernels.cpu.calls import NativeCalls
+from penstock.kernels.cpu.experts import NativeExperts
+from penstock.kernels.cpu.packed import CpuLinear, Layout, own_linear, pack
+from penstock.kernels.ops import PackedLinear, RowSource, TensorRows
+from penstock.quant.scheme import Scheme
+
+F32, I64 = torch.float32, torch.int64
+REMEMBERED_EXPERTS = 1024  # layers whose experts are kept as the native functions read them
+
+
+class ProductOps(NativeCalls):
+    """The operations of kernels/ops.py that read a packed weight, and the router."""
+
+    def __init__(self, dtype: torch.dtype, *, threads: int = 1, level: str | None = None) -> None:
+        super().__init__(dtype, threads=threads, level=level)
+        self._experts: dict[tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]], NativeExperts] = {}
+
+    def pack_linear(
+        self,
+        weight: Tensor | RowSource,
+        bias: Tensor | None = None,
+        *,
+        leaf_ends: Sequence[int] = (),
+        scheme: Scheme | None = None,
+        gated: bool = False,
+    ) -> PackedLinear:
+        source = TensorRows(weight) if isinstance(weight, Tensor) else weight
+        layout = Layout.of(source.shape, self.dtype, scheme, leaf_ends, gated)
+        return pack(layout, source, bias, self.dtype, self._pack_rows)
+
+    def restore_linear(
+        self,
+        shape: tuple[int, int],
+        state: Mapping[str, Tensor],
+        *,
+        leaf_ends: Sequence[int] = (),
+        scheme: Scheme | None = None,
+        gated: bool = False,
+    ) -> PackedLinear:
+        return CpuLinear(Layout.of(shape, self.dtype, scheme, leaf_ends, gated), state)
+
+    def _pack_rows(self, weight: CpuLinear, rows: Tensor, first: int) -> None:
+        at = address(rows, (len(rows), weight.depth), self.dtype, "weight")
+        self._call("penstock_pack_rows", (), weight.address, at, self._type, first, len(rows))
+
+    def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
+        return self._product(x, own_linear(weight, gated=False), 0, F32, out)
+
+    def activated_linear(
+        self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None
+    ) -> Tensor:
+        return self._product(x, own_linear(weight, gated=False), activation_code(activation), self.dtype, out)
+
+    def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
+        return self._product(x, own_linear(weight, gated=True), activation_code(activation), self.dtype, out)
+
+    def _product(self, x: Tensor, weight: CpuLinear, activation: int, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+        rows, _ = rows_of(x, "x")
+        shape = (rows, weight.outputs)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype)
+        x_at = address(x, (rows, weight.depth), self.dtype, "x")
+        out_at, stride = rows_address(out, shape, dtype, "out")
+        self._call(
+            "penstock_linear",
+            (x, weight, out),
+            weight.address,
+            x_at,
+            self._type,
+            rows,
+            out_at,
+            stride,
+            TYPES[dtype],
+            activation,
+        )
+        return out
+
+    def experts(
+        self,
+        x: Tensor,
+        gate_up: Sequence[PackedLinear],
+        down: Sequence[PackedLinear],
+        ids: Tensor,
+        weights: Tensor,
+        activation: str,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        native = self._native_experts(gate_up, down)
+        (rows, _), (_, top_k) = rows_of(x, "x"), rows_of(ids, "ids")
+        if out is None:
+            out = torch.empty((rows, native.outputs), dtype=F32)
+        self._call(
+            "penstock_experts",
+            (x, native, ids, weights, out),
+            native.gate_up,
+            native.down,
+            native.count,
+            address(x, (rows, native.depth), self.dtype, "x"),
+            self._type,
+            rows,
+            top_k,
+            address(ids, (rows, top_k), I64, "ids"),
+            address(weights, (rows, top_k), F32, "weights"),
+            activation_code(activation),
+            address(out, (rows, native.outputs), F32, "out"),
+        )
+        return out
+
+    def _native_experts(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> NativeExperts:
+        key = tuple(gate_up), tuple(down)
+        known = self._experts.get(key)
+        if known is None:
+            if len(self._experts) >= REMEMBERED_EXPERTS:
+                self._experts.clear()
+            known = self._experts[key] = NativeExperts(*key)
+        return known
+
+    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+        rows, experts = rows_of(logits, "logits")
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"top_k: {top_k} of {experts} experts")
+        at = address(logits, (rows, experts), F32, "logits")
+        ids, weights = torch.empty((rows, top_k), dtype=I64), torch.empty((rows, top_k), dtype=F32)
+        self._call(
+            "penstock_route",
+            (logits, ids, weights),
+            at,
+            rows,
+            experts,
+            top_k,
+            renormalize,
+            ids.data_ptr(),
+            weights.data_ptr(),
+        )
+        return ids, weights

@@ -1,0 +1,181 @@
+"""RowOps: what happens to rows between the products. Norms, rotary, embedding, and what is done element by element."""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.arguments import address, optional_address, rows_of, type_code
+from penstock.kernels.cpu.calls import NativeCalls
+
+F32, I64 = torch.float32, torch.int64
+
+
+class RowOps(NativeCalls):
+    """The operations of kernels/ops.py whose rows stand alone."""
+
+    def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        rows, (vocab_size, hidden) = len(ids), rows_of(weight, "weight")
+        table, at = address(weight, (vocab_size, hidden), self.dtype, "weight"), address(ids, (rows,), I64, "ids")
+        if out is None:
+            out = torch.empty((rows, hidden), dtype=F32)
+        to = address(out, (rows, hidden), F32, "out")
+        self._call("penstock_embedding", (ids, weight, out), at, table, self._type, vocab_size, rows, hidden, scale, to)
+        return out
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        rows, hidden = shape = rows_of(x, "x")
+        dtype = dtype or self.dtype
+        out_type = type_code(dtype)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype)
+        self._call(
+            "penstock_rms_norm",
+            (x, weight, out),
+            address(x, shape, F32, "x"),
+            address(weight, (hidden,), F32, "weight"),
+            eps,
+            rows,
+            hidden,
+            address(out, shape, dtype, "out"),
+            out_type,
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, h: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        rows, hidden = shape = rows_of(x, "x")
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype)
+        self._call(
+            "penstock_add_rms_norm",
+            (x, h, weight, out),
+            address(x, shape, F32, "x"),
+            address(h, shape, F32, "h"),
+            address(weight, (hidden,), F32, "weight"),
+            eps,
+            rows,
+            hidden,
+            address(out, shape, self.dtype, "out"),
+            self._type,
+        )
+        return x, out
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+    ) -> Tensor:
+        rows, hidden = shape = rows_of(x, "x")
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype)
+        self._call(
+            "penstock_layer_norm",
+            (x, weight, bias, out),
+            address(x, shape, F32, "x"),
+            address(weight, (hidden,), F32, "weight"),
+            optional_address(bias, (hidden,), F32, "bias"),
+            eps,
+            rows,
+            hidden,
+            address(out, shape, self.dtype, "out"),
+            self._type,
+        )
+        return out
+
+    def add_layer_norm(
+        self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        rows, hidden = shape = rows_of(x, "x")
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype)
+        self._call(
+            "penstock_add_layer_norm",
+            (x, h, weight, bias, out),
+            address(x, shape, F32, "x"),
+            address(h, shape, F32, "h"),
+            address(weight, (hidden,), F32, "weight"),
+            optional_address(bias, (hidden,), F32, "bias"),
+            eps,
+            rows,
+            hidden,
+            address(out, shape, self.dtype, "out"),
+            self._type,
+        )
+        return x, out
+
+    def add(self, x: Tensor, h: Tensor) -> Tensor:
+        rows, hidden = shape = rows_of(x, "x")
+        at, branch_at = address(x, shape, F32, "x"), address(h, shape, F32, "h")
+        self._call("penstock_add", (x, h), at, branch_at, rows * hidden)
+        return x
+
+    def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        rows, hidden = shape = rows_of(x, "x")
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype)
+        at, to = address(x, shape, F32, "x"), address(out, shape, self.dtype, "out")
+        self._call("penstock_round", (x, out), at, rows * hidden, to, self._type)
+        return out
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        if not cap > 0:
+            raise ValueError(f"softcap: {cap} is not above 0")
+        rows, columns = shape = rows_of(x, "x")
+        self._call("penstock_softcap", (x,), address(x, shape, F32, "x"), cap, rows * columns)
+        return x
+
+    def rotary_qkv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        heads: tuple[int, int, int],
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+        out: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_heads, num_kv_heads, head_dim = heads
+        rows, dtype = qkv.shape[0], self.dtype
+        q_shape, kv_shape = (rows, num_heads, head_dim), (rows, num_kv_heads, head_dim)
+        if out is None:
+            q, k, v = (torch.empty(shape, dtype=dtype) for shape in (q_shape, kv_shape, kv_shape))
+        else:
+            q, k, v = out
+        positions_at, cos_sin_at = address(positions, (rows,), I64, "positions"), None
+        num_positions = rotary_dim = 0
+        if cos_sin is not None:
+            num_positions, rotary_dim = rows_of(cos_sin, "cos_sin")
+            cos_sin_at = address(cos_sin, (num_positions, rotary_dim), F32, "cos_sin")
+            if rotary_dim > head_dim or rotary_dim % 2:
+                raise ValueError(f"cos_sin: {rotary_dim} columns; an even number up to {head_dim} is needed")
+        self._call(
+            "penstock_rotary_qkv",
+            (qkv, positions, cos_sin, q_norm, k_norm, q, k, v),
+            address(qkv, (rows, (num_heads + 2 * num_kv_heads) * head_dim), F32, "qkv"),
+            positions_at,
+            cos_sin_at,
+            num_positions,
+            rotary_dim,
+            rows,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            *_norm_of_heads(q_norm, num_heads, head_dim, "q_norm"),
+            *_norm_of_heads(k_norm, num_kv_heads, head_dim, "k_norm"),
+            eps,
+            address(q, q_shape, dtype, "q"),
+            address(k, kv_shape, dtype, "k"),
+            address(v, kv_shape, dtype, "v"),
+            self._type,
+        )
+        return q, k, v
+
+
+def _norm_of_heads(weight: Tensor | None, heads: int, head_dim: int, name: str) -> tuple[int | None, int]:
+    """Address and size of a norm's weight: [D] for each head by itself, [heads * D] for all of them together."""
+    if weight is None:
+        return None, head_dim
+    size = len(weight) if weight.shape == (heads * head_dim,) else head_dim
+    return address(weight, (size,), F32, name), size

@@ -1,0 +1,29 @@
+"""nn.Linear swapped for the product that the backend packs, so that a model written with torch's layers quantises."""
+
+from torch import Tensor, nn
+
+from penstock.layers.factory import LayerFactory
+from penstock.layers.linear import Linear
+
+
+class SwappedLinear(Linear):
+    """Computes as nn.Linear does: x [..., K] dtype -> [..., N] dtype, in memory of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = super().forward(x.reshape(-1, x.shape[-1]))
+        return rows.to(self.ops.dtype, copy=True).view(*x.shape[:-1], -1)
+
+
+def swap_linears(model: nn.Module, make: LayerFactory) -> None:
+    """Replace every nn.Linear in a model by a product that is quantised as the parameter table allows.
+
+    To be called at the end of the model's __init__, with the factory that it was given.
+
+    Raises:
+        ModelLoadError: the table does not have the weight of one.
+    """
+    linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+    for name, _ in linears:
+        parent, _, leaf = name.rpartition(".")
+        made = make.linear(name)
+        setattr(model.get_submodule(parent), leaf, SwappedLinear(make.ops, made.spec, made.out))
