@@ -103,7 +103,7 @@ def remove_certificate(certificate_id: str) -> None:
 
 
 def read_certificate(basis: Basis) -> dict[str, Any] | None:
-    """The certificate for this basis; None where there is none, or none that can be read and says what its name does."""
+    """The certificate for this basis; None where there is none, or one that is damaged."""
     try:
         found = json.loads(certificate_file(basis.id).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

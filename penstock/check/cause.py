@@ -1,12 +1,16 @@
-"""What the first difference points to: a guess, from the weights, the positions and the rotary tables of both models."""
+"""What the first difference points to: a guess, from weights, positions and rotary tables."""
+
+from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock.check.pairs import Piece, ungroup
 from penstock.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM, Comparison, Place
+from penstock.kernels.ops import TensorRows
 from penstock.layers.attention import Attention
 from penstock.layers.norm import LayerNorm, RMSNorm
+from penstock.models.param_table import Parameter
+from penstock.weights.layouts import parameter_rows
 from penstock.weights.loader import open_source, read_parameters
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # what modules of Transformers call it
@@ -22,53 +26,56 @@ def find_cause(found: Comparison) -> str | None:
     place = found.places[index]
     if place.what == STREAM:
         return "both branches agree: they are added to the stream, or scaled, in another way"
-    changed = _changed_weights(found, place.pieces)
-    if changed is not None:
-        return changed
     module = found.ours.model.get_submodule(place.layer)
     if place.what == ATTENTION and isinstance(module, Attention):
         return _attention(found, place, module)
+    changed = _changed_weights(found, place.layer)
+    if changed is not None:
+        return changed
     if place.what == ACTIVATION:
         return "the weights agree: another activation"
     if isinstance(module, RMSNorm | LayerNorm):
         return _norm(found, place, module.eps)
-    return "the weights agree: a bias, a scale or the layout" if place.pieces else None
+    return "the weights agree: it is computed in another way"
 
 
-def _changed_weights(found: Comparison, pieces: tuple[Piece, ...]) -> str | None:
-    """The first parameter of theirs that is not what our loader reads."""
-    for piece in pieces:
-        module = found.twin.model.get_submodule(piece.theirs)
-        for name, theirs in module.named_parameters(recurse=False):
-            ours = _our_values(found, piece, name)
-            if ours is None or ours.shape != (theirs := _in_our_order(piece, theirs)).shape:
-                continue
-            difference = (ours - theirs).abs()
-            if bool((difference > LAYER_TOLERANCE * theirs.abs().max()).any()):
-                return (
-                    f"the inputs agree, and {piece.theirs}.{name} has other values "
-                    f"({int((difference > 0).sum()):,} of {ours.numel():,} differ, by up to {difference.max():.3g})"
-                )
+def _changed_weights(found: Comparison, layer: str) -> str | None:
+    """The first parameter in a layer of ours whose values are others in their model."""
+    ours = found.ours
+    parameters = read_parameters(ours.config)
+    source = open_source(ours.directory, ours.config, "auto")
+    state = found.twin.model.state_dict()
+    for name, parameter in parameters.items():
+        theirs = _their_values(parameters[parameter.tied_to or name], state)
+        if not name.startswith(f"{layer}.") or theirs is None:
+            continue
+        difference = (source.rows(parameter).read(0, parameter.shape[0]).float() - theirs).abs()
+        if bool((difference > LAYER_TOLERANCE * theirs.abs().max()).any()):
+            count = f"{int((difference > 0).sum()):,} of {difference.numel():,} differ, by up to {difference.max():.3g}"
+            return f"{_source_of(parameter, difference)} has other values there ({count})"
     return None
 
 
-def _our_values(found: Comparison, piece: Piece, name: str) -> Tensor | None:
-    """The rows of our weight or bias that correspond to the piece, as our loader reads them, in float32."""
-    ours = found.ours
-    parameter = read_parameters(ours.config).get(f"{piece.ours}.{name}")
-    if parameter is None:
-        return None
-    rows = open_source(ours.directory, ours.config, "auto").rows(parameter)
-    bounds = piece.rows if piece.is_part else slice(0, rows.shape[0])
-    return rows.read(bounds.start, bounds.stop).float()
+def _their_values(parameter: Parameter, state: dict[str, Tensor]) -> Tensor | None:
+    """A parameter as their model has it in memory, laid out as ours; None where it is not there under a known name."""
+    for layout in parameter.layouts:
+        if all(name in state for name in layout.sources):
+            rows = parameter_rows(
+                layout, lambda name, index: TensorRows(state[name] if index is None else state[name][index])
+            )
+            return rows.read(0, rows.shape[0]).float() if rows.shape == parameter.shape else None
+    return None
 
 
-def _in_our_order(piece: Piece, values: Tensor) -> Tensor:
-    """A weight or bias of theirs as our table has it."""
-    values = values.detach().float()
-    if values.ndim == 1:
-        return ungroup(values, piece.layout)
-    return ungroup(values if piece.layout.transposed else values.T, piece.layout).T
+def _source_of(parameter: Parameter, difference: Tensor) -> str:
+    """The checkpoint's name for where the first difference is."""
+    layout = parameter.layouts[0]
+    names = list(layout.sources)
+    if len(names) == 1 or layout.join_axis != 0:
+        return names[0]
+    first = int(difference.flatten(1).amax(dim=1).nonzero()[0]) if difference.ndim > 1 else int(difference.nonzero()[0])
+    ends = accumulate(layout.pieces)
+    return next(name for name, end in zip(names, ends, strict=True) if first < end)
 
 
 def _norm(found: Comparison, place: Place, ours: float) -> str:
@@ -81,7 +88,9 @@ def _norm(found: Comparison, place: Place, ours: float) -> str:
 
 def _attention(found: Comparison, place: Place, attention: Attention) -> str:
     """The first token sees only itself: no angle, mask or scale reaches it."""
-    wrong = (place.ours - place.theirs).square().mean(dim=1).sqrt() > LAYER_TOLERANCE * place.theirs.square().mean().sqrt()
+    wrong = (place.ours - place.theirs).square().mean(
+        dim=1
+    ).sqrt() > LAYER_TOLERANCE * place.theirs.square().mean().sqrt()
     position = int(wrong.nonzero()[0]) if bool(wrong.any()) else 0
     if position == 0:
         return "the products for q, k and v agree, and attention differs from the first token on: values or heads"
@@ -110,12 +119,5 @@ def _same_table(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _head(found: Comparison) -> str:
-    head = found.twin.model.get_output_embeddings()
-    name = "lm_head.weight"
-    parameter = read_parameters(found.ours.config).get(name)
-    if isinstance(head, nn.Module) and parameter is not None:
-        ours = open_source(found.ours.directory, found.ours.config, "auto").rows(parameter)
-        theirs = head.weight.detach().float()
-        if ours.shape == theirs.shape and not torch.equal(ours.read(0, ours.shape[0]).float(), theirs):
-            return f"the final norm agrees: {name} has other values"
-    return "the final norm agrees: the head's product, its bias or a soft cap"
+    changed = _changed_weights(found, "lm_head")
+    return f"the final norm agrees: {changed or 'the product of the head, or a soft cap'}"

@@ -63,9 +63,7 @@ class OurModel:
         config = self.config
         num_blocks = -(-tokens // BLOCK_SIZE)
         caches = tuple(
-            self.ops.new_kv_cache(
-                num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, self.ops.dtype
-            )
+            self.ops.new_kv_cache(num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, self.ops.dtype)
             for _ in range(config.num_hidden_layers)
         )
         groups = config.cache_groups()

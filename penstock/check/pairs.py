@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,15 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A layer of ours, or some of its output columns, and their module.
+    """A module of theirs that does what a layer of ours, or some of its output columns, does.
 
     Attributes:
-        ours, theirs: module names. `source` is the parameter's name in the checkpoint.
+        module: its name.
         rows: of our weight, and so columns of our output, where it joins several.
+        layout: how they hold it.
     """
 
-    ours: str
-    theirs: str
-    source: str
+    module: str
     rows: slice
     layout: Layout
 
@@ -42,6 +41,15 @@ class Piece:
     def of_ours(self, columns: Tensor) -> Tensor:
         """The columns of our output [T, N] that their module makes."""
         return columns[:, self.rows] if self.is_part else columns
+
+    def in_our_order(self, columns: Tensor) -> Tensor:
+        """Their output [T, N], with one piece after the other where they interleave them."""
+        layout = self.layout
+        if layout.groups == 1:
+            return columns
+        shares = [size // layout.groups for size in layout.pieces]
+        grouped = columns.view(*columns.shape[:-1], layout.groups, -1).split(shares, dim=-1)
+        return torch.cat([part.flatten(-2) for part in grouped], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,49 +86,19 @@ def find_pairs(parameters: Mapping[str, Parameter], ours: nn.Module, theirs: nn.
     return Pairs(pieces, blocks, _branches(lost, pieces, blocks, our_modules, their_modules))
 
 
-def ungroup(columns: Tensor, layout: Layout) -> Tensor:
-    """[.., N] as a checkpoint orders it -> [.., N] with one piece after the other."""
-    if layout.groups == 1:
-        return columns
-    shares = [size // layout.groups for size in layout.pieces]
-    grouped = columns.unflatten(-1, (layout.groups, -1)).split(shares, dim=-1)
-    return torch.cat([part.flatten(-2) for part in grouped], dim=-1)
-
-
 def _pieces(layer: str, parameter: Parameter, modules: Mapping[str, nn.Module]) -> tuple[Piece, ...]:
-    """The modules that hold the parameter; none, if one of its sources is no module's weight."""
-    layout = parameter.layouts[0]
-    if layout.index is not None:
-        return ()
-    sizes = layout.pieces if len(layout.sources) > 1 else (parameter.shape[0],)
-    found, start = [], 0
-    for (source, shape), size in zip(layout.sources.items(), sizes, strict=True):
-        module = _find_module(source, shape, modules)
-        if module is None:
-            return ()
-        found.append(Piece(layer, module, source, slice(start, start + size), layout))
-        start += size
-    return tuple(found)
-
-
-def _find_module(source: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module]) -> str | None:
-    """The module whose weight a checkpoint holds under that name.
-
-    Transformers renames some modules and keeps the old names in files: then it is the one of the same layer, with the
-    same last name and a weight of the same shape, if there is just one.
-    """
-    name = source.removesuffix(WEIGHT)
-    if name in modules:
-        return name
-    like = [
-        other
-        for other, module in modules.items()
-        if _last(other) == _last(name)
-        and re.findall(r"\d+", other) == re.findall(r"\d+", name)
-        and isinstance(weight := getattr(module, "weight", None), Tensor)
-        and tuple(weight.shape) == shape
-    ]
-    return like[0] if len(like) == 1 else None
+    """The modules that hold the parameter, in the first of its layouts that Transformers has in memory; none where it
+    has no module of its own."""
+    for layout in parameter.layouts:
+        names = [source.removesuffix(WEIGHT) for source in layout.sources]
+        if layout.index is not None or not all(name in modules for name in names):
+            continue
+        sizes = layout.pieces if len(names) > 1 else (parameter.shape[0],)
+        ends = list(accumulate(sizes))
+        return tuple(
+            Piece(name, slice(end - size, end), layout) for name, size, end in zip(names, sizes, ends, strict=True)
+        )
+    return ()
 
 
 def _blocks(pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, str]:
@@ -128,7 +106,7 @@ def _blocks(pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, str]:
     inside: dict[str, list[str]] = {}
     for layer, found in pieces.items():
         if (match := BLOCK.match(layer)) is not None:
-            inside.setdefault(match[1], []).extend(piece.theirs for piece in found)
+            inside.setdefault(match[1], []).extend(piece.module for piece in found)
     return {block: _common_parent(names) for block, names in inside.items() if len(set(names)) > 1}
 
 
@@ -154,7 +132,7 @@ def _branches(
         if match is None or match[1] not in blocks:
             continue
         branch = ".".join(parameter.name.split(".")[: match[1].count(".") + 2])
-        siblings = [piece.theirs for layer, found in pieces.items() if _parent(layer) == branch for piece in found]
+        siblings = [piece.module for layer, found in pieces.items() if _parent(layer) == branch for piece in found]
         parents = Counter(_parent(name) for name in siblings) - Counter({blocks[match[1]]: len(siblings)})
         if branch in our_modules and parents and (common := parents.most_common(1)[0][0]) in their_modules:
             result[branch] = common
@@ -163,7 +141,3 @@ def _branches(
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]

@@ -5,13 +5,14 @@ first one beyond its bound is where the models part; those after it only carry t
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from penstock.check.ours import OurModel, weight_layers
-from penstock.check.pairs import BLOCK, Pairs, Piece, find_pairs, ungroup
+from penstock.check.pairs import BLOCK, Pairs, Piece, find_pairs
 from penstock.check.report import Row
 from penstock.check.trace import Call, Trace
 from penstock.check.twin import Twin
@@ -26,7 +27,7 @@ from penstock.weights.loader import read_parameters
 LAYER_TOLERANCE = 1e-5
 LOGPROB_TOLERANCE = 1e-4  # absolute, the project's bound for every family in float32
 ATTENTION, ACTIVATION, STREAM = "attention (rotary, mask, scale)", "activation", "residual stream"
-LOGPROBS = "log-probabilities"
+LOGPROBS, TABLE = "log-probabilities", "(all rows)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,24 +37,27 @@ class Place:
     Attributes:
         layer: of ours.
         what: "" is the layer's own output; else what stands beside its name.
-        pieces: the modules of theirs that make it, where these have weights.
+        part: of what their module makes, where a layer of ours joins several; else "".
         ours, theirs: [T, n] float32.
     """
 
     layer: str
     what: str
-    pieces: tuple[Piece, ...]
+    part: str
     their_module: str
     ours: Tensor
     theirs: Tensor
 
-    def row(self) -> Row:
+    @property
+    def block(self) -> int | None:
+        """Number of the decoder block that the layer is in, or is."""
         match = BLOCK.match(self.layer + ".")
-        block = None if match is None else int(match[1].rpartition(".")[2])
-        part = self.pieces[0].theirs.rpartition(".")[2] if not self.what and self.pieces[0].is_part else ""
-        what = self.what or (f"({part})" if part else "")
-        allowed = LAYER_TOLERANCE * math.sqrt(2 + (block or 0))
-        return Row(block, f"{self.layer} {what}".strip(), self.their_module, *errors(self.ours, self.theirs), allowed)
+        return None if match is None else int(match[1].rpartition(".")[2])
+
+    @property
+    def name(self) -> str:
+        """For instance model.layers.0.self_attn.qkv_proj (k_proj)."""
+        return " ".join(filter(None, [self.layer, f"({self.part})" if self.part else "", self.what]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,13 +85,24 @@ def compare(ours: OurModel, twin: Twin, ids: list[int]) -> Comparison:
     places = tuple(walk.places(our_trace))
     found = errors(our_logits.cpu().log_softmax(dim=-1), their_logits.log_softmax(dim=-1))
     last = Row(None, LOGPROBS, "logits", *found, LOGPROB_TOLERANCE, absolute=True)
-    return Comparison(ours, twin, their_trace, places, (*(place.row() for place in places), last))
+    return Comparison(ours, twin, their_trace, places, (*rows_of(places, LAYER_TOLERANCE), last))
+
+
+def rows_of(places: Iterable[Place], tolerance: float) -> Iterator[Row]:
+    """Each place as a row. What is allowed grows with the blocks that were passed, as roundings add up."""
+    blocks = 0
+    for place in places:
+        blocks = blocks if place.block is None else place.block + 1
+        found = errors(place.ours, place.theirs)
+        yield Row(place.block, place.name, place.their_module, *found, tolerance * math.sqrt(1 + blocks))
 
 
 def errors(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     """The largest difference, and the RMS of the difference over the RMS of theirs. Infinite where one is no number."""
     if ours.shape != theirs.shape:
         return math.inf, math.inf
+    if torch.equal(ours, theirs):  # NaN is not
+        return 0.0, 0.0
     difference, scale = (ours - theirs).double(), theirs.double().square().mean().sqrt().item()
     largest, rms = difference.abs().max().item(), difference.square().mean().sqrt().item()
     if not math.isfinite(largest):
@@ -131,10 +146,15 @@ class _Walk:
             ours = self._rows(call.outputs[0])
             if isinstance(layer, Embedding):
                 # Theirs may be scaled by the module, or later: then the stream of the first block shows it.
-                plain = type(self.twin.get_submodule(piece.theirs)) is nn.Embedding
-                yield Place(call.name, "", (piece,), piece.theirs, ours / layer.scale if plain else ours, theirs)
+                plain = type(self.twin.get_submodule(piece.module)) is nn.Embedding
+                ours = ours / layer.scale if plain else ours
             else:
-                yield Place(call.name, "", (piece,), piece.theirs, piece.of_ours(ours), theirs)
+                ours = piece.of_ours(ours)
+            part = piece.module.rpartition(".")[2] if piece.is_part else ""
+            yield Place(call.name, "", part, piece.module, ours, theirs)
+            if isinstance(layer, Embedding):  # the prompt shows some rows only
+                table = self.twin.get_submodule(piece.module).get_parameter("weight").detach().float()
+                yield Place(call.name, TABLE, "", piece.module, layer.weight.detach().cpu().float(), table)
 
     def _input(self, call: Call, activated: str | None, modules: dict[str, nn.Module]) -> Iterator[Place]:
         """What a product reads, where no layer of its own has made it: attention's result, or an activation's."""
@@ -143,25 +163,24 @@ class _Walk:
         pieces = self.pairs.pieces.get(call.name, ())
         if len(pieces) != 1 or not (attends or activated):
             return
-        their_call = self.theirs.of(pieces[0].theirs)
+        their_call = self.theirs.of(pieces[0].module)
         if their_call is None:
             return
         name = call.name.rpartition(".")[0] if attends else activated or ""
-        made_by = () if attends else self.pairs.pieces.get(name, ())
         ours, theirs = self._rows(call.inputs[0]), self._rows(their_call.inputs[0])
         what = ATTENTION if attends else ACTIVATION
-        yield Place(name, what, made_by, f"{pieces[0].theirs} (input)", ours, theirs)
+        yield Place(name, what, "", f"{pieces[0].module} (input)", ours, theirs)
 
     def _between(self, name: str, what: str, module: str, outputs: tuple[Tensor, ...]) -> Iterator[Place]:
         """What modules hand on: ours may leave branches unadded."""
         their_call = self.theirs.of(module)
         if their_call is not None and their_call.outputs:
             ours = sum((self._rows(tensor) for tensor in outputs[1:]), self._rows(outputs[0]))
-            yield Place(name, what, (), module, ours, self._rows(their_call.outputs[0]))
+            yield Place(name, what, "", module, ours, self._rows(their_call.outputs[0]))
 
     def _their_output(self, piece: Piece) -> Tensor | None:
-        call = self.theirs.of(piece.theirs)
-        return None if call is None or not call.outputs else ungroup(self._rows(call.outputs[0]), piece.layout)
+        call = self.theirs.of(piece.module)
+        return None if call is None or not call.outputs else piece.in_our_order(self._rows(call.outputs[0]))
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Anything with one entry a token as [T, n]: theirs have a batch before it, and some the heads."""

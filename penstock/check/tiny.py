@@ -48,7 +48,7 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
 
     config: the same, for its own spelling of common names.
     """
-    numbers = ModelConfig.from_dict({key: value for key, value in values.items() if key != "auto_map"})
+    numbers = ModelConfig.from_dict(values)
     spelling = getattr(config, "attribute_map", {})
     result = dict(values)
 

@@ -3,7 +3,6 @@
 Transformers is an optional dependency and is imported nowhere else (but for the training of the demo model).
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.check.trace import Trace, watching
 from penstock.errors import ModelLoadError
-from penstock.validation import shown
+from penstock.model_config import ModelConfig
 
 INSTALL = "check: Transformers is not installed, and it is what a model is compared with; pip install 'penstock[check]'"
 
@@ -31,7 +30,7 @@ class Twin:
         Raises:
             ModelLoadError: Transformers is missing, has no such class, or cannot read it.
         """
-        model_class = find_class(read_architecture(directory))
+        model_class = find_class(ModelConfig.from_directory(directory).architecture)
         try:
             model = model_class.from_pretrained(
                 directory, dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True
@@ -42,7 +41,7 @@ class Twin:
 
     @torch.inference_mode()
     def run(self, ids: list[int]) -> tuple[Trace, Tensor]:
-        """One pass over a prompt, without a cache -> what its modules said, and the logits after each, [T, V] float32."""
+        """One pass over a prompt -> what its modules said, and the logits after each token, [T, V] float32."""
         with watching(self.model) as trace:
             logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
         return trace, logits.float()
@@ -78,28 +77,13 @@ def find_class(architecture: str) -> Any:
     return found
 
 
-def read_architecture(directory: Path) -> str:
-    """What the config.json of a directory names. Nothing else of it is checked here.
-
-    Raises:
-        ModelLoadError: it names none.
-    """
-    try:
-        names = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("architectures")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelLoadError(f"{directory / 'config.json'}: cannot be read: {_one_line(error)}") from None
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ModelLoadError(f"{directory / 'config.json'}: architectures = {shown(names)}; it must name one class")
-    return names[0]
-
-
 def read_config(directory: Path) -> Any:
     """Transformers' reading of a config.json.
 
     Raises:
         ModelLoadError: it cannot read it.
     """
-    config_class = find_class(read_architecture(directory)).config_class
+    config_class = find_class(ModelConfig.from_directory(directory).architecture).config_class
     try:
         return config_class.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:

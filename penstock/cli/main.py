@@ -21,10 +21,10 @@ COMMANDS = {
     "serve": "serve a model over the OpenAI API",
     "bench": "measure throughput and latency",
     "convert": "pack and quantise a checkpoint once",
+    "check": "compare a model with Transformers, layer by layer",
 }
 PLANNED = {
     "bench serve": "load on a running server",
-    "check": "compare a model with Transformers, layer by layer",
     "table": "print a parameter table for a new architecture",
     "plan": "predict memory and speed before loading",
     "simulate": "run the real scheduler on a virtual clock",
