@@ -48,7 +48,7 @@ class Piece:
         if layout.groups == 1:
             return columns
         shares = [size // layout.groups for size in layout.pieces]
-        grouped = columns.view(*columns.shape[:-1], layout.groups, -1).split(shares, dim=-1)
+        grouped = torch.split(columns.view(*columns.shape[:-1], layout.groups, -1), shares, dim=-1)
         return torch.cat([part.flatten(-2) for part in grouped], dim=-1)
 
 

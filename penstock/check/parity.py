@@ -88,6 +88,12 @@ def compare(ours: OurModel, twin: Twin, ids: list[int]) -> Comparison:
     return Comparison(ours, twin, their_trace, places, (*rows_of(places, LAYER_TOLERANCE), last))
 
 
+def differs_in_attention(found: Comparison) -> bool:
+    """Whether attention is the first that differs."""
+    index = next((index for index, row in enumerate(found.rows) if not row.passed), len(found.places))
+    return index < len(found.places) and found.places[index].what == ATTENTION
+
+
 def rows_of(places: Iterable[Place], tolerance: float) -> Iterator[Row]:
     """Each place as a row. What is allowed grows with the blocks that were passed, as roundings add up."""
     blocks = 0

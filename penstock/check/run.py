@@ -14,11 +14,11 @@ from penstock import validation as check
 from penstock.certificate import Certificate, find_basis, remove_certificate, write_certificate
 from penstock.check.cause import find_cause
 from penstock.check.ours import OurModel
-from penstock.check.parity import LOGPROBS, compare
+from penstock.check.parity import LOGPROBS, compare, differs_in_attention
 from penstock.check.proofs import NUM_TOKENS, Setting, make_prompts, prove
 from penstock.check.report import Report, Row
 from penstock.check.target import Target, find_target
-from penstock.check.twin import Twin, transformers
+from penstock.check.twin import ATTENTIONS, Twin, transformers
 from penstock.check.verify import verify
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
@@ -142,12 +142,15 @@ def _compared(subject: Subject, announce: Announce) -> Report:
     other, directory = subject.options.against, subject.target.directory
     needed = 4 * num_elements(read_parameters(subject.config).values())
     check_memory({"float32 weights of Transformers' model": needed}, free_memory_bytes())
-    twin = Twin.load(directory if other is None else resolve_model(other))
+    theirs = directory if other is None else resolve_model(other)
     prompt = subject.prompt
     ours = OurModel.load(directory, dtype="float32", kernels=subject.kernels, tokens=len(prompt))
-    found = compare(ours, twin, prompt)
-    against = f"Transformers {transformers().__version__}" + ("" if other is None else f" with {other}")
-    return subject.report(against, found.rows, find_cause(found))
+    found = compare(ours, Twin.load(theirs), prompt)
+    if differs_in_attention(found):
+        again = compare(ours, Twin.load(theirs, ATTENTIONS[1]), prompt)
+        found = found if differs_in_attention(again) else again
+    against = f"Transformers {transformers().__version__} ({found.twin.attention})"
+    return subject.report(against + ("" if other is None else f" with {other}"), found.rows, find_cause(found))
 
 
 def _certified(report: Report, subject: Subject) -> Report:

@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.architecture import known_architectures
 from penstock.certificate import RANDOM_TINY
 from penstock.check.tiny import make_tiny
-from penstock.check.twin import find_class, read_config
+from penstock.check.twin import find_class, one_line, read_config
 from penstock.errors import ModelLoadError
 from penstock.weights.hub import resolve_model
 from penstock.weights.safetensors import INDEX, PACKED, SINGLE, fingerprint
@@ -63,7 +63,14 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
 
 
 def _make(source: Path, scratch: Path) -> Path:
-    """A random model with the config of a directory, shrunk."""
+    """A random model with the config of a directory, shrunk.
+
+    Raises:
+        ModelLoadError: Transformers cannot make it.
+    """
     config = read_config(source)
-    make_tiny(config, find_class(config.architectures[0]), scratch / "tiny")
+    try:
+        make_tiny(config, find_class(config.architectures[0]), scratch / "tiny")
+    except (ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise ModelLoadError(f"{source}: Transformers cannot make a small model like it: {one_line(error)}") from error
     return scratch / "tiny"

@@ -60,7 +60,9 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
     for name, size in SMALL.items():
         old = result.get(spelling.get(name, name))
         put(name, min(old, size) if isinstance(old, int) else size)
-    _shrink_heads(numbers, values, put)
+    head_dim = _shrink_heads(numbers, values, put)
+    if "head_dim" in result:  # also where it is left open
+        result["head_dim"] = head_dim
     _shrink_layers(numbers, result, put)
     for name in EXPERTS:
         put(name, min(numbers.num_experts, max(4, numbers.num_experts_per_tok + 1)))
@@ -69,7 +71,8 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
     return result | {"dtype": "float32"}
 
 
-def _shrink_heads(numbers: ModelConfig, values: dict[str, Any], put: Any) -> None:
+def _shrink_heads(numbers: ModelConfig, values: dict[str, Any], put: Any) -> int:
+    """Heads, and what follows from them. Returns the size of one."""
     ratio = numbers.num_attention_heads // numbers.num_key_value_heads
     kv_heads = min(numbers.num_key_value_heads, 4 if ratio == 1 else 2)
     heads = kv_heads * (ratio if ratio <= MAX_RATIO else MAX_RATIO - ratio % 2)
@@ -77,9 +80,9 @@ def _shrink_heads(numbers: ModelConfig, values: dict[str, Any], put: Any) -> Non
     put("num_attention_heads", heads)
     for name in KV_HEADS:  # some files repeat the number of query heads where there is one kv head
         put(name, heads if values.get(name) == numbers.num_attention_heads else kv_heads)
-    put("head_dim", head_dim)
     follows = numbers.hidden_size == numbers.num_attention_heads * numbers.head_dim
     put("hidden_size", heads * head_dim if follows else HIDDEN_SIZE)
+    return head_dim
 
 
 def _shrink_layers(numbers: ModelConfig, result: dict[str, Any], put: Any) -> None:

@@ -3,6 +3,8 @@
 Transformers is an optional dependency and is imported nowhere else (but for the training of the demo model).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,24 @@ from penstock.model_config import ModelConfig
 
 INSTALL = "check: Transformers is not installed, and it is what a model is compared with; pip install 'penstock[check]'"
 
+# Plain torch first. For some models the two disagree; then the one counts that agrees with us, and the report names it.
+ATTENTIONS = ("eager", "sdpa")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Twin:
-    """A model of Transformers."""
+    """A model of Transformers, in float32.
+
+    Attributes:
+        attention: which of its implementations computes it, one of ATTENTIONS.
+    """
 
     model: nn.Module
+    attention: str
 
     @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype = torch.float32) -> "Twin":
-        """The checkpoint of a directory, computed without fused kernels.
+    def load(cls, directory: Path, attention: str = ATTENTIONS[0]) -> "Twin":
+        """The checkpoint of a directory.
 
         Raises:
             ModelLoadError: Transformers is missing, has no such class, or cannot read it.
@@ -33,18 +43,34 @@ class Twin:
         model_class = find_class(ModelConfig.from_directory(directory).architecture)
         try:
             model = model_class.from_pretrained(
-                directory, dtype=dtype, attn_implementation="eager", local_files_only=True, use_safetensors=True
+                directory,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                local_files_only=True,
+                use_safetensors=True,
             )
         except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
-            raise ModelLoadError(f"{directory}: Transformers cannot load it: {_one_line(error)}") from error
-        return cls(model.eval())
+            raise ModelLoadError(f"{directory}: Transformers cannot load it: {one_line(error)}") from error
+        return cls(model.eval(), attention)
 
     @torch.inference_mode()
     def run(self, ids: list[int]) -> tuple[Trace, Tensor]:
         """One pass over a prompt -> what its modules said, and the logits after each token, [T, V] float32."""
-        with watching(self.model) as trace:
+        with _nothing_rounded(), watching(self.model) as trace:
             logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
         return trace, logits.float()
+
+
+@contextmanager
+def _nothing_rounded() -> Iterator[None]:
+    """Some models round constants to bfloat16 whatever their own type is, the slopes of alibi for instance. The twin is
+    the mathematics in float32, so here such a rounding does nothing."""
+    rounding = torch.Tensor.bfloat16
+    torch.Tensor.bfloat16 = torch.Tensor.float  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.bfloat16 = rounding  # type: ignore[method-assign]
 
 
 def transformers() -> Any:
@@ -87,8 +113,9 @@ def read_config(directory: Path) -> Any:
     try:
         return config_class.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"{directory}: Transformers cannot read config.json: {_one_line(error)}") from error
+        raise ModelLoadError(f"{directory}: Transformers cannot read config.json: {one_line(error)}") from error
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error of another package says."""
     return " ".join(str(error).split())
