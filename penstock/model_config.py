@@ -83,6 +83,8 @@ class ModelConfig:
             generation_config.json gives them. Transformers samples only where `do_sample` is true, so the first four
             count only then, and a file that says `do_sample: false` means temperature 0. The repetition penalty and
             max_tokens (there `max_new_tokens`) also count without. Values the file leaves out are not filled in.
+        model_impl: which of the architecture's registered versions computes it, an engine option; "auto" is the default
+            one.
         ignored_generation: keys of generation_config.json that would change the answer, or are unknown, and are not
             applied; sorted. For the user to be told.
     """
@@ -123,6 +125,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_sampling: dict[str, Any] = field(default_factory=dict, hash=False)
+    model_impl: str = "auto"
     ignored_generation: tuple[str, ...] = field(default=(), repr=False)  # repr: what answers depend on
 
     @classmethod

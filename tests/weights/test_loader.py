@@ -219,7 +219,7 @@ def test_a_model_that_differs_from_its_table_is_refused(tmp_path: Path, monkeypa
     table = tmp_path / "llama.yaml"
     original = loader.lookup("LlamaForCausalLM")
     table.write_text(original.table_file.read_text() + "\nmodel.extra.weight: {shape: [hidden]}\n")
-    monkeypatch.setattr(loader, "lookup", lambda name: type(original)(original.model_class, table))
+    monkeypatch.setattr(loader, "lookup", lambda *_: type(original)(original.model_class, table))
     with pytest.raises(ModelLoadError, match=r"differ in model\.extra\.weight"):
         load(directory, load_format="dummy")
     with pytest.raises(ModelLoadError, match=r"missing: model\.extra\.weight"):
