@@ -37,7 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "rope_config": set(),
     "generation_config": set(),
     "architecture": {"models"},  # the package, to find the families that register themselves
-    "model_config": {"generation_config"},
+    "params_json": set(),
+    "model_config": {"generation_config", "params_json"},
     "engine": set(),
     "tokenizer": set(),
     "kernels": {"quant"},

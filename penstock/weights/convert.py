@@ -17,7 +17,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter
-from penstock.weights.companions import companions, copy
+from penstock.weights.companions import copy_companions
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import (
@@ -71,8 +71,7 @@ def convert_model(
         directory.require(packing.num_bytes)
         with directory.file(PACKED) as stream:
             size = packing.write(stream, progress)
-        for file in companions(source):
-            copy(file, directory)
+        copy_companions(source, directory)
     return size
 
 
