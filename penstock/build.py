@@ -4,9 +4,11 @@ directory -> ModelConfig -> resolved EngineConfig -> backend -> model with weigh
 """
 
 import hashlib
+import inspect
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 # Before torch is loaded: threads that wait by spinning take the core from whoever they wait for as soon as another
 # process wants one (measured on 2 cores with one busy neighbour: 5 tokens/s spinning, 100 sleeping).
@@ -14,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+from penstock.certificate import find_basis, read_certificate
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.messages import ModelInfo
@@ -22,7 +25,9 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import NUMERICS_VERSION, Heads, KVScales, Ops
 from penstock.layers.causal_lm import CausalLM
+from penstock.layers.lm_head import HeadLayout
 from penstock.model_config import ModelConfig
+from penstock.models.registry import lookup
 from penstock.models.sharding_map import ShardingMap
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor
@@ -76,6 +81,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         numerics.load_format,
         scheme=numerics.scheme,
         max_model_len=config.scheduler.max_model_len,
+        head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
         free_memory=free_memory_bytes,
     )
     plan = plan_kv_cache(config, model_config, free_memory_bytes())
@@ -86,12 +92,16 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         config,
         heads=Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim),
         eos_token_ids=model_config.eos_token_ids,
+        vocab_size=model_config.vocab_size,
         kv_scales=kv_scales,
     )
     if worker.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {worker.cache_bytes} bytes where {plan.num_bytes} were planned")
     weights = "dummy" if numerics.load_format == "dummy" else fingerprint(directory)
-    info = _model_info(config, model_config, plan, weights)
+    info = replace(
+        _model_info(config, model_config, plan, weights),
+        certificate=_certificate(model, model_config, directory, weights),
+    )
     engine = _engine(config, model_config, plan, worker)
     return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops)
 
@@ -171,6 +181,18 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         default_sampling=dict(model_config.default_sampling),
         choices_made={**config.reasons, "kv_cache_memory_bytes": plan.reason, **_not_applied(model_config)},
     )
+
+
+def _certificate(model: CausalLM, model_config: ModelConfig, directory: Path, weights: str) -> dict[str, Any] | None:
+    """What has been proved about this model, if anything; weights are told apart by their fingerprint."""
+    try:
+        table = lookup(model_config.architecture).table_file
+        file = Path(inspect.getfile(type(model)))
+        basis = find_basis(model_config.architecture, file, table, directory / "config.json", NUMERICS_VERSION)
+    except OSError:
+        return None
+    found = read_certificate(basis)
+    return None if found is None else found | {"same_weights": found["weights"] == weights}
 
 
 def _not_applied(model_config: ModelConfig) -> dict[str, str]:

@@ -21,11 +21,11 @@ COMMANDS = {
     "serve": "serve a model over the OpenAI API",
     "bench": "measure throughput and latency",
     "convert": "write a checkpoint in another form: packed, merged, separate",
+    "check": "compare a model with Transformers, layer by layer",
     "table": "print a model's parameter table, or a template for a new one",
 }
 PLANNED = {
     "bench serve": "load on a running server",
-    "check": "compare a model with Transformers, layer by layer",
     "plan": "predict memory and speed before loading",
     "simulate": "run the real scheduler on a virtual clock",
 }
