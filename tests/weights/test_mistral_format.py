@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from penstock.errors import ModelLoadError
 from penstock.model_config import ModelConfig
@@ -15,6 +16,7 @@ from penstock.params_json import config_of
 from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import INDEX, MISTRAL, SINGLE
 from penstock.weights.table_template import table_text
+from tests.families.case import Case
 from tests.hf_models import TINY, hf_logprobs, make_mistral, random_ids
 from tests.paged import PagedModel
 
@@ -35,6 +37,7 @@ NAMES = {
     "model.norm": "norm",
     "lm_head": "output",
     "model.layers": "layers",
+    "block_sparse_moe": "feed_forward",
     "self_attn.q_proj": "attention.wq",
     "self_attn.k_proj": "attention.wk",
     "self_attn.v_proj": "attention.wv",
@@ -94,6 +97,29 @@ def test_conversion_gives_the_checkpoint_of_transformers(made: tuple[Any, Path, 
     rewrite_model(str(own), tmp_path / "sharded", "merged", 40_000)
     assert (tmp_path / "sharded" / INDEX).exists()
     assert "model.layers.*.self_attn.qkv_proj.weight" in table_text(own)
+
+
+@pytest.mark.covers("M1")
+def test_mixtral_in_mistrals_format(tmp_path: Path) -> None:
+    """Guards against experts that are not found, or found in another order."""
+    case = Case("mixtral", MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2})
+    hf_model, directory = case.make(tmp_path)
+    own = tmp_path / "own"
+    own.mkdir()
+    tensors = dict(as_mistral(name, value) for name, value in load_file(directory / SINGLE).items())
+    assert "layers.1.feed_forward.experts.3.w2.weight" in tensors
+    save_file(tensors, own / MISTRAL)
+    theirs = ModelConfig.from_directory(directory)
+    params = PARAMS | {
+        "moe": {"num_experts": 4, "num_experts_per_tok": 2},
+        "norm_eps": theirs.norm_eps,
+        "rope_theta": theirs.rope.theta if theirs.rope else None,
+        "sliding_window": theirs.layer_windows[0],
+    }
+    (own / "params.json").write_text(json.dumps(params))
+    ids = random_ids(40)
+    found = PagedModel(own).step({0: ids})[0]
+    torch.testing.assert_close(found, hf_logprobs(hf_model, ids), atol=1e-4, rtol=0)
 
 
 def test_several_files_have_an_index(made: tuple[Any, Path, Path]) -> None:
