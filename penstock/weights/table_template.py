@@ -15,7 +15,7 @@ from penstock.architecture import known_architectures
 from penstock.errors import ModelLoadError
 from penstock.model_config import ModelConfig, has_config, load_config
 from penstock.models.param_table import Axis, Held, Parameter, ParamTable, Row, num_elements
-from penstock.weights.safetensors import FLOATS, INDEX, MISTRAL, PACKED, SINGLE, Checkpoint, TensorEntry
+from penstock.weights.safetensors import FLOATS, PACKED, Checkpoint, TensorEntry
 
 LINE = 120  # columns
 ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|out_proj|c_proj|down_proj|dense|dense_4h_to_h|fc2|wo|w2)\.")
@@ -229,10 +229,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _entries(directory: Path) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint, if there is one."""
-    there = not (directory / PACKED).is_file() and any(
-        (directory / name).is_file() for name in (SINGLE, INDEX, MISTRAL)
-    )
+    """The tensors of a checkpoint, if there is one; of a hub name only its index may be."""
+    there = any(directory.glob("*.safetensors")) and not (directory / PACKED).is_file()
     return Checkpoint(directory).entries if there else {}
 
 
