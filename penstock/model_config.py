@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock import params_json
 from penstock.architecture import WHAT_IS_SERVED, Architecture, find_architecture, known_architectures
 from penstock.config_reader import ConfigReader
 from penstock.errors import ModelLoadError, NotSupportedError
@@ -18,6 +19,7 @@ from penstock.generation_config import read_ignored, read_sampling
 from penstock.rope_config import RopeConfig
 from penstock.validation import shown
 
+CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Keys of Transformers that say nothing about the mathematics of a forward pass.
@@ -161,9 +163,9 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "ModelConfig":
-        """From a model directory: config.json and, if there is one, generation_config.json."""
+        """From a model directory: its config and, if there is one, generation_config.json."""
         directory = Path(path)
-        config = _load_json(directory / "config.json")
+        config = load_config(directory)
         generation_file = directory / "generation_config.json"
         generation = _load_json(generation_file) if generation_file.exists() else None
         try:
@@ -183,6 +185,26 @@ class ModelConfig:
         for index, window in enumerate(self.layer_windows):
             groups.setdefault(window, []).append(index)
         return [(tuple(layers), window) for window, layers in groups.items()]
+
+
+def has_config(directory: Path) -> bool:
+    """Whether a directory says what model it holds."""
+    return any((directory / name).exists() for name in (CONFIG, params_json.NAME))
+
+
+def load_config(directory: Path) -> dict[str, Any]:
+    """What config.json holds; where there is none, what Mistral's params.json says in its words.
+
+    Raises:
+        ModelLoadError: there is neither, or it cannot be read.
+    """
+    config, params = directory / CONFIG, directory / params_json.NAME
+    if params.is_file() and not config.exists():
+        try:
+            return params_json.config_of(_load_json(params))
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{directory}: {error}") from None
+    return _load_json(config)
 
 
 def _load_json(path: Path) -> dict[str, Any]:
