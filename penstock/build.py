@@ -25,16 +25,20 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import NUMERICS_VERSION, Heads, KVScales, Ops
 from penstock.layers.causal_lm import CausalLM
+from penstock.layers.lm_head import HeadLayout
 from penstock.model_config import ModelConfig
 from penstock.models.registry import lookup
+from penstock.models.sharding_map import ShardingMap
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
 from penstock.sampling_params import SamplingParams
+from penstock.user_files import files_fingerprint, import_files
 from penstock.weights import packed_info
 from penstock.weights.hub import resolve_model
+from penstock.weights.instance import ModelInstance
 from penstock.weights.kv_scales import kv_scales_fingerprint, read_kv_scales
-from penstock.weights.loader import load_model
+from penstock.weights.loader import load_model, read_parameters
 from penstock.weights.safetensors import fingerprint
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -56,28 +60,36 @@ class BuiltEngine:
     ops: Ops
 
 
-def build_engine(config: EngineConfig) -> BuiltEngine:
+def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltEngine:
     """Load the model and make its engine.
 
+    instance: a model object of Transformers, to be served instead of what config.model names. Its weights are packed
+        here and not looked at again.
+
     Raises:
-        ModelLoadError: the model directory cannot be served.
+        ModelLoadError: the model directory, or the object, cannot be served.
         InvalidRequestError: an option does not fit the model or the machine.
     """
-    directory = resolve_model(config.model)
-    model_config = ModelConfig.from_directory(directory)
+    import_files(config.imports)
+    found = _find(config.model) if instance is None else ModelInstance.of(instance)
+    model_config = replace(found.config, model_impl=config.numerics.model_impl)
     _check_defaults(model_config)
-    numerics, held = packed_info.fit(config.numerics, directory)
+    numerics, held = config.numerics, dict[str, str]()
+    if isinstance(found.weights, Path):
+        numerics, held = packed_info.fit(numerics, found.weights)
     config = replace(config, numerics=numerics).resolve(model_config)
     config, numerics = replace(config, reasons=config.reasons | held), config.numerics
+    config = _check_sharding(config, model_config)
     kv_scales = _kv_scales(config, model_config)
     ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=numerics.threads or 1)
     model = load_model(
-        directory,
+        found.weights,
         model_config,
         ops,
         numerics.load_format,
         scheme=numerics.scheme,
         max_model_len=config.scheduler.max_model_len,
+        head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
         free_memory=free_memory_bytes,
     )
     plan = plan_kv_cache(config, model_config, free_memory_bytes())
@@ -88,17 +100,52 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         config,
         heads=Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim),
         eos_token_ids=model_config.eos_token_ids,
+        vocab_size=model_config.vocab_size,
         kv_scales=kv_scales,
     )
     if worker.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {worker.cache_bytes} bytes where {plan.num_bytes} were planned")
-    weights = "dummy" if numerics.load_format == "dummy" else fingerprint(directory)
-    info = replace(
-        _model_info(config, model_config, plan, weights),
-        certificate=_certificate(model, model_config, directory, weights),
-    )
+    weights = "dummy" if numerics.load_format == "dummy" else _fingerprint(found)
+    info = _model_info(config, model_config, plan, weights)
+    if isinstance(found, _Directory):
+        info = replace(info, certificate=_certificate(model, model_config, found.weights, weights))
     engine = _engine(config, model_config, plan, worker)
     return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops)
+
+
+def _check_sharding(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """A sharding file has to fit the model. The config comes back with what it is good for on one device.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or does not fit.
+    """
+    file = config.parallel.sharding_config
+    if file is None:
+        return config
+    try:
+        axes = ShardingMap.from_file(Path(file)).resolve(read_parameters(model))
+    except ModelLoadError as error:
+        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+    split = sum(axis is not None for axis in axes.values())
+    reason = f"{file}: it fits, and splits {split} of {len(axes)} parameters; on one device nothing is split"
+    return replace(config, reasons=config.reasons | {"sharding_config": reason})
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """What a ModelInstance is for a model object."""
+
+    config: ModelConfig
+    weights: Path
+
+
+def _find(model: str) -> _Directory:
+    directory = resolve_model(model)
+    return _Directory(ModelConfig.from_directory(directory), directory)
+
+
+def _fingerprint(found: _Directory | ModelInstance) -> str:
+    return fingerprint(found.weights) if isinstance(found, _Directory) else found.weights.fingerprint()
 
 
 def _kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
@@ -143,6 +190,7 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         "" if kv_scales is None else kv_scales_fingerprint(Path(kv_scales)),
         repr(numerics.scheme),
         kernels,
+        *([files_fingerprint(config.imports)] if config.imports else []),
     ]
     quantization = [] if numerics.quantization is None else [numerics.quantization]
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()

@@ -5,6 +5,7 @@ that nobody has written.
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,40 @@ from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.ops import AttentionMetadata, Heads
 from penstock.layers.context import ForwardContext
 from penstock.model_config import ModelConfig
+from penstock.quant.scheme import Scheme
+from penstock.runner.graphs import ReplayedModel
 from penstock.weights.loader import load_model
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+SLICES = {"float32": 3, "bfloat16": 2}  # of an int8 cache, by the model's type
 
 
 class PagedModel:
-    """A model, its caches full of NaN, and a block table for each sequence."""
+    """A model, its caches full of NaN, and a block table for each sequence.
+
+    `recorded`: steps of few tokens are recorded and replayed, as the engine does with native kernels.
+    """
 
     def __init__(
         self,
         directory: Path,
         *,
         dtype: str = "float32",
+        kernels: str = "reference",
+        scheme: Scheme | None = None,
+        cache_dtype: str | None = None,
+        recorded: bool = False,
         num_seqs: int = 1,
         max_len: int = 256,
         block_size: int = 16,
         load_format: str = "auto",
+        model_impl: str = "auto",
     ) -> None:
-        self.config = ModelConfig.from_directory(directory)
-        self.ops = load_ops("reference", DTYPES[dtype])
-        self.model = load_model(directory, self.config, self.ops, load_format)
+        self.config = replace(ModelConfig.from_directory(directory), model_impl=model_impl)
+        self.ops = load_ops(kernels, DTYPES[dtype], threads=1 if kernels == "reference" else 2)
+        self.model = load_model(directory, self.config, self.ops, load_format, scheme=scheme)
+        if recorded:
+            self.model = ReplayedModel(self.model, self.ops)
         self.block_size = block_size
         self.lengths = [0] * num_seqs
         blocks_each = -(-max_len // block_size)
@@ -44,9 +58,10 @@ class PagedModel:
         ids = list(range(num_blocks))
         random.Random(0).shuffle(ids)
         self.tables = torch.tensor(ids[: num_seqs * blocks_each], dtype=torch.int32).view(num_seqs, blocks_each)
-        heads, head_dim = self.config.num_key_value_heads, self.config.head_dim
+        heads, head_dim, stored = self.config.num_key_value_heads, self.config.head_dim, cache_dtype or dtype
+        slices = SLICES[dtype] if stored == "int8" else 0
         self.caches = tuple(
-            self.ops.new_kv_cache(num_blocks, block_size, heads, head_dim, DTYPES[dtype])
+            self.ops.new_kv_cache(num_blocks, block_size, heads, head_dim, DTYPES[stored], slices=slices)
             for _ in range(self.config.num_hidden_layers)
         )
         for cache in self.caches:
@@ -54,6 +69,15 @@ class PagedModel:
 
     def step(self, work: dict[int, list[int]]) -> dict[int, Tensor]:
         """Compute these new tokens of these sequences in one packed step -> log-probabilities after each, [n, V]."""
+        ids, ctx = self.begin(work)
+        with torch.no_grad():
+            logits = self.model.compute_logits(self.model(ids, ctx))
+        assert logits.dtype == torch.float32
+        counts = [len(tokens) for tokens in work.values()]
+        return dict(zip(work, self.ops.log_softmax(logits).split(counts), strict=True))
+
+    def begin(self, work: dict[int, list[int]]) -> tuple[Tensor, ForwardContext]:
+        """What the model is called with for such a step; the sequences have these tokens from now on."""
         rows = list(work)
         counts = [len(work[row]) for row in rows]
         positions = torch.cat([torch.arange(self.lengths[row], self.lengths[row] + len(work[row])) for row in rows])
@@ -69,11 +93,7 @@ class PagedModel:
             for layer in range(self.config.num_hidden_layers)
         )
         ctx = ForwardContext(positions, self.caches, attention, layer_group)
-        ids = torch.tensor([token for row in rows for token in work[row]])
-        with torch.no_grad():
-            logits = self.model.compute_logits(self.model(ids, ctx))
-        assert logits.dtype == torch.float32
-        return dict(zip(rows, self.ops.log_softmax(logits).split(counts), strict=True))
+        return torch.tensor([token for row in rows for token in work[row]]), ctx
 
     def _metadata(self, rows: list[int], counts: list[int], slots: Tensor, window: int | None) -> AttentionMetadata:
         tables = self.tables[rows].clone()
@@ -90,7 +110,7 @@ class PagedModel:
 def spoil(cache: Any) -> None:
     """Fill a cache of any backend with NaN."""
     if isinstance(cache, CpuKVCache):
-        cache.memory.fill_(0xFF)  # which is NaN in float32 and in bfloat16
+        cache.memory.fill_(0xFF)  # which is NaN in float32 and in bfloat16, as are the scales of an int8 cache
     else:
         cache.keys.fill_(float("nan"))
         cache.values.fill_(float("nan"))

@@ -182,7 +182,7 @@ def test_the_directory_is_no_model_before_everything_is_there(
     assert order[-1] == "config.json"
 
 
-@pytest.mark.parametrize("place", ["fill_layer", "_copy"])
+@pytest.mark.parametrize("place", ["fill_layer", "copy"])
 def test_an_interrupted_conversion_leaves_no_model(
     place: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,18 +1,30 @@
 """ModelConfig: what Transformers means by a config.json, and what is refused."""
 
 import json
+from dataclasses import MISSING
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import (
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GenerationConfig,
+    GPT2Config,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from penstock.architecture import known_architectures
@@ -20,11 +32,20 @@ from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.model_config import ModelConfig
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {
+    "FalconForCausalLM": FalconConfig,
+    "GPT2LMHeadModel": GPT2Config,
+    "Gemma2ForCausalLM": Gemma2Config,
+    "Gemma3ForCausalLM": Gemma3TextConfig,
+    "GemmaForCausalLM": GemmaConfig,
     "LlamaForCausalLM": LlamaConfig,
     "MinistralForCausalLM": MinistralConfig,
     "MistralForCausalLM": MistralConfig,
+    "MixtralForCausalLM": MixtralConfig,
+    "Olmo2ForCausalLM": Olmo2Config,
+    "Phi3ForCausalLM": Phi3Config,
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
 }
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,6 +62,8 @@ LLAMA: dict[str, Any] = {
 }
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QWEN3_MOE = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | EXPERTS
 
 
 def saved(architecture: str, **fields: Any) -> dict[str, Any]:
@@ -50,25 +73,78 @@ def saved(architecture: str, **fields: Any) -> dict[str, Any]:
     return contents
 
 
+# What Transformers' config of five layers is made with, where that is not the common thing; and which numbers are not
+# Transformers' of that name, nor ModelConfig's default.
+MADE_WITH: dict[str, dict[str, Any]] = {"FalconForCausalLM": {}, "GPT2LMHeadModel": {}}
+NUMBERS: dict[str, dict[str, Any]] = {
+    "FalconForCausalLM": {
+        "hidden_act": "gelu",
+        "intermediate_size": 4 * 4544,
+        "num_key_value_heads": 1,
+        "num_parallel_norms": 1,
+    },
+    "GPT2LMHeadModel": {
+        "hidden_act": "gelu_tanh",
+        "intermediate_size": 4 * 768,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
+    "GemmaForCausalLM": {"embedding_scale": 3072**0.5, "hidden_act": "gelu_tanh"},
+    "Gemma2ForCausalLM": {
+        "embedding_scale": 2304**0.5,
+        "hidden_act": "gelu_tanh",
+        "attention_scale": 256**-0.5,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "layer_windows": (4096, None, 4096, None, 4096),
+    },
+    "Gemma3ForCausalLM": {
+        "embedding_scale": 2304**0.5,
+        "hidden_act": "gelu_tanh",
+        "attention_scale": 256**-0.5,
+        "qk_norm": True,
+        "layer_windows": (4096,) * 5,
+    },
+    "MinistralForCausalLM": {"layer_windows": (4096,) * 5},
+    "MistralForCausalLM": {"layer_windows": (4096,) * 5},
+    "MixtralForCausalLM": {"moe_intermediate_size": 14336, "sparse_layers": (True,) * 5},
+    "Olmo2ForCausalLM": {"qk_norm": True},
+    "Qwen2ForCausalLM": {"attention_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+    "Qwen3MoeForCausalLM": {"qk_norm": True, "sparse_layers": (True,) * 5},
+}
+COMMON = {"hidden_act": "silu", "layer_windows": (None,) * 5}
+# Read with a check of their own, or not from a config of Transformers at all.
+READ_ELSEWHERE = {"rope", "local_rope", "dtype", "norm_eps", "extra", "default_sampling", "ignored_generation"}
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+
+
 @pytest.mark.parametrize("architecture", CLASSES)
 @pytest.mark.parametrize("diff", [True, False])
 def test_reads_what_transformers_writes(architecture: str, diff: bool) -> None:
-    """Guards against a key of Transformers that we call unknown, and against a number read from the wrong key."""
-    theirs = CLASSES[architecture](
-        architectures=[architecture], dtype="bfloat16", num_hidden_layers=5, num_key_value_heads=4, head_dim=96
-    )
+    """Guards against a key of Transformers that we call unknown, and against a number read from the wrong key. Every
+    number of ModelConfig is held against Transformers' of that name, or against what stands above."""
+    made_with = MADE_WITH.get(architecture, {"num_key_value_heads": 4, "head_dim": 96})
+    theirs = CLASSES[architecture](architectures=[architecture], dtype="bfloat16", num_hidden_layers=5, **made_with)
     ours = ModelConfig.from_dict(json.loads(theirs.to_json_string(use_diff=diff)))
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        assert getattr(ours, key) == getattr(theirs, key)
-    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"):
-        assert getattr(ours, key) == getattr(theirs, key)
-    assert ours.norm_eps == theirs.rms_norm_eps
-    assert (ours.architecture, ours.model_type, ours.dtype) == (architecture, theirs.model_type, "bfloat16")
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.qk_norm == (architecture == "Qwen3ForCausalLM")
-    assert ours.attention_bias == (architecture == "Qwen2ForCausalLM")
-    window = 4096 if architecture in ("MistralForCausalLM", "MinistralForCausalLM") else None
-    assert ours.layer_windows == (window,) * 5
+    defaults = {item.name: item.default for item in fields_of(ModelConfig) if item.default is not MISSING}
+    special = COMMON | NUMBERS.get(architecture, {})
+    for name in {item.name for item in fields_of(ModelConfig)} - READ_ELSEWHERE - {"eos_token_ids", "architecture"}:
+        wanted = special[name] if name in special else getattr(theirs, name, defaults.get(name))
+        assert getattr(ours, name) == wanted, name
+    assert (ours.architecture, ours.dtype) == (architecture, "bfloat16")
+    assert ours.norm_eps == next(getattr(theirs, name) for name in EPSILONS if hasattr(theirs, name))
+    ends = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
+    assert ours.eos_token_ids == tuple(token for token in ends if token is not None)
+    theirs_by_type = getattr(theirs, "rope_parameters", None) or {}
+    for rope, kind in ((ours.rope, "full_attention"), (ours.local_rope, "sliding_attention")):
+        parameters = (
+            theirs_by_type if kind == "full_attention" and kind not in theirs_by_type else theirs_by_type.get(kind)
+        )
+        assert (rope.theta if rope else None) == (parameters or {}).get("rope_theta")
 
 
 def test_defaults_of_an_old_file() -> None:
@@ -110,6 +186,67 @@ def test_windows_of_qwen(fields: dict[str, Any], expected: list[int | None]) -> 
 
 # Shapes and switches as published with well-known checkpoints, bookkeeping included.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "Falcon 7B": {
+        "alibi": False, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+        "attention_dropout": 0.0, "bias": False, "bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0,
+        "hidden_size": 4544, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "falcon",
+        "multi_query": True, "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32,
+        "parallel_attn": True, "torch_dtype": "bfloat16", "transformers_version": "4.27.4", "use_cache": True,
+        "vocab_size": 65024,
+    },
+    "Falcon 40B": {
+        "alibi": False, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+        "attention_dropout": 0.0, "bias": False, "bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0,
+        "hidden_size": 8192, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "falcon",
+        "new_decoder_architecture": True, "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8,
+        "parallel_attn": True, "torch_dtype": "bfloat16", "transformers_version": "4.27.4", "use_cache": True,
+        "vocab_size": 65024,
+    },
+    "Falcon RW 1B": {
+        "alibi": True, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+        "attention_dropout": 0.0, "bias": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_dropout": 0.0,
+        "hidden_size": 2048, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "falcon",
+        "multi_query": False, "new_decoder_architecture": False, "num_attention_heads": 32, "num_hidden_layers": 24,
+        "parallel_attn": False, "torch_dtype": "bfloat16", "transformers_version": "4.27.4", "use_cache": True,
+        "vocab_size": 50304,
+    },
+    "Falcon 11B": {
+        "activation": "gelu", "alibi": False, "architectures": ["FalconForCausalLM"], "attention_dropout": 0.0,
+        "bias": False, "bos_token_id": 11, "eos_token_id": 11, "ff_factor": 4, "ffn_hidden_size": 16384,
+        "hidden_dropout": 0.0, "hidden_size": 4096, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+        "max_position_embeddings": 8192, "model_type": "falcon", "multi_query": True, "new_decoder_architecture": True,
+        "num_attention_heads": 32, "num_hidden_layers": 60, "num_kv_heads": 8, "num_ln_in_parallel_attn": 1,
+        "parallel_attn": True, "rope_scaling": None, "rope_theta": 500042.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.39.2", "use_cache": True, "vocab_size": 65024,
+    },
+    "Gemma 2B": {
+        "architectures": ["GemmaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
+        "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 16384, "max_position_embeddings": 8192, "model_type": "gemma",
+        "num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 1, "pad_token_id": 0,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+        "transformers_version": "4.38.0.dev0", "use_cache": True, "vocab_size": 256000,
+    },
+    "Gemma 2 2B": {
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "initializer_range": 0.02,
+        "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 8,
+        "num_hidden_layers": 26, "num_key_value_heads": 4, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "float32",
+        "transformers_version": "4.42.4", "use_cache": True, "vocab_size": 256000,
+    },
+    "Gemma 3 1B": {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768,
+        "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+    },
     "Llama 2 7B": {
         "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
         "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
@@ -145,14 +282,60 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
         "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
     },
+    "Mixtral 8x7B": {
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "Qwen3 30B A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+        "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "Phi-3 mini 4k": {  # its auto_map has to be taken out: code of a checkpoint is never run
+        "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000,
+        "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
+        "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "original_max_position_embeddings": 4096,
+        "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.2", "use_cache": True, "vocab_size": 32064,
+    },
+    "OLMo 2 7B": {
+        "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
+        "torch_dtype": "float32", "transformers_version": "4.47.0.dev0", "use_cache": False, "vocab_size": 100352,
+    },
 }  # fmt: skip
+
+
+WINDOWS: dict[str, tuple[int | None, ...]] = {
+    "Gemma 2 2B": (4096, None) * 13,
+    "Gemma 3 1B": ((512,) * 5 + (None,)) * 4 + (512, 512),
+    "Phi-3 mini 4k": (2047,) * 32,
+}  # the others see everything
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_read(name: str) -> None:
     """Guards against strictness that refuses the checkpoints people have."""
     config = ModelConfig.from_dict(PUBLISHED[name])
-    assert config.layer_windows == (None,) * PUBLISHED[name]["num_hidden_layers"]
+    assert config.layer_windows == WINDOWS.get(name, (None,) * config.num_hidden_layers)
     assert config.dtype == PUBLISHED[name]["torch_dtype"]
 
 
@@ -161,6 +344,52 @@ def test_windows_of_mistral() -> None:
     assert ModelConfig.from_dict(MISTRAL).layer_windows == (4096,) * 3
     assert ModelConfig.from_dict(MISTRAL | {"sliding_window": None}).layer_windows == (None,) * 3
     assert ModelConfig.from_dict(MISTRAL | {"sliding_window": 7}).layer_windows == (7,) * 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [True] * 4),
+        ({"decoder_sparse_step": 2}, [False, True, False, True]),
+        ({"mlp_only_layers": [0, 3]}, [False, True, True, False]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [False, False, False, True]),
+    ],
+)
+def test_sparse_layers_of_qwen(fields: dict[str, Any], expected: list[bool]) -> None:
+    """Guards against experts in the wrong layers: the same keys are given to Transformers."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4, "vocab_size": 8}
+    theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | EXPERTS | fields | {"num_key_value_heads": 2}))
+    assert [hasattr(layer.mlp, "experts") for layer in theirs.model.layers] == expected
+    ours = ModelConfig.from_dict(QWEN3_MOE | {"num_hidden_layers": 4} | fields)
+    assert list(ours.sparse_layers) == expected
+    assert not ours.norm_topk_prob  # what Transformers takes where the file is silent
+
+
+@pytest.mark.parametrize(
+    ("key", "fields"),
+    [
+        ("num_experts_per_tok", {"num_experts_per_tok": 9}),
+        ("num_experts", {"num_experts": 0}),
+        ("num_local_experts", {"num_experts": None}),
+        ("mlp_only_layers", {"mlp_only_layers": [3]}),
+        ("mlp_only_layers", {"mlp_only_layers": [True]}),
+        ("mlp_only_layers", {"mlp_only_layers": 0}),
+        ("decoder_sparse_step", {"decoder_sparse_step": 0}),
+        ("norm_topk_prob", {"norm_topk_prob": 1}),
+        ("max_window_layers", {"use_sliding_window": True, "max_window_layers": 2}),
+    ],
+)
+def test_experts_that_make_no_sense_are_named(key: str, fields: dict[str, Any]) -> None:
+    """Guards against a model that is built with other experts than its file says."""
+    with pytest.raises(ModelLoadError, match=key):
+        ModelConfig.from_dict(QWEN3_MOE | fields)
+
+
+def test_windows_of_qwen3_moe() -> None:
+    """Guards against a window that is on although the switch is off: then all layers have it, or none."""
+    window = {"sliding_window": 7}
+    assert ModelConfig.from_dict(QWEN3_MOE | window | {"max_window_layers": 1}).layer_windows == (None,) * 3
+    assert ModelConfig.from_dict(QWEN3_MOE | window | {"use_sliding_window": True}).layer_windows == (7,) * 3
 
 
 def test_cache_groups() -> None:
@@ -372,8 +601,8 @@ def test_keys_an_architecture_does_not_have_may_only_agree() -> None:
     ("fields", "named"),
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "proportional"),
     ],
 )
 def test_what_is_planned_is_refused_as_such(fields: dict[str, Any], named: str) -> None:

@@ -1,7 +1,6 @@
 """With native kernels a step does no float arithmetic in torch: a sum there could depend on the batch.
 
-Every operation that torch carries out during whole steps is on a list: it moves values, compares them, or counts in
-integers. One that is not on the list fails the test, so a new one has to be looked at.
+Here with every kind of sampling; families/test_engine.py does it for every family of models.
 """
 
 import json
@@ -11,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.build import build_engine
 from penstock.config import EngineConfig
@@ -20,73 +17,9 @@ from penstock.engine.messages import EngineOutput, EngineRequest
 from penstock.sampling_params import SamplingParams
 from tests.kernels.packed import levels
 from tests.runner.test_with_engine import LLAMA
+from tests.watcher import Watcher
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
-
-MOVES = {
-    "aten::alias",
-    "aten::cat",
-    "aten::clone",
-    "aten::copy_",
-    "aten::detach",
-    "aten::empty.memory_format",
-    "aten::flatten.using_ints",
-    "aten::gather",
-    "aten::index.Tensor",
-    "aten::index_put_",
-    "aten::is_nonzero",
-    "aten::item",
-    "aten::new_empty",
-    "aten::lift_fresh",
-    "aten::resolve_conj",
-    "aten::resolve_neg",
-    "aten::select.int",
-    "aten::slice.Tensor",
-    "aten::to.dtype_layout",
-    "aten::unsqueeze",
-    "aten::view",
-    "aten::_local_scalar_dense",
-}
-COMPARISONS = {
-    "aten::all",
-    "aten::amax",
-    "aten::amin",
-    "aten::any",
-    "aten::ge.Tensor",
-    "aten::gt.Scalar",
-    "aten::gt.Tensor",
-    "aten::max",
-    "aten::min",
-    "aten::nonzero",
-    "aten::sort",
-    "aten::sort.stable",
-    "aten::topk",
-}
-CONVERSIONS = {"aten::to.dtype_layout", "aten::copy_", "aten::cat"}  # moves only where the type stays
-INTEGER = {"aten::add.Tensor", "aten::clamp", "aten::sum.dim_IntList"}  # on whole numbers and truth values only
-
-
-class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operation, and those that are not allowed."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[str] = set()
-        self.forbidden: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.name()
-        self.seen.add(name)
-        counts = name in INTEGER and not any(item.is_floating_point() for item in tensors([*args, result]))
-        converts = name in CONVERSIONS and len({item.dtype for item in tensors([*args, result])}) > 1
-        if converts or (name not in MOVES and name not in COMPARISONS and not counts):
-            self.forbidden.add(name)
-        return result
-
-
-def tensors(values: Any) -> list[Tensor]:
-    return [item for item in values if isinstance(item, Tensor)]
 
 
 @pytest.fixture

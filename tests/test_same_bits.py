@@ -1,21 +1,20 @@
 """The promise: a request's tokens and log-probabilities have the same bits, however it is computed.
 
-Two tiny random models (Mistral's window is 16 tokens) and the demo model, with the native kernels at this machine's
-level, in every form of weights and cache. Each request is first asked alone, in one piece, on one thread; then in
-crowds that are cut, shared, preempted, resumed and stored in every other way.
+Tiny random models (Llama, one with windows, one with experts) and the demo model, with the native kernels at this
+machine's level, in every form of weights and cache. Each request is first asked alone, in one piece, on one thread;
+then in crowds that are cut, shared, preempted, resumed and stored in every other way. Of every other family
+families/test_engine.py takes a sample.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from penstock.build import BuiltEngine, build_engine
 from penstock.config import EngineConfig
-from penstock.engine.engine import Engine
-from penstock.engine.messages import EngineOutput, EngineRequest
-from penstock.sampling_params import SamplingParams
-from tests.hf_models import MAKERS, random_ids
+from tests.answers import MAX_MODEL_LEN, PROMPTS, WATCHED, Answer, ask, ask_alone, check, check_resumed, request
+from tests.families.case import all_cases
 from tests.kernels.packed import levels
 
 pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), pytest.mark.covers("F6")]
@@ -28,67 +27,17 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8 cache": {"kv_cache_dtype": "int8"},
     "float32, int8 cache": {"dtype": "float32", "kv_cache_dtype": "int8"},
 }
-CASES = [(model, form) for model in ("llama", "demo") for form in FORMS]
-CASES += [("mistral", form) for form in ("bfloat16", "float32", "int8 cache", "float32, int8 cache")]
-MAX_MODEL_LEN = 112
-LENGTHS = [5, 17, 33, 48, 1, 80, 20, 16, 31, 2, 40, 7, 63, 12]
-PROMPTS = [random_ids(length, seed) for seed, length in enumerate(LENGTHS)]
-PROMPTS[8] = PROMPTS[5][:40] + PROMPTS[8]  # begins like another one, and goes on differently: a prefix in part
-WATCHED = [0, 1, 2, 4, 5, 8]  # whose answers are compared
-NUM_TOKENS = 12
-
-Answer = tuple[Any, ...]
+# Products of several panels and items, so that threads share them.
+SIZES = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 500}
+MODELS = {case.name: case for case in all_cases() if case.full}
+CASES = [(model, form) for model in ("demo", *MODELS) for form in FORMS]
 Make = Callable[..., BuiltEngine]
-
-
-def request(index: int, *, prompt_logprobs: bool = True, output_token_ids: Iterable[int] = ()) -> EngineRequest:
-    """Odd ones are sampled. No cached prefix has the prompt's log-probabilities, so who asks for them reuses none."""
-    params = SamplingParams(
-        temperature=0.8 * (index % 2),
-        seed=3,
-        max_tokens=NUM_TOKENS,
-        ignore_eos=True,
-        logprobs=3,
-        prompt_logprobs=1 if prompt_logprobs else None,
-    )
-    return EngineRequest(str(index), PROMPTS[index], params, output_token_ids=list(output_token_ids))
-
-
-def ask(engine: Engine, requests: Iterable[EngineRequest]) -> dict[int, list[EngineOutput]]:
-    """What the engine says to these requests, asked together."""
-    outputs: dict[int, list[EngineOutput]] = {}
-    for item in requests:
-        engine.add_request(item)
-    while engine.has_work:
-        for output in engine.step():
-            assert output.error is None
-            outputs.setdefault(int(output.request_id), []).append(output)
-    return outputs
-
-
-def answer(outputs: list[EngineOutput]) -> Answer:
-    """Ids, every reported log-probability, and the prompt's, exactly."""
-    ids = [token for output in outputs for token in output.new_token_ids]
-    logprobs = [entry for output in outputs for entry in output.logprobs or []]
-    assert len(ids) == len(logprobs)
-    return ids, logprobs, [entry for output in outputs for entry in output.prompt_logprobs or []]
-
-
-def check(found: dict[int, list[EngineOutput]], alone: dict[int, Answer], *, prompts: bool = True) -> None:
-    """The answers of those watched are the ones they gave alone."""
-    for index, expected in alone.items():
-        got = answer(found[index])
-        assert got[0] == expected[0], f"ids of prompt {index}"
-        assert got[1] == expected[1], f"log-probabilities of prompt {index}"
-        assert not prompts or got[2] == expected[2], f"log-probabilities in prompt {index}"
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What `model` is for each model's name."""
-    # Products of several panels and items, so that threads share them.
-    sizes = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 500}
-    made = {name: MAKERS[name](tmp_path_factory.mktemp(name), seed=7, **sizes)[1] for name in ("llama", "mistral")}
+    made = {name: case.make(tmp_path_factory.mktemp(name), seed=7, **SIZES)[1] for name, case in MODELS.items()}
     return {"demo": "demo", **{name: str(path) for name, path in made.items()}}
 
 
@@ -112,8 +61,7 @@ def make(request: pytest.FixtureRequest, directories: dict[str, str]) -> Make:
 @pytest.fixture(scope="module")
 def alone(make: Make) -> dict[int, Answer]:
     """What each request answers by itself, in one piece, on one thread, with nothing cached."""
-    engine = make(max_num_batched_tokens=2048).engine
-    return {index: answer(ask(engine, [request(index)])[index]) for index in WATCHED}
+    return ask_alone(make(max_num_batched_tokens=2048).engine)
 
 
 @pytest.mark.covers("M11", "A19")
@@ -165,13 +113,7 @@ def test_preempted(make: Make, alone: dict[int, Answer], monkeypatch: pytest.Mon
 
 def test_resumed(make: Make, alone: dict[int, Answer]) -> None:
     """Guards against a continuation, after the process died, that is not the one which would have come."""
-    cuts = {index: 1 + index % (NUM_TOKENS - 1) for index in WATCHED}
-    resumed = [request(index, output_token_ids=alone[index][0][:cut]) for index, cut in cuts.items()]
-    found = ask(make(max_num_batched_tokens=50).engine, resumed)
-    for index, cut in cuts.items():
-        ids, logprobs, _ = answer(found[index])
-        assert ids == alone[index][0][cut:], f"prompt {index} from token {cut} on"
-        assert logprobs == alone[index][1][cut:], f"prompt {index} from token {cut} on"
+    check_resumed(make(max_num_batched_tokens=50).engine, alone)
 
 
 def test_prompts_and_sampling_matter(alone: dict[int, Answer]) -> None:

@@ -17,7 +17,7 @@ from penstock.kernels.arena import Arena, Slot
 from penstock.kernels.ops import Ops
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import ActivatedLinear, GatedLinear, Linear, LinearSpec
-from penstock.layers.lm_head import LMHead
+from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.layers.rotary import Rotary
 from penstock.model_config import ModelConfig
@@ -34,13 +34,15 @@ class LayerFactory:
         parameters: every parameter of the model by full name, from ParamTable.parameters.
         arena: where layers write their results. Layers that differ in their number only share a slot.
         scheme: how weights are quantised that may be; None keeps the model's type.
-        max_positions: rotary tables end here; None takes the model's max_position_embeddings.
+        head: how the columns of the LM head are arranged.
+        max_positions: rotary tables end here; None takes the model's context.
     """
 
     ops: Ops
     parameters: Mapping[str, Parameter]
     arena: Arena
     scheme: Scheme | None = None
+    head: HeadLayout = PLAIN_HEAD
     prefix: str = ""
     max_positions: int | None = None
 
@@ -52,9 +54,10 @@ class LayerFactory:
         *,
         scheme: Scheme | None = None,
         max_positions: int | None = None,
+        head: HeadLayout = PLAIN_HEAD,
     ) -> "LayerFactory":
-        """Everything whole, on the backend's one device."""
-        return cls(ops, parameters, Arena(ops.device), scheme, max_positions=max_positions)
+        """Everything on the backend's one device."""
+        return cls(ops, parameters, Arena(ops.device), scheme, head, max_positions=max_positions)
 
     def at(self, name: str) -> "LayerFactory":
         """The factory for the submodule of that name."""
@@ -73,8 +76,10 @@ class LayerFactory:
         return GatedLinear(self.ops, spec, self.slot(name, (spec.shape[0] // 2,)), activation)
 
     def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
+        """Padding counts as columns of its result."""
         spec = self._linear_spec(name)
-        return LMHead(self.ops, spec, self.slot(name, spec.shape[:1], torch.float32), softcap=softcap)
+        out = self.slot(name, (self.head.width(spec.shape[0]),), torch.float32)
+        return LMHead(self.ops, spec, out, softcap=softcap, layout=self.head)
 
     def rms_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
         """For what a product reads."""
@@ -97,7 +102,7 @@ class LayerFactory:
 
     def rotary(self, rope: RopeConfig, cfg: ModelConfig) -> Rotary:
         """The table of cosines and sines; made once, for all layers that share it."""
-        return Rotary(rope, cfg.head_dim, self.max_positions or cfg.max_position_embeddings, self.ops.device)
+        return Rotary(rope, cfg.head_dim, self.max_positions or cfg.context, self.ops.device)
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: torch.dtype | None = None) -> Slot:
         """The buffer for results of that name, in the model's type unless another is said."""

@@ -46,12 +46,17 @@ class TensorEntry:
     @property
     def num_bytes(self) -> int:
         """Of a tensor of floats."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return num_bytes(self.shape, self.dtype)
 
     def slice(self, index: int) -> "TensorEntry":
         """One of the tensors that are stacked along the first axis."""
         part = replace(self, shape=self.shape[1:])
         return replace(part, offset=self.offset + index * part.num_bytes)
+
+
+def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Of a tensor of floats; dtype in the format's spelling."""
+    return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 class Checkpoint:

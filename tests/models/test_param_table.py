@@ -1,50 +1,23 @@
-"""The parameter table: one truth for names, shapes and axes."""
+"""The parameter table: one truth for names, shapes and axes. (families/test_tables.py holds every family's against its
+model and Transformers.)"""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from penstock.errors import ModelLoadError
-from penstock.kernels.reference import ReferenceOps
-from penstock.layers.factory import LayerFactory
 from penstock.model_config import ModelConfig
-from penstock.models.param_table import ParamTable, leaf_bounds, num_elements
-from penstock.models.registry import lookup
-from tests.hf_models import MAKERS
+from penstock.models.param_table import ParamTable, leaf_bounds
+from tests.hf_models import make_llama, make_qwen3
 
 LINE = "model.layers.*.a.weight: {shape: [hidden, hidden]}\n"
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("family", MAKERS)
-def test_table_and_model_have_the_same_parameters(family: str, biased: bool, tied: bool, tmp_path: Path) -> None:
-    """Guards against drift: a parameter in the model that the table does not list would be neither loaded nor sharded
-    nor counted. On the meta device: neither side has memory. Names and sizes are also those of Transformers."""
-    switches = {"attention_bias": biased} if family in ("llama", "qwen3") else {}
-    hf_model, directory = MAKERS[family](tmp_path, tie_word_embeddings=tied, **switches)
-    config = ModelConfig.from_directory(directory)
-    entry = lookup(config.architecture)
-    parameters = entry.read_table().parameters(config)
-    model = entry.model_class(config, LayerFactory.single_device(ReferenceOps(torch.float32), parameters))
-    state = model.state_dict()
-    assert set(state) == set(parameters)
-    assert all(value.device.type == "meta" for value in state.values())
-    assert {name: tuple(value.shape) for name, value in state.items()} == {
-        name: parameter.shape for name, parameter in parameters.items()
-    }
-    theirs = {name: tuple(value.shape) for name, value in hf_model.named_parameters()}
-    ours = {name: shape for item in parameters.values() if not item.tied_to for name, shape in item.sources.items()}
-    assert ours == theirs
-    assert num_elements(parameters.values()) == sum(value.numel() for value in hf_model.parameters())
-
-
 def test_planner_reads_the_table_without_torch(tmp_path: Path) -> None:
     """Guards against an import of torch on the planner's way to the sizes of a model."""
-    _, directory = MAKERS["qwen3"](tmp_path)
+    _, directory = make_qwen3(tmp_path)
     program = f"""
 import sys
 sys.modules["torch"] = None
@@ -75,6 +48,13 @@ fingerprint(Path({str(directory)!r}))
         ("a.weight: {shape: [[q, kv], [q, kv]], from: [b, c]}", "shape"),
         ("a.weight: {shape: [[q, kv, kv], hidden], from: [b, c]}", "from"),
         ("a.weight: {shape: [hidden], from: b}", "from"),
+        ("a.weight: {shape: [hidden], from: {names: [b], sorted: true}}", "from"),
+        ("a.weight: {shape: [hidden], from: {names: [b], order: rows}}", "from"),
+        ("a.weight: {shape: [hidden, hidden], from: {names: [b], order: kv_group}}", "from"),
+        ("a.weight: {shape: [[q, kv, kv], hidden], from: {names: [b], order: rotary_pairs}}", "from"),
+        ("a.weight: {shape: [hidden, [q, kv, kv]], from: {names: [b], order: kv_group}}", "from"),
+        ("a.weight: {shape: [hidden], from: {names: [b], transposed: true}}", "transposed for a matrix"),
+        ("a.weight: {shape: [hidden], or: [{names: [b], stacked: true}]}", "stacked for a parameter of an expert"),
         ("a.weight: {shape: [hidden], quant: int3}", "quant"),
         ("a.weight: {shape: [hidden], unit: head}", "unit"),
         ("a.weight: {shape: [hidden], leaves: 3}", "leaves"),
@@ -101,7 +81,7 @@ def test_mistakes_in_a_table_are_named(text: str, named: str) -> None:
 )
 def test_contradictions_in_a_table_are_named(text: str, named: str, tmp_path: Path) -> None:
     """Guards against two parameters that would both take one tensor, and against a tie to nowhere."""
-    _, directory = MAKERS["llama"](tmp_path, tie_word_embeddings=True)
+    _, directory = make_llama(tmp_path, tie_word_embeddings=True)
     with pytest.raises(ModelLoadError, match=named):
         ParamTable.from_text(text, "mine.yaml").parameters(ModelConfig.from_directory(directory))
 
@@ -137,3 +117,19 @@ def test_shard_minus_one_is_replicated() -> None:
     """Guards against two spellings of one meaning."""
     rows = ParamTable.from_text("a.weight: {shape: [hidden], shard: -1}\nb.weight: {shape: [hidden]}", "mine.yaml").rows
     assert [row.shard for row in rows] == [None, None]
+
+
+def test_a_name_that_means_something_else_is_not_also_the_parameter_whole() -> None:
+    """Guards against a transposed square matrix that would be read either way."""
+    text = "h.*.a.weight: {shape: [hidden, hidden], from: {names: [h.*.a.weight], transposed: true}}"
+    assert [held.transposed for held in ParamTable.from_text(text, "mine.yaml").rows[0].held] == [True]
+    plain = ParamTable.from_text("h.*.a.weight: {shape: [hidden, hidden], from: [b]}", "mine.yaml").rows[0]
+    assert [held.names for held in plain.held] == [("h.*.b.weight",), ("h.*.a.weight",)]
+
+
+def test_what_is_ignored_may_lack_the_prefix() -> None:
+    """Guards against an old checkpoint refused for a mask that it stores without the prefix."""
+    table = ParamTable.from_text("prefix: top.\nignore: [top.h.*.mask]", "mine.yaml")
+    assert table.ignores("top.h.11.mask")
+    assert table.ignores("h.11.mask")
+    assert not table.ignores("p.h.11.mask")

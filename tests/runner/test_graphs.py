@@ -22,15 +22,8 @@ from tests.paged import PagedModel
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
 
 
-@pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PagedModels get native kernels."""
-    monkeypatch.setattr("tests.paged.load_ops", lambda _, dtype: load_ops("cpu", dtype, threads=2))
-
-
-def replayed(paged: PagedModel) -> PagedModel:
-    paged.model = ReplayedModel(paged.model, paged.ops)
-    return paged
+def native(directory: Path, **options: Any) -> PagedModel:
+    return PagedModel(directory, kernels="cpu", num_seqs=4, **options)
 
 
 class Counting:
@@ -45,13 +38,12 @@ class Counting:
         return result
 
 
-@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("make", [make_mistral, make_qwen3])
 def test_replayed_steps_have_the_models_bits(make: Any, tmp_path: Path) -> None:
     """Guards against an address, a block table or a length that a program keeps from the step that it was recorded in.
     Sequences come and grow; steps of one, two and three tokens alternate with long ones, for which buffers grow."""
     _, directory = make(tmp_path)
-    plain, recorded = PagedModel(directory, num_seqs=4), replayed(PagedModel(directory, num_seqs=4))
+    plain, recorded = native(directory), native(directory, recorded=True)
     counting = recorded.model._model = Counting(recorded.model._model)
     counting.compute_logits = counting.model.compute_logits
     ids = [random_ids(60, seed=seed) for seed in range(4)]
@@ -64,27 +56,25 @@ def test_replayed_steps_have_the_models_bits(make: Any, tmp_path: Path) -> None:
     assert counting.runs == 4  # three recordings, and the step that is too long for one
 
 
-@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("foreign", [lambda x: x * 2, lambda x: x.add_(1), lambda x: x + int(x[0, 0])])
 def test_a_model_that_computes_by_itself_is_never_replayed(foreign: Any, tmp_path: Path) -> None:
     """Guards against arithmetic of a model's own that a program would leave out."""
     _, directory = make_mistral(tmp_path)
-    plain, recorded = PagedModel(directory, num_seqs=4), PagedModel(directory, num_seqs=4)
+    plain, recorded = native(directory), native(directory)
     for paged in (plain, recorded):
         norm, model = paged.model.model.norm, paged.model
         norm.add = lambda x, h, norm=norm: (x, foreign(type(norm).add(norm, x, h)[1]))
         assert model.model.norm.add is norm.add
-    replayed(recorded)
+    recorded.model = ReplayedModel(recorded.model, recorded.ops)
     for token in range(4):
         assert torch.equal(recorded.step({0: [token]})[0], plain.step({0: [token]})[0])
     assert not recorded.model._recordable
 
 
-@pytest.mark.usefixtures("native")
 def test_replayed_inputs_are_checked(tmp_path: Path) -> None:
     """Guards against a token id or a position that was checked only in the step that was recorded."""
     _, directory = make_mistral(tmp_path)
-    paged = replayed(PagedModel(directory, num_seqs=2))
+    paged = native(directory, recorded=True)
     for _ in range(2):
         paged.step({0: [3]})
     with pytest.raises(ValueError, match="outside of its table"):

@@ -10,25 +10,20 @@ from penstock.build import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from penstock.engine.messages import EngineRequest
 from penstock.sampling_params import SamplingParams
-from tests.hf_models import hf_logprobs, make_mistral, make_qwen2, random_ids
+from tests.families.case import Case, all_cases, for_cases
+from tests.hf_models import Made, hf_logprobs, random_ids
 from tests.kernels.packed import levels
 
-WINDOW = 16
 KERNELS = ["reference", *(["cpu"] if levels() else [])]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
-    """One model whose layers all have a window, and one where only the second has."""
-    mixed = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
-    return {
-        "all": make_mistral(tmp_path_factory.mktemp("all"), seed=2),
-        "mixed": make_qwen2(tmp_path_factory.mktemp("mixed"), seed=2, **mixed),
-    }
-
-
 def build(directory: Path, **options: Any) -> BuiltEngine:
-    common = {"model": str(directory), "dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 24}
+    common: dict[str, Any] = {
+        "model": str(directory),
+        "dtype": "float32",
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 24,
+    }
     return build_engine(EngineConfig.from_options(**{**common, **options}))
 
 
@@ -51,31 +46,37 @@ def follow(
     return ids, logprobs, peaks
 
 
+@for_cases([case for case in all_cases() if (case.sliding_window or 0) > 1])
+@pytest.mark.matrix("window")
 @pytest.mark.covers("M8")
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("which", ["all", "mixed"])
-def test_ten_windows_take_the_memory_of_one(which: str, kernels: str, models: Any) -> None:
+def test_ten_windows_take_the_memory_of_one(case: Case, made: Made, kernels: str) -> None:
     """Guards against blocks behind a window that stay, against a ring that is read where it was written over, and
     against layers that see with another layer's window: every log-probability is the model's own."""
-    hf_model, directory = models[which]
+    hf_model, directory = made
+    window = case.sliding_window
+    assert window is not None
     prompts = [random_ids(70, 1), random_ids(9, 2)]
     blocks = build(directory, kernels=kernels, max_model_len=512)
-    ids, logprobs, peaks = follow(blocks, prompts, 10 * WINDOW)
+    ids, logprobs, peaks = follow(blocks, prompts, 10 * window)
     for prompt, answer, entries in zip(prompts, ids, logprobs, strict=True):
         exact = hf_logprobs(hf_model, prompt + answer)[len(prompt) - 1 : -1]
         found = torch.tensor([entry.logprobs[0] for entry in entries])
         torch.testing.assert_close(found, exact.gather(1, torch.tensor(answer)[:, None])[:, 0], atol=2e-4, rtol=0)
     groups = blocks.engine.kv_cache.groups
-    windowed = [group.sliding_window == WINDOW for group in groups]
-    assert windowed == ([True] if which == "all" else [False, True])
+    windowed = [group.sliding_window is not None for group in groups]
+    assert {group.sliding_window for group in groups} - {None} == {window}
     # Behind a window at most window - 1 old and, of all sequences together, 24 new tokens, each in a block more.
-    assert peaks[-1] <= 2 * 2 + 2
+    most = 2 * (-(-(window - 1) // 16) + 1) + 2
+    assert all(peak <= most for peak, slides in zip(peaks, windowed, strict=True) if slides)
     short = build(directory, kernels=kernels, max_model_len=128)
-    assert short.engine.kv_cache.groups[-1].num_blocks == groups[-1].num_blocks
+    for group, longer, slides in zip(short.engine.kv_cache.groups, groups, windowed, strict=True):
+        assert (group.num_blocks == longer.num_blocks) == slides
 
     rows = build(directory, kernels=kernels, max_model_len=512, block_size=512)
-    assert [group.block_size for group in rows.engine.kv_cache.groups] == [16 if w else 512 for w in windowed]
-    row_ids, row_logprobs, row_peaks = follow(rows, prompts, 10 * WINDOW)
+    ring = -(-window // 16) * 16
+    assert [group.block_size for group in rows.engine.kv_cache.groups] == [ring if w else 512 for w in windowed]
+    row_ids, row_logprobs, row_peaks = follow(rows, prompts, 10 * window)
     assert row_peaks == [2] * len(groups)
     assert row_ids == ids
     if kernels == "cpu":

@@ -1,36 +1,34 @@
 """The whole engine against Transformers: the same tokens and log-probabilities, however a request is computed.
 
-Tiny random models in float32. Every way of computing a request must give Transformers' greedy tokens; where the two
-best tokens differ by less than NEAR_TIE either passes (the reference kernels promise a tolerance, not bits), and such
-sequences are counted: at most 1 % of all.
+In float32. Every way of computing a request must give Transformers' greedy tokens; where the two best tokens differ by
+less than NEAR_TIE either passes (the reference kernels promise a tolerance, not bits), and such sequences are counted:
+at most 1 % of all.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, RequestOutput, SamplingParams
 from penstock.engine.messages import EngineRequest
-from tests.hf_models import LLAMA3_ROPE, MAKERS
+from tests.families.case import all_cases, for_cases
+from tests.hf_models import Made, random_ids
 
 NEAR_TIE = 1e-4
-LENGTHS = [5, 17, 33, 48, 1, 64]  # Mistral's window is 16 tokens: prompts of three windows and more
+LENGTHS = [5, 17, 33, 48, 1, 64]  # the windows are 16 tokens: prompts of three windows and more
 NUM_TOKENS = 64
-CASES = {
-    "llama": {},
-    "llama-tied-scaled": {"family": "llama", "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {},
-}
+MODELS = for_cases(all_cases(shapes=False))
+FULL = for_cases([case for case in all_cases() if case.full])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
 
 
 @dataclass
-class Case:
+class Oracle:
     """A model, prompts, and what Transformers makes of them."""
 
     directory: Path
@@ -40,7 +38,7 @@ class Case:
     compared: int = 0
     near_ties: int = 0
 
-    def llm(self, **options) -> LLM:
+    def llm(self, **options: Any) -> LLM:
         options = {"max_num_seqs": 8, "threads": 1, **options}
         return LLM(model=str(self.directory), dtype="float32", **options)
 
@@ -57,12 +55,17 @@ class Case:
                 self.near_ties += 1
                 return
 
+    def check_all(self, outputs: list[RequestOutput]) -> None:
+        for index, output in enumerate(outputs):
+            self.check(index, output.outputs[0].token_ids)
+
 
 def greedy(model: torch.nn.Module, prompt: list[int], count: int = NUM_TOKENS) -> list[int]:
     out = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,
+        use_cache=False,  # which would keep all tokens for a window of one
         max_new_tokens=count,
         min_new_tokens=count,
         eos_token_id=None,
@@ -71,59 +74,57 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int = NUM_TOKENS) -
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(scope="module", params=CASES)
-def case(request, tmp_path_factory) -> Case:
-    overrides = dict(CASES[request.param])
-    family = overrides.pop("family", request.param)
-    model, directory = MAKERS[family](tmp_path_factory.mktemp(request.param), seed=11, **overrides)
-    generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(3, 199, (length,), generator=generator).tolist() for length in LENGTHS]
-    made = Case(directory, model, prompts, [])
+@pytest.fixture(scope="module")
+def oracle(made: Made) -> Iterator[Oracle]:
+    model, directory = made
+    prompts = [random_ids(length, seed) for seed, length in enumerate(LENGTHS)]
     with torch.inference_mode():
-        made.expected = [greedy(model, prompt) for prompt in prompts]
-        yield made
-    assert 100 * made.near_ties <= made.compared
+        oracle = Oracle(directory, model, prompts, [greedy(model, prompt) for prompt in prompts])
+        yield oracle
+    assert 100 * oracle.near_ties <= oracle.compared
 
 
-def run(case: Case, llm: LLM, prompts=None) -> list:
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts or case.prompts], GREEDY)
+def run(oracle: Oracle, llm: LLM, prompts=None) -> list:
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts or oracle.prompts], GREEDY)
     llm.engine.engine.check_integrity()
     return outputs
 
 
-def test_alone(case):
-    with case.llm() as llm:
-        for index, prompt in enumerate(case.prompts):
-            case.check(index, run(case, llm, [prompt])[0].outputs[0].token_ids)
+@MODELS
+def test_alone(oracle):
+    with oracle.llm() as llm:
+        for index, prompt in enumerate(oracle.prompts):
+            oracle.check(index, run(oracle, llm, [prompt])[0].outputs[0].token_ids)
 
 
-def test_in_a_batch_of_mixed_lengths(case):
-    with case.llm() as llm:
-        for index, output in enumerate(run(case, llm)):
-            case.check(index, output.outputs[0].token_ids)
+@pytest.mark.matrix("float32")
+def test_in_a_batch_of_mixed_lengths(oracle):
+    with oracle.llm() as llm:
+        oracle.check_all(run(oracle, llm))
 
 
+@MODELS
 @pytest.mark.covers("M10", "M11", "J2")
-def test_in_chunks_of_7(case):
-    with case.llm(max_num_batched_tokens=7) as llm:
-        for index, output in enumerate(run(case, llm)):
-            case.check(index, output.outputs[0].token_ids)
+def test_in_chunks_of_7(oracle):
+    with oracle.llm(max_num_batched_tokens=7) as llm:
+        oracle.check_all(run(oracle, llm))
 
 
-def test_with_a_warm_prefix(case):
-    with case.llm() as llm:
-        run(case, llm)
-        outputs = run(case, llm)
+@MODELS
+def test_with_a_warm_prefix(oracle):
+    with oracle.llm() as llm:
+        run(oracle, llm)
+        outputs = run(oracle, llm)
         assert [output.num_cached_tokens for output in outputs] == [0, 16, 32, 32, 0, 48]
-        for index, output in enumerate(outputs):
-            case.check(index, output.outputs[0].token_ids)
+        oracle.check_all(outputs)
 
 
-def test_after_forced_preemptions(case):
+@MODELS
+def test_after_forced_preemptions(oracle):
     """Every few steps a running request loses its blocks, in the middle of its prompt or of its answer."""
-    with case.llm(max_num_batched_tokens=40, enable_prefix_caching=False) as llm:
+    with oracle.llm(max_num_batched_tokens=40, enable_prefix_caching=False) as llm:
         scheduler, outputs = llm.engine.engine.scheduler, {}
-        for index, prompt in enumerate(case.prompts):
+        for index, prompt in enumerate(oracle.prompts):
             llm.engine.add_request(str(index), {"prompt_token_ids": prompt}, GREEDY)
         for step in range(10_000):
             if not llm.engine.has_unfinished_requests():
@@ -133,31 +134,35 @@ def test_after_forced_preemptions(case):
             outputs.update((output.request_id, output) for output in llm.engine.step())
         assert scheduler.num_preemptions > 10
         llm.engine.engine.check_integrity()
-    for index in range(len(case.prompts)):
-        case.check(index, outputs[str(index)].outputs[0].token_ids)
+    for index in range(len(oracle.prompts)):
+        oracle.check(index, outputs[str(index)].outputs[0].token_ids)
 
 
-def test_resumed_half_way(case):
+@MODELS
+def test_resumed_half_way(oracle):
     """Tokens come back as outputs: the rest follows, as if nothing had happened."""
     half = NUM_TOKENS // 2
     params = replace(GREEDY, seed=0)
-    with case.llm() as llm:
+    with oracle.llm() as llm:
         engine, outputs = llm.engine.engine, {}
-        for index, prompt in enumerate(case.prompts):
-            engine.add_request(EngineRequest(str(index), prompt, params, output_token_ids=case.expected[index][:half]))
+        for index, prompt in enumerate(oracle.prompts):
+            engine.add_request(
+                EngineRequest(str(index), prompt, params, output_token_ids=oracle.expected[index][:half])
+            )
         while engine.has_work:
             for output in engine.step():
                 outputs.setdefault(output.request_id, []).extend(output.new_token_ids)
-        for index in range(len(case.prompts)):
-            case.check(index, outputs[str(index)], start=half)
+        for index in range(len(oracle.prompts)):
+            oracle.check(index, outputs[str(index)], start=half)
 
 
-def test_prompt_logprobs_agree_with_transformers(case):
-    with case.llm(max_num_batched_tokens=40) as llm:
+@MODELS
+def test_prompt_logprobs_agree_with_transformers(oracle):
+    with oracle.llm(max_num_batched_tokens=40) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in case.prompts], params)
-    for prompt, output in zip(case.prompts, outputs, strict=True):
-        expected = case.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in oracle.prompts], params)
+    for prompt, output in zip(oracle.prompts, outputs, strict=True):
+        expected = oracle.model(torch.tensor([prompt])).logits[0].log_softmax(-1)
         assert output.prompt_logprobs[0] is None
         assert len(output.prompt_logprobs) == len(prompt)
         for position, found in enumerate(output.prompt_logprobs[1:], 1):
@@ -166,33 +171,32 @@ def test_prompt_logprobs_agree_with_transformers(case):
                 assert math.isclose(entry.logprob, float(expected[position - 1, token_id]), abs_tol=1e-4)
 
 
-def test_what_was_generated_scores_as_reported(case):
+@MODELS
+def test_what_was_generated_scores_as_reported(oracle):
     """Generated by decode in a crowd, scored again in one pass: proves cache, positions, masks and batching at once."""
-    with case.llm(max_num_batched_tokens=24) as llm:
-        outputs = run(case, llm)
-        texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(case.prompts, outputs, strict=True)]
+    with oracle.llm(max_num_batched_tokens=24) as llm:
+        outputs = run(oracle, llm)
+        texts = [prompt + output.outputs[0].token_ids for prompt, output in zip(oracle.prompts, outputs, strict=True)]
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         scored = llm.generate([{"prompt_token_ids": text} for text in texts], params)
-    for prompt, output, score in zip(case.prompts, outputs, scored, strict=True):
+    for prompt, output, score in zip(oracle.prompts, outputs, scored, strict=True):
         reported = [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs]
         again = [next(iter(entry.values())).logprob for entry in score.prompt_logprobs[len(prompt) :]]
         torch.testing.assert_close(torch.tensor(reported), torch.tensor(again), atol=1e-4, rtol=0)
         assert math.isclose(output.outputs[0].cumulative_logprob, sum(reported), abs_tol=1e-3)
 
 
-def test_64_requests_through_16_rows(case):
+@FULL
+def test_64_requests_through_16_rows(oracle):
     """Lengths 1 to 400 at once, more than fit: Transformers' tokens for all 64, nothing lost."""
-    generator = torch.Generator().manual_seed(9)
-    lengths = [1 + (index * 53) % 400 for index in range(64)]
-    prompts = [torch.randint(3, 199, (length,), generator=generator).tolist() for length in lengths]
+    prompts = [random_ids(1 + (index * 53) % 400, seed=index) for index in range(64)]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    with case.llm(max_num_seqs=16, max_num_batched_tokens=256) as llm:
+    with oracle.llm(max_num_seqs=16, max_num_batched_tokens=256) as llm:
         crowd = llm.generate(asked, params)
         llm.engine.engine.check_integrity()
         stats = llm.engine.engine.stats()
         assert stats.kv_blocks_free == stats.kv_blocks_total
-    wide = replace(case, prompts=prompts, expected=[greedy(case.model, prompt, 4) for prompt in prompts])
-    for index, output in enumerate(crowd):
-        wide.check(index, output.outputs[0].token_ids)
-    case.compared, case.near_ties = wide.compared, wide.near_ties
+    wide = replace(oracle, prompts=prompts, expected=[greedy(oracle.model, prompt, 4) for prompt in prompts])
+    wide.check_all(crowd)
+    oracle.compared, oracle.near_ties = wide.compared, wide.near_ties

@@ -1,0 +1,131 @@
+"""Every family in every form of weights and cache, through native kernels: quality, and bits that nothing changes.
+
+Of the engine's promise (tests/test_same_bits.py) this is a sample for each family.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.build import BuiltEngine, build_engine
+from penstock.config import EngineConfig
+from penstock.quant.scheme import Scheme
+from penstock.weights.convert import convert_model
+from tests.answers import MAX_MODEL_LEN, PROMPTS, ask, ask_alone, check, check_resumed, request
+from tests.families.case import all_cases, for_cases
+from tests.hf_models import Made, random_ids
+from tests.kernels.packed import levels
+from tests.paged import PagedModel
+from tests.watcher import Watcher
+
+pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), for_cases(all_cases(shapes=False))]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How weights and cache are held, and how much of the loss it may cost: as tests/test_quantized_quality.py allows
+    for the demo model."""
+
+    quantization: str | None = None
+    group_size: int | None = None
+    kv_cache_dtype: str = "auto"
+    allowed: float = 0.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "dtype": "bfloat16",
+            "quantization": self.quantization,
+            "quantization_group_size": self.group_size,
+            "kv_cache_dtype": self.kv_cache_dtype,
+        }
+
+    def model(self, directory: Path) -> PagedModel:
+        cache_dtype = None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        scheme = Scheme.parse(self.quantization, self.group_size)
+        return PagedModel(directory, dtype="bfloat16", kernels="cpu", scheme=scheme, cache_dtype=cache_dtype)
+
+
+PLAIN = Form()
+QUANTIZED = {
+    "int8": Form("int8", allowed=0.005),
+    "int4": Form("int4", 32, allowed=0.03),
+    "int8 cache": Form(kv_cache_dtype="int8", allowed=0.001),
+}
+WATCHED = [0, 1, 4, 5]  # of tests/answers.py
+
+
+def columns(forms: dict[str, Form]) -> list[Any]:
+    return [pytest.param(form, id=name, marks=pytest.mark.matrix(name)) for name, form in forms.items()]
+
+
+def scored(model: PagedModel) -> Tensor:
+    """Log-probabilities after each token of a prompt, [200, V]."""
+    return model.step({0: random_ids(200)})[0]
+
+
+@pytest.mark.parametrize("form", columns(QUANTIZED))
+def test_loss_when_quantised(form: Form, made: Made) -> None:
+    """Guards against a scale, a group or a sum that is slightly wrong, or a weight of the family that nobody packs. The
+    text is what the model itself would write: its loss, averaged over every next token, can only rise."""
+    exact, found = scored(PLAIN.model(made[1])), scored(form.model(made[1]))
+    assert not torch.equal(found, exact)
+    best, loss = (-(exact.exp() * logprobs).sum(dim=-1).mean().item() for logprobs in (exact, found))
+    print(
+        f"LOSS {form.quantization} {form.kv_cache_dtype} {(loss / best - 1) / form.allowed:.3f} of allowed; {best:.2f}"
+    )
+    assert loss == pytest.approx(best, rel=form.allowed)
+
+
+@pytest.mark.parametrize("form", columns({"bfloat16": PLAIN} | QUANTIZED)[:-1])
+def test_converted(form: Form, made: Made, tmp_path: Path) -> None:
+    """Guards against packed weights in another place, type or layout than those made while loading."""
+    convert_model(EngineConfig.from_options(model=str(made[1]), **form.options), tmp_path / "packed")
+    assert torch.equal(scored(form.model(tmp_path / "packed")), scored(form.model(made[1])))
+
+
+@pytest.fixture
+def build(form: Form, made: Made) -> Callable[..., BuiltEngine]:
+    """Makes an engine; options may differ, the model and its form do not."""
+    fixed = {
+        "model": str(made[1]),
+        "kernels": "cpu",
+        "max_num_seqs": len(PROMPTS),
+        "max_model_len": MAX_MODEL_LEN,
+        "enable_prefix_caching": False,
+        **form.options,
+    }
+    return lambda **options: build_engine(EngineConfig.from_options(**fixed, **options))
+
+
+@pytest.mark.covers("F6", "M11")
+@pytest.mark.parametrize("form", columns({"bfloat16": PLAIN} | QUANTIZED))
+def test_same_bits_in_a_crowd(build: Callable[..., BuiltEngine]) -> None:
+    """Guards against a bit that depends on the other rows of a step, on where a chunk ends, on the threads, or on a
+    process that died; and against arithmetic of torch's, whose sums could."""
+    alone = ask_alone(build(threads=1, max_num_batched_tokens=2048).engine, WATCHED)
+    assert len({tuple(ids) for ids, _, _ in alone.values()}) == len(alone)
+    engine = build(threads=2, max_num_batched_tokens=30).engine
+    with Watcher() as watcher:
+        found = ask(engine, map(request, range(len(PROMPTS))))
+    assert not watcher.forbidden
+    check(found, alone)
+    check_resumed(engine, alone)
+
+
+def test_few_tokens_are_replayed(made: Made) -> None:
+    """Guards against a family whose decode steps run all of their Python, and against an address or a length that a
+    program keeps from the step in which it was recorded."""
+    plain, recorded = (PagedModel(made[1], kernels="cpu", num_seqs=3, recorded=way) for way in (False, True))
+    ids = [random_ids(40, seed) for seed in range(3)]
+    steps = [{0: ids[0][:20]}, *({row: ids[row][at : at + 1] for row in range(1 + at % 3)} for at in range(20, 32))]
+    for new in steps:
+        for found, expected in zip(recorded.step(new).values(), plain.step(new).values(), strict=True):
+            assert torch.equal(found, expected)
+    assert recorded.model._recordable
+    assert {tokens for tokens, _ in recorded.model._recordings} >= {1, 2, 3}

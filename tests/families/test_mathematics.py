@@ -1,0 +1,111 @@
+"""Every family against Transformers: the same weights and tokens give the same log-probabilities.
+
+Through the model alone, over a paged cache whose blocks are shuffled among slots full of NaN.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.families.case import Case
+from tests.hf_models import Made, hf_logprobs, random_ids
+from tests.kernels.packed import levels
+from tests.paged import PagedModel
+
+KERNELS = ["reference", *(["cpu"] if levels() else [])]
+TOLERANCE = 1e-4
+SEEDS = range(5)
+PREFILL = 401  # tokens: 400 next ones a seed, 2,000 in all
+DECODE = 101  # of four sequences each, so that 2,000 positions take 500 steps
+NUM_SEQS = 4
+
+
+@pytest.mark.matrix("float32")
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_float32(case: Case, made: Made, kernels: str) -> None:
+    """Guards against any slip in the mathematics, in a merge of weights or in a mask. 70 tokens are more than any
+    window and more than the old context of every rotary scaling. Whole; token by token; in chunks of 7 behind a cached
+    prefix; each of them packed with another sequence, through shuffled blocks among slots full of NaN."""
+    hf_model, directory = made
+    ids, other = random_ids(70), random_ids(33, seed=1)
+    expected, expected_other = hf_logprobs(hf_model, ids), hf_logprobs(hf_model, other)
+
+    paged = PagedModel(directory, kernels=kernels, num_seqs=4)
+    whole = paged.step({0: ids, 1: other})
+    torch.testing.assert_close(whole[0], expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(whole[1], expected_other, atol=TOLERANCE, rtol=0)
+
+    decoded = [paged.step({2: ids[:40]})[2]] + [paged.step({2: [token]})[2] for token in ids[40:]]
+    torch.testing.assert_close(torch.cat(decoded), expected, atol=TOLERANCE, rtol=0)
+
+    chunks = [paged.step({3: ids[start : start + 7], 1: [5]})[3] for start in range(0, len(ids), 7)]
+    torch.testing.assert_close(torch.cat(chunks), expected, atol=TOLERANCE, rtol=0)
+
+
+@dataclass
+class Truth:
+    """Sequences for one bfloat16 model, and the log-probability of each next token: computed in float32 from the same
+    weights, and by Transformers in bfloat16."""
+
+    directory: Path
+    sequences: list[list[int]]
+    exact: Tensor
+    theirs: Tensor
+
+
+@pytest.fixture(scope="module")
+def truths(case: Case, make_model: Callable[..., Made]) -> dict[str, list[Truth]]:
+    """Of each seed, for prefill and for decode."""
+    found: dict[str, list[Truth]] = {"prefill": [], "decode": []}
+    for seed in SEEDS:
+        _, directory = make_model(case, seed, torch.bfloat16)
+        # As Transformers loads it: a model that is converted by `.to` would round its rotary frequencies too.
+        bfloat16, float32 = (
+            AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=case.attention)
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+        for way, count, length in (("prefill", 1, PREFILL), ("decode", NUM_SEQS, DECODE)):
+            sequences = [random_ids(length, seed=NUM_SEQS * seed + row) for row in range(count)]
+            exact, theirs = (
+                next_tokens((hf_logprobs(model, ids) for ids in sequences), sequences) for model in (float32, bfloat16)
+            )
+            found[way].append(Truth(directory, sequences, exact, theirs))
+    return found
+
+
+def next_tokens(logprobs: Iterable[Tensor], sequences: list[list[int]]) -> Tensor:
+    """Log-probabilities after each token, [n, V] of each sequence -> those of the tokens that follow, all in a row."""
+    pairs = zip(logprobs, sequences, strict=True)
+    return torch.cat([rows[torch.arange(len(ids) - 1), torch.tensor(ids[1:])] for rows, ids in pairs])
+
+
+def computed(truth: Truth, kernels: str, way: str) -> Tensor:
+    """Ours, in one step or one token a step."""
+    sequences, rows = truth.sequences, range(len(truth.sequences))
+    options = {"dtype": "bfloat16", "num_seqs": len(rows), "max_len": PREFILL}
+    if way == "prefill":
+        step = PagedModel(truth.directory, kernels=kernels, **options).step(dict(enumerate(sequences)))
+        return next_tokens((step[row] for row in rows), sequences)
+    paged = PagedModel(truth.directory, kernels=kernels, recorded=kernels == "cpu", **options)
+    steps = [paged.step({row: [sequences[row][at]] for row in rows}) for at in range(DECODE)]
+    return next_tokens((torch.cat([step[row] for step in steps]) for row in rows), sequences)
+
+
+@pytest.mark.matrix("bfloat16")
+@pytest.mark.parametrize(
+    ("kernels", "way"), [("reference", "prefill"), *((KERNELS[-1], way) for way in ("prefill", "decode"))]
+)
+def test_bfloat16(truths: dict[str, list[Truth]], kernels: str, way: str) -> None:
+    """Guards against a value that is rounded twice. The same bfloat16 weights, computed in float32, are the truth; the
+    error is the RMS over the next-token log-probabilities of 2,000 positions, five seeds pooled."""
+    ours = torch.cat([computed(truth, kernels, way) - truth.exact for truth in truths[way]])
+    theirs = torch.cat([truth.theirs - truth.exact for truth in truths[way]])
+    assert len(ours) >= 2000
+    our_error, their_error = (errors.square().mean().sqrt().item() for errors in (ours, theirs))
+    print(f"RATIO {our_error / their_error:.3f} {their_error:.4f}")
+    assert our_error <= 1.1 * their_error, f"ours {our_error:.5f}, Transformers' {their_error:.5f}"

@@ -1,0 +1,77 @@
+"""Every family's parameter table, and what needs nothing but a config.json."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+from penstock import LLM, SamplingParams
+from penstock.errors import ModelLoadError
+from penstock.kernels.reference import ReferenceOps
+from penstock.layers.factory import LayerFactory
+from penstock.model_config import ModelConfig
+from penstock.models.param_table import Parameter, num_elements
+from penstock.models.registry import lookup
+from tests.families.case import Case, all_cases, for_cases
+from tests.hf_models import random_ids
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_table_and_model_have_the_same_parameters(case: Case, tied: bool) -> None:
+    """Guards against drift: a parameter in the model that the table does not list would be neither loaded nor sharded
+    nor counted. On the meta device: neither side has memory. Names and sizes are also those of Transformers. A family
+    that always ties its head, or never does, says so."""
+    hf_config = case.config(tie_word_embeddings=tied)
+    if (refusal := refused(hf_config)) is not None:
+        assert "tie_word_embeddings" in refusal
+        assert tied != case.config().tie_word_embeddings
+        return
+    config = ModelConfig.from_dict(hf_config.to_dict())
+    entry = lookup(config.architecture)
+    parameters = entry.read_table().parameters(config)
+    model = entry.model_class(config, LayerFactory.single_device(ReferenceOps(torch.float32), parameters))
+    state = model.state_dict()
+    assert all(value.device.type == "meta" for value in state.values())
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        name: parameter.shape for name, parameter in parameters.items()
+    }
+    with torch.device("meta"):
+        hf_model = case.model_class(hf_config)
+    theirs = {name: tuple(value.shape) for name, value in hf_model.named_parameters()}
+    claimed = [claim for item in parameters.values() if not item.tied_to for claim in held(item, theirs).items()]
+    assert dict(claimed) == theirs
+    assert num_elements(parameters.values()) == sum(value.numel() for value in hf_model.parameters())
+
+
+def refused(config: PreTrainedConfig) -> str | None:
+    """Why a config.json cannot be served, if so."""
+    try:
+        ModelConfig.from_dict(config.to_dict())
+    except ModelLoadError as error:
+        return str(error)
+    return None
+
+
+def held(parameter: Parameter, theirs: Shapes) -> Shapes:
+    """Names and shapes of Transformers' parameters that hold this one, in the first way in which they can."""
+    ways = [layout.sources for layout in parameter.layouts if layout.sources.keys() <= theirs.keys()]
+    assert ways, f"Transformers has none of {[list(layout.sources) for layout in parameter.layouts]}"
+    return ways[0]
+
+
+@for_cases(all_cases(shapes=False))
+@pytest.mark.covers("J17")
+def test_a_config_is_enough_to_run(case: Case, tmp_path: Path) -> None:
+    """Guards against an architecture that cannot be tried without its checkpoint."""
+    case.config().save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
+    with LLM(model=str(tmp_path), load_format="dummy", threads=1) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": random_ids(20)}], params)
+    assert len(output.outputs[0].token_ids) == 8
+    logprobs = [entry.logprob for position in output.prompt_logprobs[1:] for entry in position.values()]
+    assert all(math.isfinite(value) for value in logprobs)
+    assert len(set(logprobs)) > 10
