@@ -152,10 +152,10 @@ def test_the_basis_is_table_code_numerics_and_config(tmp_path: Path) -> None:
 def test_models_show_the_certificate() -> None:
     """Guards against a certificate that never reaches the user."""
     engine = FakeEngineClient()
-    with app_client(engine) as client:
-        assert certificate_of(client) is None
-        engine.info = replace(engine.info, certificate={"id": "0123", "proofs": {"batch = solo": 0.0}})
-        assert certificate_of(client) == {"id": "0123", "proofs": {"batch = solo": 0.0}}
+    client = app_client(engine)
+    assert certificate_of(client) is None
+    engine.info = replace(engine.info, certificate={"id": "0123", "proofs": {"batch = solo": 0.0}})
+    assert certificate_of(client) == {"id": "0123", "proofs": {"batch = solo": 0.0}}
 
 
 def certificate_of(client: TestClient) -> Any:
