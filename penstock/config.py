@@ -274,12 +274,14 @@ def _choose_kernels(asked: str) -> tuple[str, str]:
 
 def _resolve_scheduler(config: SchedulerConfig, model: "ModelConfig", reasons: dict[str, str]) -> SchedulerConfig:
     max_model_len, max_num_batched_tokens = config.max_model_len, config.max_num_batched_tokens
-    context = model.max_position_embeddings
+    context, of = model.context, "the model's max_position_embeddings"
+    if context > model.max_position_embeddings:
+        of += ", stretched by its rotary scaling"
     if max_model_len is None:
         max_model_len = context
-        reasons["max_model_len"] = f"{context}: the model's max_position_embeddings"
+        reasons["max_model_len"] = f"{context}: {of}"
     elif max_model_len > context:
-        raise check.fail("max_model_len", max_model_len, f"at most the model's max_position_embeddings = {context}")
+        raise check.fail("max_model_len", max_model_len, f"at most {of} = {context}")
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, config.max_num_seqs)
         reasons["max_num_batched_tokens"] = f"{max_num_batched_tokens}: the default, at least one token a sequence"

@@ -73,6 +73,14 @@ class ConfigReader:
             raise self.fail(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
+    def numbers(self, key: str, low: float, high: float) -> tuple[float, ...]:
+        """A list of numbers in low..high, at least one. The key has to be there."""
+        items = self.raw(key)
+        if not isinstance(items, list) or not items:
+            raise self.fail(key, f"a list of numbers from {low:g} to {high:g}")
+        each = ConfigReader({str(index): item for index, item in enumerate(items)}, f"{self.where}: {key}")
+        return tuple(each.number(str(index), low, high) for index in range(len(items)))
+
     def boolean(self, key: str, default: bool) -> bool:
         value = self._value_or(key, default)
         if not isinstance(value, bool):

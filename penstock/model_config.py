@@ -33,6 +33,7 @@ HARMLESS_KEYS = """
     length_penalty diversity_penalty num_beam_groups num_return_sequences no_repeat_ngram_size early_stopping
     encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate forced_bos_token_id
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    cache_implementation
 """  # the second paragraph: old files repeat generation settings, which Transformers 5 drops too
 HARMLESS = frozenset(HARMLESS_KEYS.split())
 
@@ -44,7 +45,6 @@ NEUTRAL: dict[str, Any] = {
     "cross_attention_hidden_size": None,
     "tie_encoder_decoder": False,
     "pruned_heads": {},
-    "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
     "use_mrope": False,
     "per_layer_config": None,
@@ -151,6 +151,9 @@ class ModelConfig:
             default_sampling=read_sampling(generation),
             ignored_generation=read_ignored(generation),
         )
+        for rope in (result.rope, result.local_rope):
+            if rope is not None:
+                rope.check(result.head_dim)
         read.finish(HARMLESS)
         return result
 
@@ -165,6 +168,12 @@ class ModelConfig:
             return cls.from_dict(config, generation)
         except ModelLoadError as error:
             raise ModelLoadError(f"{directory}: {error}") from None
+
+    @property
+    def context(self) -> int:
+        """How many tokens a text may have: max_position_embeddings, and more where rotary scaling begins there."""
+        stretch = self.rope.factor if self.rope is not None and self.rope.rope_type == "dynamic" else 1.0
+        return int(self.max_position_embeddings * stretch)
 
     def cache_groups(self) -> list[tuple[tuple[int, ...], int | None]]:
         """Layers that look equally far back: (their indices, the window), ordered by first layer."""

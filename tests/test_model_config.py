@@ -1,11 +1,16 @@
 """ModelConfig: what Transformers means by a config.json, and what is refused."""
 
 import json
+from dataclasses import MISSING
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GenerationConfig,
     LlamaConfig,
     MinistralConfig,
@@ -19,6 +24,9 @@ from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.model_config import ModelConfig
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {
+    "Gemma2ForCausalLM": Gemma2Config,
+    "Gemma3ForCausalLM": Gemma3TextConfig,
+    "GemmaForCausalLM": GemmaConfig,
     "LlamaForCausalLM": LlamaConfig,
     "MinistralForCausalLM": MinistralConfig,
     "MistralForCausalLM": MistralConfig,
@@ -49,25 +57,60 @@ def saved(architecture: str, **fields: Any) -> dict[str, Any]:
     return contents
 
 
+# What Transformers' config of five layers is made with, where that is not the common thing; and which numbers are not
+# Transformers' of that name, nor ModelConfig's default.
+MADE_WITH: dict[str, dict[str, Any]] = {}
+NUMBERS: dict[str, dict[str, Any]] = {
+    "GemmaForCausalLM": {"embedding_scale": 3072**0.5, "hidden_act": "gelu_tanh"},
+    "Gemma2ForCausalLM": {
+        "embedding_scale": 2304**0.5,
+        "hidden_act": "gelu_tanh",
+        "attention_scale": 256**-0.5,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "layer_windows": (4096, None, 4096, None, 4096),
+    },
+    "Gemma3ForCausalLM": {
+        "embedding_scale": 2304**0.5,
+        "hidden_act": "gelu_tanh",
+        "attention_scale": 256**-0.5,
+        "qk_norm": True,
+        "layer_windows": (4096,) * 5,
+    },
+    "MinistralForCausalLM": {"layer_windows": (4096,) * 5},
+    "MistralForCausalLM": {"layer_windows": (4096,) * 5},
+    "Qwen2ForCausalLM": {"attention_bias": True},
+    "Qwen3ForCausalLM": {"qk_norm": True},
+}
+COMMON = {"hidden_act": "silu", "layer_windows": (None,) * 5}
+# Read with a check of their own, or not from a config of Transformers at all.
+READ_ELSEWHERE = {"rope", "local_rope", "dtype", "norm_eps", "extra", "default_sampling", "ignored_generation"}
+EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+
+
 @pytest.mark.parametrize("architecture", CLASSES)
 @pytest.mark.parametrize("diff", [True, False])
 def test_reads_what_transformers_writes(architecture: str, diff: bool) -> None:
-    """Guards against a key of Transformers that we call unknown, and against a number read from the wrong key."""
-    theirs = CLASSES[architecture](
-        architectures=[architecture], dtype="bfloat16", num_hidden_layers=5, num_key_value_heads=4, head_dim=96
-    )
+    """Guards against a key of Transformers that we call unknown, and against a number read from the wrong key. Every
+    number of ModelConfig is held against Transformers' of that name, or against what stands above."""
+    made_with = MADE_WITH.get(architecture, {"num_key_value_heads": 4, "head_dim": 96})
+    theirs = CLASSES[architecture](architectures=[architecture], dtype="bfloat16", num_hidden_layers=5, **made_with)
     ours = ModelConfig.from_dict(json.loads(theirs.to_json_string(use_diff=diff)))
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        assert getattr(ours, key) == getattr(theirs, key)
-    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"):
-        assert getattr(ours, key) == getattr(theirs, key)
-    assert ours.norm_eps == theirs.rms_norm_eps
-    assert (ours.architecture, ours.model_type, ours.dtype) == (architecture, theirs.model_type, "bfloat16")
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.qk_norm == (architecture == "Qwen3ForCausalLM")
-    assert ours.attention_bias == (architecture == "Qwen2ForCausalLM")
-    window = 4096 if architecture in ("MistralForCausalLM", "MinistralForCausalLM") else None
-    assert ours.layer_windows == (window,) * 5
+    defaults = {item.name: item.default for item in fields_of(ModelConfig) if item.default is not MISSING}
+    special = COMMON | NUMBERS.get(architecture, {})
+    for name in {item.name for item in fields_of(ModelConfig)} - READ_ELSEWHERE - {"eos_token_ids", "architecture"}:
+        wanted = special[name] if name in special else getattr(theirs, name, defaults.get(name))
+        assert getattr(ours, name) == wanted, name
+    assert (ours.architecture, ours.dtype) == (architecture, "bfloat16")
+    assert ours.norm_eps == next(getattr(theirs, name) for name in EPSILONS if hasattr(theirs, name))
+    ends = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
+    assert ours.eos_token_ids == tuple(token for token in ends if token is not None)
+    theirs_by_type = getattr(theirs, "rope_parameters", None) or {}
+    for rope, kind in ((ours.rope, "full_attention"), (ours.local_rope, "sliding_attention")):
+        parameters = (
+            theirs_by_type if kind == "full_attention" and kind not in theirs_by_type else theirs_by_type.get(kind)
+        )
+        assert (rope.theta if rope else None) == (parameters or {}).get("rope_theta")
 
 
 def test_defaults_of_an_old_file() -> None:
@@ -109,6 +152,34 @@ def test_windows_of_qwen(fields: dict[str, Any], expected: list[int | None]) -> 
 
 # Shapes and switches as published with well-known checkpoints, bookkeeping included.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "Gemma 2B": {
+        "architectures": ["GemmaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
+        "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 16384, "max_position_embeddings": 8192, "model_type": "gemma",
+        "num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 1, "pad_token_id": 0,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000.0, "torch_dtype": "bfloat16",
+        "transformers_version": "4.38.0.dev0", "use_cache": True, "vocab_size": 256000,
+    },
+    "Gemma 2 2B": {
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "initializer_range": 0.02,
+        "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 8,
+        "num_hidden_layers": 26, "num_key_value_heads": 4, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "float32",
+        "transformers_version": "4.42.4", "use_cache": True, "vocab_size": 256000,
+    },
+    "Gemma 3 1B": {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768,
+        "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+    },
     "Llama 2 7B": {
         "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
         "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
@@ -147,11 +218,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+WINDOWS: dict[str, tuple[int | None, ...]] = {
+    "Gemma 2 2B": (4096, None) * 13,
+    "Gemma 3 1B": ((512,) * 5 + (None,)) * 4 + (512, 512),
+}  # the others see everything
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_read(name: str) -> None:
     """Guards against strictness that refuses the checkpoints people have."""
     config = ModelConfig.from_dict(PUBLISHED[name])
-    assert config.layer_windows == (None,) * PUBLISHED[name]["num_hidden_layers"]
+    assert config.layer_windows == WINDOWS.get(name, (None,) * config.num_hidden_layers)
     assert config.dtype == PUBLISHED[name]["torch_dtype"]
 
 
@@ -371,8 +448,8 @@ def test_keys_an_architecture_does_not_have_may_only_agree() -> None:
     ("fields", "named"),
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "proportional"),
     ],
 )
 def test_what_is_planned_is_refused_as_such(fields: dict[str, Any], named: str) -> None:

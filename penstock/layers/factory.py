@@ -34,7 +34,7 @@ class LayerFactory:
         parameters: every parameter of the model by full name, from ParamTable.parameters.
         arena: where layers write their results. Layers that differ in their number only share a slot.
         scheme: how weights are quantised that may be; None keeps the model's type.
-        max_positions: rotary tables end here; None takes the model's max_position_embeddings.
+        max_positions: rotary tables end here; None takes the model's context.
     """
 
     ops: Ops
@@ -97,7 +97,7 @@ class LayerFactory:
 
     def rotary(self, rope: RopeConfig, cfg: ModelConfig) -> Rotary:
         """The table of cosines and sines; made once, for all layers that share it."""
-        return Rotary(rope, cfg.head_dim, self.max_positions or cfg.max_position_embeddings, self.ops.device)
+        return Rotary(rope, cfg.head_dim, self.max_positions or cfg.context, self.ops.device)
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: torch.dtype | None = None) -> Slot:
         """The buffer for results of that name, in the model's type unless another is said."""

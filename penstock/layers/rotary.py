@@ -7,35 +7,65 @@ from torch import Tensor
 
 from penstock.rope_config import RopeConfig
 
+BLOCK = 4096  # positions at once, so that the float64 values of a long context are never all in memory
+
 
 class Rotary:
     """Cosines and sines of every position.
 
     Attributes:
-        cos_sin: [positions, D] float32: D/2 cosines, then D/2 sines. Computed in float64, position by position, so an
-            entry depends on nothing but its position.
+        cos_sin: [positions, D] float32: D/2 cosines, then D/2 sines, where D elements of a head are rotated. Computed
+            in float64, position by position.
+
+    An entry depends on nothing but its position, so that a sequence gives the same bits however long it will become:
+      - "dynamic" scaling is for the length at which a token is the newest: position p has the frequencies of a context
+        of p + 1 tokens. Transformers does the same where it is fed token by token; where it gets a longer text at once,
+        it uses the last token's frequencies for all of them.
+      - "longrope" has two sets of frequencies, and which one counts is decided once: the long one where num_positions,
+        the longest text that may be asked for, exceeds the original context.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
-        positions = torch.arange(num_positions, dtype=torch.float64)
-        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-        tables = torch.cat([angles.cos(), angles.sin()], dim=1) * rope.attention_factor
-        self.cos_sin = tables.float().to(device)
+        dim = rope.rotary_dim(head_dim)
+        is_long = num_positions > rope.original_max_position_embeddings
+        table = torch.empty(num_positions, dim + dim % 2, dtype=torch.float32)
+        for start in range(0, num_positions, BLOCK):
+            stop = min(start + BLOCK, num_positions)
+            positions = torch.arange(start, stop, dtype=torch.float64)[:, None]
+            angles = positions * inverse_frequencies(rope, dim, positions, is_long=is_long)
+            table[start:stop] = torch.cat([angles.cos(), angles.sin()], dim=1) * rope.attention_factor
+        self.cos_sin = table.to(device)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """theta^(-2i / D) for i < D/2, scaled: [D/2] float64."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+def inverse_frequencies(rope: RopeConfig, dim: int, positions: Tensor, *, is_long: bool) -> Tensor:
+    """theta^(-2i / D) for i < D/2, scaled, at positions [n, 1] float64: [n, D/2] float64, or [D/2] if all are alike.
+
+    dim: D. is_long: which set of "longrope" counts.
+    """
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    if rope.rope_type == "dynamic":
+        return _dynamic_theta(rope, dim, positions) ** -exponents
     frequencies = rope.theta**-exponents
-    if rope.rope_type == "default":
-        return frequencies
-    kept = _kept(rope, frequencies, head_dim)  # 1: as it was; 0: divided by the factor
+    if rope.rope_type == "longrope":
+        factors = rope.long_factor if is_long else rope.short_factor
+        return frequencies / torch.tensor(factors, dtype=torch.float64)
+    kept = _kept(rope, frequencies, dim)  # 1: as it was; 0: divided by the factor
     return kept * frequencies + (1 - kept) * frequencies / rope.factor
 
 
-def _kept(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> Tensor:
+def _dynamic_theta(rope: RopeConfig, dim: int, positions: Tensor) -> Tensor:
+    """The base at each position, [n, 1]: so much above theta that the slowest frequency is divided by the growth."""
+    context = rope.original_max_position_embeddings
+    length = (positions + 1).clamp(min=context)
+    growth = rope.factor * length / context - (rope.factor - 1)
+    return rope.theta * growth ** (dim / max(dim - 2, 1))  # a single frequency is 1, whatever the base
+
+
+def _kept(rope: RopeConfig, frequencies: Tensor, dim: int) -> Tensor:
     """How much of each frequency stays: one that turns often within the old context does, one that hardly turns is
     divided. Llama 3 blends in proportion to the turns, YaRN in proportion to the index."""
+    if rope.rope_type == "default":
+        return torch.ones_like(frequencies)
     if rope.rope_type == "linear":
         return torch.zeros_like(frequencies)
     context = rope.original_max_position_embeddings
@@ -44,11 +74,11 @@ def _kept(rope: RopeConfig, frequencies: Tensor, head_dim: int) -> Tensor:
         kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         return kept.clamp(0.0, 1.0)
     low, high = (  # the indices at which a frequency makes that many turns
-        head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
         for turns in (rope.beta_fast, rope.beta_slow)
     )
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, dim - 1)
     index = torch.arange(len(frequencies), dtype=torch.float64)
-    return 1 - ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return 1 - ((index - low) / (high - low or 0.001)).clamp(0.0, 1.0)

@@ -31,7 +31,7 @@ from penstock.weights.sources import DummyRows, RoundedRows
 
 REFERENCE_BYTES = 4  # the reference keeps every weight as float32
 GROUP_SCALE_BITS = 16  # of an int4 group
-ROTARY_BYTES = 20  # for one position and dimension, while the tables are computed in float64
+ROTARY_BYTES = 4  # of one element of a table; only a few positions at once are computed in float64
 COMPARED_ROWS = 1024  # of two tensors that have to be equal, at once
 
 
@@ -102,7 +102,7 @@ def load_model(
     load_format: "auto" maps packed weights where there are some, and reads safetensors; "dummy" makes random weights,
         so config.json is enough.
     scheme: how to quantise; None keeps the backend's type. What is packed already has to fit (packed_info.fit).
-    max_model_len: positions that will be asked for; None takes the model's max_position_embeddings.
+    max_model_len: positions that will be asked for; None takes the model's context.
     free_memory: bytes that the weights may take; a model that needs more is refused before anything is allocated.
         None checks nothing.
 
@@ -114,8 +114,7 @@ def load_model(
     packed = find_packed(Path(directory)) if load_format == "auto" else None
     if free_memory is not None and ops.device.type == "cpu":  # what another device has is not known here
         weights = [] if packed is not None else read_parameters(model_config).values()  # mapped ones need no memory
-        positions = max_model_len or model_config.max_position_embeddings
-        rotary = ROTARY_BYTES * positions * model_config.head_dim  # these are made before there are weights
+        rotary = rotary_bytes(model_config, max_model_len)  # these are made before there are weights
         needs = {"weights": stored_bytes(weights, ops, scheme), "rotary tables of all positions": rotary}
         check_memory(needs, free_memory())
     source = None if packed is not None else open_source(directory, model_config, load_format)
@@ -236,6 +235,13 @@ def fill_layer(prefix: str, layer: WeightLayer, parameters: Mapping[str, Paramet
 def stored_bytes(parameters: Iterable[Parameter], ops: Ops, scheme: Scheme | None) -> int:
     """What a backend keeps of the parameters, without what fills up its panels. A tied head is packed a second time."""
     return sum(-(-item.num_elements * _bits(item, ops, scheme) // 8) for item in parameters)
+
+
+def rotary_bytes(model_config: ModelConfig, max_model_len: int | None = None) -> int:
+    """What the tables of cosines and sines take: one for each kind of rotary embedding that the model has."""
+    positions = max_model_len or model_config.context
+    ropes = [rope for rope in (model_config.rope, model_config.local_rope) if rope is not None]
+    return sum(ROTARY_BYTES * positions * rope.rotary_dim(model_config.head_dim) for rope in ropes)
 
 
 def _bits(parameter: Parameter, ops: Ops, scheme: Scheme | None) -> int:

@@ -1,0 +1,81 @@
+"""Gemma 2 and 3 decoder, text ("Gemma 2: Improving Open Language Models at a Practical Size", 2024; "Gemma 3", 2025).
+
+embed:  x = sqrt(hidden) * embedding
+block:  x = x + norm(attn(norm(x)));  x = x + norm(mlp(norm(x)))      four RMSNorms, weights the distance from 1
+varies by ModelConfig only: which layers have a window, soft caps of scores and logits (Gemma 2), norms of q and k and a
+    rotary base of their own for the layers with a window (Gemma 3), the scale of scores, rotary scaling, biases
+not here: parameter names and sharding (gemma2.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
+"""
+
+from torch import Tensor, nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.context import ForwardContext
+from penstock.layers.factory import LayerFactory
+from penstock.layers.mlp import GatedMLP
+from penstock.layers.rotary import Rotary
+from penstock.model_config import ModelConfig
+from penstock.models.registry import register
+
+
+@register("Gemma2ForCausalLM", "Gemma3ForCausalLM", table="gemma2.yaml")
+class Gemma2ForCausalLM(nn.Module):
+    """The decoder and its head, which the caller applies to the positions it wants."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__()
+        self.model = Gemma2Model(cfg, make.at("model"))
+        self.lm_head = make.lm_head("lm_head", softcap=cfg.final_logit_softcapping)
+
+    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T] int64 -> [T, hidden] dtype, after the final norm."""
+        hidden: Tensor = self.model(input_ids, ctx)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[M, hidden] dtype -> [M, V] float32."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+
+class Gemma2Model(nn.Module):
+    """Scaled embedding, blocks, final norm."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__()
+        self.embed_tokens = make.embedding("embed_tokens", scale=cfg.embedding_scale)
+        rotary = None if cfg.rope is None else make.rotary(cfg.rope, cfg)
+        local_rotary = rotary if cfg.local_rope is None else make.rotary(cfg.local_rope, cfg)
+        self.layers = nn.ModuleList(
+            Gemma2Block(cfg, make.at(f"layers.{index}"), index, rotary if window is None else local_rotary)
+            for index, window in enumerate(cfg.layer_windows)
+        )
+        self.norm = make.rms_norm("norm", cfg.norm_eps, unit_offset=True)
+
+    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T] int64 -> [T, hidden] dtype."""
+        x, h = self.embed_tokens(input_ids), None
+        for block in self.layers:
+            x, h = block(x, h, ctx)
+        return self.norm.add(x, h)[1]
+
+
+class Gemma2Block(nn.Module):
+    """Attention and feed-forward, each between two norms; the last branch is left for the next norm to add."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
+        super().__init__()
+        eps = cfg.norm_eps
+        self.input_layernorm = make.rms_norm("input_layernorm", eps, unit_offset=True)
+        self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary, unit_offset=True)
+        self.post_attention_layernorm = make.branch_norm("post_attention_layernorm", eps, unit_offset=True)
+        self.pre_feedforward_layernorm = make.rms_norm("pre_feedforward_layernorm", eps, unit_offset=True)
+        self.mlp = GatedMLP(make.at("mlp"), cfg.hidden_act)
+        self.post_feedforward_layernorm = make.branch_norm("post_feedforward_layernorm", eps, unit_offset=True)
+
+    def forward(self, x: Tensor, h: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Residual stream x and the branch h not yet added, [T, hidden] float32 each -> the same, one block on."""
+        x, y = self.input_layernorm.add(x, h)  # x + h, and its norm
+        h = self.post_attention_layernorm(self.self_attn(y, ctx))
+        x, y = self.pre_feedforward_layernorm.add(x, h)
+        return x, self.post_feedforward_layernorm(self.mlp(y))

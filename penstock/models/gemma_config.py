@@ -1,0 +1,141 @@
+"""How the config.json of Gemma 1, 2 and 3 (text) is read."""
+
+import math
+from functools import partial
+
+from penstock.architecture import Numbers, architecture
+from penstock.config_reader import MAX_SIZE, ConfigReader
+from penstock.models.config_rules import (
+    ACTIVATIONS,
+    LARGEST,
+    activation,
+    decoder_shape,
+    no_windows,
+    require_even_heads,
+    sliding_window,
+    windows_by_type,
+)
+from penstock.rope_config import RopeConfig, read_rope, read_scaling
+
+HEAD_DIM = 256  # this and what follows: Transformers' own, where a file leaves it out
+GATE = "gelu_pytorch_tanh"
+WINDOW = 4096
+QUERY_SCALAR = 256
+GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4
+
+gemma_like = partial(architecture, family="gemma")
+gemma2_like = partial(architecture, family="gemma2")
+
+
+@gemma_like("GemmaForCausalLM", "gemma")
+def gemma(read: ConfigReader) -> Numbers:
+    shape = scaled_decoder(read)
+    return shape | {
+        "hidden_act": gate(read, "hidden_act", "hidden_activation"),
+        "rope": read_rope(read, shape["max_position_embeddings"]),
+        "layer_windows": no_windows(read, shape["num_hidden_layers"]),
+    }
+
+
+@gemma2_like("Gemma2ForCausalLM", "gemma2")
+def gemma2(read: ConfigReader) -> Numbers:
+    """Every second layer has the window, from the first on, where layer_types does not say otherwise."""
+    shape = scaled_decoder(read)
+    window, layers = sliding_window(read, WINDOW), shape["num_hidden_layers"]
+    read.neutral({"sliding_window_size": window})
+    return shape | {
+        "hidden_act": gate(read, "hidden_activation", "hidden_act"),
+        "rope": read_rope(read, shape["max_position_embeddings"]),
+        "layer_windows": windows_by_type(read, layers, window, window_pattern(layers, 2)),
+        "attention_scale": query_scale(read),
+        "attn_logit_softcapping": softcap(read, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": softcap(read, "final_logit_softcapping", 30.0),
+    }
+
+
+@gemma2_like("Gemma3ForCausalLM", "gemma3_text")
+def gemma3(read: ConfigReader) -> Numbers:
+    """Every sixth layer sees everything, where layer_types or sliding_window_pattern does not say otherwise."""
+    shape = scaled_decoder(read)
+    window, layers = sliding_window(read, WINDOW), shape["num_hidden_layers"]
+    pattern = window_pattern(layers, read.integer("sliding_window_pattern", 1, LARGEST["num_hidden_layers"], 6))
+    if read.has("attn_logit_softcapping"):  # Transformers has the key and does not compute with it
+        raise read.fail("attn_logit_softcapping", "null for this architecture, or absent")
+    return shape | {
+        "hidden_act": gate(read, "hidden_activation", "hidden_act"),
+        **two_bases(read, shape["max_position_embeddings"]),
+        "layer_windows": windows_by_type(read, layers, window, pattern),
+        "qk_norm": True,
+        "attention_scale": query_scale(read),
+        "final_logit_softcapping": softcap(read, "final_logit_softcapping", None),
+    }
+
+
+def scaled_decoder(read: ConfigReader) -> Numbers:
+    """What all of them share: sizes, RMS norms, embeddings that are scaled and tied, attention that looks back only."""
+    shape = decoder_shape(read, head_dim=HEAD_DIM)
+    require_even_heads(read, shape["head_dim"])
+    if not read.has("num_key_value_heads"):
+        raise read.fail("num_key_value_heads", "a divisor of num_attention_heads")
+    if read.boolean("use_bidirectional_attention", False):
+        raise read.fail(
+            "use_bidirectional_attention",
+            "false or absent: a cache of keys and values serves tokens that look back only",
+        )
+    bias = read.boolean("attention_bias", False)
+    return shape | {
+        "norm_eps": read.number("rms_norm_eps", 0.0, 1.0),
+        "embedding_scale": math.sqrt(shape["hidden_size"]),
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "tie_word_embeddings": read.boolean("tie_word_embeddings", True),
+    }
+
+
+def gate(read: ConfigReader, key: str, other: str) -> str:
+    """The gate's activation. A file may say it a second time under the other key, but not another one.
+
+    `hidden_act: gelu` stands in the first files and always meant the tanh form.
+    """
+    named = {name: activation(read, name, GATE) for name in (key, other)}
+    if read.raw("hidden_act") == "gelu":
+        named["hidden_act"] = ACTIVATIONS[GATE]
+    if read.has(other) and named[other] != named[key]:
+        raise read.fail(other, f"the same as {key}, which stands for {named[key]} here, or absent")
+    return named[key]
+
+
+def query_scale(read: ConfigReader) -> float:
+    return 1 / math.sqrt(read.number("query_pre_attn_scalar", 1e-6, MAX_SIZE, QUERY_SCALAR))
+
+
+def softcap(read: ConfigReader, key: str, default: float | None) -> float | None:
+    """Null is no cap; `default` is what holds where the key is absent."""
+    if read.is_null(key) or (default is None and not read.has(key)):
+        return None
+    return read.number(key, 1e-6, MAX_SIZE, default or 0.0)
+
+
+def window_pattern(num_layers: int, period: int) -> list[str]:
+    """The last of every `period` layers sees everything."""
+    return ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(num_layers)]
+
+
+def two_bases(read: ConfigReader, max_position_embeddings: int) -> Numbers:
+    """Rotary embedding of the layers that see everything, and of those with a window. In older files the latter is
+    never scaled."""
+    by_type = read.section("rope_parameters")
+    if by_type is None:
+        local_theta = read.number("rope_local_base_freq", 1.001, MAX_SIZE, LOCAL_THETA)
+        plain = RopeConfig(theta=local_theta, original_max_position_embeddings=max_position_embeddings)
+        return {"rope": read_rope(read, max_position_embeddings, GLOBAL_THETA), "local_rope": plain}
+    ropes = {}
+    for field, kind, theta in (
+        ("rope", "full_attention", GLOBAL_THETA),
+        ("local_rope", "sliding_attention", LOCAL_THETA),
+    ):
+        plain = RopeConfig(theta=theta, original_max_position_embeddings=max_position_embeddings)
+        scaling = by_type.section(kind)
+        ropes[field] = plain if scaling is None else read_scaling(scaling, plain, max_position_embeddings)
+    by_type.finish(())
+    return ropes
