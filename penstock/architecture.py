@@ -55,11 +55,17 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {}
 
 
-def architecture(name: str, model_type: str | None, family: str) -> Callable[[ReadNumbers], ReadNumbers]:
-    """Decorator: this function reads the config.json of that architecture."""
+def architecture(
+    name: str, model_type: str | None, family: str, *, table: str | None = None
+) -> Callable[[ReadNumbers], ReadNumbers]:
+    """Decorator: this function reads the config.json of that architecture.
+
+    table: the YAML file of its parameters, beside the family's module; None is the family's own.
+    """
 
     def decorate(read: ReadNumbers) -> ReadNumbers:
-        ARCHITECTURES[name] = Architecture(family, model_type, read)
+        file = None if table is None else Path(__file__).parent / "models" / table
+        ARCHITECTURES[name] = Architecture(family, model_type, read, file)
         return read
 
     return decorate

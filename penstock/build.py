@@ -22,6 +22,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import NUMERICS_VERSION, Heads, KVScales, Ops
 from penstock.layers.causal_lm import CausalLM
+from penstock.layers.lm_head import HeadLayout
 from penstock.model_config import ModelConfig
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor
@@ -74,6 +75,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         numerics.load_format,
         scheme=numerics.scheme,
         max_model_len=config.scheduler.max_model_len,
+        head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
         free_memory=free_memory_bytes,
     )
     plan = plan_kv_cache(config, model_config, free_memory_bytes())
@@ -84,6 +86,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         config,
         heads=Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim),
         eos_token_ids=model_config.eos_token_ids,
+        vocab_size=model_config.vocab_size,
         kv_scales=kv_scales,
     )
     if worker.cache_bytes != plan.num_bytes:

@@ -27,6 +27,8 @@ KV_CACHE_SLICES = {"bfloat16": 2, "float32": 3}  # by dtype: int8 rows that stan
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 MAX_CONTEXT = 2**24
+MAX_HEAD_PIECES = 1024
+MAX_VOCAB_MULTIPLE = 2**16
 SMALL_MATRIX = 2**19  # elements of an MLP matrix, of which one thread reads and multiplies a megabyte in 30 us
 
 
@@ -90,12 +92,21 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How the model is spread over processes. More than one is planned, not built."""
+    """How the model is cut up. More than one process is planned, not built. Nothing here changes a bit of an answer.
+
+    Attributes:
+        lm_head_pieces: products that the LM head is computed in, each with its share of the vocabulary.
+        pad_vocab_multiple: the LM head is filled up to a multiple of so many tokens, which are never sampled.
+    """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    lm_head_pieces: int = 1
+    pad_vocab_multiple: int = 1
 
     def __post_init__(self) -> None:
+        check.check_int("lm_head_pieces", self.lm_head_pieces, 1, MAX_HEAD_PIECES)
+        check.check_int("pad_vocab_multiple", self.pad_vocab_multiple, 1, MAX_VOCAB_MULTIPLE)
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             value = getattr(self, name)
             check.check_int(name, value, 1, 4096)
@@ -207,6 +218,9 @@ class EngineConfig:
             InvalidRequestError: an option fits neither the others, nor the model or the machine.
         """
         reasons: dict[str, str] = {}
+        check.check_int(
+            "lm_head_pieces", self.parallel.lm_head_pieces, 1, min(MAX_HEAD_PIECES, model_config.vocab_size)
+        )
         numerics = _resolve_numerics(self.numerics, model_config, reasons)
         scheduler = _resolve_scheduler(self.scheduler, model_config, reasons)
         cache = _resolve_cache(self.cache, scheduler, numerics.dtype, reasons)

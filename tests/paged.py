@@ -67,6 +67,15 @@ class PagedModel:
 
     def step(self, work: dict[int, list[int]]) -> dict[int, Tensor]:
         """Compute these new tokens of these sequences in one packed step -> log-probabilities after each, [n, V]."""
+        ids, ctx = self.begin(work)
+        with torch.no_grad():
+            logits = self.model.compute_logits(self.model(ids, ctx))
+        assert logits.dtype == torch.float32
+        counts = [len(tokens) for tokens in work.values()]
+        return dict(zip(work, self.ops.log_softmax(logits).split(counts), strict=True))
+
+    def begin(self, work: dict[int, list[int]]) -> tuple[Tensor, ForwardContext]:
+        """What the model is called with for such a step; the sequences have these tokens from now on."""
         rows = list(work)
         counts = [len(work[row]) for row in rows]
         positions = torch.cat([torch.arange(self.lengths[row], self.lengths[row] + len(work[row])) for row in rows])
@@ -82,11 +91,7 @@ class PagedModel:
             for layer in range(self.config.num_hidden_layers)
         )
         ctx = ForwardContext(positions, self.caches, attention, layer_group)
-        ids = torch.tensor([token for row in rows for token in work[row]])
-        with torch.no_grad():
-            logits = self.model.compute_logits(self.model(ids, ctx))
-        assert logits.dtype == torch.float32
-        return dict(zip(rows, self.ops.log_softmax(logits).split(counts), strict=True))
+        return torch.tensor([token for row in rows for token in work[row]]), ctx
 
     def _metadata(self, rows: list[int], counts: list[int], slots: Tensor, window: int | None) -> AttentionMetadata:
         tables = self.tables[rows].clone()

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from transformers import (
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GenerationConfig,
+    GPT2Config,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -24,6 +26,8 @@ from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.model_config import ModelConfig
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {
+    "FalconForCausalLM": FalconConfig,
+    "GPT2LMHeadModel": GPT2Config,
     "Gemma2ForCausalLM": Gemma2Config,
     "Gemma3ForCausalLM": Gemma3TextConfig,
     "GemmaForCausalLM": GemmaConfig,
@@ -59,8 +63,23 @@ def saved(architecture: str, **fields: Any) -> dict[str, Any]:
 
 # What Transformers' config of five layers is made with, where that is not the common thing; and which numbers are not
 # Transformers' of that name, nor ModelConfig's default.
-MADE_WITH: dict[str, dict[str, Any]] = {}
+MADE_WITH: dict[str, dict[str, Any]] = {"FalconForCausalLM": {}, "GPT2LMHeadModel": {}}
 NUMBERS: dict[str, dict[str, Any]] = {
+    "FalconForCausalLM": {
+        "hidden_act": "gelu",
+        "intermediate_size": 4 * 4544,
+        "num_key_value_heads": 1,
+        "num_parallel_norms": 1,
+    },
+    "GPT2LMHeadModel": {
+        "hidden_act": "gelu_tanh",
+        "intermediate_size": 4 * 768,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
     "GemmaForCausalLM": {"embedding_scale": 3072**0.5, "hidden_act": "gelu_tanh"},
     "Gemma2ForCausalLM": {
         "embedding_scale": 2304**0.5,
@@ -152,6 +171,39 @@ def test_windows_of_qwen(fields: dict[str, Any], expected: list[int | None]) -> 
 
 # Shapes and switches as published with well-known checkpoints, bookkeeping included.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "Falcon 7B": {
+        "alibi": False, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+        "attention_dropout": 0.0, "bias": False, "bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0,
+        "hidden_size": 4544, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "falcon",
+        "multi_query": True, "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32,
+        "parallel_attn": True, "torch_dtype": "bfloat16", "transformers_version": "4.27.4", "use_cache": True,
+        "vocab_size": 65024,
+    },
+    "Falcon 40B": {
+        "alibi": False, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+        "attention_dropout": 0.0, "bias": False, "bos_token_id": 11, "eos_token_id": 11, "hidden_dropout": 0.0,
+        "hidden_size": 8192, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "falcon",
+        "new_decoder_architecture": True, "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8,
+        "parallel_attn": True, "torch_dtype": "bfloat16", "transformers_version": "4.27.4", "use_cache": True,
+        "vocab_size": 65024,
+    },
+    "Falcon RW 1B": {
+        "alibi": True, "apply_residual_connection_post_layernorm": False, "architectures": ["FalconForCausalLM"],
+        "attention_dropout": 0.0, "bias": True, "bos_token_id": 1, "eos_token_id": 2, "hidden_dropout": 0.0,
+        "hidden_size": 2048, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "falcon",
+        "multi_query": False, "new_decoder_architecture": False, "num_attention_heads": 32, "num_hidden_layers": 24,
+        "parallel_attn": False, "torch_dtype": "bfloat16", "transformers_version": "4.27.4", "use_cache": True,
+        "vocab_size": 50304,
+    },
+    "Falcon 11B": {
+        "activation": "gelu", "alibi": False, "architectures": ["FalconForCausalLM"], "attention_dropout": 0.0,
+        "bias": False, "bos_token_id": 11, "eos_token_id": 11, "ff_factor": 4, "ffn_hidden_size": 16384,
+        "hidden_dropout": 0.0, "hidden_size": 4096, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+        "max_position_embeddings": 8192, "model_type": "falcon", "multi_query": True, "new_decoder_architecture": True,
+        "num_attention_heads": 32, "num_hidden_layers": 60, "num_kv_heads": 8, "num_ln_in_parallel_attn": 1,
+        "parallel_attn": True, "rope_scaling": None, "rope_theta": 500042.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.39.2", "use_cache": True, "vocab_size": 65024,
+    },
     "Gemma 2B": {
         "architectures": ["GemmaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2,
         "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "hidden_size": 2048,

@@ -2,10 +2,12 @@
 
 Weights count as packed, once a step, the head only where somebody samples. Attention counts the cached keys and values
 of every sequence, once a step, and four operations for each pair of a new token and a key, head and element; over an
-int8 cache as often as there are slices.
+int8 cache as often as there are slices. Of a mixture of experts those count that some row of the step chose, with the
+rows that did: what the operation itself has counted.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -13,6 +15,7 @@ from torch import nn
 from penstock.config import EngineConfig
 from penstock.layers.linear import Linear
 from penstock.layers.lm_head import LMHead
+from penstock.layers.moe import MoE
 from penstock.model_config import ModelConfig
 from penstock.planner.memory import cached_token_bytes
 from penstock.step import SchedulerOutput
@@ -38,9 +41,13 @@ class ModelCosts:
     def __init__(self, model: nn.Module, model_config: ModelConfig, config: EngineConfig) -> None:
         """Take a loaded model, its numbers, and the resolved config it was loaded with."""
         dtype, kv_cache_dtype = config.numerics.dtype, config.cache.kv_cache_dtype
-        self._body, self._head = Work(), Work()
-        for layer in model.modules():
-            if isinstance(layer, Linear):
+        self._body, self._head, self._expert = Work(), Work(), Work()
+        mixtures = [layer for layer in model.modules() if isinstance(layer, MoE)]
+        for product in _products(*(mixture.experts[0] for mixture in mixtures[:1])):  # all experts are alike
+            self._expert.add(_product(product, dtype))
+        of_experts = set(_products(*(mixture.experts for mixture in mixtures)))
+        for layer in _products(model):
+            if layer not in of_experts:
                 part = self._head if isinstance(layer, LMHead) else self._body
                 part.add(_product(layer, dtype))
         self._windows = [window for layers, window in model_config.cache_groups() for _ in layers]
@@ -50,7 +57,7 @@ class ModelCosts:
         self._pair_operations *= max(1, config.kv_cache_slices)
 
     def step(self, scheduler_output: SchedulerOutput) -> Work:
-        """The work of one step: operations of its tokens, bytes read once."""
+        """The work of one step but for its experts: operations of its tokens, bytes read once."""
         tokens = scheduler_output.num_tokens
         sampled = sum(item.num_samples for item in scheduler_output.scheduled)
         work = _times(self._body, tokens)
@@ -60,11 +67,21 @@ class ModelCosts:
                 work.add(self._attention(item.num_computed_tokens, item.num_new_tokens, window))
         return work
 
+    def experts(self, read: int, rows: int) -> Work:
+        """The work of mixtures of experts: experts that had to be read, and rows that went through one."""
+        operations = Counter({kind: count * rows for kind, count in self._expert.operations.items()})
+        return Work(read * self._expert.read_bytes, operations)
+
     def _attention(self, cached: int, new: int, window: int | None) -> Work:
         """One layer, one sequence."""
         seen = cached if window is None else min(cached, window - 1)
         keys = sum(min(cached + index + 1, window or cached + new) for index in range(new))
         return Work(seen * self._token_bytes, Counter({self._kind: keys * self._pair_operations}))
+
+
+def _products(*modules: nn.Module) -> Iterator[Linear]:
+    """Every product with a weight in these modules."""
+    return (layer for module in modules for layer in module.modules() if isinstance(layer, Linear))
 
 
 def _product(layer: Linear, dtype: str) -> Work:

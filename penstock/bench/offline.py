@@ -178,12 +178,19 @@ class _Meter:
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None
         if isinstance(built.model, nn.Module):
             self._costs = ModelCosts(built.model, built.model_config, built.config)
+        self._expert_counts = (0, 0) if self._ops is None else self._ops.expert_counts()
 
     def kernel_seconds(self) -> float:
         return 0.0 if self._ops is None else self._ops.kernel_seconds()
 
     def work(self, step: SchedulerOutput | None) -> Work:
-        return Work() if step is None else self._costs.step(step)
+        """Of the step that was just made."""
+        work = Work() if step is None else self._costs.step(step)
+        if self._ops is not None:
+            counts, before = self._ops.expert_counts(), self._expert_counts
+            self._expert_counts = counts
+            work.add(self._costs.experts(counts[0] - before[0], counts[1] - before[1]))
+        return work
 
     def attention(self) -> dict[str, int]:
         """How attention was planned so far, warming up included, in words: steps of each kind and cache group."""

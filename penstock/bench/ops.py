@@ -2,7 +2,7 @@
 
 Operands rotate over more memory than the caches hold, as the layers of a model do. Kernel, torch and the machine's
 limits take turns in the same run, so that what is compared was measured under the same conditions; times are medians,
-limits the best seen. products.py and attention.py say what their figures count.
+limits the best seen. products.py, experts.py and attention.py say what their figures count.
 """
 
 import gc
@@ -17,6 +17,7 @@ import torch
 from penstock import validation as check
 from penstock.bench import attention, products, turns
 from penstock.bench.attention import AttentionCase, decode_cases, prefill_cases
+from penstock.bench.experts import TORCH_COPIES, ExpertsCase, expert_cases
 from penstock.bench.machine import MachineLimits
 from penstock.bench.offline import no_progress
 from penstock.bench.products import DTYPES, ROWS, SHAPES, ProductCase, product_cases
@@ -31,7 +32,9 @@ from penstock.models.registry import lookup
 from penstock.planner.memory import free_memory_bytes
 from penstock.weights.hub import resolve_model
 
-OPS = ("linear", "attend_decode", "attend_prefill")
+OPS = ("linear", "experts", "attend_decode", "attend_prefill")
+
+Case = ProductCase | ExpertsCase | AttentionCase
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Selection:
             self._check_products()
         self._check_memory()
         if not any(True for _ in self.cases()):
-            message = f"dtype: attention has {', '.join(attention.DTYPES)} (prefill: bf16)"
+            message = f"dtype: experts and attention have {', '.join(attention.DTYPES)} (prefill: bf16)"
             raise InvalidRequestError(message, param="dtype")
 
     def _check_products(self) -> None:
@@ -81,20 +84,25 @@ class Selection:
                 param="shape",
             )
 
-    def cases(self) -> Iterator[ProductCase | AttentionCase]:
+    def cases(self) -> Iterator[Case]:
         """In the order of measuring."""
         if "linear" in self.ops:
             yield from product_cases(self.shapes, self.dtypes, self.rows)
+        if "experts" in self.ops:
+            yield from expert_cases(self.dtypes)
         if "attend_decode" in self.ops:
             yield from decode_cases(self.dtypes, self.heads)
         if "attend_prefill" in self.ops:
             yield from prefill_cases(self.dtypes, self.heads)
 
 
-def case_bytes(case: ProductCase | AttentionCase) -> int:
+def case_bytes(case: Case) -> int:
     """Operands of two kinds and their results, roughly."""
     if isinstance(case, ProductCase):
         operands = 8 * case.n * case.k + max(case.rows) * 4 * (case.n + 2 * case.k)
+    elif isinstance(case, ExpertsCase):
+        results = max(case.rows) * case.top_k * (case.hidden + case.inner)
+        operands = 2 * (case.count + TORCH_COPIES + 2) * case.expert_elements + 12 * results
     else:
         heads, tokens = case.heads, case.seqs * (case.cached + case.new)
         each_head = heads.num_heads if case.cached == 0 else heads.num_kv_heads  # torch's copies

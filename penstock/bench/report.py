@@ -41,10 +41,10 @@ def print_ops(result: dict[str, Any]) -> None:
         f"reads {machine['read_gb_s']:.1f} GB/s, multiplies {machine['bf16_gflop_s']:.0f} GFLOP/s bf16, "
         f"{machine['f32_gflop_s']:.0f} GFLOP/s f32, {machine['int8_gop_s']:.0f} GOP/s int8"
     )
-    products = [row for row in result["rows"] if row["op"] == "linear"]
+    products = [row for row in result["rows"] if row["op"] in ("linear", "experts")]
     if products:
         console.print(_product_table(products))
-    attention = [row for row in result["rows"] if row["op"] != "linear"]
+    attention = [row for row in result["rows"] if row["op"].startswith("attend")]
     if attention:
         console.print(_attention_table(attention))
         _print_attention_notes(console, attention)

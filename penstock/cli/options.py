@@ -64,6 +64,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, seed: bool = True) ->
     group.add_argument("--enable-prefix-caching", action=action, default=UNSET, help=help_text)
     _add_size(group, "--tensor-parallel-size", "processes that share each layer")
     _add_size(group, "--pipeline-parallel-size", "processes that share the layers")
+    _add_size(group, "--lm-head-pieces", "products that the LM head is computed in (default: 1)")
+    _add_size(group, "--pad-vocab-multiple", "fill the LM head up to a multiple of N tokens (default: 1)")
     _add_choice(group, "--kernels", KERNELS, "which backend carries out the arithmetic")
     if seed:
         group.add_argument("--seed", type=int, default=UNSET, metavar="N", help="of the engine (default: 0)")

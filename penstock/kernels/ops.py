@@ -240,7 +240,9 @@ class Ops(Protocol):
         row; weights [M, k] float32 -> [M, hidden] float32.
         """
 
-    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, top_k: int, *, renormalize: bool, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Router: logits [M, experts] float32 -> ids [M, k] int64, weights [M, k] float32, most likely first.
 
         Softmax over all experts, the k most likely (lowest id on a tie); renormalize divides them by their sum.

@@ -17,7 +17,7 @@ from penstock.kernels.arena import Arena, Slot
 from penstock.kernels.ops import Ops
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import ActivatedLinear, GatedLinear, Linear, LinearSpec
-from penstock.layers.lm_head import LMHead
+from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.layers.rotary import Rotary
 from penstock.model_config import ModelConfig
@@ -34,13 +34,19 @@ class LayerFactory:
         parameters: every parameter of the model by full name, from ParamTable.parameters.
         arena: where layers write their results. Layers that differ in their number only share a slot.
         scheme: how weights are quantised that may be; None keeps the model's type.
+<<<<<<< HEAD
+        head: how the columns of the LM head are arranged.
+        max_positions: rotary tables end here; None takes the model's max_position_embeddings.
+=======
         max_positions: rotary tables end here; None takes the model's context.
+>>>>>>> wt-moe
     """
 
     ops: Ops
     parameters: Mapping[str, Parameter]
     arena: Arena
     scheme: Scheme | None = None
+    head: HeadLayout = PLAIN_HEAD
     prefix: str = ""
     max_positions: int | None = None
 
@@ -52,9 +58,10 @@ class LayerFactory:
         *,
         scheme: Scheme | None = None,
         max_positions: int | None = None,
+        head: HeadLayout = PLAIN_HEAD,
     ) -> "LayerFactory":
-        """Everything whole, on the backend's one device."""
-        return cls(ops, parameters, Arena(ops.device), scheme, max_positions=max_positions)
+        """Everything on the backend's one device."""
+        return cls(ops, parameters, Arena(ops.device), scheme, head, max_positions=max_positions)
 
     def at(self, name: str) -> "LayerFactory":
         """The factory for the submodule of that name."""
@@ -73,8 +80,10 @@ class LayerFactory:
         return GatedLinear(self.ops, spec, self.slot(name, (spec.shape[0] // 2,)), activation)
 
     def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
+        """Padding counts as columns of its result."""
         spec = self._linear_spec(name)
-        return LMHead(self.ops, spec, self.slot(name, spec.shape[:1], torch.float32), softcap=softcap)
+        out = self.slot(name, (self.head.width(spec.shape[0]),), torch.float32)
+        return LMHead(self.ops, spec, out, softcap=softcap, layout=self.head)
 
     def rms_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
         """For what a product reads."""

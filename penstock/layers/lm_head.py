@@ -1,20 +1,161 @@
-"""The language-model head: the product over the vocabulary."""
+"""The language-model head: the product over the vocabulary, whole or in pieces, and filled up to a round width."""
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
+from torch.nn import functional
 
+from penstock.errors import NotSupportedError
 from penstock.kernels.arena import Buffer
-from penstock.kernels.ops import Ops
+from penstock.kernels.ops import Ops, PackedLinear, RowSource, TensorRows
 from penstock.layers.linear import Linear, LinearSpec
+from penstock.layers.weights import whole
+
+NEVER = float("-inf")
+WHOLE_IN_FILES = "packed weights hold the LM head whole, neither in pieces nor padded"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """How a head's columns are arranged. It changes no logit.
+
+    Attributes:
+        pieces: products that are computed one by one, each with its share of the columns.
+        pad_to: the columns are filled up to a multiple of this; the logits of those behind the vocabulary are -inf.
+    """
+
+    pieces: int = 1
+    pad_to: int = 1
+
+    @property
+    def is_plain(self) -> bool:
+        return self.pieces == self.pad_to == 1
+
+    def width(self, vocab_size: int) -> int:
+        """Columns with the padding."""
+        return -(-vocab_size // self.pad_to) * self.pad_to
+
+    def cuts(self, vocab_size: int) -> list[tuple[int, int]]:
+        """First and past-the-last column of each piece; they differ by one column at most."""
+        width, pieces = self.width(vocab_size), self.pieces
+        return [(index * width // pieces, (index + 1) * width // pieces) for index in range(pieces)]
+
+
+PLAIN_HEAD = HeadLayout()
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """The rows begin .. end-1 of a source, as a RowSource. Behind the source's last row they are zeros."""
+
+    source: RowSource
+    begin: int
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.end - self.begin, self.source.shape[1])
+
+    def read(self, start: int, stop: int) -> Tensor:
+        first, last = (min(self.begin + row, self.source.shape[0]) for row in (start, stop))
+        rows = self.source.read(first, last)
+        missing = (stop - start) - (last - first)
+        return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+class HeadPieces:
+    """Packed weights side by side, as one PackedLinear [V, K]."""
+
+    def __init__(self, shape: tuple[int, int], pieces: Iterable[PackedLinear], *, plain: bool) -> None:
+        self.shape = shape
+        self.pieces = tuple(pieces)
+        self.num_bytes = sum(piece.num_bytes for piece in self.pieces)
+        self._plain = plain
+
+    def state(self) -> dict[str, Tensor]:
+        """As PackedLinear, for one piece without padding.
+
+        Raises:
+            NotSupportedError: it is something else.
+        """
+        if not self._plain:
+            raise NotSupportedError(WHOLE_IN_FILES, param="lm_head_pieces")
+        return self.pieces[0].state()
 
 
 class LMHead(Linear):
-    """hidden [M, hidden] dtype -> logits [M, V] float32. A tied head packs the embedding's rows a second time."""
+    """hidden [M, hidden] dtype -> logits [M, V'] float32, where V' is V, or more with padding.
 
-    def __init__(self, ops: Ops, spec: LinearSpec, out: Buffer, *, softcap: float | None = None) -> None:
-        """softcap: a soft limit to the size of logits."""
+    A tied head packs the embedding's rows a second time.
+    """
+
+    packed: HeadPieces
+
+    def __init__(
+        self,
+        ops: Ops,
+        spec: LinearSpec,
+        out: Buffer,
+        *,
+        softcap: float | None = None,
+        layout: HeadLayout = PLAIN_HEAD,
+    ) -> None:
+        """out: with V' columns. softcap: a soft limit to the size of logits."""
         super().__init__(ops, spec, out)
         self.softcap = softcap
+        self.layout = layout
+        self.vocab_size = spec.shape[0]
+        self.width = layout.width(self.vocab_size)
+        self.cuts = layout.cuts(self.vocab_size)
+
+    def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
+        weight = values["weight"]
+        source = TensorRows(weight) if isinstance(weight, Tensor) else weight
+        bias = self._padded_bias(whole(values["bias"]) if self.spec.bias else None)
+        self._hold(
+            self.ops.pack_linear(
+                PaddedRows(source, begin, end),
+                None if bias is None else bias[begin:end],
+                leaf_ends=self.spec.leaf_ends,
+                scheme=self.spec.scheme,
+            )
+            for begin, end in self.cuts
+        )
+
+    def _padded_bias(self, bias: Tensor | None) -> Tensor | None:
+        """bias [V] -> [V'], -inf behind the vocabulary. Zero weights and that bias make a logit of -inf."""
+        padding = self.width - self.vocab_size
+        if not padding:
+            return bias
+        if bias is None:
+            bias = torch.full((self.vocab_size,), -0.0)  # adding -0 changes no bit of any number, 0 would of -0
+        return functional.pad(bias, (0, padding), value=NEVER)
+
+    def _hold(self, pieces: Iterable[PackedLinear]) -> None:
+        n, k = self.spec.shape
+        self.packed = HeadPieces((n, k), pieces, plain=self.layout.is_plain)
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        if not self.layout.is_plain:
+            raise NotSupportedError(WHOLE_IN_FILES, param="lm_head_pieces")
+        n, k = self.spec.shape
+        self._hold([self.ops.restore_linear((n, k), state, leaf_ends=self.spec.leaf_ends, scheme=self.spec.scheme)])
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x)
-        return logits if self.softcap is None else self.ops.softcap(logits, self.softcap)
+        logits = self.out(x.shape[0])
+        for piece, (begin, end) in zip(self.packed.pieces, self.cuts, strict=True):
+            self.ops.linear(x, piece, out=logits[:, begin:end])
+        if self.softcap is not None:
+            self._cap(logits, self.softcap)
+        return logits
+
+    def _cap(self, logits: Tensor, cap: float) -> None:
+        """Without the padding, whose -inf would become -cap: row by row then, for an operation needs its tensor in one
+        piece."""
+        if self.width == self.vocab_size:
+            self.ops.softcap(logits, cap)
+            return
+        for row in range(logits.shape[0]):
+            self.ops.softcap(logits[row : row + 1, : self.vocab_size], cap)

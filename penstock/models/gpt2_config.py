@@ -15,8 +15,10 @@ SPELLING = {
 
 @architecture("GPT2LMHeadModel", "gpt2", family="gpt2")
 def gpt2(read: ConfigReader) -> Numbers:
-    """Learned positions: n_positions is a limit. `n_ctx` repeats it, and `summary_*` are of heads that we do not have."""
-    shape = decoder_shape(read, spelling=SPELLING, defaults={"intermediate_size": lambda sizes: 4 * sizes["hidden_size"]})
+    """Learned positions: there are no more than n_positions. `n_ctx` repeats it; `summary_*` are of other heads."""
+    shape = decoder_shape(
+        read, spelling=SPELLING, defaults={"intermediate_size": lambda sizes: 4 * sizes["hidden_size"]}
+    )
     for key in ("num_key_value_heads", "head_dim"):  # both follow from the others
         if read.has(key):
             raise read.fail(key, "absent for this architecture")

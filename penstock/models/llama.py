@@ -1,8 +1,9 @@
-"""Llama-family decoder: Llama 2/3, Mistral, Ministral, Qwen2, Qwen3, and checkpoints that declare one of these.
+"""Llama-family decoder: Llama 2/3, Mistral, Ministral, Qwen2, Qwen3, Phi-3, and checkpoints that declare one of these.
 
 block:  x = x + attn(norm(x));  x = x + mlp(norm(x))      RMSNorm, rotary, grouped-query attention, SwiGLU
 varies by ModelConfig only: windows, rotary scaling, biases, norms of q and k, tied head
-not here: parameter names and sharding (llama.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
+not here: parameter names and sharding (llama.yaml, phi3.yaml), KV layout (runner), arithmetic and rounding
+    (kernels/ops.py)
 """
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from penstock.models.registry import register
     "Qwen3ForCausalLM",
     table="llama.yaml",
 )
+@register("Phi3ForCausalLM", table="phi3.yaml")
 class LlamaForCausalLM(nn.Module):
     """The decoder and its head, which the caller applies to the positions it wants."""
 

@@ -68,8 +68,11 @@ class ModelRunner:
         heads: Heads,
         kv_caches: Sequence[KVCache],
         eos_token_ids: Sequence[int] = (),
+        vocab_size: int | None = None,
     ) -> None:
         """Take a resolved config and one cache a decoder layer.
+
+        vocab_size: tokens, which come first in the logits; None: every logit is a token's.
 
         Raises:
             EngineError: groups and caches do not match, or the config is not resolved.
@@ -77,6 +80,7 @@ class ModelRunner:
         if config.scheduler.max_model_len is None:
             raise EngineError("the runner needs a resolved config")
         self._model = ReplayedModel(model, ops) if isinstance(ops, RecordingOps) else model
+        self._vocab_size = vocab_size
         self._sampler = Sampler(ops)
         self._ops = ops
         self._groups = tuple(groups)
@@ -143,7 +147,8 @@ class ModelRunner:
         return self._ops.plan(meta, self._heads, self._kv_caches[group.layers[0]])
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
-        """logits [M, V]: one new token for each sampled sequence that has no error."""
+        """logits [M, V']: one new token for each sampled sequence that has no error."""
+        logits = self._of_tokens(logits)
         for b, healthy in zip(step.sampled.tolist(), self._ops.finite_rows(logits).tolist(), strict=True):
             if not healthy:
                 results[b].error = NOT_FINITE
@@ -161,6 +166,10 @@ class ModelRunner:
             results[b].logprobs = None if entry is None else [entry]
             results[b].error = ALL_MASKED if token_id == NO_TOKEN else None
 
+    def _of_tokens(self, logits: Tensor) -> Tensor:
+        """logits [M, V'] -> [M, V]. What fills up the head ends here, so it changes no sum over the vocabulary."""
+        return logits if self._vocab_size is None else logits[:, : self._vocab_size].contiguous()
+
     def _score_prompts(self, hidden: Tensor, pieces: list[PromptPiece], results: list[_Result]) -> None:
         """hidden [P, hidden] of the prompt positions: their log-probabilities, a bounded slice at a time."""
         start = 0
@@ -177,7 +186,7 @@ class ModelRunner:
         targets = self._tensor(piece.targets)
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             end = start + PROMPT_LOGPROB_ROWS
-            logits = self._model.compute_logits(hidden[start:end])
+            logits = self._of_tokens(self._model.compute_logits(hidden[start:end]))
             if not bool(self._ops.finite_rows(logits).all()):
                 return
             some = targets[start:end]

@@ -25,9 +25,12 @@ class Worker:
         *,
         heads: Heads,
         eos_token_ids: Sequence[int] = (),
+        vocab_size: int | None = None,
         kv_scales: Sequence[KVScales] | None = None,
     ) -> None:
         """Take a loaded model, a resolved config and, for an int8 cache with scales by channel, those of each layer.
+
+        vocab_size: tokens of the model; None: as many as its head has columns.
 
         Allocates the caches and sets torch's threads, which are the process's: of two engines in one process the
         later decides for both. Native kernels have threads of their own, and torch's would only take the cores from
@@ -50,7 +53,14 @@ class Worker:
         )
         self.cache_bytes = sum(cache.num_bytes for cache in caches)
         self._runner: ModelRunner | None = ModelRunner(
-            model, ops, groups, config, heads=heads, kv_caches=caches, eos_token_ids=eos_token_ids
+            model,
+            ops,
+            groups,
+            config,
+            heads=heads,
+            kv_caches=caches,
+            eos_token_ids=eos_token_ids,
+            vocab_size=vocab_size,
         )
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:

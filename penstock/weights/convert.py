@@ -12,9 +12,10 @@ from typing import BinaryIO
 import torch
 
 from penstock.config import EngineConfig, NumericsConfig
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
+from penstock.layers.lm_head import WHOLE_IN_FILES
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter
 from penstock.weights.destination import Destination
@@ -60,6 +61,8 @@ def convert_model(
     """
     if best_level() is None:
         raise InvalidRequestError(f"convert: packed weights are for the native kernels; {why_missing()}")
+    if (config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple) != (1, 1):
+        raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
     source = resolve_model(config.model)
     model_config = ModelConfig.from_directory(source)
     numerics = config.resolve(model_config).numerics

@@ -13,9 +13,10 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.kernels.ops import Ops, RowSource
 from penstock.layers.factory import LayerFactory
+from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout
 from penstock.layers.weights import WeightLayer
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter, ParamTable
@@ -95,6 +96,7 @@ def load_model(
     *,
     scheme: Scheme | None = None,
     max_model_len: int | None = None,
+    head: HeadLayout = PLAIN_HEAD,
     free_memory: Callable[[], int] | None = None,
 ) -> CausalLM:
     """The model of a directory, ready to compute.
@@ -103,22 +105,25 @@ def load_model(
         so config.json is enough.
     scheme: how to quantise; None keeps the backend's type. What is packed already has to fit (packed_info.fit).
     max_model_len: positions that will be asked for; None takes the model's context.
+    head: how the columns of the LM head are arranged; packed weights have it whole.
     free_memory: bytes that the weights may take; a model that needs more is refused before anything is allocated.
         None checks nothing.
 
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture, or the model the memory, and how.
-        InvalidRequestError: packed weights do not fit the backend or the scheme.
+        InvalidRequestError: packed weights do not fit the backend, the scheme or the layout of the head.
     """
     check_choice("load_format", load_format, ("auto", "dummy"))
     packed = find_packed(Path(directory)) if load_format == "auto" else None
+    if packed is not None and not head.is_plain:
+        raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
     if free_memory is not None and ops.device.type == "cpu":  # what another device has is not known here
         weights = [] if packed is not None else read_parameters(model_config).values()  # mapped ones need no memory
         rotary = rotary_bytes(model_config, max_model_len)  # these are made before there are weights
         needs = {"weights": stored_bytes(weights, ops, scheme), "rotary tables of all positions": rotary}
         check_memory(needs, free_memory())
     source = None if packed is not None else open_source(directory, model_config, load_format)
-    model = empty_model(model_config, ops, scheme=scheme, max_model_len=max_model_len)
+    model = empty_model(model_config, ops, scheme=scheme, max_model_len=max_model_len, head=head)
     if packed is not None:
         PackedFile(packed, ops, scheme).restore(dict(weight_layers(model)))
     elif source is not None:
@@ -144,7 +149,12 @@ def open_source(directory: str | Path, model_config: ModelConfig, load_format: s
 
 
 def empty_model(
-    model_config: ModelConfig, ops: Ops, *, scheme: Scheme | None, max_model_len: int | None = None
+    model_config: ModelConfig,
+    ops: Ops,
+    *,
+    scheme: Scheme | None,
+    max_model_len: int | None = None,
+    head: HeadLayout = PLAIN_HEAD,
 ) -> nn.Module:
     """The model without weights. Its rotary tables are there.
 
@@ -152,7 +162,7 @@ def empty_model(
         ModelLoadError: the model and its table do not have the same parameters.
     """
     parameters = read_parameters(model_config)
-    make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len)
+    make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
     model = lookup(model_config.architecture).model_class(model_config, make)
     differing = set(parameters) ^ set(model.state_dict())
     if differing:

@@ -39,11 +39,11 @@ def falcon(name: str, fields: dict[str, Any], **more: Any) -> Case:
 
 CASES = [
     falcon("falcon-7b", {"num_attention_heads": 3}),
-    falcon("falcon-40b", NEW | {"num_kv_heads": 2}),
+    falcon("falcon-40b", NEW | {"hidden_size": 96, "num_attention_heads": 16, "num_kv_heads": 4}),
     falcon("falcon-11b", NEW | {"num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 80,
                                 "tie_word_embeddings": False}),
     falcon("falcon-rw", RW | {"num_attention_heads": 8, "tie_word_embeddings": False}, attention="sdpa"),
-    falcon("falcon-rw-6-heads", RW | {"hidden_size": 48, "num_attention_heads": 6}, attention="sdpa", shape=True),
+    falcon("falcon-rw-12-heads", RW | {"hidden_size": 48, "num_attention_heads": 12}, attention="sdpa", shape=True),
     falcon("falcon-40b-8-per-kv-head", NEW | {"hidden_size": 80, "num_attention_heads": 8, "num_kv_heads": 1,
                                               "bias": True}, shape=True),
     falcon("falcon-40b-multi-head", NEW | {"num_attention_heads": 4, "num_kv_heads": 4}, shape=True),

@@ -168,6 +168,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     # type (which the inner activations get too), rows, top_k, ids [rows, top_k] int64, weights [rows, top_k] float32,
     # activation, out [rows, n] float32
     "penstock_experts": (c_int32, [_PTR, _PTR, _PTR, _I64, _PTR, _I32, _I64, _I64, _PTR, _PTR, _I32, _PTR]),
+    # context, out int64 [2]: experts that were read by the calls so far, once a call, and rows that went through one
+    "penstock_expert_counts": (None, [_PTR, _PTR]),
     # Rows first_row .. first_row + num_rows - 1 of a weight, [num_rows, k] of a type, are quantised and packed.
     # context, weight* (its arrays are written), rows, their type, first_row, num_rows
     "penstock_pack_rows": (c_int32, [_PTR, _PTR, _PTR, _I32, _I64, _I64]),

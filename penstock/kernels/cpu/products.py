@@ -1,5 +1,6 @@
 """ProductOps: products with packed weights, alone and as a mixture of experts."""
 
+import ctypes
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -124,12 +125,21 @@ class ProductOps(NativeCalls):
             known = self._experts[key] = NativeExperts(*key)
         return known
 
-    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    def expert_counts(self) -> tuple[int, int]:
+        """What `experts` has done so far: weights of experts that a call had to read, once each, and pairs of a row and
+        an expert that it went through."""
+        counts = (ctypes.c_int64 * 2)()
+        self._library.penstock_expert_counts(self._context, ctypes.addressof(counts))
+        return counts[0], counts[1]
+
+    def route(
+        self, logits: Tensor, top_k: int, *, renormalize: bool, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         rows, experts = rows_of(logits, "logits")
         if not 1 <= top_k <= experts:
             raise ValueError(f"top_k: {top_k} of {experts} experts")
-        at = address(logits, (rows, experts), F32, "logits")
-        ids, weights = torch.empty((rows, top_k), dtype=I64), torch.empty((rows, top_k), dtype=F32)
+        at, shape = address(logits, (rows, experts), F32, "logits"), (rows, top_k)
+        ids, weights = (torch.empty(shape, dtype=I64), torch.empty(shape, dtype=F32)) if out is None else out
         self._call(
             "penstock_route",
             (logits, ids, weights),
@@ -138,7 +148,7 @@ class ProductOps(NativeCalls):
             experts,
             top_k,
             renormalize,
-            ids.data_ptr(),
-            weights.data_ptr(),
+            address(ids, shape, I64, "ids"),
+            address(weights, shape, F32, "weights"),
         )
         return ids, weights

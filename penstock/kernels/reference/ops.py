@@ -116,10 +116,14 @@ class ReferenceOps:
             total[rows] += weights[rows, places, None] * branch
         return _deliver(total, torch.float32, out)
 
-    def route(self, logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-        ordered, ids = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-        ids, weights = ids[:, :top_k].contiguous(), ordered[:, :top_k].contiguous()
-        return ids, weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights
+    def route(
+        self, logits: Tensor, top_k: int, *, renormalize: bool, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        ordered, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        ids, weights = order[:, :top_k], ordered[:, :top_k]
+        weights = weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights
+        ids_out, weights_out = out or (None, None)
+        return _deliver(ids, torch.int64, ids_out), _deliver(weights, torch.float32, weights_out)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None, out: Tensor | None = None

@@ -67,6 +67,8 @@ struct Context {
 
     std::mutex in_use;                  // held by the call that is carried out
     std::int64_t busy_nanoseconds = 0;  // that calls have taken so far
+    std::int64_t experts_read = 0;      // by mixtures of experts so far, once a call
+    std::int64_t expert_rows = 0;       // rows that went through an expert, once for each
     const Level level;
     ProductKernel products[NUM_KINDS];
     const RowKernels rows;

@@ -142,6 +142,19 @@ void run_rows(Context& context, const Experts& experts, const void* x, std::int6
     add_up(context, experts, buffers, weights, out);
 }
 
+// Notes what a call is about to do; false where an id is no expert's.
+bool count_experts(Context& context, std::int64_t count, const std::int64_t* ids, std::int64_t pairs) {
+    char* chosen = static_cast<char*>(context.workspace.take(count));
+    std::fill_n(chosen, count, char{0});
+    for (std::int64_t pair = 0; pair < pairs; ++pair) {
+        if (ids[pair] < 0 || ids[pair] >= count) return false;
+        chosen[ids[pair]] = 1;
+    }
+    context.experts_read += std::count(chosen, chosen + count, char{1});
+    context.expert_rows += pairs;
+    return true;
+}
+
 }  // namespace
 
 }  // namespace penstock
@@ -155,8 +168,7 @@ PENSTOCK_EXPORT std::int32_t penstock_experts(Context* context, const PenstockWe
                                               const std::int64_t* ids, const float* weights, std::int32_t activation,
                                               float* out) try {
     const Turn turn(context);
-    const auto is_expert = [=](std::int64_t id) { return id >= 0 && id < count; };
-    if (!std::all_of(ids, ids + rows * top_k, is_expert)) return STATUS_OUT_OF_RANGE;
+    if (!count_experts(*context, count, ids, rows * top_k)) return STATUS_OUT_OF_RANGE;
     const Experts experts{gate_up, down, count, top_k, x_type, activation};
     for (std::int64_t row = 0; row < rows; row += ROWS_PER_PASS)
         run_rows(*context, experts, row_of(x, x_type, gate_up[0].k, row), std::min(ROWS_PER_PASS, rows - row),
@@ -164,4 +176,11 @@ PENSTOCK_EXPORT std::int32_t penstock_experts(Context* context, const PenstockWe
     return STATUS_DONE;
 } catch (...) {
     return STATUS_NO_MEMORY;
+}
+
+// counts [2]: experts that the calls so far had to read, once a call, and rows that went through one, once for each.
+PENSTOCK_EXPORT void penstock_expert_counts(Context* context, std::int64_t* counts) {
+    const std::lock_guard<std::mutex> turn(context->in_use);
+    counts[0] = context->experts_read;
+    counts[1] = context->expert_rows;
 }

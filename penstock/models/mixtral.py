@@ -1,0 +1,77 @@
+"""Decoders whose feed-forward branch is a mixture of experts: Mixtral, Qwen3-MoE.
+
+block:  x = x + attn(norm(x));  x = x + moe(norm(x))      Llama's block, with experts in place of the SwiGLU branch
+varies by ModelConfig only: which layers are sparse, how many experts and how many of them a token goes through, whether
+their weights are renormalised; windows, biases, norms of q and k
+not here: parameter names (mixtral.yaml, qwen3_moe.yaml), routing (layers/moe.py), KV layout, arithmetic
+"""
+
+from torch import Tensor, nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.context import ForwardContext
+from penstock.layers.factory import LayerFactory
+from penstock.layers.mlp import GatedMLP
+from penstock.layers.moe import MoE
+from penstock.layers.rotary import Rotary
+from penstock.model_config import ModelConfig
+from penstock.models.registry import register
+
+
+@register("MixtralForCausalLM", table="mixtral.yaml")
+@register("Qwen3MoeForCausalLM", table="qwen3_moe.yaml")
+class MixtralForCausalLM(nn.Module):
+    """The decoder and its head, which the caller applies to the positions it wants."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__()
+        self.model = MixtralModel(cfg, make.at("model"))
+        self.lm_head = make.lm_head("lm_head")
+
+    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T] int64 -> [T, hidden] dtype, after the final norm."""
+        hidden: Tensor = self.model(input_ids, ctx)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[M, hidden] dtype -> [M, V] float32."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+
+class MixtralModel(nn.Module):
+    """Embedding, blocks, final norm."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__()
+        self.embed_tokens = make.embedding("embed_tokens")
+        rotary = None if cfg.rope is None else make.rotary(cfg.rope, cfg)
+        self.layers = nn.ModuleList(
+            MixtralBlock(cfg, make.at(f"layers.{index}"), index, rotary) for index in range(cfg.num_hidden_layers)
+        )
+        self.norm = make.rms_norm("norm", cfg.norm_eps)
+
+    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T] int64 -> [T, hidden] dtype."""
+        x, h = self.embed_tokens(input_ids), None
+        for block in self.layers:
+            x, h = block(x, h, ctx)
+        return self.norm.add(x, h)[1]
+
+
+class MixtralBlock(nn.Module):
+    """Attention and feed-forward, each behind its norm; the last branch is left for the next norm to add."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.input_layernorm = make.rms_norm("input_layernorm", cfg.norm_eps)
+        self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary)
+        self.post_attention_layernorm = make.rms_norm("post_attention_layernorm", cfg.norm_eps)
+        sparse = cfg.sparse_layers[index]
+        self.mlp = MoE(cfg, make.at("mlp")) if sparse else GatedMLP(make.at("mlp"), cfg.hidden_act)
+
+    def forward(self, x: Tensor, h: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Residual stream x and the branch h not yet added, [T, hidden] float32 each -> the same, one block on."""
+        x, y = self.input_layernorm.add(x, h)  # x + h, and its norm
+        x, y = self.post_attention_layernorm.add(x, self.self_attn(y, ctx))
+        return x, self.mlp(y)

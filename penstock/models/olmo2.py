@@ -1,0 +1,79 @@
+"""OLMo 2 decoder (OLMo team, "2 OLMo 2 Furious", 2025).
+
+block:  x = x + norm(attn(x));  x = x + norm(mlp(x))      norms behind the branches, none before them
+        attention norms q and k of all heads together, then rotates them; SwiGLU
+varies by ModelConfig only: biases of attention, grouped queries, rotary scaling, tied head
+not here: parameter names and sharding (olmo2.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
+"""
+
+from torch import Tensor, nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.context import ForwardContext
+from penstock.layers.factory import LayerFactory
+from penstock.layers.mlp import GatedMLP
+from penstock.layers.rotary import Rotary
+from penstock.model_config import ModelConfig
+from penstock.models.registry import register
+
+
+@register("Olmo2ForCausalLM", table="olmo2.yaml")
+class Olmo2ForCausalLM(nn.Module):
+    """The decoder and its head, which the caller applies to the positions it wants."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__()
+        self.model = Olmo2Model(cfg, make.at("model"))
+        self.lm_head = make.lm_head("lm_head")
+
+    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T] int64 -> [T, hidden] dtype, after the final norm."""
+        hidden: Tensor = self.model(input_ids, ctx)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[M, hidden] dtype -> [M, V] float32."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+
+class Olmo2Model(nn.Module):
+    """Embedding, blocks, final norm."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__()
+        self.embed_tokens = make.embedding("embed_tokens")
+        rotary = None if cfg.rope is None else make.rotary(cfg.rope, cfg)
+        self.layers = nn.ModuleList(
+            Olmo2Block(cfg, make.at(f"layers.{index}"), index, rotary) for index in range(cfg.num_hidden_layers)
+        )
+        self.norm = make.rms_norm("norm", cfg.norm_eps)
+
+    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T] int64 -> [T, hidden] dtype."""
+        x = self.embed_tokens(input_ids)
+        for block in self.layers:
+            x = block(x, ctx)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+
+class Olmo2Block(nn.Module):
+    """Attention and feed-forward: each reads the residual stream as it is, and is normed before it is added."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.ops = make.ops
+        self.rounded = make.slot("rounded", (cfg.hidden_size,))
+        self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary)
+        self.post_attention_layernorm = make.branch_norm("post_attention_layernorm", cfg.norm_eps)
+        self.mlp = GatedMLP(make.at("mlp"), cfg.hidden_act)
+        self.post_feedforward_layernorm = make.branch_norm("post_feedforward_layernorm", cfg.norm_eps)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """Residual stream x, [T, hidden] float32, written to -> x, one block on."""
+        ops, rounded = self.ops, self.rounded(x.shape[0])
+        branch = self.self_attn(ops.round(x, out=rounded), ctx)
+        x = ops.add(x, self.post_attention_layernorm(branch))
+        branch = self.mlp(ops.round(x, out=rounded))
+        return ops.add(x, self.post_feedforward_layernorm(branch))
