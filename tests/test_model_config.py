@@ -17,9 +17,14 @@ from transformers import (
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from penstock.errors import ModelLoadError, NotSupportedError
@@ -34,8 +39,12 @@ CLASSES: dict[str, type[PreTrainedConfig]] = {
     "LlamaForCausalLM": LlamaConfig,
     "MinistralForCausalLM": MinistralConfig,
     "MistralForCausalLM": MistralConfig,
+    "MixtralForCausalLM": MixtralConfig,
+    "Olmo2ForCausalLM": Olmo2Config,
+    "Phi3ForCausalLM": Phi3Config,
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
 }
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,6 +61,8 @@ LLAMA: dict[str, Any] = {
 }
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QWEN3_MOE = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | EXPERTS
 
 
 def saved(architecture: str, **fields: Any) -> dict[str, Any]:
@@ -98,8 +109,11 @@ NUMBERS: dict[str, dict[str, Any]] = {
     },
     "MinistralForCausalLM": {"layer_windows": (4096,) * 5},
     "MistralForCausalLM": {"layer_windows": (4096,) * 5},
+    "MixtralForCausalLM": {"moe_intermediate_size": 14336, "sparse_layers": (True,) * 5},
+    "Olmo2ForCausalLM": {"qk_norm": True},
     "Qwen2ForCausalLM": {"attention_bias": True},
     "Qwen3ForCausalLM": {"qk_norm": True},
+    "Qwen3MoeForCausalLM": {"qk_norm": True, "sparse_layers": (True,) * 5},
 }
 COMMON = {"hidden_act": "silu", "layer_windows": (None,) * 5}
 # Read with a check of their own, or not from a config of Transformers at all.
@@ -267,12 +281,52 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
         "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
     },
+    "Mixtral 8x7B": {
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "Qwen3 30B A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+        "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "Phi-3 mini 4k": {  # its auto_map has to be taken out: code of a checkpoint is never run
+        "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000,
+        "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
+        "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "original_max_position_embeddings": 4096,
+        "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+        "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.2", "use_cache": True, "vocab_size": 32064,
+    },
+    "OLMo 2 7B": {
+        "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
+        "torch_dtype": "float32", "transformers_version": "4.47.0.dev0", "use_cache": False, "vocab_size": 100352,
+    },
 }  # fmt: skip
 
 
 WINDOWS: dict[str, tuple[int | None, ...]] = {
     "Gemma 2 2B": (4096, None) * 13,
     "Gemma 3 1B": ((512,) * 5 + (None,)) * 4 + (512, 512),
+    "Phi-3 mini 4k": (2047,) * 32,
 }  # the others see everything
 
 
@@ -289,6 +343,52 @@ def test_windows_of_mistral() -> None:
     assert ModelConfig.from_dict(MISTRAL).layer_windows == (4096,) * 3
     assert ModelConfig.from_dict(MISTRAL | {"sliding_window": None}).layer_windows == (None,) * 3
     assert ModelConfig.from_dict(MISTRAL | {"sliding_window": 7}).layer_windows == (7,) * 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [True] * 4),
+        ({"decoder_sparse_step": 2}, [False, True, False, True]),
+        ({"mlp_only_layers": [0, 3]}, [False, True, True, False]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [False, False, False, True]),
+    ],
+)
+def test_sparse_layers_of_qwen(fields: dict[str, Any], expected: list[bool]) -> None:
+    """Guards against experts in the wrong layers: the same keys are given to Transformers."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4, "vocab_size": 8}
+    theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | EXPERTS | fields | {"num_key_value_heads": 2}))
+    assert [hasattr(layer.mlp, "experts") for layer in theirs.model.layers] == expected
+    ours = ModelConfig.from_dict(QWEN3_MOE | {"num_hidden_layers": 4} | fields)
+    assert list(ours.sparse_layers) == expected
+    assert not ours.norm_topk_prob  # what Transformers takes where the file is silent
+
+
+@pytest.mark.parametrize(
+    ("key", "fields"),
+    [
+        ("num_experts_per_tok", {"num_experts_per_tok": 9}),
+        ("num_experts", {"num_experts": 0}),
+        ("num_local_experts", {"num_experts": None}),
+        ("mlp_only_layers", {"mlp_only_layers": [3]}),
+        ("mlp_only_layers", {"mlp_only_layers": [True]}),
+        ("mlp_only_layers", {"mlp_only_layers": 0}),
+        ("decoder_sparse_step", {"decoder_sparse_step": 0}),
+        ("norm_topk_prob", {"norm_topk_prob": 1}),
+        ("max_window_layers", {"use_sliding_window": True, "max_window_layers": 2}),
+    ],
+)
+def test_experts_that_make_no_sense_are_named(key: str, fields: dict[str, Any]) -> None:
+    """Guards against a model that is built with other experts than its file says."""
+    with pytest.raises(ModelLoadError, match=key):
+        ModelConfig.from_dict(QWEN3_MOE | fields)
+
+
+def test_windows_of_qwen3_moe() -> None:
+    """Guards against a window that is on although the switch is off: then all layers have it, or none."""
+    window = {"sliding_window": 7}
+    assert ModelConfig.from_dict(QWEN3_MOE | window | {"max_window_layers": 1}).layer_windows == (None,) * 3
+    assert ModelConfig.from_dict(QWEN3_MOE | window | {"use_sliding_window": True}).layer_windows == (7,) * 3
 
 
 def test_cache_groups() -> None:

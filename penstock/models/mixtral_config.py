@@ -57,7 +57,7 @@ def read_experts(read: ConfigReader) -> Numbers:
 
 def _sparse_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
     step = read.integer("decoder_sparse_step", 1, LARGEST["num_hidden_layers"], 1)
-    dense = read.raw("mlp_only_layers") or []
+    dense = read.raw("mlp_only_layers") if read.has("mlp_only_layers") else []
     if not isinstance(dense, list) or not all(type(item) is int and 0 <= item < layers for item in dense):
         raise read.fail("mlp_only_layers", f"a list of layers from 0 to {layers - 1}")
     return tuple(index not in dense and (index + 1) % step == 0 for index in range(layers))
