@@ -142,6 +142,7 @@ class ModelConfig:
         generation = ConfigReader(generation_config or {}, "generation_config.json")
         _refuse_foreign(read)
         name, architecture = _read_architecture(read)
+        read.neutral(NEUTRAL)
         model_type = read.raw("model_type") or architecture.model_type or ""
         numbers = architecture.read(read)
         vocab_size = numbers["vocab_size"]
@@ -220,7 +221,7 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_foreign(read: ConfigReader) -> None:
-    """Refuse what would need code or formats that are not ours, and check the neutral keys."""
+    """Refuse what would need code or formats that are not ours."""
     if read.has("auto_map"):
         raise ModelLoadError(
             "config.json: auto_map asks for Python code from the checkpoint; such code is never run. "
@@ -235,7 +236,6 @@ def _refuse_foreign(read: ConfigReader) -> None:
             f"config.json: _class_name = {shown(read.raw('_class_name'))} is a part of a diffusion model; "
             f"{WHAT_IS_SERVED}"
         )
-    read.neutral(NEUTRAL)
 
 
 def _read_architecture(read: ConfigReader) -> tuple[str, Architecture]:
