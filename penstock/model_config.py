@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock import params_json
 from penstock.architecture import WHAT_IS_SERVED, Architecture, find_architecture, known_architectures
 from penstock.config_reader import ConfigReader
 from penstock.errors import ModelLoadError, NotSupportedError
@@ -18,6 +19,7 @@ from penstock.generation_config import read_ignored, read_sampling
 from penstock.rope_config import RopeConfig
 from penstock.validation import shown
 
+CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Keys of Transformers that say nothing about the mathematics of a forward pass.
@@ -140,6 +142,7 @@ class ModelConfig:
         generation = ConfigReader(generation_config or {}, "generation_config.json")
         _refuse_foreign(read)
         name, architecture = _read_architecture(read)
+        read.neutral(NEUTRAL)
         model_type = read.raw("model_type") or architecture.model_type or ""
         numbers = architecture.read(read)
         vocab_size = numbers["vocab_size"]
@@ -161,9 +164,9 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "ModelConfig":
-        """From a model directory: config.json and, if there is one, generation_config.json."""
+        """From a model directory: its config and, if there is one, generation_config.json."""
         directory = Path(path)
-        config = _load_json(directory / "config.json")
+        config = load_config(directory)
         generation_file = directory / "generation_config.json"
         generation = _load_json(generation_file) if generation_file.exists() else None
         try:
@@ -185,6 +188,26 @@ class ModelConfig:
         return [(tuple(layers), window) for window, layers in groups.items()]
 
 
+def has_config(directory: Path) -> bool:
+    """Whether a directory says what model it holds."""
+    return any((directory / name).exists() for name in (CONFIG, params_json.NAME))
+
+
+def load_config(directory: Path) -> dict[str, Any]:
+    """What config.json holds; where there is none, what Mistral's params.json says in its words.
+
+    Raises:
+        ModelLoadError: there is neither, or it cannot be read.
+    """
+    config, params = directory / CONFIG, directory / params_json.NAME
+    if params.is_file() and not config.exists():
+        try:
+            return params_json.config_of(_load_json(params))
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{directory}: {error}") from None
+    return _load_json(config)
+
+
 def _load_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -198,7 +221,7 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_foreign(read: ConfigReader) -> None:
-    """Refuse what would need code or formats that are not ours, and check the neutral keys."""
+    """Refuse what would need code or formats that are not ours."""
     if read.has("auto_map"):
         raise ModelLoadError(
             "config.json: auto_map asks for Python code from the checkpoint; such code is never run. "
@@ -213,7 +236,6 @@ def _refuse_foreign(read: ConfigReader) -> None:
             f"config.json: _class_name = {shown(read.raw('_class_name'))} is a part of a diffusion model; "
             f"{WHAT_IS_SERVED}"
         )
-    read.neutral(NEUTRAL)
 
 
 def _read_architecture(read: ConfigReader) -> tuple[str, Architecture]:

@@ -42,8 +42,9 @@ ALLOWED: dict[str, set[str]] = {
     "rope_config": set(),
     "generation_config": set(),
     "architecture": {"models"},  # the package, to find the families that register themselves
+    "params_json": set(),
+    "model_config": {"generation_config", "params_json"},
     "certificate": set(),
-    "model_config": {"generation_config"},
     "engine": set(),
     "tokenizer": set(),
     "kernels": {"quant"},

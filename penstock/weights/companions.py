@@ -1,8 +1,10 @@
 """The files beside the weights that make a directory a model: tokenizer, chat template, defaults and config.json."""
 
+import json
 from pathlib import Path
 
 from penstock.errors import ModelLoadError
+from penstock.model_config import load_config
 from penstock.weights.destination import Destination
 
 CONFIG = "config.json"
@@ -10,10 +12,20 @@ COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "ad
           "merges.txt", "chat_template*", "*.jinja")  # fmt: skip
 
 
-def companions(source: Path) -> list[Path]:
-    """All of them; config.json at the very end."""
+def copy_companions(source: Path, directory: Destination) -> None:
+    """All of them; config.json at the very end, also where the source has a params.json in its place.
+
+    Raises:
+        ModelLoadError: one cannot be read.
+    """
     files = {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
-    return [*sorted(files), source / CONFIG]
+    for file in sorted(files):
+        copy(file, directory)
+    if (source / CONFIG).exists():
+        copy(source / CONFIG, directory)
+        return
+    with directory.file(CONFIG) as stream:
+        stream.write(json.dumps(load_config(source), indent=2).encode() + b"\n")
 
 
 def copy(file: Path, directory: Destination) -> None:

@@ -20,7 +20,7 @@ from penstock.layers.lm_head import WHOLE_IN_FILES
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter
 from penstock.user_files import import_files
-from penstock.weights.companions import companions, copy
+from penstock.weights.companions import copy_companions
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import (
@@ -77,8 +77,7 @@ def convert_model(
         directory.require(packing.num_bytes)
         with directory.file(PACKED) as stream:
             size = packing.write(stream, progress)
-        for file in companions(source):
-            copy(file, directory)
+        copy_companions(source, directory)
     return size
 
 

@@ -15,7 +15,7 @@ from penstock.model_config import ModelConfig
 from penstock.models.param_table import Layout, Parameter
 from penstock.models.registry import lookup
 from penstock.weights.checkpoint_writer import Outgoing, Progress, write_checkpoint
-from penstock.weights.companions import companions, copy
+from penstock.weights.companions import copy_companions
 from penstock.weights.destination import Destination
 from penstock.weights.forms import FORMS
 from penstock.weights.hub import resolve_model
@@ -59,8 +59,7 @@ def rewrite_model(
     with Destination(destination) as directory:
         directory.require(sum(tensor.num_bytes for tensor in tensors))
         num_bytes = write_checkpoint(directory, tensors, max_shard_size, progress)
-        for file in companions(source):
-            copy(file, directory)
+        copy_companions(source, directory)
     return Rewritten(num_bytes, checkpoint.match.ignored)
 
 

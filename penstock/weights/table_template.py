@@ -13,11 +13,10 @@ from typing import Any
 
 from penstock.architecture import known_architectures
 from penstock.errors import ModelLoadError
-from penstock.model_config import ModelConfig
+from penstock.model_config import ModelConfig, has_config, load_config
 from penstock.models.param_table import Axis, Held, Parameter, ParamTable, Row, num_elements
-from penstock.weights.safetensors import FLOATS, INDEX, PACKED, SINGLE, Checkpoint, TensorEntry
+from penstock.weights.safetensors import FLOATS, PACKED, Checkpoint, TensorEntry
 
-CONFIG = "config.json"
 LINE = 120  # columns
 ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|out_proj|c_proj|down_proj|dense|dense_4h_to_h|fc2|wo|w2)\.")
 LOOKUP = re.compile(r"embed|wte|wpe|norm|(^|\.)ln_")  # read row by row, or as a whole
@@ -40,14 +39,14 @@ class Line:
     """One line of a table.
 
     Attributes:
-        fields: as they stand in the braces.
+        fields: "shape: [hidden]" and so on.
         axis: for a sharding map; a guess where nobody knows.
         dtype: torch's name; "" where no such parameter is in the model.
         remark: what else the comment says.
     """
 
     name: str
-    fields: str
+    fields: tuple[str, ...]
     axis: int
     dtype: str
     shape: tuple[int, ...]
@@ -56,8 +55,11 @@ class Line:
     def table(self) -> str:
         comment = f"  # {self.dtype} {list(self.shape)}" if self.dtype else "  #"
         comment += f"; {self.remark}" if self.remark and self.dtype else f" {self.remark}" if self.remark else ""
-        whole = f"{self.name}: {{{self.fields}}}{comment}"
-        return whole if len(whole) <= LINE else f"{self.name}:{comment}\n  {{{self.fields}}}"
+        fields = f"{{{', '.join(self.fields)}}}"
+        if len(whole := f"{self.name}: {fields}{comment}") <= LINE:
+            return whole
+        lines = [fields] if len(fields) + 2 <= LINE else self.fields
+        return f"{self.name}:{comment}\n" + "\n".join(f"  {line}" for line in lines)
 
     def sharding(self) -> str:
         shape = f"({', '.join(map(str, self.shape))}{',' if len(self.shape) == 1 else ''})"
@@ -72,7 +74,7 @@ def table_text(model: Path, *, sharding: bool = False) -> str:
         ModelLoadError: there is neither a config.json of a known architecture nor a checkpoint.
     """
     directory = model.parent if model.is_file() else model
-    config = _read_config(model if model.is_file() else directory / CONFIG)
+    config = _read_config(model) if model.is_file() else _config_of(directory)
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if name in known_architectures():
@@ -114,8 +116,8 @@ def _known_line(
     return Line(row.pattern, row_fields(row), axis, dtype, first.shape, remark)
 
 
-def row_fields(row: Row) -> str:
-    """A row of a table as it would be written, without the braces."""
+def row_fields(row: Row) -> tuple[str, ...]:
+    """The fields of a table's row as they would be written."""
     first, *others = row.held
     own = Held((row.pattern,))
     words = [f"shape: {_shape_words(row.shape)}"]
@@ -128,7 +130,7 @@ def row_fields(row: Row) -> str:
     words += [f"{name}: {_scalar(value)}" for name, value in values.items() if value is not None]
     if row.when:
         words.append("when: {" + ", ".join(f"{name}: {_choices(value)}" for name, value in row.when.items()) + "}")
-    return ", ".join(words)
+    return tuple(words)
 
 
 def _held_words(held: Held, pattern: str) -> str:
@@ -187,7 +189,7 @@ def _unknown_line(pattern: str, found: list[TensorEntry], sizes: Mapping[int, li
     if len({(entry.shape, entry.dtype) for entry in found}) > 1:
         remarks.append("others of this name differ")
     dtype = TYPES.get(first.dtype, first.dtype)
-    fields = f"shape: [{', '.join(words)}], shard: '?'"
+    fields = (f"shape: [{', '.join(words)}]", "shard: '?'")
     return Line(pattern, fields, -1, dtype, first.shape, "; ".join(remarks))
 
 
@@ -227,14 +229,17 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _entries(directory: Path) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint, if there is one."""
-    there = not (directory / PACKED).is_file() and any((directory / name).is_file() for name in (SINGLE, INDEX))
+    """The tensors of a checkpoint, if there is one; of a hub name only its index may be."""
+    there = any(directory.glob("*.safetensors")) and not (directory / PACKED).is_file()
     return Checkpoint(directory).entries if there else {}
 
 
+def _config_of(directory: Path) -> dict[str, Any]:
+    """Of a directory; nothing where there is none."""
+    return load_config(directory) if has_config(directory) else {}
+
+
 def _read_config(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

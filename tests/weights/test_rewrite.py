@@ -2,13 +2,13 @@
 
 import itertools
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from penstock.config import EngineConfig
@@ -28,32 +28,38 @@ from tests.test_cli import penstock
 
 LIMIT = 10**9
 
+QKV = [["q_proj", "k_proj", "v_proj"]]
 # Llama's parameters, held as other families hold theirs.
-HELD = {
+HELD: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {},
     "interleaved": {
-        "self_attn.qkv_proj": "from: {names: [query_key_value], order: kv_group}, or: [[q_proj, k_proj, v_proj]]",
+        "self_attn.qkv_proj": {"from": {"names": ["query_key_value"], "order": "kv_group"}, "or": QKV},
     },
     "transposed": {
-        "self_attn.qkv_proj": "from: {names: [c_attn], transposed: true}, or: [[q_proj, k_proj, v_proj]]",
-        "self_attn.o_proj": "from: {names: [out_t], transposed: true}",
-        "mlp.gate_up_proj": "from: {names: [gate_t, up_t], transposed: true}, or: [[gate_proj, up_proj]]",
-        "mlp.down_proj": "from: {names: [c_proj], transposed: true}",
+        "self_attn.qkv_proj": {"from": {"names": ["c_attn"], "transposed": True}, "or": QKV},
+        "self_attn.o_proj": {"from": {"names": ["out_t"], "transposed": True}},
+        "mlp.gate_up_proj": {
+            "from": {"names": ["gate_t", "up_t"], "transposed": True},
+            "or": [["gate_proj", "up_proj"]],
+        },
+        "mlp.down_proj": {"from": {"names": ["c_proj"], "transposed": True}},
     },
     "paired": {
-        "self_attn.qkv_proj": "from: {names: [wq, wk, wv], order: rotary_pairs}, or: [[q_proj, k_proj, v_proj]]",
+        "self_attn.qkv_proj": {"from": {"names": ["wq", "wk", "wv"], "order": "rotary_pairs"}, "or": QKV},
     },
 }
 
 
 def held_as(kind: str) -> str:
     """Llama's table with some lines that say another layout."""
-    text = lookup("LlamaForCausalLM").table_file.read_text()
-    for name, words in HELD.get(kind, {}).items():
-        line = re.escape(f"model.layers.*.{name}.")
-        text = re.sub(rf"({line}weight:\s+{{shape: [^}}]*?\])(, from: \[[^]]*\])?, shard", rf"\1, {words}, shard", text)
-        bias = words.replace(", transposed: true", "")
-        text = re.sub(rf"({line}bias:\s+{{shape: [^}}]*?\]), from: \[[^]]*\]", rf"\1, {bias}", text)
-    return text
+    entries = yaml.safe_load(lookup("LlamaForCausalLM").table_file.read_text())
+    for name, fields in HELD[kind].items():
+        for leaf in ("weight", "bias"):
+            entry = entries[f"model.layers.*.{name}.{leaf}"]
+            entry |= {key: value for key, value in fields.items() if leaf == "weight" or "from" in entry}
+            if leaf == "bias" and "from" in entry:
+                entry["from"] = {key: value for key, value in entry["from"].items() if key != "transposed"}
+    return yaml.safe_dump(entries, sort_keys=False)
 
 
 @pytest.fixture
@@ -87,7 +93,7 @@ def same_checkpoint(one: Path, other: Path) -> None:
 @pytest.mark.covers("F21", "F33", "J19")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["plain", *HELD])
+@pytest.mark.parametrize("kind", list(HELD))
 def test_the_way_back_gives_the_same_bits(
     kind: str, dtype: torch.dtype, tied: bool, tables: Any, tmp_path: Path
 ) -> None:

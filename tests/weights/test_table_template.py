@@ -11,7 +11,7 @@ import pytest
 from penstock.architecture import known_architectures
 from penstock.errors import ModelLoadError
 from penstock.models.param_table import ParamTable
-from penstock.weights.safetensors import SINGLE
+from penstock.weights.safetensors import INDEX, SINGLE
 from penstock.weights.table_template import guess_axis, row_fields, table_text
 from tests.hf_models import TINY, make_llama
 from tests.test_cli import penstock
@@ -103,9 +103,16 @@ def test_a_template_has_to_be_filled_in(tmp_path: Path) -> None:
 def test_every_table_is_written_as_it_is_read(architecture: str) -> None:
     """Guards against a field that the printed table leaves out or spells so that it means something else."""
     table = ParamTable.for_architecture(architecture)
-    text = "\n".join(f"{row.pattern}: {{{row_fields(row)}}}" for row in table.rows)
+    text = "\n".join(f"{row.pattern}: {{{', '.join(row_fields(row))}}}" for row in table.rows)
     again = ParamTable.from_text(text, "printed.yaml")
     assert again.rows == table.rows
+
+
+def test_an_index_without_its_files_is_no_checkpoint(tmp_path: Path) -> None:
+    """Guards against a hub name of a known architecture that is refused, because its weights were not fetched."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    golden("llama.txt", table_text(tmp_path))
 
 
 def test_what_cannot_be_told_is_an_error(tmp_path: Path) -> None:
