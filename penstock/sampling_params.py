@@ -188,7 +188,9 @@ def _processors(value: Any) -> dict[str, Any] | None:
     Raises:
         InvalidRequestError: it is something else, or an argument is no plain value.
     """
-    named = value if isinstance(value, Mapping) else dict.fromkeys(value) if isinstance(value, list | tuple) else None
+    named = value if isinstance(value, Mapping) else None
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        named = dict.fromkeys(value)
     if (value is not None and named is None) or (named is not None and len(named) > MAX_PROCESSORS):
         allowed = f"at most {MAX_PROCESSORS} names, or a mapping of names to arguments"
         raise check.fail("logits_processors", value, allowed)
@@ -197,7 +199,7 @@ def _processors(value: Any) -> dict[str, Any] | None:
         if not _is_plain(argument, MAX_ARGUMENT_DEPTH):
             allowed = "numbers, texts, true, false, null, and lists and mappings of these"
             raise check.fail("logits_processors", argument, f"made of {allowed}: it goes to another process")
-    return dict(named) if named else None
+    return copy.deepcopy(dict(named)) if named else None
 
 
 def _is_plain(value: Any, depth: int) -> bool:

@@ -78,6 +78,8 @@ BAD_OPTIONS = {
     "tensor_parallel_size": [0, -1, 2, "1", None],
     "pipeline_parallel_size": [0, 2, 1.0],
     "sharding_config": ["", 5, ["x.yaml"]],
+    "lm_head_pieces": [0, -1, 2**20, "2", 1.5, None, True],
+    "pad_vocab_multiple": [0, -1, 2**20, "2", 1.5, None, True],
     "threads": [0, -1, 10**6, "2", 1.5],
     "seed": [2**63, 1.5, "x", None],
 }
@@ -123,7 +125,9 @@ def test_any_sampling_value_is_taken_or_refused_by_name(name, value):
     kept = None if params is None else getattr(params, name)
     assert not isinstance(kept, float) or math.isfinite(kept)
     if params is not None:
-        hash(dataclasses.replace(params, logit_bias=None))  # normalised: nothing mutable is kept
+        hash(
+            dataclasses.replace(params, logit_bias=None, logits_processors=None)
+        )  # normalised: nothing mutable is kept
 
 
 @settings(max_examples=300, deadline=None)

@@ -234,7 +234,7 @@ def use_table(monkeypatch: pytest.MonkeyPatch, file: Path, change: dict[str, Any
     for name, fields in change.items():
         entries[name] = entries[name] | fields if isinstance(fields, dict) else fields
     file.write_text(yaml.safe_dump(entries, sort_keys=False))
-    monkeypatch.setattr(loader, "lookup", lambda name: type(original)(original.model_class, file))
+    monkeypatch.setattr(loader, "lookup", lambda *_: type(original)(original.model_class, file))
 
 
 def test_a_checkpoint_may_mix_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
