@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard penstock/kernels/cpu/native/*)
 SOURCES := penstock tests
 
-.PHONY: demo test check format readme bench clean
+.PHONY: demo test check format readme matrix bench clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m penstock.cli.demo
@@ -25,6 +25,9 @@ format: $(VENV)/.installed-test
 
 readme: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.refresh_readme
+
+matrix: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.support_matrix
 
 bench: $(VENV)/.installed-test
 	@$(BIN)/python -m penstock.bench.startup

@@ -85,6 +85,8 @@ class ModelConfig:
             generation_config.json gives them. Transformers samples only where `do_sample` is true, so the first four
             count only then, and a file that says `do_sample: false` means temperature 0. The repetition penalty and
             max_tokens (there `max_new_tokens`) also count without. Values the file leaves out are not filled in.
+        model_impl: which of the architecture's registered versions computes it, an engine option; "auto" is the default
+            one.
         ignored_generation: keys of generation_config.json that would change the answer, or are unknown, and are not
             applied; sorted. For the user to be told.
     """
@@ -125,6 +127,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_sampling: dict[str, Any] = field(default_factory=dict, hash=False)
+    model_impl: str = "auto"
     ignored_generation: tuple[str, ...] = field(default=(), repr=False)  # repr: what answers depend on
 
     @classmethod
@@ -139,6 +142,7 @@ class ModelConfig:
         generation = ConfigReader(generation_config or {}, "generation_config.json")
         _refuse_foreign(read)
         name, architecture = _read_architecture(read)
+        read.neutral(NEUTRAL)
         model_type = read.raw("model_type") or architecture.model_type or ""
         numbers = architecture.read(read)
         vocab_size = numbers["vocab_size"]
@@ -217,7 +221,7 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_foreign(read: ConfigReader) -> None:
-    """Refuse what would need code or formats that are not ours, and check the neutral keys."""
+    """Refuse what would need code or formats that are not ours."""
     if read.has("auto_map"):
         raise ModelLoadError(
             "config.json: auto_map asks for Python code from the checkpoint; such code is never run. "
@@ -232,7 +236,6 @@ def _refuse_foreign(read: ConfigReader) -> None:
             f"config.json: _class_name = {shown(read.raw('_class_name'))} is a part of a diffusion model; "
             f"{WHAT_IS_SERVED}"
         )
-    read.neutral(NEUTRAL)
 
 
 def _read_architecture(read: ConfigReader) -> tuple[str, Architecture]:

@@ -92,10 +92,15 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(parameter.mean().round() + 0.2 * noise)
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * noise)
-            elif "embed" in name or "lm_head" in name:
+            elif is_vocabulary(name):
                 parameter.copy_(noise * 2 / parameter.shape[-1] ** 0.5)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+
+
+def is_vocabulary(name: str) -> bool:
+    """Whether a parameter has a row for each token."""
+    return any(part in name for part in ("embed", "wte", "lm_head"))
 
 
 def random_ids(count: int, seed: int = 0, vocab_size: int = TINY["vocab_size"]) -> list[int]:

@@ -25,6 +25,7 @@ BASE = {
     "step",
     "model_config",
     "rope_config",
+    "user_files",
     "penstock",
 }
 ALLOWED: dict[str, set[str]] = {
@@ -33,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "outputs": set(),
     "sampling_params": set(),
     "step": set(),
+    "user_files": set(),
     "config": {"kernels", "quant"},
     "config_reader": set(),
     "rope_config": set(),
@@ -55,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": {"build", "engine", "tokenizer", "weights"},
     "engine_process": {"build", "client", "engine"},
     "llm": {"build", "client", "tokenizer"},
+    "compat": {"generation_config", "layers", "llm", "models"},
     "async_llm": {"client", "engine", "tokenizer"},
     "server": {"client", "engine", "tokenizer"},
     "bench": {"build", "client", "engine", "kernels", "layers", "llm", "models", "planner", "quant", "weights"},

@@ -11,6 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests import support_matrix
+from tests.families.case import all_cases
+
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(console|python)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 COMMANDS = [line[2:] for kind, text in BLOCKS if kind == "console" for line in text.splitlines() if line[:2] == "$ "]
@@ -77,3 +80,9 @@ def test_program(program, port):
 def test_its_links_lead_somewhere():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (Path(__file__).parent.parent / target).exists(), target
+
+
+def test_the_support_matrix_is_that_of_the_tests():
+    """Guards against a cell by hand, and against a family that is missing: the table has exactly the architectures and
+    cells that the tests define, and says of each that it passed when `make matrix` wrote it."""
+    assert support_matrix.written() == support_matrix.table(support_matrix.defined(), all_cases())

@@ -29,7 +29,11 @@ PLANNED = {
     "plan": "predict memory and speed before loading",
     "simulate": "run the real scheduler on a virtual clock",
 }
-FLAGS = {"drain_timeout_s": "drain_timeout", "served_model_names": "served_model_name"}  # where a field is no flag
+FLAGS = {  # where a field is no flag
+    "drain_timeout_s": "drain_timeout",
+    "served_model_names": "served_model_name",
+    "imports": "import",
+}
 POSITIONAL = ("model", "prompt", "src", "dst")
 EPILOG = """examples:
   penstock generate -p "Once upon a time"          the bundled demo model tells a story

@@ -65,7 +65,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int = NUM_TOKENS) -
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,
-        use_cache=False,  # which would keep all tokens for a window of one
+        use_cache=getattr(model.config, "sliding_window", None) != 1,  # a cache that keeps no token keeps all of them
         max_new_tokens=count,
         min_new_tokens=count,
         eos_token_id=None,

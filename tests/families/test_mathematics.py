@@ -107,5 +107,4 @@ def test_bfloat16(truths: dict[str, list[Truth]], kernels: str, way: str) -> Non
     theirs = torch.cat([truth.theirs - truth.exact for truth in truths[way]])
     assert len(ours) >= 2000
     our_error, their_error = (errors.square().mean().sqrt().item() for errors in (ours, theirs))
-    print(f"RATIO {our_error / their_error:.3f} {their_error:.4f}")
     assert our_error <= 1.1 * their_error, f"ours {our_error:.5f}, Transformers' {their_error:.5f}"

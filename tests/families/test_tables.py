@@ -1,5 +1,6 @@
 """Every family's parameter table, and what needs nothing but a config.json."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from penstock import LLM, SamplingParams
+from penstock.architecture import known_architectures
 from penstock.errors import ModelLoadError
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
@@ -18,6 +20,20 @@ from tests.families.case import Case, all_cases, for_cases
 from tests.hf_models import random_ids
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def test_every_architecture_is_proved() -> None:
+    """Guards against an architecture that is accepted, and of which nothing in this folder is proved."""
+    built_in = {name for name, item in known_architectures().items() if item.model_type is not None}
+    assert {case.architecture for case in all_cases()} == built_in
+
+
+def test_defaults_may_be_spelt_out(case: Case) -> None:
+    """Guards against a key of Transformers that we call unknown, and against a default that is not its own: config.json
+    may hold every key, or only those that differ."""
+    whole, short = (json.loads(case.config().to_json_string(use_diff=diff)) for diff in (False, True))
+    assert len(whole) > len(short)
+    assert ModelConfig.from_dict(whole) == ModelConfig.from_dict(short)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,0 +1,91 @@
+"""What cannot be served is refused by the reason, and by the nearest that can."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BertConfig,
+    Gemma3Config,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedConfig,
+    RecurrentGemmaConfig,
+    RobertaConfig,
+    T5Config,
+    WhisperConfig,
+)
+
+from penstock import LLM
+from penstock.architecture import known_architectures
+from penstock.errors import ModelLoadError
+from penstock.model_config import ModelConfig
+from tests.families.case import Case, all_cases, for_cases
+
+FOREIGN: list[tuple[str, PreTrainedConfig, str]] = [
+    ("BertForMaskedLM", BertConfig(), "an encoder"),
+    ("RobertaForCausalLM", RobertaConfig(), "an encoder"),
+    ("LlamaForSequenceClassification", LlamaConfig(), "an encoder"),
+    ("LlamaModel", LlamaConfig(), "without a language-model head"),
+    ("T5ForConditionalGeneration", T5Config(), "an encoder-decoder"),
+    ("BartForConditionalGeneration", BartConfig(), "an encoder-decoder"),
+    ("WhisperForConditionalGeneration", WhisperConfig(), "an encoder-decoder"),
+    ("MambaForCausalLM", MambaConfig(), "a recurrent model"),
+    ("RecurrentGemmaForCausalLM", RecurrentGemmaConfig(), "a recurrent model"),
+    ("Gemma3ForConditionalGeneration", Gemma3Config(), "more than text"),
+]
+ONE_OF_EACH = {case.architecture: case for case in all_cases()}
+
+
+def written(directory: Path, config: dict[str, Any]) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.covers("J5")
+@pytest.mark.parametrize(("name", "config", "reason"), FOREIGN, ids=[name for name, _, _ in FOREIGN])
+def test_a_model_of_another_kind_is_refused_by_its_kind(
+    name: str, config: PreTrainedConfig, reason: str, tmp_path: Path
+) -> None:
+    """Guards against an encoder that is said to lack a number, and against a model served as what it is not."""
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError) as caught:
+        LLM(model=str(tmp_path), load_format="dummy")
+    said = str(caught.value)
+    assert name[:12] in said  # the middle of a long one is left out
+    assert reason in said
+    assert "only autoregressive decoders" in said
+    assert said.split("nearest: ")[1].rstrip(")") in known_architectures()
+
+
+@pytest.mark.covers("J5")
+@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "UNet2DConditionModel", "FluxTransformer2DModel"])
+def test_a_part_of_a_diffusion_model_is_refused_as_such(name: str, tmp_path: Path) -> None:
+    """Guards against an error about a missing `architectures`, which such a file never has."""
+    for config in ({"_class_name": name, "_diffusers_version": "0.30.0"}, {"architectures": [name]}):
+        with pytest.raises(ModelLoadError, match=rf"{name}.*\ba (part of a )?diffusion model.*only autoregressive"):
+            ModelConfig.from_directory(written(tmp_path, config))
+
+
+@pytest.mark.covers("J5")
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_misspelt_architecture_is_told_the_nearest(name: str) -> None:
+    """Guards against a name that only the list of all would explain."""
+    config = ONE_OF_EACH[name].config().to_dict() | {"architectures": [name.replace("For", "4", 1) + "X"]}
+    with pytest.raises(ModelLoadError, match=rf"not supported; supported are .*nearest: {name}\)"):
+        ModelConfig.from_dict(config)
+
+
+@for_cases(list(ONE_OF_EACH.values()))
+def test_code_and_pickles_are_refused(case: Case, tmp_path: Path) -> None:
+    """Guards against running what came with the weights, for any family: named by auto_map, or in a pickle."""
+    config = case.config().to_dict()
+    with pytest.raises(ModelLoadError, match="auto_map asks for Python code"):
+        LLM(model=str(written(tmp_path, config | {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}})))
+    torch.save({}, written(tmp_path, config) / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=r"pytorch_model\.bin is a pickle, and reading a pickle runs code"):
+        LLM(model=str(tmp_path))

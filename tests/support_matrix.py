@@ -1,0 +1,96 @@
+"""The README's table of what is proved of which architecture: `make matrix` runs the families' tests and writes it.
+
+A test that is marked `matrix(column)` proves that column of its `case`. A cell says "yes" where every such test of
+every tiny model of the architecture has passed, "no" where one has not, and NOTHING where there is none, for instance
+because no layer has a window.
+"""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.families.case import Case, all_cases
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+TESTS = ROOT / "tests" / "families"
+COLUMNS = ["float32", "bfloat16", "int8", "int4", "int8 cache", "window"]
+NOTHING = "–"
+BETWEEN = re.compile(r"(<!-- support matrix: [^\n]*-->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+Cells = dict[str, dict[str, bool]]  # by architecture and column
+
+
+class Results:
+    """Pytest plugin: which column of which architecture each test proves, and whether it passed."""
+
+    def __init__(self) -> None:
+        self.cells: Cells = {}
+        self._proves: dict[str, list[tuple[str, str]]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
+        for item in items:
+            case = item.callspec.params["case"]
+            self._proves[item.nodeid] = [(case.architecture, mark.args[0]) for mark in item.iter_markers("matrix")]
+            for architecture, column in self._proves[item.nodeid]:
+                self.cells.setdefault(architecture, {})[column] = True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.passed:  # a test that is skipped has proved nothing
+            for architecture, column in self._proves[report.nodeid]:
+                self.cells[architecture][column] = False
+
+
+def defined() -> Cells:
+    """The cells that the tests have, as if all had passed: read from their marks, without pytest."""
+    cells: Cells = {}
+    for name in sorted(file.stem for file in TESTS.glob("test_*.py")):
+        module = importlib.import_module(f"tests.families.{name}")
+        for function in (value for name, value in vars(module).items() if name.startswith("test_")):
+            marks = [*getattr(module, "pytestmark", []), *getattr(function, "pytestmark", [])]
+            choices = {mark.args[0]: mark.args[1] for mark in marks if mark.name == "parametrize"}
+            marks += [mark for values in choices.values() for value in values for mark in getattr(value, "marks", ())]
+            for case, mark in product(choices.get("case", all_cases()), marks):
+                if mark.name == "matrix":
+                    cells.setdefault(case.architecture, {})[mark.args[0]] = True
+    return cells
+
+
+def table(cells: Mapping[str, Mapping[str, bool]], cases: Iterable[Case]) -> str:
+    """Markdown, a line for each architecture."""
+    models: dict[str, list[str]] = {}
+    for case in cases:
+        models.setdefault(case.architecture, []).append(case.name)
+    lines = [["Architecture", *COLUMNS, "tiny models"], ["---"] * (len(COLUMNS) + 2)]
+    for architecture, names in models.items():
+        found = cells.get(architecture, {})
+        words = [{True: "yes", False: "no", None: NOTHING}[found.get(column)] for column in COLUMNS]
+        lines.append([f"`{architecture}`", *words, str(len(names))])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def written() -> str:
+    """The table as it stands in the README."""
+    found = BETWEEN.search(README.read_text(encoding="utf-8"))
+    assert found is not None, "README.md has no place for the support matrix"
+    return found[2]
+
+
+def main() -> int:
+    """Run the tests and write the table; exit code 1 where a cell says no."""
+    results = Results()
+    imported_before = "ignore::pytest.PytestAssertRewriteWarning"  # by the cases
+    pytest.main(["-m", "matrix", "-W", imported_before, str(TESTS)], [results])
+    text = README.read_text(encoding="utf-8")
+    new = table(results.cells, all_cases())
+    README.write_text(BETWEEN.sub(lambda match: match[1] + new + match[3], text), encoding="utf-8")
+    return int(any(not passed for row in results.cells.values() for passed in row.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
