@@ -220,7 +220,7 @@ def test_a_model_that_differs_from_its_table_is_refused(tmp_path: Path, monkeypa
     table = tmp_path / "llama.yaml"
     original = loader.lookup("LlamaForCausalLM")
     table.write_text(original.table_file.read_text() + "\nmodel.extra.weight: {shape: [hidden]}\n")
-    monkeypatch.setattr(loader, "lookup", lambda name: type(original)(original.model_class, table))
+    monkeypatch.setattr(loader, "lookup", lambda *_: type(original)(original.model_class, table))
     with pytest.raises(ModelLoadError, match=r"differ in model\.extra\.weight"):
         load(directory, load_format="dummy")
     with pytest.raises(ModelLoadError, match=r"missing: model\.extra\.weight"):
@@ -234,7 +234,7 @@ def use_table(monkeypatch: pytest.MonkeyPatch, file: Path, change: dict[str, Any
     for name, fields in change.items():
         entries[name] = entries[name] | fields if isinstance(fields, dict) else fields
     file.write_text(yaml.safe_dump(entries, sort_keys=False))
-    monkeypatch.setattr(loader, "lookup", lambda name: type(original)(original.model_class, file))
+    monkeypatch.setattr(loader, "lookup", lambda *_: type(original)(original.model_class, file))
 
 
 def test_a_checkpoint_may_mix_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_the_way_that_is_nearest_is_missed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_names_without_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against old checkpoints refused for names that begin later, and errors with names that no file has."""
+    """Guards against old checkpoints refused for names that begin later, and errors with names it lacks."""
     hf_model, directory = make_llama(tmp_path)
     use_table(monkeypatch, tmp_path / "own.yaml", {"prefix": "model."})
     tensors = load_file(directory / SINGLE)

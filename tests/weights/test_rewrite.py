@@ -71,7 +71,7 @@ def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         file = tmp_path / "table.yaml"
         file.write_text(text)
         for module in (loader, rewrite):
-            monkeypatch.setattr(module, "lookup", lambda name: RegisteredModel(original.model_class, file))
+            monkeypatch.setattr(module, "lookup", lambda *_: RegisteredModel(original.model_class, file))
         return ParamTable.from_file(file)
 
     return use
