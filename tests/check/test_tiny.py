@@ -47,7 +47,7 @@ def test_what_matters_stays() -> None:
 
 
 def test_every_parameter_is_drawn(tmp_path: Path) -> None:
-    """Guards against parameters that stay as they were made: norms of 1 and biases of 0 hide what is wrong with them."""
+    """Guards against parameters that stay as they were made: norms of 1 and biases of 0 hide mistakes."""
     config = LlamaConfig(**LARGE | {"attention_bias": True})
     make_tiny(config, LlamaForCausalLM, tmp_path / "tiny")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "tiny")
