@@ -36,7 +36,7 @@ from penstock.sampling_params import SamplingParams
 from penstock.user_files import files_fingerprint, import_files
 from penstock.weights import packed_info
 from penstock.weights.hub import resolve_model
-from penstock.weights.instance import ModelInstance
+from penstock.weights.instance import InstanceWeights, ModelInstance
 from penstock.weights.kv_scales import kv_scales_fingerprint, read_kv_scales
 from penstock.weights.loader import load_model, read_parameters
 from penstock.weights.safetensors import fingerprint
@@ -106,11 +106,29 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     if worker.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {worker.cache_bytes} bytes where {plan.num_bytes} were planned")
     weights = "dummy" if numerics.load_format == "dummy" else _fingerprint(found)
-    info = _model_info(config, model_config, plan, weights)
-    if isinstance(found, _Directory):
-        info = replace(info, certificate=_certificate(model, model_config, found.weights, weights))
+    info = replace(
+        _model_info(config, model_config, plan, weights),
+        certificate=_certificate(model_config, found.weights, weights),
+    )
     engine = _engine(config, model_config, plan, worker)
     return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """What a ModelInstance is for a model object."""
+
+    config: ModelConfig
+    weights: Path
+
+
+def _find(model: str) -> _Directory:
+    directory = resolve_model(model)
+    return _Directory(ModelConfig.from_directory(directory), directory)
+
+
+def _fingerprint(found: _Directory | ModelInstance) -> str:
+    return fingerprint(found.weights) if isinstance(found, _Directory) else found.weights.fingerprint()
 
 
 def _check_sharding(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -129,23 +147,6 @@ def _check_sharding(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     split = sum(axis is not None for axis in axes.values())
     reason = f"{file}: it fits, and splits {split} of {len(axes)} parameters; on one device nothing is split"
     return replace(config, reasons=config.reasons | {"sharding_config": reason})
-
-
-@dataclass(frozen=True, slots=True)
-class _Directory:
-    """What a ModelInstance is for a model object."""
-
-    config: ModelConfig
-    weights: Path
-
-
-def _find(model: str) -> _Directory:
-    directory = resolve_model(model)
-    return _Directory(ModelConfig.from_directory(directory), directory)
-
-
-def _fingerprint(found: _Directory | ModelInstance) -> str:
-    return fingerprint(found.weights) if isinstance(found, _Directory) else found.weights.fingerprint()
 
 
 def _kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
@@ -208,12 +209,15 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
     )
 
 
-def _certificate(model: CausalLM, model_config: ModelConfig, directory: Path, weights: str) -> dict[str, Any] | None:
+def _certificate(model_config: ModelConfig, place: Path | InstanceWeights, weights: str) -> dict[str, Any] | None:
     """What has been proved about this model, if anything; weights are told apart by their fingerprint."""
+    if not isinstance(place, Path):  # a model object has no config.json that a proof could rest on
+        return None
+    entry = lookup(model_config.architecture, model_config.model_impl)
     try:
-        table = lookup(model_config.architecture).table_file
-        file = Path(inspect.getfile(type(model)))
-        basis = find_basis(model_config.architecture, file, table, directory / "config.json", NUMERICS_VERSION)
+        file = Path(inspect.getfile(entry.model_class))
+        config_file = place / "config.json"
+        basis = find_basis(model_config.architecture, file, entry.table_file, config_file, NUMERICS_VERSION)
     except OSError:
         return None
     found = read_certificate(basis)

@@ -27,9 +27,9 @@ KV_CACHE_SLICES = {"bfloat16": 2, "float32": 3}  # by dtype: int8 rows that stan
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 MAX_CONTEXT = 2**24
+MAX_IMPORTS = 64
 MAX_HEAD_PIECES = 1024
 MAX_VOCAB_MULTIPLE = 2**16
-MAX_IMPORTS = 64
 SMALL_MATRIX = 2**19  # elements of an MLP matrix, of which one thread reads and multiplies a megabyte in 30 us
 
 

@@ -76,6 +76,7 @@ BAD_OPTIONS = {
     "enable_prefix_caching": [1, None, "yes"],
     "tensor_parallel_size": [0, -1, 2, "1", None],
     "pipeline_parallel_size": [0, 2, 1.0],
+    "sharding_config": ["", 5, ["x.yaml"]],
     "threads": [0, -1, 10**6, "2", 1.5],
     "seed": [2**63, 1.5, "x", None],
 }

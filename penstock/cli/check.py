@@ -5,9 +5,10 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from penstock.cli.options import add_model
+from penstock.cli.options import add_imports, add_model
 from penstock.cli.terminal import take_interrupts, take_termination, tell
 from penstock.config import DTYPES, KERNELS
+from penstock.user_files import import_files
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Compare a model with Transformers, layer by layer, and try the engine's promises on it."
     parser.epilog = EXAMPLES
     add_model(parser)
+    add_imports(parser)
     parser.add_argument("--against", metavar="DIR", help="compare with Transformers' model of another directory")
     parser.add_argument("--tiny", action="store_true", help="random weights and small sizes, though there are weights")
     parser.add_argument("--verify", action="store_true", help="the native kernels beside the reference, no more")
@@ -46,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from penstock.check.run import Options, check_model
 
+    import_files(getattr(args, "import", ()))
     options = Options(**{name: getattr(args, name) for name in OPTIONS})
     take_interrupts()
     take_termination()  # what was made for the check is removed

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.cli.options import UNSET, add_weight_options, engine_options, parse_size
+from penstock.cli.options import UNSET, add_imports, add_weight_options, engine_options, parse_size
 from penstock.cli.terminal import progress, take_interrupts, take_termination, tell
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
+from penstock.user_files import import_files
 from penstock.validation import check_choice, check_int, check_str
 from penstock.weights.forms import FORMS
 
@@ -47,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", default=PACKED, metavar=choices, help="the form to write (default: packed)")
     help_text = "largest file of a form that is not packed, like 5GB (default: 5GB)"
     parser.add_argument("--max-shard-size", type=parse_size, default=UNSET, metavar="N", help=help_text)
+    add_imports(parser)
     add_weight_options(parser.add_argument_group("weights, of the packed form"))
     parser.set_defaults(run=run)
 
@@ -57,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     check_choice("to", args.to, (PACKED, *FORMS))
     config = EngineConfig.from_options(model=args.src, **engine_options(args))
     _check_options(args)
+    import_files(config.imports)
     started = time.perf_counter()
     size = _pack(args, config) if args.to == PACKED else _rewrite(args)
     tell(f"penstock: {args.dst}: {size / 2**20:,.1f} MiB of weights, written in {time.perf_counter() - started:.1f} s")

@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from penstock.cli.options import add_imports
+from penstock.user_files import import_files
 from penstock.validation import check_str
 
 DESCRIPTION = """Print every parameter of a model as a table of Penstock: name, shape, sharded axis, type.
@@ -24,11 +26,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("model", metavar="MODEL", help="a directory, a config.json, a hub name, or demo")
     parser.add_argument("--sharding", action="store_true", help="print a sharding file: NAME : AXIS #  TYPE SHAPE")
+    add_imports(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     check_str("model", args.model)
+    import_files(getattr(args, "import", ()))
     from penstock.weights.hub import resolve_model
     from penstock.weights.table_template import table_text
 

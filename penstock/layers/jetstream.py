@@ -57,7 +57,7 @@ class Environment:
     @property
     def num_positions(self) -> int:
         """Positions that will be asked for: how long a table of them has to be."""
-        return self.make.max_positions or self.config.max_position_embeddings
+        return self.make.max_positions or self.config.context
 
     def apply_sharding(self, x: Tensor, *, axis: int | None) -> Tensor:
         """Say which axis of x is split among devices (None: none). On one device, which there is, nothing is split.

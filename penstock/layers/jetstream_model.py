@@ -1,5 +1,6 @@
 """A model written to JetStream's calling convention as one of the engine's, and how it is made."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,31 +57,33 @@ def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory)
     """The model without weights. Its nn.Linear are the engine's products, so they quantise as the table allows.
 
     Raises:
-        NotSupportedError: layers have different windows, for which the convention's one mask is not enough.
-        ModelLoadError: a layer has another shape than the table says, or a buffer is empty.
+        NotSupportedError: layers have different windows, for which the convention's one mask is not enough; or the head
+            is asked for in pieces, or padded.
+        ModelLoadError: a layer has another shape than the table says.
     """
     if len(set(config.layer_windows)) > 1:
         raise NotSupportedError(
             f"{config.architecture}: layers with different windows need more than the one mask of JetStream's calling "
             f"convention"
         )
+    if not make.head.is_plain:
+        text = "lm_head_pieces, pad_vocab_multiple: a model of JetStream's calling convention has its own head"
+        raise NotSupportedError(text, param="lm_head_pieces")
     with make.ops.device, _EmptyOnMeta():
         model = model_class(config, Environment(config, make.ops, make))
     _check_linears(model, {name: item.shape for name, item in make.parameters.items()})
     swap_linears(model, make)
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise ModelLoadError(f"{name}: buffers made by torch.empty have no values; make it with torch.zeros")
     return model
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters of torch's layers, which are made empty, take no memory before their weights arrive."""
+    """Parameters of torch's layers, which those make empty, take no memory before their weights arrive."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        changed = {"device": "meta"} if func is torch.empty else {}
+        of_a_layer = func is torch.empty and sys._getframe(1).f_globals.get("__name__", "").startswith("torch.nn.")
+        changed = {"device": "meta"} if of_a_layer else {}
         return func(*args, **{**(kwargs or {}), **changed})
 
 

@@ -129,7 +129,7 @@ class PlainNorm(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.eps = config.norm_eps
-        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
         normed = x.float() * torch.rsqrt(x.float().pow(2).mean(dim=-1, keepdim=True) + self.eps)

@@ -6,6 +6,7 @@ directory is a model when everything else is there (weights/destination.py).
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +19,7 @@ from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.layers.lm_head import WHOLE_IN_FILES
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter
+from penstock.user_files import import_files
 from penstock.weights.companions import copy_companions
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
@@ -61,8 +63,9 @@ def convert_model(
         raise InvalidRequestError(f"convert: packed weights are for the native kernels; {why_missing()}")
     if (config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple) != (1, 1):
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
+    import_files(config.imports)
     source = resolve_model(config.model)
-    model_config = ModelConfig.from_directory(source)
+    model_config = replace(ModelConfig.from_directory(source), model_impl=config.numerics.model_impl)
     numerics = config.resolve(model_config).numerics
     if find_packed(source) is not None and numerics.load_format == "auto":
         raise InvalidRequestError(

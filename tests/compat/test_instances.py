@@ -20,12 +20,17 @@ OPTIONS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4, "kernels": "r
 PROMPTS = [{"prompt_token_ids": random_ids(length, length)} for length in (3, 20, 9)]
 
 
+def one_an_architecture() -> list[Case]:
+    """The first case of each."""
+    return list({case.architecture: case for case in reversed(all_cases())}.values())
+
+
 def hf_greedy(model: PreTrainedModel, ids: list[int], count: int = 16) -> list[int]:
-    """What Transformers' own generate answers, without its end tokens."""
+    """What Transformers' own generate answers, without its end tokens, and without its cache, which keeps everything
+    for a window of one token."""
+    options: dict[str, Any] = {"do_sample": False, "use_cache": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():
-        found = model.generate(
-            torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+        found = model.generate(torch.tensor([ids]), max_new_tokens=count, **options)
     return found[0, len(ids) :].tolist()
 
 
@@ -35,7 +40,7 @@ def answers(model: Any, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.covers("C13")
-@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", one_an_architecture(), ids=lambda case: case.name)
 def test_a_model_object_answers_as_its_directory_and_as_transformers(case: Case, tmp_path: Path) -> None:
     """Guards against names or layouts in memory (stacked experts, tied heads) that the loader reads otherwise."""
     model, directory = case.make(tmp_path)

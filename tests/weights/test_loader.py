@@ -275,7 +275,7 @@ def test_the_way_that_is_nearest_is_missed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_names_without_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against old checkpoints refused for names that begin later, and errors with names the file does not have."""
+    """Guards against old checkpoints refused for names that begin later, and errors with names it lacks."""
     hf_model, directory = make_llama(tmp_path)
     use_table(monkeypatch, tmp_path / "own.yaml", {"prefix": "model."})
     tensors = load_file(directory / SINGLE)
