@@ -36,6 +36,7 @@ CASES = [
         {"head_dim": 10, "num_attention_heads": 8, "num_key_value_heads": 1, "attention_bias": True},
         shape=True,
     ),
+    Case("gemma-multi-head", GemmaForCausalLM, GemmaConfig, {"head_dim": 20, "num_key_value_heads": 6}, shape=True),
     Case("gemma2", Gemma2ForCausalLM, Gemma2Config, GEMMA2, full=True),
     Case(
         "gemma2-untied",

@@ -19,6 +19,12 @@ CASES = [
         "num_local_experts": 3, "num_experts_per_tok": 3, "num_key_value_heads": 6, "head_dim": 10,
     }, shape=True),
     Case("qwen3-moe", Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN3_MOE | {"norm_topk_prob": True}),
+    Case("qwen3-moe-8-queries-a-kv-head", Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN3_MOE | {
+        "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 10,
+    }, shape=True),
+    Case("qwen3-moe-multi-head", Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN3_MOE | {
+        "num_key_value_heads": 6,
+    }, shape=True),
     Case("qwen3-moe-dense-layers", Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN3_MOE | {
         "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True,
     }, shape=True),

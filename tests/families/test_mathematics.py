@@ -5,6 +5,7 @@ Through the model alone, over a paged cache whose blocks are shuffled among slot
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.hf_models import Made, hf_logprobs, random_ids
 from tests.kernels.packed import levels
 from tests.paged import PagedModel
 
+MODELS = for_cases(all_cases(shapes=False))
 KERNELS = ["reference", *(["cpu"] if levels() else [])]
 TOLERANCE = 1e-4
 SEEDS = range(5)
@@ -59,21 +61,25 @@ class Truth:
 
 
 @pytest.fixture(scope="module")
-def truths(case: Case, make_model: Callable[..., Made]) -> dict[str, list[Truth]]:
-    """Of each seed, for prefill and for decode."""
-    found: dict[str, list[Truth]] = {"prefill": [], "decode": []}
-    for seed in SEEDS:
-        _, directory = make_model(case, seed, torch.bfloat16)
+def truths(case: Case, make_model: Callable[..., Made]) -> Callable[[str], list[Truth]]:
+    """Of each seed, for "prefill" or "decode"."""
+
+    @cache
+    def truths(way: str) -> list[Truth]:
+        return [truth(make_model(case, seed, torch.bfloat16)[1], seed, way) for seed in SEEDS]
+
+    def truth(directory: Path, seed: int, way: str) -> Truth:
+        count, length = (1, PREFILL) if way == "prefill" else (NUM_SEQS, DECODE)
+        sequences = [random_ids(length, seed=NUM_SEQS * seed + row) for row in range(count)]
         # As Transformers loads it: a model that is converted by `.to` would round its rotary frequencies too.
-        bfloat16, float32 = (
+        models = (
             AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=case.attention)
-            for dtype in (torch.bfloat16, torch.float32)
+            for dtype in (torch.float32, torch.bfloat16)
         )
-        for way, count, length in (("prefill", 1, PREFILL), ("decode", NUM_SEQS, DECODE)):
-            sequences = [random_ids(length, seed=NUM_SEQS * seed + row) for row in range(count)]
-            exact, theirs = (next_tokens(hf_batch(model, sequences), sequences) for model in (float32, bfloat16))
-            found[way].append(Truth(directory, sequences, exact, theirs))
-    return found
+        exact, theirs = (next_tokens(hf_batch(model, sequences), sequences) for model in models)
+        return Truth(directory, sequences, exact, theirs)
+
+    return truths
 
 
 def hf_batch(model: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
@@ -112,14 +118,20 @@ def check_error(truths: list[Truth], kernels: str, way: str) -> None:
 
 
 @pytest.mark.matrix("bfloat16")
-@pytest.mark.parametrize("way", ["prefill", "decode"])
-def test_bfloat16(truths: dict[str, list[Truth]], way: str) -> None:
+def test_bfloat16(truths: Callable[[str], list[Truth]]) -> None:
     """Guards against a value that is rounded twice. The same bfloat16 weights, computed in float32, are the truth."""
-    check_error(truths[way], KERNELS[-1], way)
+    check_error(truths("prefill"), KERNELS[-1], "prefill")
 
 
+@MODELS
 @pytest.mark.matrix("bfloat16")
-@for_cases(all_cases(shapes=False))
-def test_bfloat16_of_the_reference(truths: dict[str, list[Truth]]) -> None:
+def test_bfloat16_token_by_token(truths: Callable[[str], list[Truth]]) -> None:
+    """Guards against the same in steps of few tokens, and in what the cache holds."""
+    check_error(truths("decode"), KERNELS[-1], "decode")
+
+
+@MODELS
+@pytest.mark.matrix("bfloat16")
+def test_bfloat16_of_the_reference(truths: Callable[[str], list[Truth]]) -> None:
     """Guards against a rounding point of the specification that the native kernels do not have."""
-    check_error(truths["prefill"], "reference", "prefill")
+    check_error(truths("prefill"), "reference", "prefill")
