@@ -5,9 +5,10 @@ from typing import Any
 
 from penstock.client.engine_client import EngineStatus, Prompt
 from penstock.client.process import ProcessClient
-from penstock.client.tokenizers import tokenizer_for
+from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.engine.messages import ModelInfo
+from penstock.errors import NotSupportedError
 from penstock.outputs import RequestOutput
 from penstock.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -25,12 +26,19 @@ class AsyncLLM:
 
     Raises:
         InvalidRequestError: an option is unknown or wrong.
+        NotSupportedError: `model` is an object.
         ModelLoadError: there is no such model, or its tokenizer is broken.
     """
 
-    def __init__(self, model: str = "demo", *, tokenizer: Tokenizer | str | None = None, **options: Any) -> None:
+    def __init__(self, model: str = "demo", *, tokenizer: Tokenizer | str | Any = None, **options: Any) -> None:
+        if not isinstance(model, str):
+            raise NotSupportedError(
+                "model: the engine is another process, into which a model object cannot go; give LLM the object, or "
+                "save it (save_pretrained) and give the directory",
+                param="model",
+            )
         config = EngineConfig.from_options(model=model, **options)
-        found = tokenizer_for(tokenizer or model) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
+        found = choose_tokenizer(tokenizer, model)
         self._client = ProcessClient({"model": model, **options}, found, seed=config.numerics.seed)
 
     async def start(self) -> ModelInfo:

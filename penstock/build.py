@@ -4,9 +4,11 @@ directory -> ModelConfig -> resolved EngineConfig -> backend -> model with weigh
 """
 
 import hashlib
+import inspect
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 # Before torch is loaded: threads that wait by spinning take the core from whoever they wait for as soon as another
 # process wants one (measured on 2 cores with one busy neighbour: 5 tokens/s spinning, 100 sleeping).
@@ -14,6 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+from penstock.certificate import find_basis, read_certificate
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.messages import ModelInfo
@@ -24,14 +27,18 @@ from penstock.kernels.ops import NUMERICS_VERSION, Heads, KVScales, Ops
 from penstock.layers.causal_lm import CausalLM
 from penstock.layers.lm_head import HeadLayout
 from penstock.model_config import ModelConfig
+from penstock.models.registry import lookup
+from penstock.models.sharding_map import ShardingMap
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
 from penstock.sampling_params import SamplingParams
+from penstock.user_files import files_fingerprint, import_files
 from penstock.weights import packed_info
 from penstock.weights.hub import resolve_model
+from penstock.weights.instance import InstanceWeights, ModelInstance
 from penstock.weights.kv_scales import kv_scales_fingerprint, read_kv_scales
-from penstock.weights.loader import load_model
+from penstock.weights.loader import load_model, read_parameters
 from penstock.weights.safetensors import fingerprint
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,23 +60,30 @@ class BuiltEngine:
     ops: Ops
 
 
-def build_engine(config: EngineConfig) -> BuiltEngine:
+def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltEngine:
     """Load the model and make its engine.
 
+    instance: a model object of Transformers, to be served instead of what config.model names. Its weights are packed
+        here and not looked at again.
+
     Raises:
-        ModelLoadError: the model directory cannot be served.
+        ModelLoadError: the model directory, or the object, cannot be served.
         InvalidRequestError: an option does not fit the model or the machine.
     """
-    directory = resolve_model(config.model)
-    model_config = ModelConfig.from_directory(directory)
+    import_files(config.imports)
+    found = _find(config.model) if instance is None else ModelInstance.of(instance)
+    model_config = replace(found.config, model_impl=config.numerics.model_impl)
     _check_defaults(model_config)
-    numerics, held = packed_info.fit(config.numerics, directory)
+    numerics, held = config.numerics, dict[str, str]()
+    if isinstance(found.weights, Path):
+        numerics, held = packed_info.fit(numerics, found.weights)
     config = replace(config, numerics=numerics).resolve(model_config)
     config, numerics = replace(config, reasons=config.reasons | held), config.numerics
+    config = _check_sharding(config, model_config)
     kv_scales = _kv_scales(config, model_config)
     ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=numerics.threads or 1)
     model = load_model(
-        directory,
+        found.weights,
         model_config,
         ops,
         numerics.load_format,
@@ -91,10 +105,48 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     )
     if worker.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {worker.cache_bytes} bytes where {plan.num_bytes} were planned")
-    weights = "dummy" if numerics.load_format == "dummy" else fingerprint(directory)
-    info = _model_info(config, model_config, plan, weights)
+    weights = "dummy" if numerics.load_format == "dummy" else _fingerprint(found)
+    info = replace(
+        _model_info(config, model_config, plan, weights),
+        certificate=_certificate(model_config, found.weights, weights),
+    )
     engine = _engine(config, model_config, plan, worker)
     return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """What a ModelInstance is for a model object."""
+
+    config: ModelConfig
+    weights: Path
+
+
+def _find(model: str) -> _Directory:
+    directory = resolve_model(model)
+    return _Directory(ModelConfig.from_directory(directory), directory)
+
+
+def _fingerprint(found: _Directory | ModelInstance) -> str:
+    return fingerprint(found.weights) if isinstance(found, _Directory) else found.weights.fingerprint()
+
+
+def _check_sharding(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """A sharding file has to fit the model. The config comes back with what it is good for on one device.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or does not fit.
+    """
+    file = config.parallel.sharding_config
+    if file is None:
+        return config
+    try:
+        axes = ShardingMap.from_file(Path(file)).resolve(read_parameters(model))
+    except ModelLoadError as error:
+        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+    split = sum(axis is not None for axis in axes.values())
+    reason = f"{file}: it fits, and splits {split} of {len(axes)} parameters; on one device nothing is split"
+    return replace(config, reasons=config.reasons | {"sharding_config": reason})
 
 
 def _kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
@@ -139,6 +191,7 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         "" if kv_scales is None else kv_scales_fingerprint(Path(kv_scales)),
         repr(numerics.scheme),
         kernels,
+        *([files_fingerprint(config.imports)] if config.imports else []),
     ]
     quantization = [] if numerics.quantization is None else [numerics.quantization]
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()
@@ -154,6 +207,21 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         default_sampling=dict(model_config.default_sampling),
         choices_made={**config.reasons, "kv_cache_memory_bytes": plan.reason, **_not_applied(model_config)},
     )
+
+
+def _certificate(model_config: ModelConfig, place: Path | InstanceWeights, weights: str) -> dict[str, Any] | None:
+    """What has been proved about this model, if anything; weights are told apart by their fingerprint."""
+    if not isinstance(place, Path):  # a model object has no config.json that a proof could rest on
+        return None
+    entry = lookup(model_config.architecture, model_config.model_impl)
+    try:
+        file = Path(inspect.getfile(entry.model_class))
+        config_file = place / "config.json"
+        basis = find_basis(model_config.architecture, file, entry.table_file, config_file, NUMERICS_VERSION)
+    except OSError:
+        return None
+    found = read_certificate(basis)
+    return None if found is None else found | {"same_weights": found["weights"] == weights}
 
 
 def _not_applied(model_config: ModelConfig) -> dict[str, str]:

@@ -27,6 +27,7 @@ KV_CACHE_SLICES = {"bfloat16": 2, "float32": 3}  # by dtype: int8 rows that stan
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 MAX_CONTEXT = 2**24
+MAX_IMPORTS = 64
 MAX_HEAD_PIECES = 1024
 MAX_VOCAB_MULTIPLE = 2**16
 SMALL_MATRIX = 2**19  # elements of an MLP matrix, of which one thread reads and multiplies a megabyte in 30 us
@@ -97,12 +98,15 @@ class ParallelConfig:
     Attributes:
         lm_head_pieces: products that the LM head is computed in, each with its share of the vocabulary.
         pad_vocab_multiple: the LM head is filled up to a multiple of so many tokens, which are never sampled.
+        sharding_config: a file of weights and the axis of each that is split (models/sharding_map.py); None takes those
+            of the parameter table. It is held against the model also where nothing is split.
     """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     lm_head_pieces: int = 1
     pad_vocab_multiple: int = 1
+    sharding_config: str | None = None
 
     def __post_init__(self) -> None:
         check.check_int("lm_head_pieces", self.lm_head_pieces, 1, MAX_HEAD_PIECES)
@@ -112,6 +116,7 @@ class ParallelConfig:
             check.check_int(name, value, 1, 4096)
             if value > 1:
                 raise _not_built(name, value)
+        check.check_str("sharding_config", self.sharding_config, optional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +128,7 @@ class NumericsConfig:
         quantization: how the weights are stored and multiplied (quant/scheme.py); None keeps dtype.
         quantization_group_size: of int4 weights; None takes the default, where there are groups. Without a
             quantization it is for packed weights, which know theirs.
+        model_impl: which of the registered versions of an architecture computes it; "auto" is the default one.
         load_format: "dummy" makes random weights, so that a directory holding only config.json is enough.
         kernels: which backend carries out the arithmetic.
         threads: cores that compute; None takes those the process may use, or 1 for a small model.
@@ -132,6 +138,7 @@ class NumericsConfig:
     dtype: str = "auto"
     quantization: str | None = None
     quantization_group_size: int | None = None
+    model_impl: str = "auto"
     load_format: str = "auto"
     kernels: str = "auto"
     threads: int | None = None
@@ -141,6 +148,7 @@ class NumericsConfig:
         check.check_choice("dtype", self.dtype, DTYPES)
         check.check_choice("quantization", self.quantization, QUANTIZATIONS)
         check.check_choice("quantization_group_size", self.quantization_group_size, (None, *GROUP_SIZES))
+        check.check_str("model_impl", self.model_impl, max_length=64)
         check.check_choice("load_format", self.load_format, LOAD_FORMATS)
         check.check_choice("kernels", self.kernels, KERNELS)
         check.check_int("threads", self.threads, 1, 1024, optional=True)
@@ -172,10 +180,13 @@ class EngineConfig:
 
     Attributes:
         model: a Hugging Face directory, a hub name, or "demo".
+        imports: Python files of the user, imported before the model is looked for; they register models and logits
+            processors.
         reasons: option -> why `resolve` chose its value; empty before.
     """
 
     model: str = "demo"
+    imports: tuple[str, ...] = ()
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -184,6 +195,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check.check_str("model", self.model)
+        files = check.string_tuple("imports", self.imports, max_items=MAX_IMPORTS, max_length=4096)
+        object.__setattr__(self, "imports", files)
         for name, part in PARTS.items():
             if not isinstance(getattr(self, name), part):
                 raise check.fail(name, getattr(self, name), f"a {part.__name__}")
@@ -202,14 +215,14 @@ class EngineConfig:
             InvalidRequestError: an option is unknown, has the wrong type or is out of range; `param` names it.
         """
         parts: dict[str, Any] = {}
-        model = options.pop("model", "demo")
+        model, imports = options.pop("model", "demo"), options.pop("imports", ())
         for part, part_class in PARTS.items():
             names = [item.name for item in fields(part_class) if item.name in options]
             parts[part] = part_class(**{name: options.pop(name) for name in names})
         if options:
             name = next(iter(options))
             raise InvalidRequestError(f"{name}: unknown option; known are {', '.join(option_names())}", param=name)
-        return cls(model=model, **parts)
+        return cls(model=model, imports=imports, **parts)
 
     def resolve(self, model_config: "ModelConfig") -> "EngineConfig":
         """A new config without "auto" and None (but for the cache's bytes), and why each was chosen.
@@ -237,7 +250,7 @@ PARTS: dict[str, type] = {
 
 def option_names() -> list[str]:
     """Every flat option, as `from_options` and the command line spell it."""
-    return ["model", *(item.name for part in PARTS.values() for item in fields(part))]
+    return ["model", "imports", *(item.name for part in PARTS.values() for item in fields(part))]
 
 
 def available_threads() -> int:

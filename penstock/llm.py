@@ -12,9 +12,9 @@ from penstock.build import build_engine
 from penstock.client.engine_client import Prompt
 from penstock.client.in_process import InProcessClient
 from penstock.client.input_processor import check_params
-from penstock.client.tokenizers import tokenizer_for
+from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
+from penstock.errors import InvalidRequestError, RequestFailedError
 from penstock.outputs import RequestOutput
 from penstock.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
@@ -30,8 +30,10 @@ class LLM:
             print(outputs[0].outputs[0].text)
 
     Args:
-        model: a Hugging Face directory, a hub name, or "demo".
-        tokenizer: instead of the one in the model's directory: another directory, or an object.
+        model: a Hugging Face directory, a hub name, "demo", or a model object of Transformers, whose weights are packed
+            here and not looked at again.
+        tokenizer: instead of the one in the model's directory: another directory, or an object, ours or of
+            Transformers. A model object has none of its own: without this it takes token ids and gives no text.
         options: EngineConfig.from_options' own: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
             kv_cache_dtype, kv_cache_scales, kv_cache_memory_bytes, enable_prefix_caching, kernels, threads (all cores,
             or 1 for a small model, unless it is given), seed, ...
@@ -44,14 +46,11 @@ class LLM:
         ModelLoadError: the model cannot be served.
     """
 
-    def __init__(self, model: str = "demo", *, tokenizer: Tokenizer | str | None = None, **options: Any) -> None:
-        if not isinstance(model, str):
-            raise NotSupportedError(
-                "model: instances of Transformers classes are planned but not built yet", param="model"
-            )
-        config = EngineConfig.from_options(model=model, **options)
-        found = tokenizer_for(tokenizer or model) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
-        built = build_engine(config)
+    def __init__(self, model: str | Any = "demo", *, tokenizer: Tokenizer | str | Any = None, **options: Any) -> None:
+        name = model if isinstance(model, str) else type(model).__name__
+        config = EngineConfig.from_options(model=name, **options)
+        found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None)
+        built = build_engine(config, None if isinstance(model, str) else model)
         self.config = built.config
         self._lock = threading.Lock()
         self.engine = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)

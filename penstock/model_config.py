@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock import params_json
 from penstock.architecture import WHAT_IS_SERVED, Architecture, find_architecture, known_architectures
 from penstock.config_reader import ConfigReader
 from penstock.errors import ModelLoadError, NotSupportedError
@@ -18,6 +19,7 @@ from penstock.generation_config import read_ignored, read_sampling
 from penstock.rope_config import RopeConfig
 from penstock.validation import shown
 
+CONFIG = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Keys of Transformers that say nothing about the mathematics of a forward pass.
@@ -83,6 +85,8 @@ class ModelConfig:
             generation_config.json gives them. Transformers samples only where `do_sample` is true, so the first four
             count only then, and a file that says `do_sample: false` means temperature 0. The repetition penalty and
             max_tokens (there `max_new_tokens`) also count without. Values the file leaves out are not filled in.
+        model_impl: which of the architecture's registered versions computes it, an engine option; "auto" is the default
+            one.
         ignored_generation: keys of generation_config.json that would change the answer, or are unknown, and are not
             applied; sorted. For the user to be told.
     """
@@ -123,6 +127,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_sampling: dict[str, Any] = field(default_factory=dict, hash=False)
+    model_impl: str = "auto"
     ignored_generation: tuple[str, ...] = field(default=(), repr=False)  # repr: what answers depend on
 
     @classmethod
@@ -159,9 +164,9 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "ModelConfig":
-        """From a model directory: config.json and, if there is one, generation_config.json."""
+        """From a model directory: its config and, if there is one, generation_config.json."""
         directory = Path(path)
-        config = _load_json(directory / "config.json")
+        config = load_config(directory)
         generation_file = directory / "generation_config.json"
         generation = _load_json(generation_file) if generation_file.exists() else None
         try:
@@ -181,6 +186,26 @@ class ModelConfig:
         for index, window in enumerate(self.layer_windows):
             groups.setdefault(window, []).append(index)
         return [(tuple(layers), window) for window, layers in groups.items()]
+
+
+def has_config(directory: Path) -> bool:
+    """Whether a directory says what model it holds."""
+    return any((directory / name).exists() for name in (CONFIG, params_json.NAME))
+
+
+def load_config(directory: Path) -> dict[str, Any]:
+    """What config.json holds; where there is none, what Mistral's params.json says in its words.
+
+    Raises:
+        ModelLoadError: there is neither, or it cannot be read.
+    """
+    config, params = directory / CONFIG, directory / params_json.NAME
+    if params.is_file() and not config.exists():
+        try:
+            return params_json.config_of(_load_json(params))
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{directory}: {error}") from None
+    return _load_json(config)
 
 
 def _load_json(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ that nobody has written.
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ class PagedModel:
         max_len: int = 256,
         block_size: int = 16,
         load_format: str = "auto",
+        model_impl: str = "auto",
     ) -> None:
-        self.config = ModelConfig.from_directory(directory)
+        self.config = replace(ModelConfig.from_directory(directory), model_impl=model_impl)
         self.ops = load_ops(kernels, DTYPES[dtype], threads=1 if kernels == "reference" else 2)
         self.model = load_model(directory, self.config, self.ops, load_format, scheme=scheme)
         if recorded:

@@ -14,6 +14,7 @@ import pytest
 from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.weights import companions
 from penstock.weights import convert as converting
 from penstock.weights.convert import convert_model
 from penstock.weights.destination import UNFINISHED, Destination
@@ -182,7 +183,7 @@ def test_the_directory_is_no_model_before_everything_is_there(
     assert order[-1] == "config.json"
 
 
-@pytest.mark.parametrize("place", ["fill_layer", "_copy"])
+@pytest.mark.parametrize("place", ["fill_layer", "copy"])
 def test_an_interrupted_conversion_leaves_no_model(
     place: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +194,7 @@ def test_an_interrupted_conversion_leaves_no_model(
         seen.append(names(target))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(converting, place, interrupt)
+    monkeypatch.setattr(companions if place == "copy" else converting, place, interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(source, target)
     assert seen == [{PACKED + UNFINISHED}]

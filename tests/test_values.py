@@ -59,11 +59,13 @@ BAD_SAMPLING = {
 }
 BAD_OPTIONS = {
     "model": ["", None, 5, [], "x" * 5000],
+    "imports": [5, {"a": 1}, [""], ["a.py"] * 100, [3]],
     "dtype": ["float16", "bf16", None, 3, [], {}],
     "quantization": ["int3", 8, "int8-x4", "INT8", ["int4"], ""],
     "quantization_group_size": [16, 48, "32", True],
     "kv_cache_dtype": ["int4", "fp8", None],
     "kv_cache_scales": ["", 5, "scales.safetensors"],  # the last: without an int8 cache
+    "model_impl": ["", None, 5, "x" * 100],
     "load_format": ["gguf", None],
     "kernels": ["cuda", "triton", None],
     "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],
@@ -74,6 +76,7 @@ BAD_OPTIONS = {
     "enable_prefix_caching": [1, None, "yes"],
     "tensor_parallel_size": [0, -1, 2, "1", None],
     "pipeline_parallel_size": [0, 2, 1.0],
+    "sharding_config": ["", 5, ["x.yaml"]],
     "threads": [0, -1, 10**6, "2", 1.5],
     "seed": [2**63, 1.5, "x", None],
 }

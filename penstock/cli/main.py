@@ -20,16 +20,20 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "serve": "serve a model over the OpenAI API",
     "bench": "measure throughput and latency",
-    "convert": "pack and quantise a checkpoint once",
+    "convert": "write a checkpoint in another form: packed, merged, separate",
+    "check": "compare a model with Transformers, layer by layer",
+    "table": "print a model's parameter table, or a template for a new one",
 }
 PLANNED = {
     "bench serve": "load on a running server",
-    "check": "compare a model with Transformers, layer by layer",
-    "table": "print a parameter table for a new architecture",
     "plan": "predict memory and speed before loading",
     "simulate": "run the real scheduler on a virtual clock",
 }
-FLAGS = {"drain_timeout_s": "drain_timeout", "served_model_names": "served_model_name"}  # where a field is no flag
+FLAGS = {  # where a field is no flag
+    "drain_timeout_s": "drain_timeout",
+    "served_model_names": "served_model_name",
+    "imports": "import",
+}
 POSITIONAL = ("model", "prompt", "src", "dst")
 EPILOG = """examples:
   penstock generate -p "Once upon a time"          the bundled demo model tells a story

@@ -50,7 +50,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser, *, seed: bool = True) -> None:
     """Every option of EngineConfig. `seed` says whether --seed is the engine's."""
     group = parser.add_argument_group("engine")
+    add_imports(group)
     add_weight_options(group)
+    help_text = "which version of the architecture computes it (default: auto)"
+    group.add_argument("--model-impl", default=UNSET, metavar="{auto,...}", help=help_text)
     _add_choice(group, "--kv-cache-dtype", KV_CACHE_DTYPES, "type of the cached keys and values")
     help_text = "scales by channel for an int8 cache, a safetensors file (default: each token has its own)"
     group.add_argument("--kv-cache-scales", default=UNSET, metavar="FILE", help=help_text)
@@ -66,9 +69,17 @@ def add_engine_options(parser: argparse.ArgumentParser, *, seed: bool = True) ->
     _add_size(group, "--pipeline-parallel-size", "processes that share the layers")
     _add_size(group, "--lm-head-pieces", "products that the LM head is computed in (default: 1)")
     _add_size(group, "--pad-vocab-multiple", "fill the LM head up to a multiple of N tokens (default: 1)")
+    help_text = "axis by weight, a YAML file (default: the parameter table's)"
+    group.add_argument("--sharding-config", default=UNSET, metavar="FILE", help=help_text)
     _add_choice(group, "--kernels", KERNELS, "which backend carries out the arithmetic")
     if seed:
         group.add_argument("--seed", type=int, default=UNSET, metavar="N", help="of the engine (default: 0)")
+
+
+def add_imports(group: Any) -> None:
+    """A user's own files."""
+    help_text = "a Python file that registers a model or a logits processor (repeatable)"
+    group.add_argument("--import", action="append", default=UNSET, metavar="FILE", help=help_text)
 
 
 def add_weight_options(group: Any) -> None:
@@ -113,6 +124,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--include-stop-str-in-output", action="store_true", default=UNSET, help="keep the stop string")
 
 
+FLAGS = {"imports": "import"}  # where an option has another name as a flag
 SAMPLING_NAMES = """
     max_tokens min_tokens temperature top_p min_p presence_penalty frequency_penalty repetition_penalty top_k n seed
     stop stop_token_ids logprobs prompt_logprobs logit_bias bad_words ignore_eos include_stop_str_in_output
@@ -122,7 +134,8 @@ SAMPLING_NAMES = """
 def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, Any]:
     """What EngineConfig.from_options takes, of the flags that were given; checked here, before torch is imported."""
     names = [name for name in option_names() if seed or name != "seed"]
-    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    flags = {name: FLAGS.get(name, name) for name in names}
+    options = {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
     EngineConfig.from_options(**options)
     return options
 

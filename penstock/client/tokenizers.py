@@ -1,6 +1,9 @@
 """Finds the tokenizer that belongs to a model. Imports no torch."""
 
+from typing import Any
+
 from penstock.tokenizer.hf import load_tokenizer
+from penstock.tokenizer.instance import adopt_tokenizer
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.weights.hub import resolve_model
 
@@ -11,6 +14,20 @@ TOKENIZER_FILES = (
     "vocab.json",
     "special_tokens_map.json",
 )
+
+
+def choose_tokenizer(given: Any, model: str | None) -> Tokenizer | None:
+    """What a user gave as tokenizer: an object (ours or of Transformers), a directory, or None for the model's own.
+
+    model: None where the model is an object, which has none.
+
+    Raises:
+        ModelLoadError, InvalidRequestError: there is no such tokenizer, or it is of no use.
+    """
+    if given is not None and not isinstance(given, str):
+        return adopt_tokenizer(given)
+    source = given or model
+    return None if source is None else tokenizer_for(source)
 
 
 def tokenizer_for(model: str) -> Tokenizer | None:

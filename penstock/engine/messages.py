@@ -89,6 +89,8 @@ class ModelInfo:
         system_fingerprint: names all that can change a bit: weights, dtype, quantisation, kernels, numerics version.
         default_sampling: sampling fields set by the model's generation_config.json (temperature, top_p, ...).
         choices_made: option -> the automatic choice and its reason, for the start-up message.
+        certificate: what `penstock check` has proved about this architecture, table, code and config (certificate.py),
+            and `same_weights`, whether with these weights; None where it has not.
     """
 
     model: str
@@ -99,3 +101,4 @@ class ModelInfo:
     system_fingerprint: str
     default_sampling: dict[str, Any] = field(default_factory=dict)
     choices_made: dict[str, str] = field(default_factory=dict)
+    certificate: dict[str, Any] | None = None

@@ -34,12 +34,8 @@ class LayerFactory:
         parameters: every parameter of the model by full name, from ParamTable.parameters.
         arena: where layers write their results. Layers that differ in their number only share a slot.
         scheme: how weights are quantised that may be; None keeps the model's type.
-<<<<<<< HEAD
         head: how the columns of the LM head are arranged.
-        max_positions: rotary tables end here; None takes the model's max_position_embeddings.
-=======
         max_positions: rotary tables end here; None takes the model's context.
->>>>>>> wt-moe
     """
 
     ops: Ops

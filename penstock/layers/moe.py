@@ -27,9 +27,9 @@ class MoE(nn.Module):
         self.top_k = cfg.num_experts_per_tok
         self.renormalize = cfg.norm_topk_prob
         self.gate = make.linear("gate")
-        self.experts = nn.ModuleList(
-            GatedMLP(make.at(f"experts.{index}"), cfg.hidden_act) for index in range(cfg.num_experts)
-        )
+        experts = [GatedMLP(make.at(f"experts.{index}"), cfg.hidden_act) for index in range(cfg.num_experts)]
+        self.experts = nn.ModuleList(experts)
+        self._gate_up, self._down = [item.gate_up_proj for item in experts], [item.down_proj for item in experts]
         self.ids = make.slot("chosen", (self.top_k,), torch.int64)
         self.weights = make.slot("chosen_weights", (self.top_k,), torch.float32)
         self.out = make.slot("mixture", (cfg.hidden_size,), torch.float32)
@@ -46,7 +46,5 @@ class MoE(nn.Module):
     def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
         """The gated and the plain weight of every expert: gathered in the first pass, when all are packed."""
         if self._packed is None:
-            gate_up = tuple(expert.gate_up_proj.packed for expert in self.experts)
-            down = tuple(expert.down_proj.packed for expert in self.experts)
-            self._packed = gate_up, down
+            self._packed = tuple(item.packed for item in self._gate_up), tuple(item.packed for item in self._down)
         return self._packed

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
+from penstock.layers.decoder import DecoderLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import MLP
 from penstock.layers.rotary import Rotary
@@ -20,23 +21,11 @@ from penstock.models.registry import register
 
 
 @register("FalconForCausalLM", table="falcon.yaml")
-class FalconForCausalLM(nn.Module):
-    """The decoder and its head, which the caller applies to the positions it wants."""
+class FalconForCausalLM(DecoderLM):
+    """The decoder and its head."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
-        super().__init__()
-        self.transformer = FalconModel(cfg, make.at("transformer"))
-        self.lm_head = make.lm_head("lm_head")
-
-    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] int64 -> [T, hidden] dtype, after the final norm."""
-        hidden: Tensor = self.transformer(input_ids, ctx)
-        return hidden
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[M, hidden] dtype -> [M, V] float32."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        super().__init__(cfg, make, FalconModel, "transformer")
 
 
 class FalconModel(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
+from penstock.layers.decoder import DecoderLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.rotary import Rotary
@@ -19,23 +20,11 @@ from penstock.models.registry import register
 
 
 @register("Gemma2ForCausalLM", "Gemma3ForCausalLM", table="gemma2.yaml")
-class Gemma2ForCausalLM(nn.Module):
-    """The decoder and its head, which the caller applies to the positions it wants."""
+class Gemma2ForCausalLM(DecoderLM):
+    """The decoder and its head."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
-        super().__init__()
-        self.model = Gemma2Model(cfg, make.at("model"))
-        self.lm_head = make.lm_head("lm_head", softcap=cfg.final_logit_softcapping)
-
-    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] int64 -> [T, hidden] dtype, after the final norm."""
-        hidden: Tensor = self.model(input_ids, ctx)
-        return hidden
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[M, hidden] dtype -> [M, V] float32."""
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        super().__init__(cfg, make, Gemma2Model)
 
 
 class Gemma2Model(nn.Module):

@@ -420,6 +420,8 @@ def _read_held(
     unordered = order is not None and (pieces == 1 or not isinstance(shape[0], tuple))  # orders are of rows
     if not known or order not in names_of_order or len(names) not in names_of_order[order] or unordered:
         raise _wrong(line, fields, field, allowed)
+    if (flags["transposed"] and len(shape) != 2) or (flags["stacked"] and pattern.count("*") != 2):
+        raise _wrong(line, fields, field, "transposed for a matrix only, and stacked for a parameter of an expert only")
     parent, _, leaf = pattern.rpartition(".")
     parent = parent.rpartition(".")[0]
     whole = tuple(name if "." in name else f"{parent}.{name}.{leaf}" for name in names)

@@ -1,72 +1,127 @@
-"""Which class computes which architecture. `register` also works from a user's own file."""
+"""Which class computes which architecture, and in which versions. `register` also works from a user's own file."""
 
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import nn
 
 from penstock.architecture import ARCHITECTURES, Architecture, ReadNumbers, find_architecture, known_architectures
 from penstock.errors import InvalidRequestError
+from penstock.layers import jetstream_model
 from penstock.layers.causal_lm import CausalLM
+from penstock.layers.factory import LayerFactory
+from penstock.layers.jetstream import Environment
+from penstock.model_config import ModelConfig
 from penstock.models.param_table import ParamTable
+from penstock.validation import check_choice, fail
 
-__all__ = ["MODELS", "CausalLM", "RegisteredModel", "lookup", "register"]
+__all__ = ["MODELS", "CausalLM", "RegisteredModel", "lookup", "register", "versions"]
+
+CONVENTIONS = ("penstock", "jetstream")
+DEFAULT_VERSION = "default"
 
 ModelClass = TypeVar("ModelClass", bound=type[nn.Module])
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredModel:
-    """A model class and the file of its parameter table."""
+    """A model class, the file of its parameter table, and how it is called (CONVENTIONS)."""
 
     model_class: type[nn.Module]
     table_file: Path
+    convention: str = "penstock"
 
     def read_table(self) -> ParamTable:
         return ParamTable.from_file(self.table_file)
 
+    def build(self, config: ModelConfig, make: LayerFactory) -> nn.Module:
+        """The model without weights, parameters under the table's names."""
+        if self.convention == "jetstream":
+            return jetstream_model.build(self.model_class, config, make)
+        return self.model_class(config, make)
 
-MODELS: dict[str, RegisteredModel] = {}
+    def as_causal_lm(self, model: nn.Module, config: ModelConfig, make: LayerFactory) -> CausalLM:
+        """What `build` made, with its weights, as the engine calls it."""
+        if self.convention == "jetstream":
+            model = jetstream_model.JetStreamModel(model, Environment(config, make.ops, make))
+        return cast(CausalLM, model)
+
+
+MODELS: dict[tuple[str, str], RegisteredModel] = {}  # by architecture and version
 
 
 def register(
-    *architectures: str, table: str, config: ReadNumbers | str = "LlamaForCausalLM"
+    *architectures: str,
+    table: str,
+    config: ReadNumbers | str = "LlamaForCausalLM",
+    version: str = DEFAULT_VERSION,
+    convention: str = "penstock",
 ) -> Callable[[ModelClass], ModelClass]:
     """Class decorator: this class computes these architectures.
 
     table: the YAML file of its parameters, beside the file of the class.
     config: for an architecture that is new to Penstock, how its config.json is read: a function, or the name of an
         architecture whose rules it follows.
+    version: several classes may compute one architecture; the engine option `model_impl` chooses.
+    convention: "penstock", forward(input_ids [T], ctx) and compute_logits as CausalLM has them; or "jetstream",
+        forward(tokens [B, S], input_pos [B, S], caches, mask) as layers/jetstream.py has it.
 
     Raises:
-        InvalidRequestError: another class has registered one of them.
+        InvalidRequestError: another class has registered one of them in that version, or a word is not known.
     """
+    check_choice("convention", convention, CONVENTIONS)
+    if version == "auto" or not version.isidentifier():
+        raise fail("version", version, "a word, and not auto")
 
     def decorate(model_class: ModelClass) -> ModelClass:
-        entry = RegisteredModel(model_class, Path(inspect.getfile(model_class)).parent / table)
+        entry = RegisteredModel(model_class, Path(inspect.getfile(model_class)).parent / table, convention)
         for name in architectures:
-            known = MODELS.get(name)
+            known = MODELS.get((name, version))
             if known is not None and known.model_class.__qualname__ != model_class.__qualname__:
                 raise InvalidRequestError(f"{name} is already registered by {known.model_class.__qualname__}")
             if name not in known_architectures():
                 read = find_architecture(config).read if isinstance(config, str) else config
                 ARCHITECTURES[name] = Architecture(model_class.__module__, None, read, entry.table_file)
-            MODELS[name] = entry
+            MODELS[name, version] = entry
         return model_class
 
     return decorate
 
 
-def lookup(architecture: str) -> RegisteredModel:
+def lookup(architecture: str, version: str = "auto") -> RegisteredModel:
     """The model for an architecture; the module of a built-in family is imported when it is first asked for.
+
+    version: "auto" is the default one.
 
     Raises:
         ModelLoadError: nobody has registered it; the message names the nearest one.
+        InvalidRequestError: it has no such version; the message names those that it has.
     """
-    if architecture not in MODELS:
-        importlib.import_module(f"penstock.models.{find_architecture(architecture).family}")
-    return MODELS[architecture]
+    if version in ("auto", DEFAULT_VERSION):
+        if (architecture, DEFAULT_VERSION) not in MODELS:
+            importlib.import_module(f"penstock.models.{find_architecture(architecture).family}")
+        return MODELS[architecture, DEFAULT_VERSION]
+    check_choice("model_impl", version, ["auto", *versions(architecture)])
+    return MODELS[architecture, version]
+
+
+def versions(architecture: str) -> list[str]:
+    """Every version of an architecture that somebody has registered, the default one first.
+
+    Built-in ones stand in models/<family>_<version>.py.
+
+    Raises:
+        ModelLoadError: nobody has registered the architecture.
+    """
+    lookup(architecture)
+    start = f"{find_architecture(architecture).family}_"
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.name.startswith(start) and not module.name.endswith("_config"):
+            importlib.import_module(f"penstock.models.{module.name}")
+    found = [version for name, version in MODELS if name == architecture]
+    return sorted(found, key=lambda version: (version != DEFAULT_VERSION, version))

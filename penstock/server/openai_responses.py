@@ -3,7 +3,7 @@
 A field of type `... | UnsetType` is left out of the JSON until it is set.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -149,6 +149,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "penstock"
     parent: str | None = None
     permission: list[str] = []
+    certificate: dict[str, Any] | None = None
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -110,7 +110,13 @@ async def retrieve_model(request: Request) -> Response:
 
 def _card(context: ServerContext, name: str) -> ModelCard:
     info = context.known_info()
-    return ModelCard(id=name, created=context.created, root=name, max_model_len=info.max_model_len)
+    return ModelCard(
+        id=name,
+        created=context.created,
+        root=name,
+        max_model_len=info.max_model_len,
+        certificate=info.certificate,
+    )
 
 
 async def create_tokens(request: Request) -> Response:

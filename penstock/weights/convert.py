@@ -6,6 +6,7 @@ directory is a model when everything else is there (weights/destination.py).
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +19,8 @@ from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.layers.lm_head import WHOLE_IN_FILES
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter
+from penstock.user_files import import_files
+from penstock.weights.companions import copy_companions
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import (
@@ -36,9 +39,6 @@ from penstock.weights.packed_file import PackedWriter
 from penstock.weights.packed_info import PackedInfo, find_packed
 from penstock.weights.safetensors import PACKED
 
-CONFIG = "config.json"
-COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-          "merges.txt", "chat_template*", "*.jinja")  # fmt: skip
 Progress = Callable[[int, int], None]  # called with the layers that are done, and all there are
 
 
@@ -63,8 +63,9 @@ def convert_model(
         raise InvalidRequestError(f"convert: packed weights are for the native kernels; {why_missing()}")
     if (config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple) != (1, 1):
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
+    import_files(config.imports)
     source = resolve_model(config.model)
-    model_config = ModelConfig.from_directory(source)
+    model_config = replace(ModelConfig.from_directory(source), model_impl=config.numerics.model_impl)
     numerics = config.resolve(model_config).numerics
     if find_packed(source) is not None and numerics.load_format == "auto":
         raise InvalidRequestError(
@@ -76,8 +77,7 @@ def convert_model(
         directory.require(packing.num_bytes)
         with directory.file(PACKED) as stream:
             size = packing.write(stream, progress)
-        for file in _companions(source):
-            _copy(file, directory)
+        copy_companions(source, directory)
     return size
 
 
@@ -126,18 +126,3 @@ class _Packing:
             layer.forget()
         writer.finish()
         return stream.seek(0, os.SEEK_END)
-
-
-def _companions(source: Path) -> list[Path]:
-    """Tokenizer, chat template and defaults; config.json at the very end."""
-    files = {file for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
-    return [*sorted(files), source / CONFIG]
-
-
-def _copy(file: Path, directory: Destination) -> None:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise ModelLoadError(f"{file}: cannot be read: {error.strerror or error}") from None
-    with directory.file(file.name) as stream:
-        stream.write(content)

@@ -7,10 +7,13 @@ from penstock.errors import ModelLoadError
 from penstock.validation import shown
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]  # what is fetched: no pickles, no code
+LIGHT_FILES = ["*.json", "*.jinja"]
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, *, weights: bool = True) -> Path:
     """The directory for "demo", a path or a hub name such as "owner/model".
+
+    weights: whether they are fetched from the hub.
 
     Raises:
         ModelLoadError: there is no such directory, or the hub cannot be asked or does not answer.
@@ -26,10 +29,10 @@ def resolve_model(name: str) -> Path:
         raise ModelLoadError(f"model: {shown(name)} is a file; it must be a directory, a hub name or demo")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelLoadError(f"model: there is no directory {shown(name)}, and it is no hub name (owner/model)")
-    return _download(name)
+    return _download(name, FILES if weights else LIGHT_FILES)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, patterns: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -38,7 +41,7 @@ def _download(name: str) -> Path:
             f"model: there is no directory {shown(name)}; to fetch a hub name, install penstock[hub]"
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         said = " ".join(str(error).split())  # in one line
         raise ModelLoadError(f"model: there is no directory {shown(name)}, and the hub says: {said}") from None

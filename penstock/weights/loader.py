@@ -8,7 +8,7 @@ before.
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout
 from penstock.layers.weights import WeightLayer
 from penstock.model_config import ModelConfig
 from penstock.models.param_table import Parameter, ParamTable
-from penstock.models.registry import CausalLM, lookup
+from penstock.models.registry import CausalLM, RegisteredModel, lookup
 from penstock.quant.scheme import Scheme, scheme_of
 from penstock.validation import check_choice
 from penstock.weights.layouts import parameter_rows
@@ -44,7 +44,11 @@ class ParameterSource(Protocol):
 
 
 class CheckpointSource:
-    """Parameters from safetensors files."""
+    """Parameters from safetensors files.
+
+    Attributes:
+        match: which tensors hold which parameter.
+    """
 
     def __init__(self, checkpoint: Checkpoint, parameters: Mapping[str, Parameter], table: ParamTable) -> None:
         """Hold the checkpoint against the table before anything is read.
@@ -54,27 +58,32 @@ class CheckpointSource:
         """
         self._checkpoint = checkpoint
         self._parameters = parameters
-        self._match = match(checkpoint.entries, parameters, table)
+        self.match = match(checkpoint.entries, parameters, table)
         for parameter in parameters.values():
             self._check_tied(parameter)
 
     def rows(self, parameter: Parameter) -> RowSource:
         if parameter.tied_to is not None:
             parameter = self._parameters[parameter.tied_to]
-        return self._stored(parameter)
+        return self.stored(parameter)
 
-    def _stored(self, parameter: Parameter) -> RowSource:
+    def dtype(self, name: str) -> str:
+        """Type of a tensor, by the table's name, in the spelling of safetensors."""
+        return self._checkpoint.rows(self.match.stored[name]).entry.dtype
+
+    def stored(self, parameter: Parameter) -> RowSource:
         """As the checkpoint has it, however it lies there."""
-        return parameter_rows(self._match.layouts[parameter.name], self._find)
+        return parameter_rows(self.match.layouts[parameter.name], self.find)
 
-    def _find(self, name: str, index: int | None) -> RowSource:
-        return self._checkpoint.rows(self._match.stored[name], index)
+    def find(self, name: str, index: int | None) -> RowSource:
+        """A tensor by the table's name, or one of those that it stacks."""
+        return self._checkpoint.rows(self.match.stored[name], index)
 
     def _check_tied(self, parameter: Parameter) -> None:
         """A tied tensor may be stored a second time, but not with other values."""
-        if parameter.tied_to is None or parameter.name not in self._match.layouts:
+        if parameter.tied_to is None or parameter.name not in self.match.layouts:
             return
-        if not _equal(self._stored(parameter), self.rows(parameter)):
+        if not _equal(self.stored(parameter), self.rows(parameter)):
             raise ModelLoadError(
                 f"tie_word_embeddings = true is not allowed: the checkpoint holds {parameter.name} with other values "
                 f"than {parameter.tied_to}"
@@ -89,7 +98,7 @@ class DummySource:
 
 
 def load_model(
-    directory: str | Path,
+    directory: str | Path | Checkpoint,
     model_config: ModelConfig,
     ops: Ops,
     load_format: str = "auto",
@@ -99,7 +108,7 @@ def load_model(
     head: HeadLayout = PLAIN_HEAD,
     free_memory: Callable[[], int] | None = None,
 ) -> CausalLM:
-    """The model of a directory, ready to compute.
+    """The model of a directory, or of a checkpoint that is open already (of a model object), ready to compute.
 
     load_format: "auto" maps packed weights where there are some, and reads safetensors; "dummy" makes random weights,
         so config.json is enough.
@@ -114,7 +123,9 @@ def load_model(
         InvalidRequestError: packed weights do not fit the backend, the scheme or the layout of the head.
     """
     check_choice("load_format", load_format, ("auto", "dummy"))
-    packed = find_packed(Path(directory)) if load_format == "auto" else None
+    packed = None
+    if load_format == "auto" and not isinstance(directory, Checkpoint):
+        packed = find_packed(Path(directory))
     if packed is not None and not head.is_plain:
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
     if free_memory is not None and ops.device.type == "cpu":  # what another device has is not known here
@@ -128,15 +139,20 @@ def load_model(
         PackedFile(packed, ops, scheme).restore(dict(weight_layers(model)))
     elif source is not None:
         fill(model, read_parameters(model_config), source, ops)
-    return cast(CausalLM, model.eval())
+    make = _factory(model_config, ops, scheme, max_model_len, head)
+    return _registered(model_config).as_causal_lm(model.eval(), model_config, make)
 
 
 def read_parameters(model_config: ModelConfig) -> dict[str, Parameter]:
     """Every parameter of a model, from its family's table."""
-    return lookup(model_config.architecture).read_table().parameters(model_config)
+    return _registered(model_config).read_table().parameters(model_config)
 
 
-def open_source(directory: str | Path, model_config: ModelConfig, load_format: str) -> ParameterSource:
+def _registered(model_config: ModelConfig) -> RegisteredModel:
+    return lookup(model_config.architecture, model_config.model_impl)
+
+
+def open_source(directory: str | Path | Checkpoint, model_config: ModelConfig, load_format: str) -> ParameterSource:
     """Where load_format finds the parameters of a model.
 
     Raises:
@@ -144,8 +160,9 @@ def open_source(directory: str | Path, model_config: ModelConfig, load_format: s
     """
     if load_format == "dummy":
         return DummySource()
-    table = lookup(model_config.architecture).read_table()
-    return CheckpointSource(Checkpoint(Path(directory)), table.parameters(model_config), table)
+    table = _registered(model_config).read_table()
+    checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(Path(directory))
+    return CheckpointSource(checkpoint, table.parameters(model_config), table)
 
 
 def empty_model(
@@ -161,14 +178,21 @@ def empty_model(
     Raises:
         ModelLoadError: the model and its table do not have the same parameters.
     """
-    parameters = read_parameters(model_config)
-    make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
-    model = lookup(model_config.architecture).model_class(model_config, make)
-    differing = set(parameters) ^ set(model.state_dict())
+    make = _factory(model_config, ops, scheme, max_model_len, head)
+    parameters = make.parameters
+    model = _registered(model_config).build(model_config, make)
+    differing = set(parameters) ^ {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if differing:
         raise ModelLoadError(f"the model and its parameter table differ in {listed(sorted(differing))}")
     _check_plain(model, parameters, scheme)
     return model
+
+
+def _factory(
+    model_config: ModelConfig, ops: Ops, scheme: Scheme | None, max_model_len: int | None, head: HeadLayout
+) -> LayerFactory:
+    parameters = read_parameters(model_config)
+    return LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
 
 
 def _check_plain(model: nn.Module, parameters: Mapping[str, Parameter], scheme: Scheme | None) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MISTRAL = "consolidated.safetensors"  # Mistral's own format; with .index.json, where there are several
 PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed_file.py
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # the format's name, torch's
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -46,12 +47,17 @@ class TensorEntry:
     @property
     def num_bytes(self) -> int:
         """Of a tensor of floats."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return num_bytes(self.shape, self.dtype)
 
     def slice(self, index: int) -> "TensorEntry":
         """One of the tensors that are stacked along the first axis."""
         part = replace(self, shape=self.shape[1:])
         return replace(part, offset=self.offset + index * part.num_bytes)
+
+
+def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Of a tensor of floats; dtype in the format's spelling."""
+    return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 class Checkpoint:
@@ -137,7 +143,11 @@ def find_files(directory: Path) -> list[Path]:
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     if (directory / INDEX).is_file():
-        return _shards(directory)
+        return _shards(directory / INDEX)
+    if (directory / MISTRAL).is_file():
+        return [directory / MISTRAL]
+    if (directory / f"{MISTRAL}.index.json").is_file():
+        return _shards(directory / f"{MISTRAL}.index.json")
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
     if pickles:
         raise ModelLoadError(
@@ -168,23 +178,23 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _shards(directory: Path) -> list[Path]:
+def _shards(index: Path) -> list[Path]:
     """The files an index names. Each must be there, hold the tensors it is said to hold, and be in the directory."""
-    weight_map = _read_json(directory / INDEX).get("weight_map")
+    weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelLoadError(f"{directory / INDEX}: weight_map = {shown(weight_map)} must map tensors to files")
+        raise ModelLoadError(f"{index}: weight_map = {shown(weight_map)} must map tensors to files")
     for name in weight_map.values():
         plain = isinstance(name, str) and name == os.path.basename(name) and "\\" not in name
         if not plain or not name.endswith(".safetensors"):
-            raise ModelLoadError(f"{directory / INDEX}: {shown(name)} must be the plain name of a .safetensors file")
-    files = [directory / name for name in sorted(set(weight_map.values()))]
+            raise ModelLoadError(f"{index}: {shown(name)} must be the plain name of a .safetensors file")
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.is_file():
-            raise ModelLoadError(f"{directory}: shard {file.name} is missing, though {INDEX} names it")
+            raise ModelLoadError(f"{index.parent}: shard {file.name} is missing, though {index.name} names it")
     held = {file.name: read_entries(file) for file in files}
     for tensor, name in weight_map.items():
         if tensor not in held[name]:
-            raise ModelLoadError(f"{directory}: {tensor} is not in {name}, though {INDEX} says so")
+            raise ModelLoadError(f"{index.parent}: {tensor} is not in {name}, though {index.name} says so")
     return files
 
 

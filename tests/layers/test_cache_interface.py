@@ -113,9 +113,11 @@ class Paged:
         return views, views[0].mask
 
 
-def generate(caches: Any, count: int, chunk: int, forced: Sequence[list[int]] = ()) -> tuple[list[list[int]], Tensor]:
+def generate(
+    caches: Any, count: int, chunk: int, forced: Sequence[list[int]] = (), model: Any = None
+) -> tuple[list[list[int]], Tensor]:
     """`count` greedy tokens after each prompt, or the forced ones, and the logits they come from, [B, count, V]."""
-    model, texts = TinyModel(), [list(prompt) for prompt in PROMPTS]
+    model, texts = model or TinyModel(), [list(prompt) for prompt in PROMPTS]
     done, logits = [0] * len(texts), []
     while len(logits) < count:
         counts = [min(chunk, len(text) - start) for text, start in zip(texts, done, strict=True)]

@@ -186,7 +186,7 @@ def test_a_row_has_the_same_bits_whoever_else_is_there(scheme: str | None) -> No
 def test_recorded_steps_choose_anew(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a program that keeps the experts of the step it was recorded in, and against a model that records
     nothing because its router allocates."""
-    monkeypatch.setattr("tests.paged.load_ops", lambda _, dtype: load_ops("cpu", dtype, threads=2))
+    monkeypatch.setattr("tests.paged.load_ops", lambda _, dtype, **options: load_ops("cpu", dtype, threads=2))
     _, directory = case.make(tmp_path)
     plain, recorded = PagedModel(directory, num_seqs=2), PagedModel(directory, num_seqs=2)
     recorded.model = ReplayedModel(recorded.model, recorded.ops)

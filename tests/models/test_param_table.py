@@ -48,6 +48,13 @@ fingerprint(Path({str(directory)!r}))
         ("a.weight: {shape: [[q, kv], [q, kv]], from: [b, c]}", "shape"),
         ("a.weight: {shape: [[q, kv, kv], hidden], from: [b, c]}", "from"),
         ("a.weight: {shape: [hidden], from: b}", "from"),
+        ("a.weight: {shape: [hidden], from: {names: [b], sorted: true}}", "from"),
+        ("a.weight: {shape: [hidden], from: {names: [b], order: rows}}", "from"),
+        ("a.weight: {shape: [hidden, hidden], from: {names: [b], order: kv_group}}", "from"),
+        ("a.weight: {shape: [[q, kv, kv], hidden], from: {names: [b], order: rotary_pairs}}", "from"),
+        ("a.weight: {shape: [hidden, [q, kv, kv]], from: {names: [b], order: kv_group}}", "from"),
+        ("a.weight: {shape: [hidden], from: {names: [b], transposed: true}}", "transposed for a matrix"),
+        ("a.weight: {shape: [hidden], or: [{names: [b], stacked: true}]}", "stacked for a parameter of an expert"),
         ("a.weight: {shape: [hidden], quant: int3}", "quant"),
         ("a.weight: {shape: [hidden], unit: head}", "unit"),
         ("a.weight: {shape: [hidden], leaves: 3}", "leaves"),
@@ -110,3 +117,19 @@ def test_shard_minus_one_is_replicated() -> None:
     """Guards against two spellings of one meaning."""
     rows = ParamTable.from_text("a.weight: {shape: [hidden], shard: -1}\nb.weight: {shape: [hidden]}", "mine.yaml").rows
     assert [row.shard for row in rows] == [None, None]
+
+
+def test_a_name_that_means_something_else_is_not_also_the_parameter_whole() -> None:
+    """Guards against a transposed square matrix that would be read either way."""
+    text = "h.*.a.weight: {shape: [hidden, hidden], from: {names: [h.*.a.weight], transposed: true}}"
+    assert [held.transposed for held in ParamTable.from_text(text, "mine.yaml").rows[0].held] == [True]
+    plain = ParamTable.from_text("h.*.a.weight: {shape: [hidden, hidden], from: [b]}", "mine.yaml").rows[0]
+    assert [held.names for held in plain.held] == [("h.*.b.weight",), ("h.*.a.weight",)]
+
+
+def test_what_is_ignored_may_lack_the_prefix() -> None:
+    """Guards against an old checkpoint refused for a mask that it stores without the prefix."""
+    table = ParamTable.from_text("prefix: top.\nignore: [top.h.*.mask]", "mine.yaml")
+    assert table.ignores("top.h.11.mask")
+    assert table.ignores("h.11.mask")
+    assert not table.ignores("p.h.11.mask")

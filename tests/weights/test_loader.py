@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from penstock.build import build_engine
@@ -219,8 +220,84 @@ def test_a_model_that_differs_from_its_table_is_refused(tmp_path: Path, monkeypa
     table = tmp_path / "llama.yaml"
     original = loader.lookup("LlamaForCausalLM")
     table.write_text(original.table_file.read_text() + "\nmodel.extra.weight: {shape: [hidden]}\n")
-    monkeypatch.setattr(loader, "lookup", lambda name: type(original)(original.model_class, table))
+    monkeypatch.setattr(loader, "lookup", lambda *_: type(original)(original.model_class, table))
     with pytest.raises(ModelLoadError, match=r"differ in model\.extra\.weight"):
         load(directory, load_format="dummy")
     with pytest.raises(ModelLoadError, match=r"missing: model\.extra\.weight"):
         load(directory)
+
+
+def use_table(monkeypatch: pytest.MonkeyPatch, file: Path, change: dict[str, Any]) -> None:
+    """Llama's table with other entries, from now on."""
+    original = loader.lookup("LlamaForCausalLM")
+    entries = yaml.safe_load(original.table_file.read_text())
+    for name, fields in change.items():
+        entries[name] = entries[name] | fields if isinstance(fields, dict) else fields
+    file.write_text(yaml.safe_dump(entries, sort_keys=False))
+    monkeypatch.setattr(loader, "lookup", lambda name: type(original)(original.model_class, file))
+
+
+def test_a_checkpoint_may_mix_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against one way for all layers, and against a tensor that is there twice, in two ways."""
+    hf_model, directory = make_llama(tmp_path)
+    change = {"model.layers.*.self_attn.qkv_proj.weight": {"or": [{"names": ["fused"], "transposed": True}]}}
+    use_table(monkeypatch, tmp_path / "own.yaml", change | {"model.norm.weight": {"or": [["final.scale"]]}})
+    tensors = load_file(directory / SINGLE)
+    names = [Q.replace("q_proj", f"{piece}_proj") for piece in "qkv"]
+    fused = torch.cat([tensors[name] for name in names]).t().contiguous()
+    layer = "model.layers.1.self_attn."
+    whole = torch.cat([tensors[f"{layer}{piece}_proj.weight"] for piece in "qkv"])
+    rewrite(directory, dict.fromkeys(names) | {Q.replace("q_proj", "fused"): fused})
+    rewrite(directory, {f"{layer}{piece}_proj.weight": None for piece in "qkv"} | {f"{layer}qkv_proj.weight": whole})
+    rewrite(directory, {"model.norm.weight": None, "final.scale": tensors["model.norm.weight"]})
+    ids = random_ids(12)
+    torch.testing.assert_close(PagedModel(directory).step({0: ids})[0], hf_logprobs(hf_model, ids), atol=1e-4, rtol=0)
+    rewrite(directory, {f"{layer}v_proj.weight": tensors[f"{layer}v_proj.weight"]})
+    with pytest.raises(ModelLoadError, match=r"unknown: model\.layers\.1\.self_attn\.v_proj"):
+        load(directory)
+    rewrite(directory, {f"{layer}v_proj.weight": None, Q.replace("q_proj", "fused"): fused.t().contiguous()})
+    with pytest.raises(
+        ModelLoadError, match=r"fused.weight has the shape \[80, 48\]; config\.json makes it \[48, 80\]"
+    ):
+        load(directory)
+
+
+def test_the_way_that_is_nearest_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an error that names tensors of another layout than the checkpoint's own."""
+    _, directory = make_llama(tmp_path)
+    change = {
+        "model.layers.*.self_attn.qkv_proj.weight": {"from": ["a", "b", "c"], "or": [["q_proj", "k_proj", "v_proj"]]}
+    }
+    use_table(monkeypatch, tmp_path / "own.yaml", change)
+    rewrite(directory, {Q.replace("q_proj", "v_proj"): None})
+    with pytest.raises(ModelLoadError, match=r"tensors missing: model\.layers\.0\.self_attn\.v_proj\.weight$"):
+        load(directory)
+
+
+def test_names_without_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against old checkpoints refused for names that begin later, and errors with names it lacks."""
+    hf_model, directory = make_llama(tmp_path)
+    use_table(monkeypatch, tmp_path / "own.yaml", {"prefix": "model."})
+    tensors = load_file(directory / SINGLE)
+    bare = {name.removeprefix("model."): value for name, value in tensors.items()}
+    save_file(bare | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, directory / SINGLE)
+    ids = random_ids(12)
+    torch.testing.assert_close(PagedModel(directory).step({0: ids})[0], hf_logprobs(hf_model, ids), atol=1e-4, rtol=0)
+    rewrite(directory, {"layers.0.mlp.down_proj.weight": torch.ones(2, 2)})
+    with pytest.raises(ModelLoadError, match=r": layers\.0\.mlp\.down_proj\.weight has the shape \[2, 2\]"):
+        load(directory)
+    rewrite(directory, {"layers.0.mlp.down_proj.weight": None, "layers.0.mlp.down.weight": torch.ones(2)})
+    missing = r"missing: model\.layers\.0\.mlp\.down_proj\.weight \(is layers\.0\.mlp\.down\.weight meant"
+    with pytest.raises(ModelLoadError, match=missing):
+        load(directory)
+
+
+def test_an_experts_slice_is_read_from_its_place(tmp_path: Path) -> None:
+    """Guards against all experts read for each of them."""
+    stack = torch.randn(4, 3, 5).bfloat16()
+    save_file({"other": torch.ones(7), "experts": stack}, tmp_path / SINGLE)
+    checkpoint = Checkpoint(tmp_path)
+    for index in range(4):
+        rows = checkpoint.rows("experts", index)
+        assert rows.shape == (3, 5)
+        assert torch.equal(rows.read(1, 3), stack[index, 1:3])

@@ -1,0 +1,123 @@
+"""What the first difference points to: a guess, from weights, positions and rotary tables."""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from penstock.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM, Comparison, Place
+from penstock.kernels.ops import TensorRows
+from penstock.layers.attention import Attention
+from penstock.layers.norm import LayerNorm, RMSNorm
+from penstock.models.param_table import Parameter
+from penstock.weights.layouts import parameter_rows
+from penstock.weights.loader import open_source, read_parameters
+
+EPSILONS = ("variance_epsilon", "eps", "epsilon")  # what modules of Transformers call it
+
+
+def find_cause(found: Comparison) -> str | None:
+    """A line about the first row that failed; None if none did, or nothing is known."""
+    index = next((index for index, row in enumerate(found.rows) if not row.passed), None)
+    if index is None:
+        return None
+    if index == len(found.places):
+        return _head(found)
+    place = found.places[index]
+    if place.what == STREAM:
+        return "both branches agree: they are added to the stream, or scaled, in another way"
+    module = found.ours.model.get_submodule(place.layer)
+    if place.what == ATTENTION and isinstance(module, Attention):
+        return _attention(found, place, module)
+    changed = _changed_weights(found, place.layer)
+    if changed is not None:
+        return changed
+    if place.what == ACTIVATION:
+        return "the weights agree: another activation"
+    if isinstance(module, RMSNorm | LayerNorm):
+        return _norm(found, place, module.eps)
+    return "the weights agree: it is computed in another way"
+
+
+def _changed_weights(found: Comparison, layer: str) -> str | None:
+    """The first parameter in a layer of ours whose values are others in their model."""
+    ours = found.ours
+    parameters = read_parameters(ours.config)
+    source = open_source(ours.directory, ours.config, "auto")
+    state = found.twin.model.state_dict()
+    for name, parameter in parameters.items():
+        theirs = _their_values(parameters[parameter.tied_to or name], state)
+        if not name.startswith(f"{layer}.") or theirs is None:
+            continue
+        difference = (source.rows(parameter).read(0, parameter.shape[0]).float() - theirs).abs()
+        if bool((difference > LAYER_TOLERANCE * theirs.abs().max()).any()):
+            count = f"{int((difference > 0).sum()):,} of {difference.numel():,} differ, by up to {difference.max():.3g}"
+            return f"{_source_of(parameter, difference)} has other values there ({count})"
+    return None
+
+
+def _their_values(parameter: Parameter, state: dict[str, Tensor]) -> Tensor | None:
+    """A parameter as their model has it in memory, laid out as ours; None where it is not there under a known name."""
+    for layout in parameter.layouts:
+        if all(name in state for name in layout.sources):
+            rows = parameter_rows(
+                layout, lambda name, index: TensorRows(state[name] if index is None else state[name][index])
+            )
+            return rows.read(0, rows.shape[0]).float() if rows.shape == parameter.shape else None
+    return None
+
+
+def _source_of(parameter: Parameter, difference: Tensor) -> str:
+    """The checkpoint's name for where the first difference is."""
+    layout = parameter.layouts[0]
+    names = list(layout.sources)
+    if len(names) == 1 or layout.join_axis != 0:
+        return names[0]
+    first = int(difference.flatten(1).amax(dim=1).nonzero()[0]) if difference.ndim > 1 else int(difference.nonzero()[0])
+    ends = accumulate(layout.pieces)
+    return next(name for name, end in zip(names, ends, strict=True) if first < end)
+
+
+def _norm(found: Comparison, place: Place, ours: float) -> str:
+    module = found.twin.model.get_submodule(place.their_module)
+    theirs = next((value for name in EPSILONS if isinstance(value := getattr(module, name, None), float)), None)
+    if theirs is not None and theirs != ours:
+        return f"the input and the weight agree: the norm's epsilon is {ours:g} here and {theirs:g} there"
+    return "the input and the weight agree: another kind of norm, or an offset of its weight"
+
+
+def _attention(found: Comparison, place: Place, attention: Attention) -> str:
+    """The first token sees only itself: no angle, mask or scale reaches it."""
+    wrong = (place.ours - place.theirs).square().mean(
+        dim=1
+    ).sqrt() > LAYER_TOLERANCE * place.theirs.square().mean().sqrt()
+    position = int(wrong.nonzero()[0]) if bool(wrong.any()) else 0
+    if position == 0:
+        return "the products for q, k and v agree, and attention differs from the first token on: values or heads"
+    where = f"the products for q, k and v agree, and attention differs from position {position} on"
+    tables = _same_angles(found, attention)
+    if tables is False:
+        return f"{where}: the rotary tables differ (base or scaling)"
+    return f"{where}: {'the rotary tables agree, so ' if tables else 'rotary, '}mask, window or scale"
+
+
+def _same_angles(found: Comparison, attention: Attention) -> bool | None:
+    """Whether some rotary table of theirs is ours; None where there is none to compare."""
+    modules = found.twin.model.named_modules()
+    names = {name for name, module in modules if type(module).__name__.endswith("RotaryEmbedding")}
+    theirs = [call.outputs for call in found.their_trace.calls if call.name in names and len(call.outputs) == 2]
+    if attention.rotary is None or not theirs:
+        return None
+    ours = attention.rotary.cos_sin.cpu().chunk(2, dim=1)
+    return any(all(_same_table(own, other) for own, other in zip(ours, pair, strict=True)) for pair in theirs)
+
+
+def _same_table(ours: Tensor, theirs: Tensor) -> bool:
+    """[positions, D / 2] of ours beside [.., T, D] of theirs, which repeats it."""
+    theirs = theirs.reshape(-1, theirs.shape[-1])[:, : ours.shape[1]]
+    return theirs.shape[1] == ours.shape[1] and torch.allclose(ours[: len(theirs)], theirs, atol=1e-4)
+
+
+def _head(found: Comparison) -> str:
+    changed = _changed_weights(found, "lm_head")
+    return f"the final norm agrees: {changed or 'the product of the head, or a soft cap'}"

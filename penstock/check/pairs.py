@@ -1,0 +1,143 @@
+"""Which of Transformers' modules is which of our layers, from the parameter table alone.
+
+The table says under which names checkpoints of Transformers hold each parameter, and these are its modules' names. So
+a layer of ours corresponds to one of theirs, or, where a product of ours joins several, to one for each piece of its
+columns. A block corresponds to whatever holds the modules of its layers.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+
+import torch
+from torch import Tensor, nn
+
+from penstock.models.param_table import Layout, Parameter
+
+BLOCK = re.compile(r"(.*?\.\d+)\.")  # the block that a layer is in, by the first number in its name
+WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A module of theirs that does what a layer of ours, or some of its output columns, does.
+
+    Attributes:
+        module: its name.
+        rows: of our weight, and so columns of our output, where it joins several.
+        layout: how they hold it.
+    """
+
+    module: str
+    rows: slice
+    layout: Layout
+
+    @property
+    def is_part(self) -> bool:
+        return len(self.layout.sources) > 1
+
+    def of_ours(self, columns: Tensor) -> Tensor:
+        """The columns of our output [T, N] that their module makes."""
+        return columns[:, self.rows] if self.is_part else columns
+
+    def in_our_order(self, columns: Tensor) -> Tensor:
+        """Their output [T, N], with one piece after the other where they interleave them."""
+        layout = self.layout
+        if layout.groups == 1:
+            return columns
+        shares = [size // layout.groups for size in layout.pieces]
+        grouped = torch.split(columns.view(*columns.shape[:-1], layout.groups, -1), shares, dim=-1)
+        return torch.cat([part.flatten(-2) for part in grouped], dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """How two models correspond.
+
+    Attributes:
+        pieces: for each of our layers with parameters that has a counterpart.
+        blocks: our decoder blocks -> theirs.
+        branches: our modules whose parameters have no module of their own (experts) -> theirs.
+    """
+
+    pieces: dict[str, tuple[Piece, ...]]
+    blocks: dict[str, str]
+    branches: dict[str, str]
+
+
+def find_pairs(parameters: Mapping[str, Parameter], ours: nn.Module, theirs: nn.Module) -> Pairs:
+    """Match the modules of a model of ours and of Transformers'."""
+    their_modules = dict(theirs.named_modules())
+    our_modules = dict(ours.named_modules())
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    lost: list[Parameter] = []
+    for name, parameter in parameters.items():
+        layer = name.removesuffix(WEIGHT)
+        if not name.endswith(WEIGHT) or parameter.tied_to is not None:
+            continue
+        found = _pieces(layer, parameter, their_modules) if layer in our_modules else ()
+        if found:
+            pieces[layer] = found
+        elif layer.count("."):
+            lost.append(parameter)
+    blocks = _blocks(pieces)
+    return Pairs(pieces, blocks, _branches(lost, pieces, blocks, our_modules, their_modules))
+
+
+def _pieces(layer: str, parameter: Parameter, modules: Mapping[str, nn.Module]) -> tuple[Piece, ...]:
+    """The modules that hold the parameter, in the first of its layouts that Transformers has in memory; none where it
+    has no module of its own."""
+    for layout in parameter.layouts:
+        names = [source.removesuffix(WEIGHT) for source in layout.sources]
+        if layout.index is not None or not all(name in modules for name in names):
+            continue
+        sizes = layout.pieces if len(names) > 1 else (parameter.shape[0],)
+        ends = list(accumulate(sizes))
+        return tuple(
+            Piece(name, slice(end - size, end), layout) for name, size, end in zip(names, sizes, ends, strict=True)
+        )
+    return ()
+
+
+def _blocks(pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, str]:
+    """Each block of ours, and what is common to the names of their modules in it."""
+    inside: dict[str, list[str]] = {}
+    for layer, found in pieces.items():
+        if (match := BLOCK.match(layer)) is not None:
+            inside.setdefault(match[1], []).extend(piece.module for piece in found)
+    return {block: _common_parent(names) for block, names in inside.items() if len(set(names)) > 1}
+
+
+def _common_parent(names: Iterable[str]) -> str:
+    columns = zip(*(name.split(".") for name in names), strict=False)
+    return ".".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def _branches(
+    lost: Iterable[Parameter],
+    pieces: Mapping[str, tuple[Piece, ...]],
+    blocks: Mapping[str, str],
+    our_modules: Mapping[str, nn.Module],
+    their_modules: Mapping[str, nn.Module],
+) -> dict[str, str]:
+    """Parameters without a module of theirs are experts: what is compared is the branch that they are in.
+
+    It is the module of ours just below the block; theirs is the one that holds the router, whose counterpart is known.
+    """
+    result: dict[str, str] = {}
+    for parameter in lost:
+        match = BLOCK.match(parameter.name)
+        if match is None or match[1] not in blocks:
+            continue
+        branch = ".".join(parameter.name.split(".")[: match[1].count(".") + 2])
+        siblings = [piece.module for layer, found in pieces.items() if _parent(layer) == branch for piece in found]
+        parents = Counter(_parent(name) for name in siblings) - Counter({blocks[match[1]]: len(siblings)})
+        if branch in our_modules and parents and (common := parents.most_common(1)[0][0]) in their_modules:
+            result[branch] = common
+    return result
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,185 @@
+"""One check, from what the user typed to a Report and, where everything passed, a certificate."""
+
+import inspect
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from penstock import __version__
+from penstock import validation as check
+from penstock.certificate import Certificate, find_basis, remove_certificate, write_certificate
+from penstock.check.cause import find_cause
+from penstock.check.ours import OurModel
+from penstock.check.parity import LOGPROBS, compare, differs_in_attention
+from penstock.check.proofs import NUM_TOKENS, Setting, make_prompts, prove
+from penstock.check.report import Report, Row
+from penstock.check.target import Target, find_target
+from penstock.check.twin import ATTENTIONS, Twin, transformers
+from penstock.check.verify import verify
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError
+from penstock.kernels.cpu.library import chosen_level
+from penstock.kernels.ops import NUMERICS_VERSION
+from penstock.model_config import ModelConfig
+from penstock.models.param_table import num_elements
+from penstock.models.registry import lookup
+from penstock.planner.memory import free_memory_bytes
+from penstock.weights.hub import resolve_model
+from penstock.weights.loader import check_memory, read_parameters
+
+SHORTEST = 8  # tokens of a prompt
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a user asks for.
+
+    Attributes:
+        model: a directory, a hub name, "demo", a config.json, or the name of an architecture.
+        against: a directory whose model of Transformers is compared with ours of `model`; None: of the same.
+        tiny: a random model with the shrunk config, though there are weights.
+        verify: the native kernels beside the reference, and nothing else.
+        dtype: of the engine's promises, and of `verify`. Transformers' layers are compared in float32.
+        prompt_len: tokens of the prompt.
+    """
+
+    model: str = "demo"
+    against: str | None = None
+    tiny: bool = False
+    verify: bool = False
+    dtype: str = "auto"
+    kernels: str = "auto"
+    prompt_len: int = 64
+
+    def __post_init__(self) -> None:
+        check.check_str("model", self.model)
+        check.check_str("against", self.against, optional=True)
+        check.check_int("prompt_len", self.prompt_len, SHORTEST, 2**20)
+        EngineConfig.from_options(dtype=self.dtype, kernels=self.kernels)
+        if self.against is not None and (self.tiny or self.verify):
+            raise check.fail("against", self.against, "absent beside --tiny and --verify")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is checked, and how: the options with nothing left open."""
+
+    options: Options
+    target: Target
+    config: ModelConfig
+    kernels: str
+    dtype: str
+
+    @property
+    def prompt(self) -> list[int]:
+        """Random ids. Another number of them where there are as many heads, so that nobody takes one for the other."""
+        heads = {self.config.num_attention_heads, self.config.num_key_value_heads}
+        length = next(n for n in range(self.options.prompt_len, 0, -1) if n not in heads)
+        return make_prompts(length, self.config.vocab_size)[0]
+
+    def report(self, against: str, rows: tuple[Row, ...], cause: str | None = None) -> Report:
+        return Report(
+            model=self.options.model,
+            architecture=self.config.architecture,
+            against=against,
+            weights=self.target.weights,
+            kernels=f"cpu.{chosen_level()}" if self.kernels == "cpu" else self.kernels,
+            dtype=self.dtype,
+            prompt_len=self.options.prompt_len,
+            rows=rows,
+            cause=cause,
+        )
+
+
+def check_model(options: Options, announce: Announce = lambda line: None) -> Report:
+    """Check one model. `announce` gets a line at each step.
+
+    Raises:
+        ModelLoadError: the model cannot be loaded by one of both, or Transformers is not there.
+        InvalidRequestError: an option does not fit the model or the machine.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-check-") as scratch:
+        subject = _settle(options, find_target(options.model, Path(scratch), tiny=options.tiny))
+        if options.verify:
+            return _verified(subject, announce)
+        report = _compared(subject, announce)
+        if options.against is not None:
+            return report
+        if report.passed:
+            announce(f"the engine's promises, in {subject.dtype}")
+            prompts = make_prompts(options.prompt_len, subject.config.vocab_size)
+            setting = Setting(subject.target.directory, subject.dtype, subject.kernels, prompts)
+            report = replace(report, proofs=tuple(prove(setting)))
+        return _certified(report, subject)
+
+
+def _settle(options: Options, target: Target) -> Subject:
+    config = ModelConfig.from_directory(target.directory)
+    if target.is_tiny:
+        torch.set_num_threads(1)  # sharing products as small as these costs more than it brings
+    numerics = EngineConfig.from_options(dtype=options.dtype, kernels=options.kernels).resolve(config).numerics
+    longest = config.max_position_embeddings - NUM_TOKENS - 1
+    check.check_int("prompt_len", options.prompt_len, SHORTEST, longest)
+    return Subject(options, target, config, numerics.kernels, numerics.dtype)
+
+
+def _verified(subject: Subject, announce: Announce) -> Report:
+    if subject.kernels != "cpu":
+        raise InvalidRequestError("verify: it compares the native kernels with the reference; --kernels must be cpu")
+    announce(f"the native kernels beside the reference, in {subject.dtype}")
+    rows = verify(subject.target.directory, subject.dtype, subject.prompt)
+    return subject.report("the reference kernels", rows)
+
+
+def _compared(subject: Subject, announce: Announce) -> Report:
+    """Both models over one prompt, and what the first difference points to."""
+    announce("every layer beside Transformers' module, in float32")
+    other, directory = subject.options.against, subject.target.directory
+    needed = 4 * num_elements(read_parameters(subject.config).values())
+    check_memory({"float32 weights of Transformers' model": needed}, free_memory_bytes())
+    theirs = directory if other is None else resolve_model(other)
+    prompt = subject.prompt
+    ours = OurModel.load(directory, dtype="float32", kernels=subject.kernels, tokens=len(prompt))
+    found = compare(ours, Twin.load(theirs), prompt)
+    if differs_in_attention(found):
+        again = compare(ours, Twin.load(theirs, ATTENTIONS[1]), prompt)
+        found = found if differs_in_attention(again) else again
+    against = f"Transformers {transformers().__version__} ({found.twin.attention})"
+    return subject.report(against + ("" if other is None else f" with {other}"), found.rows, find_cause(found))
+
+
+def _certified(report: Report, subject: Subject) -> Report:
+    """Write the certificate of a passed check, or withdraw the one that a failed check has disproved."""
+    if subject.target.config_file is None:
+        return report
+    model = lookup(subject.config.architecture)
+    file = Path(inspect.getfile(model.model_class))
+    architecture = subject.config.architecture
+    basis = find_basis(architecture, file, model.table_file, subject.target.config_file, NUMERICS_VERSION)
+    if not report.passed:
+        remove_certificate(basis.id)
+        return report
+    layers = [row.relative_error for row in report.rows if not row.absolute]
+    logprobs = next(row.max_error for row in report.rows if row.name == LOGPROBS)
+    proofs = {"layers, relative": max(layers), LOGPROBS: logprobs}
+    certificate = Certificate(
+        id=basis.id,
+        architecture=report.architecture,
+        table=basis.table,
+        code=basis.code,
+        numerics=basis.numerics,
+        config=basis.config,
+        weights=report.weights,
+        kernels=report.kernels,
+        dtypes=tuple(sorted({"float32", report.dtype})),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        penstock=__version__,
+        transformers=transformers().__version__,
+        proofs=proofs | {proof.name: proof.error for proof in report.proofs},
+    )
+    return replace(report, certificate=str(write_certificate(certificate)))

@@ -1,0 +1,121 @@
+"""`penstock check`: a model beside Transformers' own class, layer by layer, and the engine's promises on it."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from penstock.cli.options import add_imports, add_model
+from penstock.cli.terminal import take_interrupts, take_termination, tell
+from penstock.config import DTYPES, KERNELS
+from penstock.user_files import import_files
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from penstock.check.report import Report
+
+EXAMPLES = """examples:
+  penstock check                                  the bundled demo model, with its own weights
+  penstock check /models/llama --tiny             its config, shrunk, with random weights: seconds
+  penstock check LlamaForCausalLM                 an architecture
+  penstock check /models/a --against /models/b    which layer of b is the first that differs from a
+  penstock check /models/llama --verify           the native kernels beside the reference; needs no Transformers
+
+Exit code 0: everything agrees. 1: something differs; the first differing layer is named. 2: bad input.
+A passed check leaves a certificate, which /v1/models shows as long as table, code, numerics and config are the same.
+"""
+PIPED_WIDTH = 140  # of tables that go to a file or another program
+MEASURES = "errors: the largest one; RMS over the RMS of theirs. Bounded is the second, of log-probabilities the first"
+OPTIONS = ("model", "against", "tiny", "verify", "dtype", "kernels", "prompt_len")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Compare a model with Transformers, layer by layer, and try the engine's promises on it."
+    parser.epilog = EXAMPLES
+    add_model(parser)
+    add_imports(parser)
+    parser.add_argument("--against", metavar="DIR", help="compare with Transformers' model of another directory")
+    parser.add_argument("--tiny", action="store_true", help="random weights and small sizes, though there are weights")
+    parser.add_argument("--verify", action="store_true", help="the native kernels beside the reference, no more")
+    parser.add_argument("--dtype", default="auto", metavar=_one_of(DTYPES), help="of the engine's promises")
+    parser.add_argument("--kernels", default="auto", metavar=_one_of(KERNELS), help="which backend is checked")
+    parser.add_argument("--prompt-len", type=int, default=64, metavar="N", help="tokens of the prompt (default: 64)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from penstock.check.run import Options, check_model
+
+    import_files(getattr(args, "import", ()))
+    options = Options(**{name: getattr(args, name) for name in OPTIONS})
+    take_interrupts()
+    take_termination()  # what was made for the check is removed
+    report = check_model(options, lambda line: tell(f"penstock: {line}"))
+    if args.json:
+        print(json.dumps(report.as_dict()))
+    else:
+        _print_report(report)
+    return 0 if report.passed else 1
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return "{" + ",".join(choices) + "}"
+
+
+def _print_report(report: "Report") -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console.print(f"{report.model}: {report.architecture}, {report.weights} weights, beside {report.against}")
+    console.print(MEASURES)
+    console.print(_layers(report))
+    if report.proofs:
+        console.print(_proofs(report))
+    console.print(_verdict(report))
+
+
+def _layers(report: "Report") -> "Table":
+    table = _table("layer", "largest", "RMS", "allowed", "")
+    for row in report.rows:
+        table.add_row(
+            row.name,
+            f"{row.max_error:.1e}",
+            f"{row.relative_error:.1e}",
+            f"{row.allowed:.1e}",
+            "ok" if row.passed else "[bold red]differs[/]",
+        )
+    return table
+
+
+def _proofs(report: "Report") -> "Table":
+    table = _table("promise", "error", "allowed", "measured as", "")
+    for proof in report.proofs:
+        error, allowed = (f"{value:.1e}" if value else "0" for value in (proof.error, proof.allowed))
+        table.add_row(proof.name, error, allowed, proof.meaning, "ok" if proof.passed else "[bold red]broken[/]")
+    return table
+
+
+def _table(*columns: str) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    first, *others = columns
+    table.add_column(first, overflow="fold")
+    for column in others:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _verdict(report: "Report") -> str:
+    first = report.first_difference
+    if first is not None:
+        where = f"first difference: {first.name}"
+        return where if report.cause is None else f"{where}\n  {report.cause}"
+    broken = [proof.name for proof in report.proofs if not proof.passed]
+    if broken:
+        return f"every layer agrees; broken: {', '.join(broken)}"
+    kept = f"; certificate: {report.certificate}" if report.certificate else ""
+    return f"passed: {report.kernels}, {report.dtype}{kept}"

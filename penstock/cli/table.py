@@ -1,0 +1,42 @@
+"""`penstock table`: print a model's parameter table, or a template for a new one, without reading weights."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from penstock.cli.options import add_imports
+from penstock.user_files import import_files
+from penstock.validation import check_str
+
+DESCRIPTION = """Print every parameter of a model as a table of Penstock: name, shape, sharded axis, type.
+
+A known architecture needs its config.json only. For another one the checkpoint's headers make a template, in which
+`shard: '?'` is to be filled in. No weights are read.
+"""
+EXAMPLES = """examples:
+  penstock table demo
+  penstock table /models/llama/config.json
+  penstock table /models/new-one > my_model.yaml
+  penstock table /models/llama --sharding           one axis a name, as JetStream's sharding files have it
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_argument("model", metavar="MODEL", help="a directory, a config.json, a hub name, or demo")
+    parser.add_argument("--sharding", action="store_true", help="print a sharding file: NAME : AXIS #  TYPE SHAPE")
+    add_imports(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_str("model", args.model)
+    import_files(getattr(args, "import", ()))
+    from penstock.weights.hub import resolve_model
+    from penstock.weights.table_template import table_text
+
+    file = Path(args.model).expanduser()
+    place = file if file.suffix == ".json" and file.is_file() else resolve_model(args.model, weights=False)
+    sys.stdout.write(table_text(place, sharding=args.sharding))
+    return 0

@@ -1,0 +1,8 @@
+"""Other projects' calling conventions and quick starts, on the same engine.
+
+    colossalai        InferenceConfig, InferenceEngine, register_logit_processor
+    jetstream         Environment, AttentionKernel, and models written as forward(tokens, input_pos, caches, mask)
+    run_interactive   python -m penstock.compat.run_interactive --size=7b --model=gemma ...
+
+Nothing of the engine imports this.
+"""

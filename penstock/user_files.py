@@ -1,0 +1,63 @@
+"""Imports a user's own Python files, which register models and logits processors. Standard library only.
+
+A file is imported once a process, whoever asks again, and under a name of its own, so two files may be called alike.
+"""
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+from penstock.errors import InvalidRequestError
+
+OPTION = "imports"
+
+
+def import_files(files: Iterable[str]) -> None:
+    """Import each of them, in order.
+
+    Raises:
+        InvalidRequestError: one is no Python file, or raised something; the message says where.
+    """
+    for file in files:
+        _import(Path(file).expanduser().resolve())
+
+
+def files_fingerprint(files: Iterable[str]) -> str:
+    """A short word for what the files hold."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(hashlib.blake2b(Path(file).expanduser().read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _import(file: Path) -> None:
+    name = f"penstock_user_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}_{file.stem}"
+    if name in sys.modules:
+        return
+    if file.suffix != ".py" or not file.is_file():
+        raise InvalidRequestError(f"{OPTION}: {str(file)!r} is not allowed; it must be a Python file", param=OPTION)
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise InvalidRequestError(f"{OPTION}: {str(file)!r} cannot be imported", param=OPTION)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise InvalidRequestError(f"{OPTION}: {_where(file, error)}: {_what(error)}", param=OPTION) from error
+
+
+def _where(file: Path, error: Exception) -> str:
+    """The last line of the file that led to the error."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f"{file}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f"{file}:{lines[-1]}" if lines else str(file)
+
+
+def _what(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, InvalidRequestError) else f"{type(error).__name__}: {text}"

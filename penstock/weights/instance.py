@@ -1,0 +1,119 @@
+"""A model object of Transformers, as it stands in memory: its configuration and its weights, without a file.
+
+It is told by what it has (`config`, `state_dict`), so nothing here imports Transformers. Names and layouts are those of
+Transformers in memory, where the experts of a layer are one tensor; parameter tables know them (`or`). The weights are
+read when the engine loads and may be changed or freed afterwards.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ModelLoadError
+from penstock.model_config import ModelConfig
+from penstock.weights.safetensors import FLOATS, Checkpoint, FileRows, TensorEntry
+
+SAMPLES = 16  # rows of each tensor that a fingerprint reads
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows(FileRows):
+    """A tensor in memory. Its rows are copied, so that no engine keeps what the object's owner may change."""
+
+    tensor: Tensor
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.tensor[start:stop].to("cpu", copy=True).contiguous()
+
+
+class InstanceWeights(Checkpoint):
+    """The tensors of a model object, by name. To readers it is a checkpoint, only that no file is behind it."""
+
+    def __init__(self, place: str, tensors: Mapping[str, Tensor]) -> None:
+        """Take the tensors without copying them; `place` is what errors call the object.
+
+        Raises:
+            ModelLoadError: one has no values, or is of no float type.
+        """
+        self.files = []
+        self._tensors = dict(tensors)
+        self.entries = {name: _entry(place, name, tensor) for name, tensor in self._tensors.items()}
+
+    def rows(self, name: str, index: int | None = None) -> FileRows:
+        """As Checkpoint."""
+        tensor, entry = self._tensors[name].detach(), self.entries[name]
+        return HeldRows(name, entry, tensor) if index is None else HeldRows(name, entry.slice(index), tensor[index])
+
+    def fingerprint(self) -> str:
+        """A short word for these weights: names, shapes, types and some rows of each tensor."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self._tensors.items()):
+            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+            rows = tensor.detach()
+            if rows.ndim > 1:
+                rows = rows[:: max(1, len(rows) // SAMPLES)]
+            digest.update(rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+
+def _entry(place: str, name: str, tensor: Tensor) -> TensorEntry:
+    if tensor.device.type == "meta":
+        raise ModelLoadError(f"{place}: {name} is on the meta device and has no values")
+    dtype = next((word for word, known in FLOATS.items() if getattr(torch, known) == tensor.dtype), None)
+    if dtype is None:
+        raise ModelLoadError(f"{place}: {name} is {tensor.dtype}; supported are {', '.join(FLOATS.values())}")
+    return TensorEntry(Path(place), tuple(tensor.shape), dtype, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInstance:
+    """What an engine needs of a model object.
+
+    Attributes:
+        weights: its parameters and buffers.
+    """
+
+    config: ModelConfig
+    weights: InstanceWeights
+
+    @classmethod
+    def of(cls, model: Any) -> "ModelInstance":
+        """Read a model object.
+
+        Raises:
+            ModelLoadError: it is no model of Transformers, or its architecture cannot be served.
+        """
+        name = type(model).__name__
+        config = getattr(model, "config", None)
+        if not all(
+            callable(method) for method in (getattr(config, "to_dict", None), getattr(model, "state_dict", None))
+        ):
+            raise ModelLoadError(
+                f"model: an object of type {name} is not supported; give a directory, a hub name, demo, or a model "
+                f"object of Transformers (with config and state_dict)"
+            )
+        place = f"model object {name}"
+        tensors = model.state_dict()
+        try:
+            model_config = ModelConfig.from_dict(_config(model, name), _generation_config(model))
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{place}: {error}") from None
+        return cls(model_config, InstanceWeights(place, tensors))
+
+
+def _config(model: Any, name: str) -> dict[str, Any]:
+    """As save_pretrained would write config.json: with the class's name and the type that the weights have."""
+    first = next(iter(model.parameters()), None)
+    dtype = "float32" if first is None else str(first.dtype).removeprefix("torch.")
+    fields = {key: value for key, value in model.config.to_dict().items() if key != "torch_dtype"}
+    return fields | {"architectures": [name], "dtype": dtype}
+
+
+def _generation_config(model: Any) -> dict[str, Any] | None:
+    found = getattr(model, "generation_config", None)
+    return None if found is None else {key: value for key, value in found.to_dict().items() if value is not None}

@@ -1,0 +1,180 @@
+"""Mistral's own format: params.json and consolidated.safetensors are the same model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from penstock.errors import ModelLoadError
+from penstock.model_config import ModelConfig
+from penstock.params_json import config_of
+from penstock.weights.rewrite import rewrite_model
+from penstock.weights.safetensors import INDEX, MISTRAL, SINGLE
+from penstock.weights.table_template import table_text
+from tests.families.case import Case
+from tests.hf_models import TINY, hf_logprobs, make_mistral, random_ids
+from tests.paged import PagedModel
+
+PARAMS: dict[str, Any] = {
+    "dim": TINY["hidden_size"],
+    "n_layers": TINY["num_hidden_layers"],
+    "head_dim": TINY["hidden_size"] // TINY["num_attention_heads"],
+    "hidden_dim": TINY["intermediate_size"],
+    "n_heads": TINY["num_attention_heads"],
+    "n_kv_heads": TINY["num_key_value_heads"],
+    "norm_eps": 1e-6,
+    "vocab_size": TINY["vocab_size"],
+    "sliding_window": 16,
+    "max_seq_len": 512,
+}
+NAMES = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "model.layers": "layers",
+    "block_sparse_moe": "feed_forward",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def as_mistral(name: str, value: Tensor) -> tuple[str, Tensor]:
+    """A tensor of Transformers in Mistral's format: elements i and i + D/2 of a rotated head become neighbours."""
+    head = PARAMS["head_dim"]
+    if "q_proj" in name or "k_proj" in name:
+        value = torch.stack(value.unflatten(0, (-1, head)).split(head // 2, dim=1), dim=2).reshape(value.shape)
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name, value.contiguous()
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[Any, Path, Path]:
+    """Transformers' model, its directory, and one in Mistral's format."""
+    hf_model, directory = make_mistral(tmp_path)
+    own = tmp_path / "own"
+    own.mkdir()
+    tensors = dict(as_mistral(name, value) for name, value in load_file(directory / SINGLE).items())
+    save_file(tensors, own / MISTRAL)
+    (own / "params.json").write_text(json.dumps(PARAMS))
+    return hf_model, directory, own
+
+
+@pytest.mark.covers("M1")
+def test_the_same_model_in_mistrals_format(made: tuple[Any, Path, Path]) -> None:
+    """Guards against rotated pairs that are taken for halves, and a window or a base that is another."""
+    hf_model, directory, own = made
+    assert "layers.0.attention.wq.weight" in load_file(own / MISTRAL)
+    ids = random_ids(40)  # longer than the window
+    found = PagedModel(own).step({0: ids})[0]
+    torch.testing.assert_close(found, hf_logprobs(hf_model, ids), atol=1e-4, rtol=0)
+    assert torch.equal(found, PagedModel(directory).step({0: ids})[0])
+
+
+@pytest.mark.covers("M1")
+def test_conversion_gives_the_checkpoint_of_transformers(made: tuple[Any, Path, Path], tmp_path: Path) -> None:
+    """Guards against a checkpoint under Transformers' names in Mistral's order of rows."""
+    hf_model, directory, own = made
+    rewrite_model(str(own), tmp_path / "back", "transformers", 10**9)
+    expected, found = load_file(directory / SINGLE), load_file(tmp_path / "back" / SINGLE)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    again = type(hf_model).from_pretrained(tmp_path / "back", dtype=torch.float32)
+    ids = random_ids(30)
+    torch.testing.assert_close(hf_logprobs(again, ids), hf_logprobs(hf_model, ids), atol=1e-5, rtol=0)
+    rewrite_model(str(own), tmp_path / "sharded", "merged", 40_000)
+    assert (tmp_path / "sharded" / INDEX).exists()
+    assert "model.layers.*.self_attn.qkv_proj.weight" in table_text(own)
+
+
+@pytest.mark.covers("M1")
+def test_mixtral_in_mistrals_format(tmp_path: Path) -> None:
+    """Guards against experts that are not found, or found in another order."""
+    case = Case("mixtral", MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2})
+    hf_model, directory = case.make(tmp_path)
+    own = tmp_path / "own"
+    own.mkdir()
+    tensors = dict(as_mistral(name, value) for name, value in load_file(directory / SINGLE).items())
+    assert "layers.1.feed_forward.experts.3.w2.weight" in tensors
+    save_file(tensors, own / MISTRAL)
+    theirs = ModelConfig.from_directory(directory)
+    params = PARAMS | {
+        "moe": {"num_experts": 4, "num_experts_per_tok": 2},
+        "norm_eps": theirs.norm_eps,
+        "rope_theta": theirs.rope.theta if theirs.rope else None,
+        "sliding_window": theirs.layer_windows[0],
+    }
+    (own / "params.json").write_text(json.dumps(params))
+    ids = random_ids(40)
+    found = PagedModel(own).step({0: ids})[0]
+    torch.testing.assert_close(found, hf_logprobs(hf_model, ids), atol=1e-4, rtol=0)
+
+
+def test_several_files_have_an_index(made: tuple[Any, Path, Path]) -> None:
+    """Guards against the larger models, whose files have an index of that name."""
+    _, directory, own = made
+    tensors = load_file(own / MISTRAL)
+    (own / MISTRAL).unlink()
+    halves = [dict(list(tensors.items())[at::2]) for at in range(2)]
+    places = {}
+    for index, half in enumerate(halves):
+        file = f"consolidated-{index + 1:05}-of-00002.safetensors"
+        save_file(half, own / file)
+        places |= dict.fromkeys(half, file)
+    (own / f"{MISTRAL}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    ids = random_ids(9)
+    assert torch.equal(PagedModel(own).step({0: ids})[0], PagedModel(directory).step({0: ids})[0])
+    (own / file).unlink()
+    with pytest.raises(ModelLoadError, match=r"consolidated-00002.* is missing, though consolidated.safetensors.index"):
+        PagedModel(own)
+
+
+@pytest.mark.covers("M1")
+def test_params_json_says_what_config_json_says(made: tuple[Any, Path, Path]) -> None:
+    """Guards against a number under the wrong name."""
+    _, directory, own = made
+    theirs, ours = ModelConfig.from_directory(directory), ModelConfig.from_directory(own)
+    for name in theirs.__dataclass_fields__:
+        if name not in ("dtype", "default_sampling", "ignored_generation"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.dtype == "bfloat16"
+
+
+def test_what_params_json_leaves_open() -> None:
+    """Guards against the base of the windowed model for the one without, and experts that are not seen."""
+    silent = {key: value for key, value in PARAMS.items() if key not in ("sliding_window", "max_seq_len")}
+    config = config_of(silent)
+    assert (config["sliding_window"], config["rope_theta"], config["max_position_embeddings"]) == (None, 1e6, 32768)
+    assert config_of(PARAMS)["rope_theta"] == 1e4
+    assert config_of(silent | {"rope_theta": 5e5, "sliding_window": 7})["rope_theta"] == 5e5
+    sparse = config_of(silent | {"moe": {"num_experts": 8, "num_experts_per_tok": 2}})
+    assert (sparse["architectures"], sparse["num_local_experts"]) == (["MixtralForCausalLM"], 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dim": "4096"}, r"params.json: dim = '4096' is not allowed"),
+        ({"n_kv_heads": None}, r"params.json: n_kv_heads"),
+        ({"lora": {"rank": 64}}, r"params.json: lora = .* is unknown"),
+        ({"vision_encoder": {}}, r"params.json: vision_encoder = .* is unknown"),
+        ({"use_biases": True}, r"params.json: use_biases = True is not allowed"),
+        ({"moe": {"num_experts": 8}}, r"params.json: moe: num_experts_per_tok is missing"),
+    ],
+)
+def test_what_params_json_says_wrongly_is_named(change: dict[str, Any], said: str) -> None:
+    """Guards against an adapter or an image encoder that is left out without a word."""
+    with pytest.raises(ModelLoadError, match=said):
+        config_of(PARAMS | change)
