@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RequestFailedError,
     )
     from penstock.llm import LLM
+    from penstock.logits_processors import register as register_logits_processor
     from penstock.models.registry import register as register_model
     from penstock.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
     from penstock.sampling_params import RequestOutputKind, SamplingParams
@@ -52,6 +53,8 @@ _HOMES = {
     "SamplingParams": "sampling_params",
 }
 
+_DECORATORS = {"register_logits_processor": "logits_processors", "register_model": "models.registry"}
+
 __all__ = [  # noqa: RUF022  (sorted by what a reader looks for, checked against _HOMES by a test)
     "LLM",
     "AsyncLLM",
@@ -76,16 +79,9 @@ __all__ = [  # noqa: RUF022  (sorted by what a reader looks for, checked against
 ]
 
 
-def register_logits_processor(name: str) -> Any:
-    """Planned: a decorator that makes a function of a user's own file a logits processor. Not built yet."""
-    from penstock.errors import NotSupportedError
-
-    raise NotSupportedError("register_logits_processor: planned but not built yet", param=name)
-
-
 def __getattr__(name: str) -> Any:
-    if name == "register_model":
-        return importlib.import_module("penstock.models.registry").register
+    if name in _DECORATORS:
+        return importlib.import_module(f"penstock.{_DECORATORS[name]}").register
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     return getattr(importlib.import_module(f"penstock.{_HOMES[name]}"), name)

@@ -5,7 +5,7 @@ Checks that need the model (is this id in the vocabulary?) are in `check_vocabul
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -20,6 +20,8 @@ MAX_STRING_LENGTH = 256  # characters of a stop string or bad word
 MAX_WORD_IDS = 4 * MAX_STRING_LENGTH + 4  # ids of a bad word with a space before it: a token a byte at most
 MAX_ID_LISTS = 128  # ids in stop_token_ids
 MAX_BIASED_TOKENS = 1024
+MAX_PROCESSORS = 16
+MAX_ARGUMENT_DEPTH = 8  # lists and mappings in an argument of a logits processor
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
 FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
@@ -59,6 +61,8 @@ class SamplingParams:
         detokenize: False leaves the text empty (and allows no stop strings).
         logit_bias: token id -> number added to its logit, -100 to 100.
         bad_words: words that are never completed. The client fills bad_words_token_ids from them.
+        logits_processors: names of functions that a user has registered (penstock/logits_processors.py), or a mapping
+            of names to their arguments, in the order in which they run.
         output_kind: what a streamed RequestOutput carries.
 
     Raises:
@@ -88,6 +92,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     bad_words: Sequence[str] | None = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logits_processors: Mapping[str, Any] | Sequence[str] | None = None
     structured_outputs: Any = None
     guided_decoding: Any = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -116,6 +121,7 @@ class SamplingParams:
         range_ = {"low": 0, "high": MAX_TOKEN_ID, "max_items": MAX_WORD_IDS}
         word_ids = tuple(check.int_tuple("bad_words_token_ids", word, **range_) for word in words)
         self._set("bad_words_token_ids", tuple(word for word in word_ids if word))
+        self._set("logits_processors", _processors(self.logits_processors))
         check.check_choice("output_kind", self.output_kind, list(RequestOutputKind))
         self._set("output_kind", RequestOutputKind(self.output_kind))
 
@@ -174,3 +180,32 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _processors(value: Any) -> dict[str, Any] | None:
+    """Name -> argument, None where there is none.
+
+    Raises:
+        InvalidRequestError: it is something else, or an argument is no plain value.
+    """
+    named = value if isinstance(value, Mapping) else dict.fromkeys(value) if isinstance(value, list | tuple) else None
+    if (value is not None and named is None) or (named is not None and len(named) > MAX_PROCESSORS):
+        allowed = f"at most {MAX_PROCESSORS} names, or a mapping of names to arguments"
+        raise check.fail("logits_processors", value, allowed)
+    for name, argument in (named or {}).items():
+        check.check_str("logits_processors", name, max_length=MAX_STRING_LENGTH)
+        if not _is_plain(argument, MAX_ARGUMENT_DEPTH):
+            allowed = "numbers, texts, true, false, null, and lists and mappings of these"
+            raise check.fail("logits_processors", argument, f"made of {allowed}: it goes to another process")
+    return dict(named) if named else None
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    if value is None or isinstance(value, str | float):
+        return True
+    if depth and isinstance(value, list | tuple):
+        return all(_is_plain(item, depth - 1) for item in value)
+    mapping = depth and isinstance(value, dict)
+    return bool(mapping) and all(isinstance(key, str) and _is_plain(item, depth - 1) for key, item in value.items())

@@ -26,6 +26,7 @@ BASE = {
     "model_config",
     "rope_config",
     "user_files",
+    "logits_processors",
     "penstock",
 }
 ALLOWED: dict[str, set[str]] = {
@@ -35,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "sampling_params": set(),
     "step": set(),
     "user_files": set(),
+    "logits_processors": set(),
     "config": {"kernels", "quant"},
     "config_reader": set(),
     "rope_config": set(),

@@ -48,6 +48,7 @@ BAD_SAMPLING = {
     "logit_bias": [{-1: 0.0}, {"AI": 1.0}, {2**63: 1.0}, {1: math.nan}, {1: 1e30}, {1: -101}, [1], "x"],
     "bad_words": ["", [""], ["x"] * 17, [3]],
     "bad_words_token_ids": [5, [5], [[-1]], [["x"]], "ab", [[2**31]], {1: 2}],
+    "logits_processors": ["x", 5, [""], [3], {"x": object()}, {1: 2}, {"x": {1: 2}}, {"x": 2**70}],
     "ignore_eos": [0, 1, "true", None],
     "detokenize": [0, "false", None],
     "skip_special_tokens": [1, None],

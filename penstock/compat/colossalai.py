@@ -23,10 +23,14 @@ from penstock.config_reader import ConfigReader
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
 from penstock.generation_config import read_ignored, read_sampling
 from penstock.llm import LLM
+from penstock.logits_processors import PROCESSORS
+from penstock.logits_processors import register as register_logits_processor
 from penstock.outputs import RequestOutput
 from penstock.sampling_params import SamplingParams
 
-__all__ = ["InferenceConfig", "InferenceEngine", "Sequence"]
+__all__ = ["InferenceConfig", "InferenceEngine", "Sequence", "register_logit_processor"]
+
+register_logit_processor = register_logits_processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,8 @@ class InferenceEngine:
                 which it is gone through, so whoever wants to know which answer is whose gives a list.
             prompts_token_ids: instead: a list of lists of ids, or a tensor or array of two axes.
             return_token_ids: also give the ids of the answers.
-            generation_config: Transformers' GenerationConfig (or a mapping), for these and for later requests.
+            generation_config: Transformers' GenerationConfig (or a mapping), for these and for later requests. A key
+                that is the name of a logit processor gives it its arguments.
 
         Returns:
             A text for each request, by ascending request id: prompt and answer, as ColossalAI gives them; and, where
@@ -238,6 +243,9 @@ def _sampling(fields: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, An
     if ends is not None:  # these ids end a text, and the model's own do not
         sampling |= {"stop_token_ids": ends if isinstance(ends, list) else [ends], "ignore_eos": True}
     read.raw("bos_token_id")
+    processors = {name: fields[name] for name in fields if name in PROCESSORS and read.has(name)}
+    if processors:
+        sampling["logits_processors"] = processors
     ignored = read_ignored(read)
     if ignored:
         raise InvalidRequestError(f"generation_config: {', '.join(ignored)}: not supported", param=ignored[0])

@@ -11,6 +11,7 @@ from penstock.engine.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import EngineError, InvalidRequestError
+from penstock.logits_processors import check_registered
 from penstock.outputs import FinishReason
 from penstock.step import CacheGroup, Executor, RequestStepOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 
@@ -58,8 +59,8 @@ class Engine:
         """Queue a request. With output_token_ids it goes on after them.
 
         Raises:
-            InvalidRequestError: it is empty, too long, has ids outside the vocabulary or no seed to sample with, or its
-                id is in use.
+            InvalidRequestError: it is empty, too long, has ids outside the vocabulary or no seed to sample with, its id
+                is in use, or it names a logits processor that is not registered.
         """
         self._check(source)
         request = Request(source, self._num_arrived, self.max_model_len)
@@ -77,6 +78,7 @@ class Engine:
     def _check(self, source: EngineRequest) -> None:
         if source.request_id in self._requests or any(o.request_id == source.request_id for o in self._early_outputs):
             raise InvalidRequestError(f"request_id: {source.request_id!r} is in use", param="request_id")
+        check_registered(source.params.logits_processors or ())
         length = len(source.prompt_token_ids)
         if length == 0:
             raise InvalidRequestError("prompt: it is empty", param="prompt")

@@ -7,6 +7,7 @@ computed, and where they are stored, was decided by the scheduler. It knows no m
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +80,7 @@ class InputBatch:
         noise_key: [max_num_seqs, 2] int64, the seed's 64 bits and the choice index.
         num_logprobs, num_prompt_logprobs: [max_num_seqs] int64, -1 where not asked for.
         processors: what is rarer, None for most rows.
+        custom: users' logits processors and their arguments, by name.
         version: goes up with every request that is learnt; until then a row's parameters stay as they are.
 
     For greedy rows top_k, top_p and min_p are off: they cannot change the most likely token.
@@ -98,6 +100,7 @@ class InputBatch:
         self.num_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
         self.num_prompt_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
         self.processors: list[RowProcessors | None] = [None] * max_num_seqs
+        self.custom: list[dict[str, Any]] = [{} for _ in range(max_num_seqs)]
         self.version = 0
         self.block_tables = [BlockTable(group, max_num_seqs, max_model_len) for group in groups]
         self._eos_token_ids = tuple(eos_token_ids)
@@ -167,6 +170,8 @@ class InputBatch:
         self.min_p[row] = 0.0 if params.greedy else params.min_p
         self.num_logprobs[row] = NOT_ASKED if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs[row] = NOT_ASKED if params.prompt_logprobs is None else params.prompt_logprobs
+        custom = params.logits_processors
+        self.custom[row] = custom if isinstance(custom, dict) else {}
         if RowProcessors.needed(params):
             prompt = int(self.num_prompt_tokens[row])
             self.processors[row] = RowProcessors(params, self.history(row), prompt, self._eos_token_ids)

@@ -24,6 +24,7 @@ from penstock.kernels.ops import AttentionMetadata, Heads, KVCache, Ops, Recordi
 from penstock.kernels.sampling import NO_TOKEN
 from penstock.layers.causal_lm import CausalLM
 from penstock.layers.context import ForwardContext
+from penstock.runner.custom_logits import process
 from penstock.runner.graphs import ReplayedModel
 from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
 from penstock.runner.kv_cache import layer_groups
@@ -158,13 +159,17 @@ class ModelRunner:
         if len(sequences) < len(step.sampled):
             logits = logits[self._tensor(np.isin(step.sampled, sequences))]
         rows = step.rows[sequences]
-        sampled = self._sampler.sample(logits, self.batch, rows)
+        processed, errors = process(logits, self.batch, rows, self._ops)
+        sampled = self._sampler.sample(logits, self.batch, rows, processed)
+        sampled.token_ids[list(errors)] = NO_TOKEN
         chosen = sampled.token_ids != NO_TOKEN
         self.batch.append(rows[chosen], sampled.token_ids[chosen])
         for b, token_id, entry in zip(sequences, sampled.token_ids.tolist(), sampled.logprobs, strict=True):
             results[b].new_token_ids = [token_id]
             results[b].logprobs = None if entry is None else [entry]
             results[b].error = ALL_MASKED if token_id == NO_TOKEN else None
+        for index, error in errors.items():
+            results[sequences[index]].error = error
 
     def _of_tokens(self, logits: Tensor) -> Tensor:
         """logits [M, V'] -> [M, V]. What fills up the head ends here, so it changes no sum over the vocabulary."""

@@ -41,15 +41,19 @@ class Sampler:
         self._ops = ops
         self._params = SamplingCache()
 
-    def sample(self, logits: Tensor, batch: InputBatch, rows: Int64) -> Sampled:
-        """logits [M, V] float32, all rows finite somewhere and nowhere NaN; rows [M] of the batch. Changes neither."""
+    def sample(self, logits: Tensor, batch: InputBatch, rows: Int64, processed: Tensor | None = None) -> Sampled:
+        """logits [M, V] float32, all rows finite somewhere and nowhere NaN; rows [M] of the batch. Changes neither.
+
+        processed: what is sampled from, where users' own functions have changed the logits.
+        """
         device = self._ops.device
         asking = np.flatnonzero(batch.num_logprobs[rows] >= 0)
         raw = None
         if asking.size:
             picked = on_device(asking, device)
             raw = self._ops.log_softmax(logits if len(asking) == len(rows) else logits[picked])
-        token_ids = self._ops.sample(logits, self._params.tensors(batch, rows, logits.shape[1], device))
+        chosen_from = logits if processed is None else processed
+        token_ids = self._ops.sample(chosen_from, self._params.tensors(batch, rows, logits.shape[1], device))
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
             some = token_ids[picked].clamp(min=0)  # what stands at NO_TOKEN, nobody reads

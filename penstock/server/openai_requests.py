@@ -46,7 +46,6 @@ class Planned(Labels, kw_only=True, frozen=True):
     guided_whitespace_pattern: Any = None
     kv_transfer_params: Any = None
     length_penalty: Any = None
-    logits_processors: Any = None
     logprob_token_ids: Any = None
     priority: Any = None
     response_format: Any = None
@@ -116,6 +115,7 @@ class GenerationRequest(Planned, kw_only=True, frozen=True):
     ignore_eos: bool | None = None
     logit_bias: dict[int, float] | None = None
     bad_words: str | list[str] | None = None
+    logits_processors: list[str] | dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

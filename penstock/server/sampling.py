@@ -26,6 +26,7 @@ COPIED = (
     "ignore_eos",
     "logit_bias",
     "bad_words",
+    "logits_processors",
     "prompt_logprobs",
     "skip_special_tokens",
     "spaces_between_special_tokens",
