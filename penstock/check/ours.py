@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from penstock.check.trace import Call, Trace, float_tensors, watching
+from penstock.check.trace import Call, Trace, float_tensors, replaced, watching
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import AttentionMetadata, Heads, KVCache, Ops
 from penstock.layers.attention import Attention
@@ -49,10 +49,13 @@ class OurModel:
         return cls(directory, config, ops, cast(nn.Module, model))
 
     @torch.inference_mode()
-    def run(self, ids: list[int]) -> tuple[Trace, Tensor]:
-        """One pass over a prompt -> what its layers said, and the logits after each token, [T, V] float32."""
+    def run(self, ids: list[int], follow: Trace | None = None) -> tuple[Trace, Tensor]:
+        """One pass over a prompt -> what its layers said, and the logits after each token, [T, V] float32.
+
+        follow: another pass, as in `watching`.
+        """
         ctx = self._context(len(ids))
-        with _watching(self.model) as trace:
+        with _watching(self.model, follow) as trace:
             hidden = self.model(torch.tensor(ids, device=self.ops.device), ctx)
             logits = self.model.compute_logits(hidden)  # type: ignore[operator]
         self._add_head_norms(trace, ctx.positions)
@@ -116,12 +119,12 @@ def weight_layers(model: nn.Module) -> dict[str, WeightLayer]:
 
 
 @contextmanager
-def _watching(model: nn.Module) -> Iterator[Trace]:
+def _watching(model: nn.Module, follow: Trace | None) -> Iterator[Trace]:
     """As `watching`. A norm that adds a branch first is called by its method `add`, which no hook sees."""
-    with watching(model) as trace:
+    with watching(model, follow) as trace:
         norms = {name: norm for name, norm in weight_layers(model).items() if isinstance(norm, RMSNorm | LayerNorm)}
         for name, norm in norms.items():
-            norm.add = _watched_add(trace, name, norm)  # type: ignore[method-assign]
+            norm.add = _watched_add(trace, name, norm, follow)  # type: ignore[method-assign]
         try:
             yield trace
         finally:
@@ -129,13 +132,16 @@ def _watching(model: nn.Module) -> Iterator[Trace]:
                 del norm.add
 
 
-def _watched_add(trace: Trace, name: str, norm: RMSNorm | LayerNorm):  # type: ignore[no-untyped-def]
+def _watched_add(  # type: ignore[no-untyped-def]
+    trace: Trace, name: str, norm: RMSNorm | LayerNorm, follow: Trace | None
+):
     original = norm.add
 
     def add(x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
         total, normed = original(x, h)
         if h is not None:  # else it called itself, and the hook saw it
             trace.calls.append(Call(name, float_tensors(total), float_tensors(normed)))
+            normed = replaced(normed, name, follow)
         return total, normed
 
     return add

@@ -36,12 +36,17 @@ class Trace:
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[Trace]:
-    """Write down every call of every module of the model."""
+def watching(model: nn.Module, follow: Trace | None = None) -> Iterator[Trace]:
+    """Write down every call of every module of the model.
+
+    follow: a pass of a model with the same modules. What a module returned there takes the place of its own result,
+        once that is written down: so each module computes from what the same module computed from there, and no
+        difference is carried on.
+    """
     trace = Trace()
     handles: list[Any] = []
     for name, module in model.named_modules():
-        before, after = _hooks(trace, name)
+        before, after = _hooks(trace, name, follow)
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
@@ -51,17 +56,28 @@ def watching(model: nn.Module) -> Iterator[Trace]:
             handle.remove()
 
 
-def _hooks(trace: Trace, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+def _hooks(trace: Trace, name: str, follow: Trace | None) -> tuple[Callable[..., None], Callable[..., Any]]:
     """Inputs are copied before the call: a layer may write into them, and buffers are used again."""
     pending: list[Tensors] = []
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         pending.append(float_tensors((args, tuple(kwargs.values()))))
 
-    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         trace.calls.append(Call(name, pending.pop(), float_tensors(result)))
+        return replaced(result, name, follow)
 
     return before, after
+
+
+def replaced(result: Any, name: str, follow: Trace | None) -> Any:
+    """A result, tensor or tuple, with the values that the module of that name returned in another pass."""
+    call = None if follow is None else follow.of(name)
+    if call is None or not call.outputs:
+        return result
+    several = result if isinstance(result, tuple) else (result,)
+    values = tuple(value.to(own.dtype, copy=True) for own, value in zip(several, call.outputs, strict=True))
+    return values if isinstance(result, tuple) else values[0]
 
 
 def float_tensors(value: Any) -> Tensors:

@@ -30,7 +30,7 @@ def mixtral(read: ConfigReader) -> Numbers:
 @architecture("Qwen3MoeForCausalLM", "qwen3_moe", "mixtral", table="qwen3_moe.yaml")
 def qwen3_moe(read: ConfigReader) -> Numbers:
     """Sparse is every decoder_sparse_step-th layer, but for those that mlp_only_layers names."""
-    numbers = gated_decoder(read, head_dim=128)
+    numbers = gated_decoder(read)  # unlike Qwen3, a file without head_dim means hidden_size / heads
     layers = numbers["num_hidden_layers"]
     bias = read.boolean("attention_bias", False)
     harmless(read, *TRAINING)

@@ -8,8 +8,7 @@ One entry a parameter; the first `*` stands for the layer number, a second one f
     ignore: ["model.layers.*.self_attn.rotary_emb.inv_freq"]
 
     shape    sizes of the axes: words of SIZES, whole numbers of ModelConfig by name (`extra.NAME`: of its extra), or
-             integers. A list in place of a
-             size: the pieces of that axis, joined in this order.
+             integers. A list in place of a size: the pieces of that axis, joined in this order.
     from     how checkpoints of Transformers hold it, where that differs: a list of names. A bare name replaces the
              module's own (the last but one part), one with dots is a whole name. One name for each piece of the shape,
              or one for all of them. A mapping says more: {names: [...], order: ..., transposed: ..., stacked: ...}

@@ -34,13 +34,16 @@ CASES = [
         GemmaForCausalLM,
         GemmaConfig,
         {"head_dim": 10, "num_attention_heads": 8, "num_key_value_heads": 1, "attention_bias": True},
+        shape=True,
     ),
+    Case("gemma-multi-head", GemmaForCausalLM, GemmaConfig, {"head_dim": 20, "num_key_value_heads": 6}, shape=True),
     Case("gemma2", Gemma2ForCausalLM, Gemma2Config, GEMMA2, full=True),
     Case(
         "gemma2-untied",
         Gemma2ForCausalLM,
         Gemma2Config,
         GEMMA2 | {"tie_word_embeddings": False, "num_key_value_heads": 6, "num_hidden_layers": 3, "head_dim": 20},
+        shape=True,
     ),
     Case("gemma3", Gemma3ForCausalLM, Gemma3TextConfig, GEMMA3),
     Case(
@@ -57,5 +60,6 @@ CASES = [
             "tie_word_embeddings": False,
             "attention_bias": True,
         },
+        shape=True,
     ),
 ]

@@ -31,7 +31,13 @@ CASES = [
     Case(
         "llama", LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}, full=True
     ),
-    Case("llama-biases", LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+    Case(
+        "llama-biases",
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 20},
+        shape=True,
+    ),
     llama("plain"),
     llama("one-query-a-kv-head", num_key_value_heads=6),
     llama("8-queries-a-kv-head", num_attention_heads=8, num_key_value_heads=1),
@@ -51,12 +57,13 @@ CASES = [
         {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
     ),
     Case("qwen2", Qwen2ForCausalLM, Qwen2Config, {"num_attention_heads": 8, "num_key_value_heads": 1}),
-    Case("qwen2-window", Qwen2ForCausalLM, Qwen2Config, UPPER_WINDOW | {"num_hidden_layers": 3}),
+    Case("qwen2-window", Qwen2ForCausalLM, Qwen2Config, UPPER_WINDOW | {"num_hidden_layers": 3}, shape=True),
     Case("qwen3", Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
     Case(
         "qwen3-window",
         Qwen3ForCausalLM,
         Qwen3Config,
         UPPER_WINDOW | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True},
+        shape=True,
     ),
 ]
