@@ -101,7 +101,8 @@ def test_preempted(make: Make, alone: dict[int, Answer], monkeypatch: pytest.Mon
     tight = {"max_num_batched_tokens": 30, "threads": 2}
     probe = make(**tight)
     block_bytes = probe.cache_bytes // probe.engine.kv_cache.num_blocks
-    engine = make(**tight, kv_cache_memory_bytes=9 * block_bytes).engine
+    few = 9 * len(probe.engine.kv_cache.groups)
+    engine = make(**tight, kv_cache_memory_bytes=few * block_bytes).engine
     preempted, preempt = [], engine.scheduler.preempt
     monkeypatch.setattr(
         engine.scheduler, "preempt", lambda item: (preempted.append(int(item.request_id)), preempt(item))

@@ -19,6 +19,6 @@ CASES = [
     gpt2("gpt2", {}),
     gpt2("gpt2-scaled-by-layer", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True,
                                   "n_inner": 80, "n_head": 4, "tie_word_embeddings": False}, shape=True),
-    gpt2("gpt2-head-7", {"n_embd": 42}, shape=True),
+    gpt2("gpt2-head-14", {"n_embd": 42, "n_head": 3}, shape=True),
     gpt2("gpt2-unscaled", {"scale_attn_weights": False, "n_head": 3, "activation_function": "gelu"}, shape=True),
 ]  # fmt: skip
