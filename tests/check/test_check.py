@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from penstock import build
+from penstock import build, certificate
 from penstock.build import build_engine
 from penstock.certificate import Basis, find_basis, read_certificate
 from penstock.check.run import Options, check_model
@@ -147,6 +147,15 @@ def test_the_basis_is_table_code_numerics_and_config(tmp_path: Path) -> None:
         ids.add(basis().id)
     assert len(ids) == 5
     assert read_certificate(basis()) is None
+
+
+def test_readers_of_config_json_that_others_borrow_from_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a certificate of Mixtral that outlives a change of llama_config.py, whose rules it follows."""
+    hashed: list[Path] = []
+    monkeypatch.setattr(certificate, "_hash_files", lambda files: hashed.extend(files) or "")
+    find_basis("MixtralForCausalLM", Path("model.py"), Path("table.yaml"), Path("config.json"), 1)
+    names = {file.name for file in hashed}
+    assert {"mixtral_config.py", "llama_config.py", "config_rules.py", "config_reader.py", "rope_config.py"} <= names
 
 
 def test_models_show_the_certificate() -> None:
