@@ -20,6 +20,7 @@ from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.weights.safetensors import fingerprint
+from tests.families.case import all_cases
 from tests.hf_models import MAKERS
 from tests.kernels.packed import levels
 from tests.server.fakes import FakeEngineClient
@@ -84,6 +85,29 @@ def test_what_was_changed_is_named(family: str, tmp_path: Path, capsys: pytest.C
     assert report["first_difference"]["block"] == 1
     assert report["first_difference"]["name"] == "model.layers.1.mlp.gate_up_proj activation"
     assert "model.layers.1.mlp.up_proj.weight has other values there (1 of" in report["cause"]
+
+
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "sliding_window", "query_pre_attn_scalar"])
+def test_a_model_with_one_attention_only(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against bad input (2) in place of a difference (1) where Transformers has no second attention to ask."""
+    _, directory = next(case for case in all_cases() if case.name == "gemma2").make(tmp_path)
+    copy = edited(directory, lambda c: c.update({key: c[key] * 3 // 2}))
+    code, report = check(capsys, str(directory), "--against", str(copy))
+    assert (code, report["passed"]) == (1, False)
+    assert report["first_difference"]["name"] == "model.layers.0.self_attn attention (rotary, mask, scale)"
+
+
+def test_what_the_prompt_does_not_reach_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a window that seems to be proved by a prompt shorter than it."""
+    _, directory = MAKERS["mistral"](tmp_path, sliding_window=100)
+    copy = edited(directory, lambda c: c.update(sliding_window=90))
+    code, report = check(capsys, str(directory), "--against", str(copy))
+    assert (code, len(report["remarks"])) == (0, 1)
+    assert "windows of 100 tokens" in report["remarks"][0]
+    assert main(["check", str(directory), "--against", str(copy), "--kernels", KERNELS]) == 0
+    assert "windows of 100 tokens" in capsys.readouterr().out
+    code, report = check(capsys, str(directory), "--against", str(copy), "--prompt-len", "120")
+    assert (code, report["remarks"]) == (1, [])
 
 
 def info_certificate(directory: Path) -> dict[str, Any] | None:
