@@ -30,6 +30,7 @@ class HouseForCausalLM(LlamaForCausalLM):
 @pytest.mark.covers("J16")
 def test_a_users_own_file_registers_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a list of models that only our own code can extend."""
+    registry.versions("LlamaForCausalLM")  # or its modules would register for this test only
     monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
     hf_model, directory = make_llama(tmp_path)
     config_file = directory / "config.json"
@@ -106,6 +107,7 @@ def test_a_name_of_ours_is_taken_before_its_module_is_imported(
 def test_two_files_with_a_class_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against the second of two files that silently wins, because both call their class alike; and against a
     traceback where the table is missing, or where only another version is registered."""
+    registry.versions("LlamaForCausalLM")  # or its modules would register for this test only
     monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
     files = [tmp_path / "one.py", tmp_path / "two.py"]
     try:
