@@ -98,7 +98,7 @@ def blur(weight: Tensor, levels: int, group_size: int, generator: torch.Generato
 
 @pytest.mark.parametrize("form", columns(WEIGHTS))
 def test_loss_of_quantised_weights(form: Form, made: Made) -> None:
-    """Guards against a scale, a group or a sum that is slightly wrong, and against a weight that nobody quantises."""
+    """Guards against a scale, a group or a sum that is slightly wrong, and against weights that nobody quantises."""
     hf_model, directory = made
     exact, quantised = scored(PLAIN.model(directory)), scored(form.model(directory))
     theirs = hf_logprobs(hf_model, random_ids(TEXT))
