@@ -164,7 +164,7 @@ def test_what_params_json_leaves_open() -> None:
 
 
 def test_windows_of_some_layers() -> None:
-    """Guards against Ministral's `_sliding_window`, which would be passed over as bookkeeping, and a list of windows."""
+    """Guards against Ministral's `_sliding_window`, passed over as bookkeeping, and against a list of windows."""
     silent = {key: value for key, value in PARAMS.items() if key != "sliding_window"} | {"n_layers": 6}
     by_layer = ModelConfig.from_dict(config_of(silent | {"_sliding_window": [None, 9, 9]}))
     assert (by_layer.architecture, by_layer.layer_windows) == ("MinistralForCausalLM", (None, 9, 9) * 2)
