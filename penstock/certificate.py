@@ -18,7 +18,17 @@ from penstock.architecture import find_architecture
 
 RANDOM_TINY = "random tiny"  # stands for the weights of a twin that was made for the check
 # The code that every model shares, from the package's root. What computes one architecture is named in `find_basis`.
-SHARED_CODE = ("layers/*.py", "models/config_rules.py", "models/param_table.py", "model_config.py", "rope_config.py")
+# Readers of config.json borrow from each other, so all of them count.
+SHARED_CODE = (
+    "layers/*.py",
+    "models/*_config.py",
+    "models/config_rules.py",
+    "models/param_table.py",
+    "architecture.py",
+    "config_reader.py",
+    "model_config.py",
+    "rope_config.py",
+)
 
 
 @dataclass(frozen=True, slots=True)

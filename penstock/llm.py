@@ -47,6 +47,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Any = "demo", *, tokenizer: Tokenizer | str | Any = None, **options: Any) -> None:
+        if model is None:
+            raise check.fail("model", model, "a directory, a hub name, demo, or a model object of Transformers")
         name = model if isinstance(model, str) else type(model).__name__
         config = EngineConfig.from_options(model=name, **options)
         found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None)

@@ -34,14 +34,18 @@ def config_of(params: dict[str, Any]) -> dict[str, Any]:
     """
     read = ConfigReader(params, NAME)
     read.neutral(NEUTRAL)
-    window = read.integer("sliding_window", 1, MAX_SIZE) if read.has("sliding_window") else None
+    window, windowed = _windows(read)
     context = read.integer("max_seq_len", 1, MAX_SIZE, read.integer("max_position_embeddings", 1, MAX_SIZE, CONTEXT))
     experts = _experts(read)
+    if experts and windowed:
+        raise read.fail("moe", "absent where the layers have different windows")
+    family = "mixtral" if experts else "ministral" if windowed else "mistral"
     config = {
-        "architectures": ["MixtralForCausalLM" if experts else "MistralForCausalLM"],
-        "model_type": "mixtral" if experts else "mistral",
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
         **{ours: read.integer(theirs, 1, MAX_SIZE) for theirs, ours in SIZES.items()},
         **experts,
+        **windowed,
         "rms_norm_eps": read.number("norm_eps", 0.0, 1.0),
         "rope_theta": read.number("rope_theta", 1.0, 1e12, THETA if window is None else WINDOW_THETA),
         "sliding_window": window,
@@ -53,6 +57,25 @@ def config_of(params: dict[str, Any]) -> dict[str, Any]:
     }
     read.finish({"max_batch_size"})
     return config
+
+
+def _windows(read: ConfigReader) -> tuple[int | None, dict[str, Any]]:
+    """The window, and where not all layers have it, which do: a list, repeated from the first layer to the last.
+
+    Ministral's file says `_sliding_window`.
+    """
+    key = "sliding_window" if read.has("sliding_window") else "_sliding_window"
+    if key == "sliding_window" and read.has("_sliding_window"):
+        raise read.fail("_sliding_window", "null beside sliding_window, or absent")
+    sizes = read.raw(key)
+    if not isinstance(sizes, list):
+        return read.integer(key, 1, MAX_SIZE) if read.has(key) else None, {}
+    layers, windows = read.integer("n_layers", 1, MAX_SIZE), [size for size in sizes if size is not None]
+    window = windows[0] if windows and type(windows[0]) is int else 0
+    if not 1 <= window <= MAX_SIZE or windows.count(window) != len(windows) or layers % len(sizes):
+        raise read.fail(key, f"an integer, or a list of one integer and null, as long as a divisor of {layers} layers")
+    kinds = ["full_attention" if size is None else "sliding_attention" for size in sizes]
+    return window, {} if None not in sizes else {"layer_types": kinds * (layers // len(sizes))}
 
 
 def _experts(read: ConfigReader) -> dict[str, Any]:

@@ -76,14 +76,17 @@ def read_rope(
     default_theta: float = 10000.0,
     *,
     partial_rotary: float | None = None,
+    original_context: int | None = None,
 ) -> RopeConfig:
     """From `rope_parameters`, or from `rope_scaling` and `rope_theta`, as older files spell it.
 
     partial_rotary: how much of a head is rotated where the file is silent; None: the architecture rotates all of it, so
         the file may not say anything else.
+    original_context: what `original_max_position_embeddings` is where the file is silent, of an architecture that has
+        it beside the section; one inside may only repeat it. None: the section has it, or it is the context.
     """
     theta = read.number("rope_theta", 1.001, MAX_SIZE, default_theta)
-    context = read.integer("original_max_position_embeddings", 2, MAX_SIZE, max_position_embeddings)
+    context = read.integer("original_max_position_embeddings", 2, MAX_SIZE, original_context or max_position_embeddings)
     plain = RopeConfig(
         theta=theta,
         partial_rotary_factor=_read_partial(read, partial_rotary),
@@ -97,6 +100,9 @@ def read_rope(
     for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         if read.has(key) and scaling.has(key) and scaling.raw(key) != read.raw(key):
             raise scaling.fail(key, f"the same as {key} beside it, {shown(read.raw(key))}")
+    inside = scaling.raw("original_max_position_embeddings")
+    if original_context is not None and inside not in (None, context):
+        raise scaling.fail("original_max_position_embeddings", f"{context}, which holds for this architecture")
     return read_scaling(scaling, plain, max_position_embeddings, partial_rotary=partial_rotary is not None)
 
 

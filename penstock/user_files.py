@@ -45,12 +45,12 @@ def _import(file: Path) -> None:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself would end the engine without a word
         del sys.modules[name]
         raise InvalidRequestError(f"{OPTION}: {_where(file, error)}: {_what(error)}", param=OPTION) from error
 
 
-def _where(file: Path, error: Exception) -> str:
+def _where(file: Path, error: BaseException) -> str:
     """The last line of the file that led to the error."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f"{file}:{error.lineno}"
@@ -58,6 +58,6 @@ def _where(file: Path, error: Exception) -> str:
     return f"{file}:{lines[-1]}" if lines else str(file)
 
 
-def _what(error: Exception) -> str:
+def _what(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, InvalidRequestError) else f"{type(error).__name__}: {text}"

@@ -391,6 +391,53 @@ def test_windows_of_qwen3_moe() -> None:
     assert ModelConfig.from_dict(QWEN3_MOE | window | {"use_sliding_window": True}).layer_windows == (7,) * 3
 
 
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "max_position_embeddings": 8192}
+PAIRS = len(range(0, LLAMA["hidden_size"] // LLAMA["num_attention_heads"], 2))
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * PAIRS, "long_factor": [2.0] * PAIRS}
+
+
+def test_original_context_of_phi3() -> None:
+    """Guards against factors and an attention factor chosen by another context than Transformers': 4096 where the file
+    is silent, and beside the section only."""
+    rope = ModelConfig.from_dict(PHI3 | {"rope_scaling": LONGROPE}).rope
+    sizes = {name: PHI3[name] for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")}
+    theirs = Phi3Config(rope_scaling=dict(LONGROPE), **sizes)
+    assert rope is not None
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 4096
+    assert (rope.original_max_position_embeddings, rope.factor) == (4096, 2.0)
+    for beside, inside in (({}, 64), ({"original_max_position_embeddings": 64}, 4096)):
+        scaling = LONGROPE | {"original_max_position_embeddings": inside}
+        with pytest.raises(ModelLoadError, match="rope_scaling: original_max_position_embeddings"):
+            ModelConfig.from_dict(PHI3 | beside | {"rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic"])
+def test_scalings_that_phi3_does_not_have(kind: str) -> None:
+    """Guards against a scaling that Transformers refuses here, or takes for longrope ("yarn")."""
+    with pytest.raises(ModelLoadError, match="rope_scaling"):
+        ModelConfig.from_dict(PHI3 | {"rope_scaling": {"type": kind, "factor": 2.0}})
+
+
+def test_keys_of_phi4_mini() -> None:
+    """Guards against refusing a published file for two keys that change nothing, and against ignoring them where they
+    say something."""
+    same = ModelConfig.from_dict(PHI3 | {"full_attn_mod": 1, "interpolate_factor": 1})
+    assert same == ModelConfig.from_dict(PHI3)
+    with pytest.raises(ModelLoadError, match="interpolate_factor"):
+        ModelConfig.from_dict(PHI3 | {"interpolate_factor": 2})
+
+
+def test_rotary_keys_beside_those_of_each_kind_of_layer() -> None:
+    """Guards against refusing a null, and against a base or scaling that is read by nobody."""
+    both = {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
+    gemma3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_key_value_heads": 4}
+    fields = LLAMA | gemma3 | {"rope_parameters": both}
+    assert ModelConfig.from_dict(fields | {"rope_scaling": None}) == ModelConfig.from_dict(fields)
+    for key, value in (("rope_theta", 1e5), ("rope_local_base_freq", 1e5), ("rope_scaling", {"rope_type": "default"})):
+        with pytest.raises(ModelLoadError, match=f"{key} = .* beside rope_parameters"):
+            ModelConfig.from_dict(fields | {key: value})
+
+
 def test_cache_groups() -> None:
     """Guards against a group order that depends on the window instead of the first layer."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]

@@ -5,12 +5,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from penstock.check.pairs import their_values
 from penstock.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM, Comparison, Place
-from penstock.kernels.ops import TensorRows
 from penstock.layers.attention import Attention
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.models.param_table import Parameter
-from penstock.weights.layouts import parameter_rows
 from penstock.weights.loader import open_source, read_parameters
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # what modules of Transformers call it
@@ -46,24 +45,13 @@ def _changed_weights(found: Comparison, layer: str) -> str | None:
     source = open_source(ours.directory, ours.config, "auto")
     state = found.twin.model.state_dict()
     for name, parameter in parameters.items():
-        theirs = _their_values(parameters[parameter.tied_to or name], state)
+        theirs = their_values(parameters[parameter.tied_to or name], state)
         if not name.startswith(f"{layer}.") or theirs is None:
             continue
         difference = (source.rows(parameter).read(0, parameter.shape[0]).float() - theirs).abs()
         if bool((difference > LAYER_TOLERANCE * theirs.abs().max()).any()):
             count = f"{int((difference > 0).sum()):,} of {difference.numel():,} differ, by up to {difference.max():.3g}"
             return f"{_source_of(parameter, difference)} has other values there ({count})"
-    return None
-
-
-def _their_values(parameter: Parameter, state: dict[str, Tensor]) -> Tensor | None:
-    """A parameter as their model has it in memory, laid out as ours; None where it is not there under a known name."""
-    for layout in parameter.layouts:
-        if all(name in state for name in layout.sources):
-            rows = parameter_rows(
-                layout, lambda name, index: TensorRows(state[name] if index is None else state[name][index])
-            )
-            return rows.read(0, rows.shape[0]).float() if rows.shape == parameter.shape else None
     return None
 
 

@@ -14,7 +14,9 @@ from itertools import accumulate, takewhile
 import torch
 from torch import Tensor, nn
 
+from penstock.kernels.ops import TensorRows
 from penstock.models.param_table import Layout, Parameter
+from penstock.weights.layouts import parameter_rows
 
 BLOCK = re.compile(r"(.*?\.\d+)\.")  # the block that a layer is in, by the first number in its name
 WEIGHT = ".weight"
@@ -60,11 +62,13 @@ class Pairs:
         pieces: for each of our layers with parameters that has a counterpart.
         blocks: our decoder blocks -> theirs.
         branches: our modules whose parameters have no module of their own (experts) -> theirs.
+        experts: the same modules of ours -> those parameters.
     """
 
     pieces: dict[str, tuple[Piece, ...]]
     blocks: dict[str, str]
     branches: dict[str, str]
+    experts: dict[str, list[Parameter]]
 
 
 def find_pairs(parameters: Mapping[str, Parameter], ours: nn.Module, theirs: nn.Module) -> Pairs:
@@ -83,7 +87,20 @@ def find_pairs(parameters: Mapping[str, Parameter], ours: nn.Module, theirs: nn.
         elif layer.count("."):
             lost.append(parameter)
     blocks = _blocks(pieces)
-    return Pairs(pieces, blocks, _branches(lost, pieces, blocks, our_modules, their_modules))
+    branches = _branches(lost, pieces, blocks, our_modules, their_modules)
+    experts = {branch: [item for item in lost if item.name.startswith(f"{branch}.")] for branch in branches}
+    return Pairs(pieces, blocks, branches, experts)
+
+
+def their_values(parameter: Parameter, state: Mapping[str, Tensor]) -> Tensor | None:
+    """A parameter as their model has it in memory, laid out as ours; None where it is not there under a known name."""
+    for layout in parameter.layouts:
+        if all(name in state for name in layout.sources):
+            rows = parameter_rows(
+                layout, lambda name, index: TensorRows(state[name] if index is None else state[name][index])
+            )
+            return rows.read(0, rows.shape[0]).float() if rows.shape == parameter.shape else None
+    return None
 
 
 def _pieces(layer: str, parameter: Parameter, modules: Mapping[str, nn.Module]) -> tuple[Piece, ...]:

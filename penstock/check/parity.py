@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.check.ours import OurModel, weight_layers
-from penstock.check.pairs import BLOCK, Pairs, Piece, find_pairs
+from penstock.check.pairs import BLOCK, Pairs, Piece, find_pairs, their_values
 from penstock.check.report import Row
 from penstock.check.trace import Call, Trace
 from penstock.check.twin import Twin
@@ -20,14 +20,14 @@ from penstock.layers.attention import Attention
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import ActivatedLinear, GatedLinear, Linear
 from penstock.layers.lm_head import LMHead
-from penstock.weights.loader import read_parameters
+from penstock.weights.loader import ParameterSource, open_source, read_parameters
 
 # Bounds of the relative error (RMS). Two orders of summing in float32 differ by about 1e-7 a product; such roundings
 # add up like a random walk along the blocks. A wrong weight, epsilon or angle is far beyond.
 LAYER_TOLERANCE = 1e-5
 LOGPROB_TOLERANCE = 1e-4  # absolute, the project's bound for every family in float32
 ATTENTION, ACTIVATION, STREAM = "attention (rotary, mask, scale)", "activation", "residual stream"
-LOGPROBS, TABLE = "log-probabilities", "(all rows)"
+LOGPROBS, TABLE, EXPERTS = "log-probabilities", "(all rows)", "(weights of all experts)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +81,8 @@ def compare(ours: OurModel, twin: Twin, ids: list[int]) -> Comparison:
     our_trace, our_logits = ours.run(ids)
     their_trace, their_logits = twin.run(ids)
     pairs = find_pairs(read_parameters(ours.config), ours.model, twin.model)
-    walk = _Walk(ours.model, twin.model, pairs, their_trace, len(ids))
+    source = open_source(ours.directory, ours.config, "auto")
+    walk = _Walk(ours.model, twin.model, pairs, their_trace, len(ids), source)
     places = tuple(walk.places(our_trace))
     found = errors(our_logits.cpu().log_softmax(dim=-1), their_logits.log_softmax(dim=-1))
     last = Row(None, LOGPROBS, "logits", *found, LOGPROB_TOLERANCE, absolute=True)
@@ -125,6 +126,7 @@ class _Walk:
     pairs: Pairs
     theirs: Trace
     tokens: int
+    source: ParameterSource
 
     def places(self, trace: Trace) -> Iterator[Place]:
         layers, modules = weight_layers(self.model), dict(self.model.named_modules())
@@ -141,6 +143,7 @@ class _Walk:
                 yield from self._output(call, layer)
             elif call.name in self.pairs.branches:
                 yield from self._between(call.name, "", self.pairs.branches[call.name], call.outputs)
+                yield from self._experts(call.name)
             elif call.name in self.pairs.blocks:
                 yield from self._between(call.name, STREAM, self.pairs.blocks[call.name], call.outputs)
 
@@ -183,6 +186,21 @@ class _Walk:
         if their_call is not None and their_call.outputs:
             ours = sum((self._rows(tensor) for tensor in outputs[1:]), self._rows(outputs[0]))
             yield Place(name, what, "", module, ours, self._rows(their_call.outputs[0]))
+
+    def _experts(self, branch: str) -> Iterator[Place]:
+        """The weights of all experts, as one place: of the one that differs most. The prompt reaches only some."""
+        state, worst = self.twin.state_dict(), -1.0
+        place: Place | None = None
+        for parameter in self.pairs.experts[branch]:
+            theirs = their_values(parameter, state)
+            if theirs is None:
+                continue
+            ours = self.source.rows(parameter).read(0, parameter.shape[0]).float()
+            error = errors(ours, theirs)[1]
+            if error > worst:
+                worst, place = error, Place(branch, EXPERTS, "", self.pairs.branches[branch], ours, theirs)
+        if place is not None:
+            yield place
 
     def _their_output(self, piece: Piece) -> Tensor | None:
         call = self.theirs.of(piece.module)

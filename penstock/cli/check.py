@@ -73,6 +73,8 @@ def _print_report(report: "Report") -> None:
     console.print(_layers(report))
     if report.proofs:
         console.print(_proofs(report))
+    for remark in report.remarks:
+        console.print(remark)
     console.print(_verdict(report))
 
 

@@ -129,6 +129,9 @@ def two_bases(read: ConfigReader, max_position_embeddings: int) -> Numbers:
         local_theta = read.number("rope_local_base_freq", 1.001, MAX_SIZE, LOCAL_THETA)
         plain = RopeConfig(theta=local_theta, original_max_position_embeddings=max_position_embeddings)
         return {"rope": read_rope(read, max_position_embeddings, GLOBAL_THETA), "local_rope": plain}
+    for key in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
+        if read.has(key):
+            raise read.fail(key, "null beside rope_parameters, or absent")
     ropes = {}
     for field, kind, theta in (
         ("rope", "full_attention", GLOBAL_THETA),

@@ -27,18 +27,25 @@ def gated_decoder(
     head_dim: int | None = None,
     theta: float = 10000.0,
     partial_rotary: float | None = None,
+    original_context: int | None = None,
     tied: bool = False,
 ) -> Numbers:
     """What all of them share: sizes, RMS norms, a gated activation, rotary embedding.
 
-    The keywords are what holds where the file is silent; partial_rotary is explained in read_rope.
+    The keywords are what holds where the file is silent; those of rotary embedding are explained in read_rope.
     """
     shape = decoder_shape(read, head_dim=head_dim)
     require_even_heads(read, shape["head_dim"])
     return shape | {
         "hidden_act": activation(read),
         "norm_eps": read.number("rms_norm_eps", 0.0, 1.0),
-        "rope": read_rope(read, shape["max_position_embeddings"], theta, partial_rotary=partial_rotary),
+        "rope": read_rope(
+            read,
+            shape["max_position_embeddings"],
+            theta,
+            partial_rotary=partial_rotary,
+            original_context=original_context,
+        ),
         "tie_word_embeddings": read.boolean("tie_word_embeddings", tied),
     }
 

@@ -194,7 +194,17 @@ class ParamTable:
 
     @classmethod
     def from_file(cls, path: Path) -> "ParamTable":
-        return cls.from_text(path.read_text(encoding="utf-8"), path.name)
+        """The table of a YAML file.
+
+        Raises:
+            ModelLoadError: it cannot be read, or is no table.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ModelLoadError(f"{path}: the parameter table cannot be read: {reason}") from None
+        return cls.from_text(text, path.name)
 
     @classmethod
     def for_architecture(cls, architecture: str) -> "ParamTable":

@@ -24,6 +24,7 @@ __all__ = ["MODELS", "CausalLM", "RegisteredModel", "lookup", "register", "versi
 
 CONVENTIONS = ("penstock", "jetstream")
 DEFAULT_VERSION = "default"
+BUILT_IN = "penstock.models"
 
 ModelClass = TypeVar("ModelClass", bound=type[nn.Module])
 
@@ -79,10 +80,13 @@ def register(
         raise fail("version", version, "a word, and not auto")
 
     def decorate(model_class: ModelClass) -> ModelClass:
-        entry = RegisteredModel(model_class, Path(inspect.getfile(model_class)).parent / table, convention)
+        file = inspect.getfile(model_class)
+        entry = RegisteredModel(model_class, Path(file).parent / table, convention)
         for name in architectures:
+            if not model_class.__module__.startswith(f"{BUILT_IN}."):
+                _import_built_in(name)  # it has the name first, whoever is asked for first
             known = MODELS.get((name, version))
-            if known is not None and known.model_class.__qualname__ != model_class.__qualname__:
+            if known is not None and _place(known.model_class) != _place(model_class):
                 raise InvalidRequestError(f"{name} is already registered by {known.model_class.__qualname__}")
             if name not in known_architectures():
                 read = find_architecture(config).read if isinstance(config, str) else config
@@ -91,6 +95,22 @@ def register(
         return model_class
 
     return decorate
+
+
+def _place(model_class: type[nn.Module]) -> tuple[str, str]:
+    """The same for a class whose file is imported again."""
+    return model_class.__qualname__, inspect.getfile(model_class)
+
+
+def _import_built_in(architecture: str) -> None:
+    """Import what Penstock itself has for an architecture, if anything: the family, and its versions."""
+    if architecture not in known_architectures():
+        return
+    family = find_architecture(architecture).family
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        is_version = module.name.startswith(f"{family}_") and not module.name.endswith("_config")
+        if module.name == family or is_version:
+            importlib.import_module(f"{BUILT_IN}.{module.name}")
 
 
 def lookup(architecture: str, version: str = "auto") -> RegisteredModel:
@@ -102,11 +122,11 @@ def lookup(architecture: str, version: str = "auto") -> RegisteredModel:
         ModelLoadError: nobody has registered it; the message names the nearest one.
         InvalidRequestError: it has no such version; the message names those that it has.
     """
-    if version in ("auto", DEFAULT_VERSION):
-        if (architecture, DEFAULT_VERSION) not in MODELS:
-            importlib.import_module(f"penstock.models.{find_architecture(architecture).family}")
-        return MODELS[architecture, DEFAULT_VERSION]
-    check_choice("model_impl", version, ["auto", *versions(architecture)])
+    if version == "auto":
+        version = DEFAULT_VERSION
+    if (architecture, version) not in MODELS:
+        found = versions(architecture)
+        check_choice("model_impl", version, ["auto", *found] if DEFAULT_VERSION in found else found)
     return MODELS[architecture, version]
 
 
@@ -118,10 +138,7 @@ def versions(architecture: str) -> list[str]:
     Raises:
         ModelLoadError: nobody has registered the architecture.
     """
-    lookup(architecture)
-    start = f"{find_architecture(architecture).family}_"
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name.startswith(start) and not module.name.endswith("_config"):
-            importlib.import_module(f"penstock.models.{module.name}")
+    find_architecture(architecture)
+    _import_built_in(architecture)
     found = [version for name, version in MODELS if name == architecture]
     return sorted(found, key=lambda version: (version != DEFAULT_VERSION, version))

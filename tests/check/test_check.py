@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from penstock import build
+from penstock import build, certificate
 from penstock.build import build_engine
 from penstock.certificate import Basis, find_basis, read_certificate
 from penstock.check.run import Options, check_model
@@ -20,6 +20,7 @@ from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.weights.safetensors import fingerprint
+from tests.families.case import all_cases
 from tests.hf_models import MAKERS
 from tests.kernels.packed import levels
 from tests.server.fakes import FakeEngineClient
@@ -86,6 +87,29 @@ def test_what_was_changed_is_named(family: str, tmp_path: Path, capsys: pytest.C
     assert "model.layers.1.mlp.up_proj.weight has other values there (1 of" in report["cause"]
 
 
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "sliding_window", "query_pre_attn_scalar"])
+def test_a_model_with_one_attention_only(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against bad input (2) in place of a difference (1) where Transformers has no second attention to ask."""
+    _, directory = next(case for case in all_cases() if case.name == "gemma2").make(tmp_path)
+    copy = edited(directory, lambda c: c.update({key: c[key] * 3 // 2}))
+    code, report = check(capsys, str(directory), "--against", str(copy))
+    assert (code, report["passed"]) == (1, False)
+    assert report["first_difference"]["name"] == "model.layers.0.self_attn attention (rotary, mask, scale)"
+
+
+def test_what_the_prompt_does_not_reach_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a window that seems to be proved by a prompt shorter than it."""
+    _, directory = MAKERS["mistral"](tmp_path, sliding_window=100)
+    copy = edited(directory, lambda c: c.update(sliding_window=90))
+    code, report = check(capsys, str(directory), "--against", str(copy))
+    assert (code, len(report["remarks"])) == (0, 1)
+    assert "windows of 100 tokens" in report["remarks"][0]
+    assert main(["check", str(directory), "--against", str(copy), "--kernels", KERNELS]) == 0
+    assert "windows of 100 tokens" in capsys.readouterr().out
+    code, report = check(capsys, str(directory), "--against", str(copy), "--prompt-len", "120")
+    assert (code, report["remarks"]) == (1, [])
+
+
 def info_certificate(directory: Path) -> dict[str, Any] | None:
     options = {"model": str(directory), "kernels": "reference", "max_model_len": 32, "max_num_seqs": 1}
     return build_engine(EngineConfig.from_options(**options)).info.certificate
@@ -147,6 +171,15 @@ def test_the_basis_is_table_code_numerics_and_config(tmp_path: Path) -> None:
         ids.add(basis().id)
     assert len(ids) == 5
     assert read_certificate(basis()) is None
+
+
+def test_readers_of_config_json_that_others_borrow_from_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a certificate of Mixtral that outlives a change of llama_config.py, whose rules it follows."""
+    hashed: list[Path] = []
+    monkeypatch.setattr(certificate, "_hash_files", lambda files: hashed.extend(files) or "")
+    find_basis("MixtralForCausalLM", Path("model.py"), Path("table.yaml"), Path("config.json"), 1)
+    names = {file.name for file in hashed}
+    assert {"mixtral_config.py", "llama_config.py", "config_rules.py", "config_reader.py", "rope_config.py"} <= names
 
 
 def test_models_show_the_certificate() -> None:

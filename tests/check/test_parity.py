@@ -80,6 +80,22 @@ def held(parameter: Parameter, state: dict[str, torch.Tensor]) -> str:
     )
 
 
+def test_experts_that_no_token_reaches_are_compared(tmp_path: Path) -> None:
+    """Guards against a check that passes though an expert has other weights: a prompt goes through some of them."""
+    case = next(case for case in all_cases() if case.name == "qwen3-moe-many-experts")
+    ours, twin = load(case, tmp_path)
+    state = twin.model.state_dict()
+    stacked = state["model.layers.1.mlp.experts.down_proj"]
+    named = set()
+    for expert in range(0, len(stacked), 3):
+        stacked[expert, 1, 2] += 0.5
+        found = compare(ours, twin, IDS)
+        named.add(first(found))
+        assert f"model.layers.1.mlp.experts.{expert}.down_proj.weight has other values" in (find_cause(found) or "")
+        stacked[expert, 1, 2] -= 0.5
+    assert named == {"model.layers.1.mlp", "model.layers.1.mlp (weights of all experts)"}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_changed_epsilon_is_named(case: Case, tmp_path: Path) -> None:
     """Guards against an epsilon that nobody sees, because the prompt's activations are large."""

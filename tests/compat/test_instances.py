@@ -79,6 +79,8 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     """Guards against a traceback from the middle of loading."""
     with pytest.raises(ModelLoadError, match="an object of type dict is not supported"):
         LLM(model={})
+    with pytest.raises(InvalidRequestError, match="model: None is not allowed"):
+        LLM(model=None)
     with pytest.raises(ModelLoadError, match="an encoder"):
         LLM(model=BertForMaskedLM(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)))
     model, _ = make_llama(tmp_path)

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from penstock.architecture import ARCHITECTURES
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.model_config import ModelConfig
 from penstock.models import registry
+from penstock.user_files import import_files
 from tests.hf_models import hf_logprobs, make_llama, random_ids
 from tests.paged import PagedModel
 
@@ -27,6 +30,7 @@ class HouseForCausalLM(LlamaForCausalLM):
 @pytest.mark.covers("J16")
 def test_a_users_own_file_registers_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a list of models that only our own code can extend."""
+    registry.versions("LlamaForCausalLM")  # or its modules would register for this test only
     monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
     hf_model, directory = make_llama(tmp_path)
     config_file = directory / "config.json"
@@ -68,3 +72,61 @@ def test_one_architecture_has_one_class() -> None:
 
     with pytest.raises(ModelLoadError, match="nearest: Llama"):
         registry.lookup("LamaForCausalLM")
+
+
+TWICE = """
+from penstock import register_model
+from torch import nn
+
+@register_model("{name}", table="none.yaml", config="LlamaForCausalLM", version="{version}")
+class {own}(nn.Module):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "own"),
+    [
+        ("GPT2LMHeadModel", "default", "Mine"),
+        ("GPT2LMHeadModel", "default", "GPT2LMHeadModel"),  # called as ours is
+        ("LlamaForCausalLM", "plain", "Mine"),
+    ],
+)
+def test_a_name_of_ours_is_taken_before_its_module_is_imported(
+    name: str, version: str, own: str, tmp_path: Path
+) -> None:
+    """Guards against a user's file that silently takes the place of a built-in model which nobody has asked for yet,
+    and breaks its relatives later. A process of its own, because here all are imported."""
+    file = tmp_path / "twice.py"
+    file.write_text(TWICE.format(name=name, version=version, own=own))
+    code = f"from penstock.user_files import import_files; import_files([{str(file)!r}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"{file}:5: {name} is already registered by" in done.stderr
+
+
+def test_two_files_with_a_class_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against the second of two files that silently wins, because both call their class alike; and against a
+    traceback where the table is missing, or where only another version is registered."""
+    registry.versions("LlamaForCausalLM")  # or its modules would register for this test only
+    monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
+    files = [tmp_path / "one.py", tmp_path / "two.py"]
+    try:
+        for file in files:
+            file.write_text(TWICE.format(name="TwiceForCausalLM", version="mine", own="Twice"))
+        import_files([str(files[0])])
+        import_files([str(files[0])])
+        with pytest.raises(InvalidRequestError, match="TwiceForCausalLM is already registered by Twice"):
+            import_files([str(files[1])])
+        with pytest.raises(InvalidRequestError, match=r"model_impl: .*mine"):
+            registry.lookup("TwiceForCausalLM")
+        with pytest.raises(ModelLoadError, match=r"none\.yaml: the parameter table cannot be read"):
+            registry.lookup("TwiceForCausalLM", "mine").read_table()
+    finally:
+        ARCHITECTURES.pop("TwiceForCausalLM", None)
+
+
+def test_a_file_that_ends_the_process_is_an_error(tmp_path: Path) -> None:
+    """Guards against a script without a guard of its main part, which would end a server without a word."""
+    (tmp_path / "script.py").write_text("import sys\n\nsys.exit(0)\n")
+    with pytest.raises(InvalidRequestError, match=r"script\.py:3: SystemExit"):
+        import_files([str(tmp_path / "script.py")])

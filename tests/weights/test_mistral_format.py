@@ -163,9 +163,28 @@ def test_what_params_json_leaves_open() -> None:
     assert (sparse["architectures"], sparse["num_local_experts"]) == (["MixtralForCausalLM"], 8)
 
 
+def test_windows_of_some_layers() -> None:
+    """Guards against Ministral's `_sliding_window`, passed over as bookkeeping, and against a list of windows."""
+    silent = {key: value for key, value in PARAMS.items() if key != "sliding_window"} | {"n_layers": 6}
+    by_layer = ModelConfig.from_dict(config_of(silent | {"_sliding_window": [None, 9, 9]}))
+    assert (by_layer.architecture, by_layer.layer_windows) == ("MinistralForCausalLM", (None, 9, 9) * 2)
+    for key, value in (("_sliding_window", 9), ("sliding_window", [9, 9])):
+        alike = ModelConfig.from_dict(config_of(silent | {key: value}))
+        assert (alike.architecture, alike.layer_windows) == ("MistralForCausalLM", (9,) * 6)
+    assert config_of(silent | {"_sliding_window": None})["sliding_window"] is None
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"_sliding_window": 8}, r"params.json: _sliding_window = 8 is not allowed; it must be null beside"),
+        ({"sliding_window": [None, 8, 8]}, r"params.json: sliding_window = .* is not allowed"),  # of two layers
+        ({"sliding_window": [4, 8]}, r"params.json: sliding_window = .* is not allowed"),
+        ({"sliding_window": [None, None]}, r"params.json: sliding_window = .* is not allowed"),
+        ({"sliding_window": []}, r"params.json: sliding_window = .* is not allowed"),
+        ({"sliding_window": [None, True]}, r"params.json: sliding_window = .* is not allowed"),
+        ({"sliding_window": [None, [8]]}, r"params.json: sliding_window = .* is not allowed"),
+        ({"sliding_window": [None, 8], "moe": {"num_experts": 8, "num_experts_per_tok": 2}}, r"params.json: moe = "),
         ({"dim": "4096"}, r"params.json: dim = '4096' is not allowed"),
         ({"n_kv_heads": None}, r"params.json: n_kv_heads"),
         ({"lora": {"rank": 64}}, r"params.json: lora = .* is unknown"),
