@@ -16,7 +16,6 @@ from typing import Any
 
 from penstock.config_reader import ConfigReader
 from penstock.errors import ModelLoadError
-from penstock.validation import shown
 
 Numbers = dict[str, Any]  # fields of ModelConfig
 ReadNumbers = Callable[[ConfigReader], Numbers]
@@ -30,8 +29,9 @@ FOREIGN: dict[str, str] = {
     r"^(T5|MT5|Bart|MBart|Pegasus|Marian|Whisper|Speech2Text)": "an encoder-decoder: it needs a cache of another kind",
     r"Mamba|Rwkv|RecurrentGemma|Jamba|Zamba": "a recurrent model: its state is no cache of keys and values",
     r"ForConditionalGeneration$|Vision|LlavaFor|Audio": "a model of more than text",
-    r"Model$": "a model without a language-model head",
+    r"(?<!LMHead)Model$": "a model without a language-model head",
 }
+MAX_NAME = 80  # characters of a name that an error repeats
 WHAT_IS_SERVED = "only autoregressive decoders with a cache of keys and values are served"
 
 
@@ -88,9 +88,10 @@ def find_architecture(name: str) -> Architecture:
     if name not in known:
         reason = why_foreign(name)
         because = f" ({reason}; {WHAT_IS_SERVED})" if reason else ""
+        way_out = "" if reason else "; docs/adding_a_model.md tells how to add a decoder, --import FILE brings it"
         raise ModelLoadError(
-            f"config.json: architectures = {shown(name)} is not supported{because}; supported are "
-            f"{', '.join(sorted(known))} (nearest: {nearest(name, sorted(known))})"
+            f"config.json: architectures = {name[:MAX_NAME]!r} is not supported{because}; supported are "
+            f"{', '.join(sorted(known))} (nearest: {nearest(name, sorted(known))}){way_out}"
         )
     return known[name]
 

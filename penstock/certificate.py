@@ -2,7 +2,8 @@
 
 A file of the user's cache directory, named by a hash of all that the proof rests on: the parameter table, the code
 that computes the model, the numerics version and config.json. Change any of them and it is no longer found, so it
-cannot be stale. It says of itself which weights, kernels and types were checked.
+cannot be stale. It says of itself which weights, kernels and types were checked. What was proved of random weights has
+a file of its own, and is found where nothing was proved of real ones.
 """
 
 import hashlib
@@ -91,15 +92,16 @@ def find_basis(architecture: str, model_file: Path, table_file: Path, config_fil
     return Basis(_hash_files([table_file]), _hash_files(code), numerics, _hash_files([config_file]))
 
 
-def certificate_file(certificate_id: str) -> Path:
-    """Where the certificate of that id is kept: $XDG_CACHE_HOME, or ~/.cache."""
+def certificate_file(certificate_id: str, weights: str) -> Path:
+    """Where the certificate of that id for such weights is kept: $XDG_CACHE_HOME, or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "penstock" / "certificates" / f"{certificate_id}.json"
+    name = f"{certificate_id}-tiny.json" if weights == RANDOM_TINY else f"{certificate_id}.json"
+    return Path(base) / "penstock" / "certificates" / name
 
 
 def write_certificate(certificate: Certificate) -> Path:
     """Keep it; one of the same id is replaced as a whole."""
-    file = certificate_file(certificate.id)
+    file = certificate_file(certificate.id, certificate.weights)
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(f".{os.getpid()}")
     beside.write_text(json.dumps(asdict(certificate), indent=2) + "\n", encoding="utf-8")
@@ -107,15 +109,20 @@ def write_certificate(certificate: Certificate) -> Path:
     return file
 
 
-def remove_certificate(certificate_id: str) -> None:
-    """What it said has been disproved."""
-    certificate_file(certificate_id).unlink(missing_ok=True)
+def remove_certificate(certificate_id: str, weights: str) -> None:
+    """What it said of such weights has been disproved."""
+    certificate_file(certificate_id, weights).unlink(missing_ok=True)
 
 
 def read_certificate(basis: Basis) -> dict[str, Any] | None:
-    """The certificate for this basis; None where there is none, or one that is damaged."""
+    """The certificate for this basis, rather of real weights; None where there is none, or one that is damaged."""
+    files = (certificate_file(basis.id, weights) for weights in ("", RANDOM_TINY))
+    return next((found for file in files if (found := _read_file(file, basis)) is not None), None)
+
+
+def _read_file(file: Path, basis: Basis) -> dict[str, Any] | None:
     try:
-        found = json.loads(certificate_file(basis.id).read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     expected = {"id": basis.id, **asdict(basis)}

@@ -123,7 +123,8 @@ class ConfigReader:
             key = unknown[0]
             raise ModelLoadError(
                 f"{self.where}: {key} = {shown(self._values[key])} is unknown, and it may change what the model "
-                f"computes; remove it if it does not (unknown keys: {', '.join(unknown)})"
+                f"computes; remove it if it does not (unknown keys: {', '.join(unknown)}). In a family of your own, "
+                f"read it, or name it in harmless()"
             )
 
     def _value_or(self, key: str, default: Any) -> Any:

@@ -7,12 +7,12 @@ weights and no architecture: what a file of one means is told by its family (arc
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from penstock import params_json
-from penstock.architecture import WHAT_IS_SERVED, Architecture, find_architecture, known_architectures
+from penstock.architecture import WHAT_IS_SERVED, Architecture, find_architecture, known_architectures, nearest
 from penstock.config_reader import ConfigReader
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.generation_config import read_ignored, read_sampling
@@ -20,6 +20,7 @@ from penstock.rope_config import RopeConfig
 from penstock.validation import shown
 
 CONFIG = "config.json"
+PIPELINE = "model_index.json"  # what a diffusion pipeline has in place of config.json
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Keys of Transformers that say nothing about the mathematics of a forward pass.
@@ -145,6 +146,7 @@ class ModelConfig:
         read.neutral(NEUTRAL)
         model_type = read.raw("model_type") or architecture.model_type or ""
         numbers = architecture.read(read)
+        _check_fields(name, numbers)
         vocab_size = numbers["vocab_size"]
         result = cls(
             architecture=name,
@@ -205,7 +207,22 @@ def load_config(directory: Path) -> dict[str, Any]:
             return params_json.config_of(_load_json(params))
         except ModelLoadError as error:
             raise ModelLoadError(f"{directory}: {error}") from None
+    if (directory / PIPELINE).is_file() and not config.exists():
+        raise ModelLoadError(f"{directory}: {PIPELINE} makes it a diffusion pipeline; {WHAT_IS_SERVED}")
     return _load_json(config)
+
+
+def _check_fields(architecture: str, numbers: dict[str, Any]) -> None:
+    """
+    Raises:
+        ModelLoadError: the function that reads this architecture's file returns something that is no field.
+    """
+    known = {item.name for item in fields(ModelConfig)}
+    for name in numbers.keys() - known:
+        raise ModelLoadError(
+            f"{architecture}: its config function returns {name!r}, which is no field of ModelConfig (is "
+            f"{nearest(name, sorted(known))} meant? numbers of its own go into `extra`)"
+        )
 
 
 def _load_json(path: Path) -> dict[str, Any]:

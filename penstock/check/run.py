@@ -155,6 +155,7 @@ def _compared(subject: Subject, announce: Announce) -> Report:
     needed = 4 * num_elements(read_parameters(subject.config).values())
     check_memory({"float32 weights of Transformers' model": needed}, free_memory_bytes())
     theirs = directory if other is None else resolve_model(other)
+    _check_same_architecture(subject.config, ModelConfig.from_directory(theirs))
     prompt = subject.prompt
     ours = OurModel.load(directory, dtype="float32", kernels=subject.kernels, tokens=len(prompt))
     found = compare(ours, Twin.load(theirs), prompt)
@@ -163,6 +164,16 @@ def _compared(subject: Subject, announce: Announce) -> Report:
         found = found if differs_in_attention(again) else again
     against = f"Transformers {transformers().__version__} ({found.twin.attention})"
     return subject.report(against + ("" if other is None else f" with {other}"), found.rows, find_cause(found))
+
+
+def _check_same_architecture(ours: ModelConfig, theirs: ModelConfig) -> None:
+    """
+    Raises:
+        InvalidRequestError: two kinds of models have nothing that could be compared.
+    """
+    if theirs.architecture != ours.architecture:
+        text = f"against: it holds a {theirs.architecture}; it must be a {ours.architecture}, as the model is"
+        raise InvalidRequestError(text, param="against")
 
 
 def _other_twin(directory: Path) -> Twin | None:
@@ -182,7 +193,7 @@ def _certified(report: Report, subject: Subject) -> Report:
     architecture = subject.config.architecture
     basis = find_basis(architecture, file, model.table_file, subject.target.config_file, NUMERICS_VERSION)
     if not report.passed:
-        remove_certificate(basis.id)
+        remove_certificate(basis.id, subject.target.weights)
         return report
     layers = [row.relative_error for row in report.rows if not row.absolute]
     logprobs = next(row.max_error for row in report.rows if row.name == LOGPROBS)

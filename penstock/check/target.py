@@ -1,16 +1,17 @@
 """What is checked: a checkpoint, or a tiny random model made after a config."""
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.architecture import known_architectures
+from penstock.architecture import find_architecture, known_architectures
 from penstock.certificate import RANDOM_TINY
 from penstock.check.tiny import make_tiny
 from penstock.check.twin import find_class, one_line, read_config
 from penstock.errors import ModelLoadError
 from penstock.weights.hub import resolve_model
-from penstock.weights.safetensors import INDEX, PACKED, SINGLE, fingerprint
+from penstock.weights.safetensors import INDEX, PACKED, SINGLE, find_files, fingerprint
 
 CONFIG = "config.json"
 
@@ -51,12 +52,16 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
         (scratch / "given").mkdir()
         shutil.copyfile(named, scratch / "given" / CONFIG)
         return Target(_make(scratch / "given", scratch), RANDOM_TINY, named)
+    if not named.exists() and re.fullmatch(r"\w+(For[A-Z]\w+|LMHeadModel)", model):
+        find_architecture(model)  # says why it is none of those that are served, and which one is meant
     directory = resolve_model(model)
     if not tiny and (directory / PACKED).is_file():
         raise ModelLoadError(
             f"{directory}: its weights are packed, and Transformers cannot read them; check the checkpoint that they "
             f"were made from, or use --tiny"
         )
+    if not tiny and any(directory.glob("*.bin")):
+        find_files(directory)  # refuses a pickle; random weights in its place would prove nothing about it
     if tiny or not any((directory / name).is_file() for name in (SINGLE, INDEX)):
         return Target(_make(directory, scratch), RANDOM_TINY, directory / CONFIG)
     return Target(directory, fingerprint(directory), directory / CONFIG)

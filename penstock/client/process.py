@@ -261,6 +261,7 @@ class ProcessClient:
         self._end_open(
             EngineDeadError(f"the engine process died (exit code {code}); send the request again in a moment")
         )
+        LOGGER.warning("the engine process died (exit code %s); requests that were open have failed", code)
         self._stats = EngineStats()
         now = time.monotonic()
         self._deaths.append(now)
@@ -276,6 +277,7 @@ class ProcessClient:
         if not self._closing:
             self._restarts += 1
             self._epoch += 1
+            LOGGER.warning("starting the engine process again, for the %d. time", self._restarts)
             self._child = EngineChild()
 
     async def _serve_child(self) -> None:

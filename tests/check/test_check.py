@@ -155,6 +155,28 @@ def test_the_certificate_comes_and_goes(
     assert info_certificate(directory) is None
 
 
+def test_random_weights_do_not_stand_for_real_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a proof of the real weights that a check of random ones replaces."""
+    _, directory = MAKERS["llama"](tmp_path)
+    for words, same in (["--tiny"], False), ([], True), (["--tiny"], True):
+        assert check(capsys, str(directory), *words)[0] == 0
+        assert (info_certificate(directory) or {})["same_weights"] is same
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a pickle that random weights pass for, a diagnosis of two kinds of models, and a name that is
+    taken for a directory only."""
+    _, directory = MAKERS["llama"](tmp_path)
+    other = MAKERS["mistral"](tmp_path)[1]
+    code, report = check(capsys, str(directory), "--against", str(other))
+    assert (code, "it holds a MistralForCausalLM" in report["said"]) == (2, True)
+    code, report = check(capsys, "LamaForCausalLM")
+    assert (code, "nearest: LlamaForCausalLM" in report["said"]) == (2, True)
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    code, report = check(capsys, str(directory))
+    assert (code, "pytorch_model.bin is a pickle" in report["said"]) == (2, True)
+
+
 def test_the_basis_is_table_code_numerics_and_config(tmp_path: Path) -> None:
     """Guards against a change that leaves the id as it was."""
     files = [tmp_path / name for name in ("model.py", "table.yaml", "config.json")]
@@ -218,7 +240,7 @@ def test_tiny_models_and_tables(tmp_path: Path, own_cache: Path, capsys: pytest.
     ("words", "message"),
     [
         (["/nowhere"], "there is no directory '/nowhere'"),
-        (["BertForMaskedLM"], "there is no directory 'BertForMaskedLM'"),
+        (["BertForMaskedLM"], "an encoder: it reads a text and does not continue one"),
         (["--dtype", "fp8"], "--dtype: 'fp8' is not allowed"),
         (["--kernels", "triton"], "--kernels: 'triton' is planned but not built yet"),
         (["--prompt-len", "3"], "--prompt-len: 3 is not allowed; it must be an integer from 8"),

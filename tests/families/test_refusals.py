@@ -72,6 +72,14 @@ def test_a_part_of_a_diffusion_model_is_refused_as_such(name: str, tmp_path: Pat
 
 
 @pytest.mark.covers("J5")
+def test_a_whole_pipeline_is_refused_as_such(tmp_path: Path) -> None:
+    """Guards against an error about config.json, which a pipeline's directory never has."""
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"model_index\.json makes it a diffusion pipeline.*only autoregressive"):
+        ModelConfig.from_directory(tmp_path)
+
+
+@pytest.mark.covers("J5")
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_misspelt_architecture_is_told_the_nearest(name: str) -> None:
     """Guards against a name that only the list of all would explain."""

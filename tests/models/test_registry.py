@@ -4,12 +4,13 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.architecture import ARCHITECTURES
+from penstock.architecture import ARCHITECTURES, find_architecture
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.model_config import ModelConfig
 from penstock.models import registry
@@ -130,3 +131,14 @@ def test_a_file_that_ends_the_process_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys\n\nsys.exit(0)\n")
     with pytest.raises(InvalidRequestError, match=r"script\.py:3: SystemExit"):
         import_files([str(tmp_path / "script.py")])
+
+
+def test_a_field_that_a_config_function_makes_up_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards against a traceback where an author has misspelt a field of ModelConfig."""
+    _, directory = make_llama(tmp_path)
+    theirs = find_architecture("LlamaForCausalLM")
+    misspelt = replace(theirs, read=lambda read: theirs.read(read) | {"norm_epss": 1e-5})
+    monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", misspelt)
+    message = r"LlamaForCausalLM: its config function returns 'norm_epss'.*norm_eps meant"
+    with pytest.raises(ModelLoadError, match=message):
+        ModelConfig.from_directory(directory)
