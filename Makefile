@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/python -m penstock.cli.demo
 
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check: $(VENV)/.installed-test
 	@$(BIN)/ruff format --check $(SOURCES)

@@ -6,27 +6,25 @@ import torch
 torch.set_num_threads(1)  # tiny products gain nothing from more, and lose a lot beside another busy process
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[COVERED] = {}
-
-
-COVERED: pytest.StashKey[dict[str, bool]] = pytest.StashKey()
+COVERS = "covers"
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
+    """Write a test's rows into its report, which also crosses from a worker process to the one that sums up."""
     outcome = yield
-    report = outcome.get_result()
-    if report.when != "call":
-        return
-    for marker in item.iter_markers("covers"):
-        for row in marker.args:
-            found = item.config.stash[COVERED]
-            found[row] = found.get(row, True) and report.passed
+    if call.when == "call":
+        rows = [row for marker in item.iter_markers(COVERS) for row in marker.args]
+        outcome.get_result().user_properties += [(COVERS, row) for row in rows]
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    found = config.stash[COVERED]
+def pytest_terminal_summary(terminalreporter):
+    """A row is proved where no test of it has failed."""
+    found: dict[str, bool] = {}
+    for kind in ("passed", "failed"):
+        for report in terminalreporter.stats.get(kind, []):
+            for row in [value for name, value in report.user_properties if name == COVERS]:
+                found[row] = found.get(row, True) and kind == "passed"
     if found:
         rows = sorted(found, key=lambda row: (row[0], int(row[1:])))
         terminalreporter.write_line("checklist rows proved: " + " ".join(row for row in rows if found[row]))

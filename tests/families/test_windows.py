@@ -46,13 +46,25 @@ def follow(
     return ids, logprobs, peaks
 
 
-@for_cases([case for case in all_cases() if (case.sliding_window or 0) > 1])
+WINDOWED = [case for case in all_cases() if (case.sliding_window or 0) > 1]
+
+
+@for_cases(WINDOWED)
 @pytest.mark.matrix("window")
 @pytest.mark.covers("M8")
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_ten_windows_take_the_memory_of_one(case: Case, made: Made, kernels: str) -> None:
+def test_ten_windows_take_the_memory_of_one(case: Case, made: Made) -> None:
     """Guards against blocks behind a window that stay, against a ring that is read where it was written over, and
     against layers that see with another layer's window: every log-probability is the model's own."""
+    follow_ten_windows(case, made, KERNELS[-1])
+
+
+@for_cases([case for case in WINDOWED if case.full])
+def test_ten_windows_with_the_reference(case: Case, made: Made) -> None:
+    """Guards against the same where there are no native kernels."""
+    follow_ten_windows(case, made, "reference")
+
+
+def follow_ten_windows(case: Case, made: Made, kernels: str) -> None:
     hf_model, directory = made
     window = case.sliding_window
     assert window is not None
