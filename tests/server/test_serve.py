@@ -69,7 +69,7 @@ def test_draining_refuses_new_requests() -> None:
     """Guards against a load balancer that keeps sending to a server that is about to end."""
     fake = FakeEngineClient(Behaviour(text="x" * 400, delay_s=0.02))
     body = {"prompt": "a", "max_tokens": 400, "stream": True}
-    with running(fake, dataclasses.replace(QUIET, drain_timeout_s=0.5)) as server, httpx.Client() as client:
+    with running(fake, dataclasses.replace(QUIET, drain_timeout_s=10.0)) as server, httpx.Client() as client:
         with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
