@@ -25,6 +25,7 @@ SHARED_CODE = (
     "models/*_config.py",
     "models/config_rules.py",
     "models/param_table.py",
+    "models/table_rows.py",
     "architecture.py",
     "config_reader.py",
     "model_config.py",

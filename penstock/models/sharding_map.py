@@ -16,7 +16,8 @@ from pathlib import Path
 import yaml
 
 from penstock.errors import ModelLoadError
-from penstock.models.param_table import Layout, Parameter, UniqueKeys
+from penstock.models.param_table import Layout, Parameter
+from penstock.models.table_rows import UniqueKeys
 from penstock.validation import shown
 
 MAX_LISTED = 8  # problems that an error lists

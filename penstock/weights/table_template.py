@@ -1,6 +1,6 @@
 """What `penstock table` prints: the parameter table of a model, or a template to start a new one from. No torch.
 
-Of a checkpoint only the headers are read. A line says what is in a table of models/param_table.py; its comment, which
+Of a checkpoint only the headers are read. A line says what is in a table of models/table_rows.py; its comment, which
 type and shape the tensor has.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 from penstock.architecture import known_architectures
 from penstock.errors import ModelLoadError
 from penstock.model_config import ModelConfig, has_config, load_config
-from penstock.models.param_table import Axis, Held, Parameter, ParamTable, Row, num_elements
+from penstock.models.param_table import Parameter, ParamTable, num_elements
+from penstock.models.table_rows import Axis, Held, Row
 from penstock.weights.safetensors import FLOATS, PACKED, Checkpoint, TensorEntry
 
 LINE = 120  # columns
@@ -171,7 +172,7 @@ def _unknown(directory: Path, config: dict[str, Any], name: Any) -> tuple[list[s
     head = [
         f"# {name or 'unknown architecture'}: a template, made of the names, types and shapes in the checkpoint.",
         "# The first * stands for the layer, a second one for the expert. Fill in the axis to shard (-1: none) and,",
-        "# where they hold, other fields of models/param_table.py: quant, leaves, unit, tied_to, pieces of an axis.",
+        "# where they hold, other fields of models/table_rows.py: quant, leaves, unit, tied_to, pieces of an axis.",
     ]
     sizes = size_words(config)
     patterns: dict[str, list[TensorEntry]] = {}

@@ -118,6 +118,7 @@ def check_error(truths: list[Truth], kernels: str, way: str) -> None:
 
 
 @pytest.mark.matrix("bfloat16")
+@pytest.mark.covers("F41")
 def test_bfloat16(truths: Callable[[str], list[Truth]]) -> None:
     """Guards against a value that is rounded twice. The same bfloat16 weights, computed in float32, are the truth."""
     check_error(truths("prefill"), KERNELS[-1], "prefill")
