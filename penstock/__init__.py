@@ -6,15 +6,16 @@
         print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)
 
 This is the whole public surface. Importing it is cheap: a name's module is loaded when the name is first used, and
-only `LLM` and `register_model` bring torch in.
+only `LLM` brings torch in.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.async_llm import AsyncLLM
     from penstock.config import EngineConfig
+    from penstock.entrypoints.async_llm import AsyncLLM
+    from penstock.entrypoints.llm import LLM
     from penstock.errors import (
         EngineDeadError,
         EngineError,
@@ -25,35 +26,34 @@ if TYPE_CHECKING:
         PenstockError,
         RequestFailedError,
     )
-    from penstock.llm import LLM
-    from penstock.logits_processors import register as register_logits_processor
-    from penstock.models.registry import register as register_model
-    from penstock.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
-    from penstock.sampling_params import RequestOutputKind, SamplingParams
+    from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+    from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+    from penstock.models.registry import register_model
+    from penstock.plugins.logits_processors import register_logits_processor
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncLLM": "async_llm",
-    "CompletionOutput": "outputs",
+    "AsyncLLM": "entrypoints.async_llm",
+    "CompletionOutput": "interface.outputs",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineError": "errors",
     "EngineOverloadedError": "errors",
-    "FinishReason": "outputs",
+    "FinishReason": "interface.outputs",
     "InvalidRequestError": "errors",
-    "LLM": "llm",
-    "Logprob": "outputs",
+    "LLM": "entrypoints.llm",
+    "Logprob": "interface.outputs",
     "ModelLoadError": "errors",
     "NotSupportedError": "errors",
     "PenstockError": "errors",
     "RequestFailedError": "errors",
-    "RequestOutput": "outputs",
-    "RequestOutputKind": "sampling_params",
-    "SamplingParams": "sampling_params",
+    "RequestOutput": "interface.outputs",
+    "RequestOutputKind": "interface.sampling_params",
+    "SamplingParams": "interface.sampling_params",
+    "register_logits_processor": "plugins.logits_processors",
+    "register_model": "models.registry",
 }
-
-_DECORATORS = {"register_logits_processor": "logits_processors", "register_model": "models.registry"}
 
 __all__ = [  # noqa: RUF022  (sorted by what a reader looks for, checked against _HOMES by a test)
     "LLM",
@@ -80,8 +80,6 @@ __all__ = [  # noqa: RUF022  (sorted by what a reader looks for, checked against
 
 
 def __getattr__(name: str) -> Any:
-    if name in _DECORATORS:
-        return importlib.import_module(f"penstock.{_DECORATORS[name]}").register
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     return getattr(importlib.import_module(f"penstock.{_HOMES[name]}"), name)

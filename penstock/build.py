@@ -16,24 +16,25 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from penstock.certificate import find_basis, read_certificate
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
-from penstock.engine.messages import ModelInfo
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
+from penstock.interface.messages import ModelInfo
+from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import NUMERICS_VERSION, Heads, KVScales, Ops
 from penstock.layers.causal_lm import CausalLM
 from penstock.layers.lm_head import HeadLayout
-from penstock.model_config import ModelConfig
-from penstock.models.registry import lookup
-from penstock.models.sharding_map import ShardingMap
+from penstock.models.certificate import find_basis, read_certificate
+from penstock.models.config_json import load_model_config
+from penstock.models.registry import find_model
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
+from penstock.plugins.user_files import files_fingerprint, import_files
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
-from penstock.sampling_params import SamplingParams
-from penstock.user_files import files_fingerprint, import_files
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.sharding_map import ShardingMap
 from penstock.weights import packed_info
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import InstanceWeights, ModelInstance
@@ -124,7 +125,7 @@ class _Directory:
 
 def _find(model: str) -> _Directory:
     directory = resolve_model(model)
-    return _Directory(ModelConfig.from_directory(directory), directory)
+    return _Directory(load_model_config(directory), directory)
 
 
 def _fingerprint(found: _Directory | ModelInstance) -> str:
@@ -213,7 +214,7 @@ def _certificate(model_config: ModelConfig, place: Path | InstanceWeights, weigh
     """What has been proved about this model, if anything; weights are told apart by their fingerprint."""
     if not isinstance(place, Path):  # a model object has no config.json that a proof could rest on
         return None
-    entry = lookup(model_config.architecture, model_config.model_impl)
+    entry = find_model(model_config.architecture, model_config.model_impl)
     try:
         file = Path(inspect.getfile(entry.model_class))
         config_file = place / "config.json"

@@ -15,7 +15,7 @@ from penstock.kernels.cpu.library import chosen_level, why_missing
 from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
 
 if TYPE_CHECKING:
-    from penstock.model_config import ModelConfig
+    from penstock.spec.model_config import ModelConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
 QUANTIZATIONS = (None, *SLICES)
@@ -98,7 +98,7 @@ class ParallelConfig:
     Attributes:
         lm_head_pieces: products that the LM head is computed in, each with its share of the vocabulary.
         pad_vocab_multiple: the LM head is filled up to a multiple of so many tokens, which are never sampled.
-        sharding_config: a file of weights and the axis of each that is split (models/sharding_map.py); None takes those
+        sharding_config: a file of weights and the axis of each that is split (spec/sharding_map.py); None takes those
             of the parameter table. It is held against the model also where nothing is split.
     """
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock.engine.engine import Engine
-from penstock.engine.messages import EngineOutput, EngineRequest
-from penstock.sampling_params import SamplingParams
+from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.sampling_params import SamplingParams
 from tests.hf_models import random_ids
 
 MAX_MODEL_LEN = 112

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from penstock.config import EngineConfig
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.kernels.ops import AttentionMetadata, Heads, KVScales
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.layers.context import ForwardContext
-from penstock.sampling_params import SamplingParams
-from penstock.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 
 POISON = -(10**6)  # what a slot holds before anything is stored there
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from penstock.engine.engine import Engine
-from penstock.engine.messages import EngineOutput, EngineRequest
-from penstock.sampling_params import SamplingParams
-from penstock.step import (
+from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import (
     CacheGroup,
     NewRequest,
     RequestStepOutput,

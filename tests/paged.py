@@ -16,7 +16,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.ops import AttentionMetadata, Heads
 from penstock.layers.context import ForwardContext
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
 from penstock.runner.graphs import ReplayedModel
 from penstock.weights.loader import load_model
@@ -46,7 +46,7 @@ class PagedModel:
         load_format: str = "auto",
         model_impl: str = "auto",
     ) -> None:
-        self.config = replace(ModelConfig.from_directory(directory), model_impl=model_impl)
+        self.config = replace(load_model_config(directory), model_impl=model_impl)
         self.ops = load_ops(kernels, DTYPES[dtype], threads=1 if kernels == "reference" else 2)
         self.model = load_model(directory, self.config, self.ops, load_format, scheme=scheme)
         if recorded:

@@ -17,11 +17,11 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from penstock import LLM, AsyncLLM, SamplingParams
-from penstock.architecture import ARCHITECTURES
 from penstock.cli.main import build_parser, main
 from penstock.demo import MODEL_DIR
 from penstock.models import registry
-from penstock.user_files import import_files
+from penstock.models.registry import ARCHITECTURES
+from penstock.plugins.user_files import import_files
 from tests.compat.test_instances import hf_greedy
 from tests.hf_models import hf_logprobs, random_ids, randomise
 from tests.kernels.packed import levels

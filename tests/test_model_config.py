@@ -28,7 +28,8 @@ from transformers import (
 )
 
 from penstock.errors import ModelLoadError, NotSupportedError
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config, parse_model_config
+from penstock.spec.model_config import ModelConfig
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {
     "FalconForCausalLM": FalconConfig,
@@ -128,7 +129,7 @@ def test_reads_what_transformers_writes(architecture: str, diff: bool) -> None:
     number of ModelConfig is held against Transformers' of that name, or against what stands above."""
     made_with = MADE_WITH.get(architecture, {"num_key_value_heads": 4, "head_dim": 96})
     theirs = CLASSES[architecture](architectures=[architecture], dtype="bfloat16", num_hidden_layers=5, **made_with)
-    ours = ModelConfig.from_dict(json.loads(theirs.to_json_string(use_diff=diff)))
+    ours = parse_model_config(json.loads(theirs.to_json_string(use_diff=diff)))
     defaults = {item.name: item.default for item in fields_of(ModelConfig) if item.default is not MISSING}
     special = COMMON | NUMBERS.get(architecture, {})
     for name in {item.name for item in fields_of(ModelConfig)} - READ_ELSEWHERE - {"eos_token_ids", "architecture"}:
@@ -148,12 +149,12 @@ def test_reads_what_transformers_writes(architecture: str, diff: bool) -> None:
 
 def test_defaults_of_an_old_file() -> None:
     """Guards against Llama 2's files, which name no key/value heads, no head_dim and no rope_theta."""
-    config = ModelConfig.from_dict(LLAMA)
+    config = parse_model_config(LLAMA)
     assert (config.num_key_value_heads, config.head_dim, config.rope.theta) == (4, 8, 10000.0)
     assert (config.dtype, config.tie_word_embeddings, config.hidden_act) == ("float32", False, "silu")
-    assert ModelConfig.from_dict(LLAMA | {"torch_dtype": "float16"}).dtype == "float16"
-    assert ModelConfig.from_dict(LLAMA | {"torch_dtype": "float16", "dtype": "bfloat16"}).dtype == "bfloat16"
-    assert ModelConfig.from_dict(LLAMA | {"use_cache": True, "num_beams": 4, "_name_or_path": "x"}) == config
+    assert parse_model_config(LLAMA | {"torch_dtype": "float16"}).dtype == "float16"
+    assert parse_model_config(LLAMA | {"torch_dtype": "float16", "dtype": "bfloat16"}).dtype == "bfloat16"
+    assert parse_model_config(LLAMA | {"use_cache": True, "num_beams": 4, "_name_or_path": "x"}) == config
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_defaults_of_an_old_file() -> None:
 def test_windows_of_qwen(fields: dict[str, Any], expected: list[int | None]) -> None:
     """Guards against windows on the wrong layers: the same keys are given to Transformers."""
     theirs = Qwen2Config(num_hidden_layers=4, **fields)
-    ours = ModelConfig.from_dict(QWEN2 | {"num_hidden_layers": 4} | fields).layer_windows
+    ours = parse_model_config(QWEN2 | {"num_hidden_layers": 4} | fields).layer_windows
     assert list(ours) == expected
     assert [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types] == expected
 
@@ -333,16 +334,16 @@ WINDOWS: dict[str, tuple[int | None, ...]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_read(name: str) -> None:
     """Guards against strictness that refuses the checkpoints people have."""
-    config = ModelConfig.from_dict(PUBLISHED[name])
+    config = parse_model_config(PUBLISHED[name])
     assert config.layer_windows == WINDOWS.get(name, (None,) * config.num_hidden_layers)
     assert config.dtype == PUBLISHED[name]["torch_dtype"]
 
 
 def test_windows_of_mistral() -> None:
     """Guards against 7B v0.1 (4096) and v0.2 (null) being read alike."""
-    assert ModelConfig.from_dict(MISTRAL).layer_windows == (4096,) * 3
-    assert ModelConfig.from_dict(MISTRAL | {"sliding_window": None}).layer_windows == (None,) * 3
-    assert ModelConfig.from_dict(MISTRAL | {"sliding_window": 7}).layer_windows == (7,) * 3
+    assert parse_model_config(MISTRAL).layer_windows == (4096,) * 3
+    assert parse_model_config(MISTRAL | {"sliding_window": None}).layer_windows == (None,) * 3
+    assert parse_model_config(MISTRAL | {"sliding_window": 7}).layer_windows == (7,) * 3
 
 
 @pytest.mark.parametrize(
@@ -359,7 +360,7 @@ def test_sparse_layers_of_qwen(fields: dict[str, Any], expected: list[bool]) -> 
     sizes = {"num_hidden_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4, "vocab_size": 8}
     theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes | EXPERTS | fields | {"num_key_value_heads": 2}))
     assert [hasattr(layer.mlp, "experts") for layer in theirs.model.layers] == expected
-    ours = ModelConfig.from_dict(QWEN3_MOE | {"num_hidden_layers": 4} | fields)
+    ours = parse_model_config(QWEN3_MOE | {"num_hidden_layers": 4} | fields)
     assert list(ours.sparse_layers) == expected
     assert not ours.norm_topk_prob  # what Transformers takes where the file is silent
 
@@ -381,14 +382,14 @@ def test_sparse_layers_of_qwen(fields: dict[str, Any], expected: list[bool]) -> 
 def test_experts_that_make_no_sense_are_named(key: str, fields: dict[str, Any]) -> None:
     """Guards against a model that is built with other experts than its file says."""
     with pytest.raises(ModelLoadError, match=key):
-        ModelConfig.from_dict(QWEN3_MOE | fields)
+        parse_model_config(QWEN3_MOE | fields)
 
 
 def test_windows_of_qwen3_moe() -> None:
     """Guards against a window that is on although the switch is off: then all layers have it, or none."""
     window = {"sliding_window": 7}
-    assert ModelConfig.from_dict(QWEN3_MOE | window | {"max_window_layers": 1}).layer_windows == (None,) * 3
-    assert ModelConfig.from_dict(QWEN3_MOE | window | {"use_sliding_window": True}).layer_windows == (7,) * 3
+    assert parse_model_config(QWEN3_MOE | window | {"max_window_layers": 1}).layer_windows == (None,) * 3
+    assert parse_model_config(QWEN3_MOE | window | {"use_sliding_window": True}).layer_windows == (7,) * 3
 
 
 PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "max_position_embeddings": 8192}
@@ -399,7 +400,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * PAIRS, "long_factor": [2
 def test_original_context_of_phi3() -> None:
     """Guards against factors and an attention factor chosen by another context than Transformers': 4096 where the file
     is silent, and beside the section only."""
-    rope = ModelConfig.from_dict(PHI3 | {"rope_scaling": LONGROPE}).rope
+    rope = parse_model_config(PHI3 | {"rope_scaling": LONGROPE}).rope
     sizes = {name: PHI3[name] for name in ("hidden_size", "num_attention_heads", "max_position_embeddings")}
     theirs = Phi3Config(rope_scaling=dict(LONGROPE), **sizes)
     assert rope is not None
@@ -408,23 +409,23 @@ def test_original_context_of_phi3() -> None:
     for beside, inside in (({}, 64), ({"original_max_position_embeddings": 64}, 4096)):
         scaling = LONGROPE | {"original_max_position_embeddings": inside}
         with pytest.raises(ModelLoadError, match="rope_scaling: original_max_position_embeddings"):
-            ModelConfig.from_dict(PHI3 | beside | {"rope_scaling": scaling})
+            parse_model_config(PHI3 | beside | {"rope_scaling": scaling})
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic"])
 def test_scalings_that_phi3_does_not_have(kind: str) -> None:
     """Guards against a scaling that Transformers refuses here, or takes for longrope ("yarn")."""
     with pytest.raises(ModelLoadError, match="rope_scaling"):
-        ModelConfig.from_dict(PHI3 | {"rope_scaling": {"type": kind, "factor": 2.0}})
+        parse_model_config(PHI3 | {"rope_scaling": {"type": kind, "factor": 2.0}})
 
 
 def test_keys_of_phi4_mini() -> None:
     """Guards against refusing a published file for two keys that change nothing, and against ignoring them where they
     say something."""
-    same = ModelConfig.from_dict(PHI3 | {"full_attn_mod": 1, "interpolate_factor": 1})
-    assert same == ModelConfig.from_dict(PHI3)
+    same = parse_model_config(PHI3 | {"full_attn_mod": 1, "interpolate_factor": 1})
+    assert same == parse_model_config(PHI3)
     with pytest.raises(ModelLoadError, match="interpolate_factor"):
-        ModelConfig.from_dict(PHI3 | {"interpolate_factor": 2})
+        parse_model_config(PHI3 | {"interpolate_factor": 2})
 
 
 def test_rotary_keys_beside_those_of_each_kind_of_layer() -> None:
@@ -432,18 +433,18 @@ def test_rotary_keys_beside_those_of_each_kind_of_layer() -> None:
     both = {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
     gemma3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_key_value_heads": 4}
     fields = LLAMA | gemma3 | {"rope_parameters": both}
-    assert ModelConfig.from_dict(fields | {"rope_scaling": None}) == ModelConfig.from_dict(fields)
+    assert parse_model_config(fields | {"rope_scaling": None}) == parse_model_config(fields)
     for key, value in (("rope_theta", 1e5), ("rope_local_base_freq", 1e5), ("rope_scaling", {"rope_type": "default"})):
         with pytest.raises(ModelLoadError, match=f"{key} = .* beside rope_parameters"):
-            ModelConfig.from_dict(fields | {key: value})
+            parse_model_config(fields | {key: value})
 
 
 def test_cache_groups() -> None:
     """Guards against a group order that depends on the window instead of the first layer."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     fields = {"use_sliding_window": True, "sliding_window": 8, "layer_types": kinds}
-    assert ModelConfig.from_dict(QWEN2 | fields).cache_groups() == [((0, 2), 8), ((1,), None)]
-    assert ModelConfig.from_dict(LLAMA).cache_groups() == [((0, 1, 2), None)]
+    assert parse_model_config(QWEN2 | fields).cache_groups() == [((0, 2), 8), ((1,), None)]
+    assert parse_model_config(LLAMA).cache_groups() == [((0, 1, 2), None)]
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -453,11 +454,9 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 def test_both_spellings_of_rotary_scaling(kind: str) -> None:
     """Guards against a checkpoint of one age being served without its scaling."""
     numbers = {"llama3": LLAMA3, "linear": {"factor": 2.0}, "default": {}}[kind]
-    older = ModelConfig.from_dict(LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": kind} | numbers})
-    newer = ModelConfig.from_dict(LLAMA | {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5} | numbers})
-    both = ModelConfig.from_dict(
-        LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind, "type": kind} | numbers}
-    )
+    older = parse_model_config(LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": kind} | numbers})
+    newer = parse_model_config(LLAMA | {"rope_parameters": {"rope_type": kind, "rope_theta": 5e5} | numbers})
+    both = parse_model_config(LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind, "type": kind} | numbers})
     assert older.rope == newer.rope == both.rope
     assert (older.rope.rope_type, older.rope.theta) == (kind, 5e5)
     assert older.rope.factor == numbers.get("factor", 1.0)
@@ -467,10 +466,10 @@ def test_generation_config_goes_first() -> None:
     """Guards against chat models that end only at config.json's token: their own end token stands in
     generation_config.json."""
     generation = {"eos_token_id": [7, 2, 7], "bos_token_id": 5, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
-    config = ModelConfig.from_dict(LLAMA, generation)
+    config = parse_model_config(LLAMA, generation)
     assert (config.eos_token_ids, config.bos_token_id) == ((7, 2), 5)
     assert config.default_sampling == {"temperature": 0.6, "top_p": 0.9}
-    alone = ModelConfig.from_dict(LLAMA, {})
+    alone = parse_model_config(LLAMA, {})
     assert (alone.eos_token_ids, alone.bos_token_id, alone.default_sampling) == ((2,), 1, {})
 
 
@@ -478,17 +477,17 @@ def test_sampling_defaults_count_only_where_transformers_samples() -> None:
     """Guards against a temperature taken from a file whose author generates greedily. The repetition penalty is no
     part of sampling and counts always."""
     fields = {"temperature": 0.6, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
-    assert ModelConfig.from_dict(LLAMA, fields).default_sampling == {"repetition_penalty": 1.1}
-    assert ModelConfig.from_dict(LLAMA, fields | {"do_sample": True}).default_sampling == fields
+    assert parse_model_config(LLAMA, fields).default_sampling == {"repetition_penalty": 1.1}
+    assert parse_model_config(LLAMA, fields | {"do_sample": True}).default_sampling == fields
 
 
 def test_do_sample_false_is_greedy_and_temperature_zero_loads() -> None:
     """Guards against drawing at temperature 1 where the author says not to draw, and against a model that does not
     load because its file spells greedy as temperature 0."""
-    assert ModelConfig.from_dict(LLAMA, {"do_sample": False, "top_p": 0.9}).default_sampling == {"temperature": 0.0}
+    assert parse_model_config(LLAMA, {"do_sample": False, "top_p": 0.9}).default_sampling == {"temperature": 0.0}
     fields = {"do_sample": True, "temperature": 0, "top_k": 20}
-    assert ModelConfig.from_dict(LLAMA, fields).default_sampling == {"temperature": 0.0, "top_k": 20}
-    assert ModelConfig.from_dict(LLAMA, {"temperature": 0.0, "top_p": 0.0}).default_sampling == {}
+    assert parse_model_config(LLAMA, fields).default_sampling == {"temperature": 0.0, "top_k": 20}
+    assert parse_model_config(LLAMA, {"temperature": 0.0, "top_p": 0.0}).default_sampling == {}
 
 
 def test_generation_keys_that_are_not_applied_are_told() -> None:
@@ -503,17 +502,17 @@ def test_generation_keys_that_are_not_applied_are_told() -> None:
         "pad_token_id": [0],
         "cache_implementation": "x",
     }
-    config = ModelConfig.from_dict(LLAMA, told | odd | quiet | book | {"max_new_tokens": 64, "eos_token_id": 3})
+    config = parse_model_config(LLAMA, told | odd | quiet | book | {"max_new_tokens": 64, "eos_token_id": 3})
     assert config.ignored_generation == tuple(sorted(told | odd))
     assert config.default_sampling == {"max_tokens": 64}
-    assert ModelConfig.from_dict(LLAMA, quiet | book).ignored_generation == ()
+    assert parse_model_config(LLAMA, quiet | book).ignored_generation == ()
 
 
 def test_what_transformers_writes_for_generation_is_all_known() -> None:
     """Guards against a complaint about the defaults of Transformers' own GenerationConfig, spelt out."""
     for theirs in (GenerationConfig(), GenerationConfig.from_model_config(LlamaConfig())):
         contents = json.loads(theirs.to_json_string(use_diff=False))
-        assert ModelConfig.from_dict(LLAMA, contents | {"bos_token_id": 1, "eos_token_id": 2}).ignored_generation == ()
+        assert parse_model_config(LLAMA, contents | {"bos_token_id": 1, "eos_token_id": 2}).ignored_generation == ()
 
 
 @pytest.mark.parametrize("do_sample", [{}, {"do_sample": True}, {"do_sample": False}])
@@ -535,7 +534,7 @@ def test_what_transformers_writes_for_generation_is_all_known() -> None:
 def test_wrong_generation_values_are_named(key: str, value: object, do_sample: dict[str, Any]) -> None:
     """Guards against a value of a wrong type that is skipped because it would not count."""
     with pytest.raises(ModelLoadError, match=rf"generation_config\.json: {key} = "):
-        ModelConfig.from_dict(LLAMA, do_sample | {key: value})
+        parse_model_config(LLAMA, do_sample | {key: value})
 
 
 @pytest.mark.parametrize(
@@ -554,13 +553,13 @@ def test_sizes_beyond_any_model_are_refused(key: str, largest: int) -> None:
     """Guards against a MemoryError, or minutes, over a tuple of 2^31 layers: key, value and limit are named."""
     for value in (largest + 1, 2**31 - 1):
         with pytest.raises(ModelLoadError, match=f"{key} = {value} is not allowed.* to {largest}"):
-            ModelConfig.from_dict(LLAMA | {key: value})
-    assert getattr(ModelConfig.from_dict(LLAMA | {"head_dim": 8, key: largest}), key) == largest
+            parse_model_config(LLAMA | {key: value})
+    assert getattr(parse_model_config(LLAMA | {"head_dim": 8, key: largest}), key) == largest
 
 
 def test_neutral_values_of_another_number_type() -> None:
     """Guards against refusing 1 where 1.0 is meant."""
-    assert ModelConfig.from_dict(LLAMA | {"partial_rotary_factor": 1}) == ModelConfig.from_dict(LLAMA)
+    assert parse_model_config(LLAMA | {"partial_rotary_factor": 1}) == parse_model_config(LLAMA)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -616,7 +615,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_wrong_values_are_named(fields: dict[str, Any], named: str) -> None:
     """Guards against a checkpoint that is computed wrongly instead of refused."""
     with pytest.raises(ModelLoadError) as caught:
-        ModelConfig.from_dict(LLAMA | fields)
+        parse_model_config(LLAMA | fields)
     assert named in str(caught.value)
     assert "config.json" in str(caught.value)
 
@@ -625,22 +624,22 @@ def test_wrong_values_are_named(fields: dict[str, Any], named: str) -> None:
 def test_missing_keys_are_named(key: str) -> None:
     """Guards against a default that stands in for a number only the file can know."""
     with pytest.raises(ModelLoadError, match=key):
-        ModelConfig.from_dict({name: value for name, value in LLAMA.items() if name != key})
+        parse_model_config({name: value for name, value in LLAMA.items() if name != key})
 
 
 def test_keys_an_architecture_does_not_have_may_only_agree() -> None:
     """Guards against a bias that the file announces and the architecture leaves out."""
     for architecture, model_type in (("MistralForCausalLM", "mistral"), ("Qwen3ForCausalLM", "qwen3")):
         base = LLAMA | {"architectures": [architecture], "model_type": model_type, "head_dim": 8}
-        assert not ModelConfig.from_dict(base | {"mlp_bias": False}).mlp_bias
+        assert not parse_model_config(base | {"mlp_bias": False}).mlp_bias
         with pytest.raises(ModelLoadError, match="mlp_bias"):
-            ModelConfig.from_dict(base | {"mlp_bias": True})
+            parse_model_config(base | {"mlp_bias": True})
     with pytest.raises(ModelLoadError, match="use_sliding_window"):
-        ModelConfig.from_dict(MISTRAL | {"use_sliding_window": False})
+        parse_model_config(MISTRAL | {"use_sliding_window": False})
     with pytest.raises(ModelLoadError, match="attention_bias"):
-        ModelConfig.from_dict(QWEN2 | {"attention_bias": False})
+        parse_model_config(QWEN2 | {"attention_bias": False})
     with pytest.raises(ModelLoadError, match="layer_types"):
-        ModelConfig.from_dict(QWEN2 | {"layer_types": ["sliding_attention"] * 3})
+        parse_model_config(QWEN2 | {"layer_types": ["sliding_attention"] * 3})
 
 
 @pytest.mark.parametrize(
@@ -654,7 +653,7 @@ def test_keys_an_architecture_does_not_have_may_only_agree() -> None:
 def test_what_is_planned_is_refused_as_such(fields: dict[str, Any], named: str) -> None:
     """Guards against an error that calls a well-formed checkpoint broken."""
     with pytest.raises(NotSupportedError, match=named):
-        ModelConfig.from_dict(LLAMA | fields)
+        parse_model_config(LLAMA | fields)
 
 
 ODD = [None, True, -1, 0, 3, 2**70, 0.5, float("inf"), "", "text", [], [None], [[]], [{}], ["a", 1], {}, {"a": []}]
@@ -675,7 +674,7 @@ def test_any_value_of_any_key_is_read_or_refused(name: str) -> None:
         tries += [(base, {"do_sample": True, key: value}) for key in sampling]
         for config, generation in tries:
             try:
-                assert isinstance(ModelConfig.from_dict(config, generation), ModelConfig)
+                assert isinstance(parse_model_config(config, generation), ModelConfig)
             except (ModelLoadError, NotSupportedError):
                 refused += 1
     assert refused > 200
@@ -684,9 +683,9 @@ def test_any_value_of_any_key_is_read_or_refused(name: str) -> None:
 def test_unknown_architectures_and_remote_code() -> None:
     """Guards against running code of a checkpoint, and against an error that leaves the reader guessing."""
     with pytest.raises(ModelLoadError, match=r"Qwen9ForCausalLM.*supported are .*Mistral.*nearest: Qwen[23]For"):
-        ModelConfig.from_dict(LLAMA | {"architectures": ["Qwen9ForCausalLM"]})
+        parse_model_config(LLAMA | {"architectures": ["Qwen9ForCausalLM"]})
     with pytest.raises(ModelLoadError, match="auto_map"):
-        ModelConfig.from_dict(LLAMA | {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}})
+        parse_model_config(LLAMA | {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}})
 
 
 @pytest.mark.parametrize(
@@ -698,5 +697,5 @@ def test_bad_files_are_named(content: str | None, named: str, tmp_path: Path) ->
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelLoadError, match=named) as caught:
-        ModelConfig.from_directory(tmp_path)
+        load_model_config(tmp_path)
     assert str(tmp_path) in str(caught.value)

@@ -13,8 +13,8 @@ import torch
 
 from penstock.build import build_engine
 from penstock.config import EngineConfig
-from penstock.engine.messages import EngineOutput, EngineRequest
-from penstock.sampling_params import SamplingParams
+from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.sampling_params import SamplingParams
 from tests.kernels.packed import levels
 from tests.runner.test_with_engine import LLAMA
 from tests.watcher import Watcher

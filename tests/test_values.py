@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.config import PARTS, EngineConfig, option_names
 from penstock.errors import InvalidRequestError, NotSupportedError, PenstockError
-from penstock.model_config import ModelConfig
-from penstock.sampling_params import SamplingParams
+from penstock.interface.sampling_params import SamplingParams
+from penstock.models.config_json import load_model_config
 from penstock.validation import shown
 from penstock.weights.hub import resolve_model
 
@@ -181,7 +181,7 @@ def test_group_sizes_belong_to_int4():
 
 
 def resolved(**options):
-    return EngineConfig.from_options(model="demo", **options).resolve(ModelConfig.from_directory(resolve_model("demo")))
+    return EngineConfig.from_options(model="demo", **options).resolve(load_model_config(resolve_model("demo")))
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 from penstock.build import build_engine
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
-from penstock.engine.messages import EngineRequest
+from penstock.interface.messages import EngineRequest
+from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.attention.layout import SPAN
-from penstock.sampling_params import SamplingParams
 from tests.hf_models import random_ids
 from tests.kernels.packed import levels
 

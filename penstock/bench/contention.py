@@ -22,7 +22,7 @@ from torch.nn import functional
 from penstock.config import available_threads
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
-from penstock.models.param_table import leaf_bounds
+from penstock.spec.param_table import leaf_bounds
 
 LAYERS = 8  # 350 MB of weights, which no cache keeps
 PRODUCTS = ((2560, 2048, 1), (2048, 2048, REDUCTION_LEAVES), (11264, 2048, 1), (2048, 5632, REDUCTION_LEAVES))

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from penstock.config import EngineConfig
+from penstock.interface.step import SchedulerOutput
 from penstock.layers.linear import Linear
 from penstock.layers.lm_head import LMHead
 from penstock.layers.moe import MoE
-from penstock.model_config import ModelConfig
 from penstock.planner.memory import cached_token_bytes
-from penstock.step import SchedulerOutput
+from penstock.spec.model_config import ModelConfig
 
 KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}  # what multiplies, by kv_cache_dtype
 

@@ -18,8 +18,8 @@ from penstock.bench.turns import Turn, take_turns
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import empty
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
-from penstock.models.param_table import leaf_bounds
 from penstock.quant.scheme import Scheme
+from penstock.spec.param_table import leaf_bounds
 
 DTYPES = ("bf16", "int8")  # of weights
 ROWS = (1, 8, 32, 128, 512)

@@ -39,6 +39,7 @@ SHARD_BYTES = 500 * 2**20
 # Runs in a process of its own. VmHWM is read once the weights are there, before the cache is used.
 CHILD = """
 import json, sys
+from penstock.models.config_json import load_model_config
 from penstock import LLM, SamplingParams
 options = json.loads(sys.argv[1])
 with LLM(max_num_seqs=4, max_model_len=256, **options) as llm:
@@ -55,13 +56,13 @@ def write_checkpoint(directory: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from penstock.model_config import ModelConfig
-    from penstock.models.registry import lookup
+    from penstock.models.config_json import load_model_config
+    from penstock.models.registry import find_model
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    config = ModelConfig.from_directory(directory)
-    table = lookup(config.architecture).read_table()
+    config = load_model_config(directory)
+    table = find_model(config.architecture).read_table()
     sources = {name: shape for item in table.parameters(config).values() for name, shape in item.sources.items()}
     generator = torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}

@@ -26,12 +26,12 @@ from penstock.bench.machine import KINDS, MachineLimits
 from penstock.build import BuiltEngine, build_engine
 from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
-from penstock.engine.messages import ModelInfo
 from penstock.errors import EngineError, InvalidRequestError
+from penstock.interface.messages import ModelInfo
+from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.step import Executor, SchedulerOutput, StepOutput
 from penstock.kernels.attention.key import describe_key
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.sampling_params import RequestOutputKind, SamplingParams
-from penstock.step import Executor, SchedulerOutput, StepOutput
 
 FRACTIONS = ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction")
 NO_LIMITS = "only native kernels (--kernels cpu) are timed and held against the machine's limits"

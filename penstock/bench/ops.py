@@ -27,8 +27,8 @@ from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF
 from penstock.kernels.ops import Heads
-from penstock.model_config import ModelConfig
-from penstock.models.registry import lookup
+from penstock.models.config_json import load_model_config
+from penstock.models.registry import find_model
 from penstock.planner.memory import free_memory_bytes
 from penstock.weights.hub import resolve_model
 
@@ -112,15 +112,15 @@ def case_bytes(case: Case) -> int:
 
 def model_shapes(model: str) -> list[tuple[int, int]]:
     """(n, k) of every product with a weight in a model (a directory, a hub name or demo), each once."""
-    config = ModelConfig.from_directory(resolve_model(model))
-    parameters = lookup(config.architecture).read_table().parameters(config)
+    config = load_model_config(resolve_model(model))
+    parameters = find_model(config.architecture).read_table().parameters(config)
     shapes = ((item.shape[0], item.shape[1]) for item in parameters.values() if item.quant)
     return list(dict.fromkeys(shapes))
 
 
 def model_heads(model: str) -> list[Heads]:
     """The heads of a model's attention."""
-    config = ModelConfig.from_directory(resolve_model(model))
+    config = load_model_config(resolve_model(model))
     return [Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)]
 
 

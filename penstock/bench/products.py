@@ -18,8 +18,8 @@ from penstock.bench.turns import Turn, ring_length, take_turns
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import empty
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
-from penstock.models.param_table import leaf_bounds
 from penstock.quant.scheme import Scheme
+from penstock.spec.param_table import leaf_bounds
 
 DTYPES = ("bf16", "f32", "int8", "int8-x2", "int4", "int4-a16")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)

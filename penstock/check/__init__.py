@@ -6,5 +6,5 @@ pairs     which of their modules is which of our layers, from the parameter tabl
 parity    the table of errors, and what the first one points to
 verify    the native kernels beside the reference, by the same hooks
 proofs    the engine's promises, with the real engine
-run       all of it, and the certificate (penstock/certificate.py)
+run       all of it, and the certificate (penstock/models/certificate.py)
 """

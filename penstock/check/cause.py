@@ -9,7 +9,7 @@ from penstock.check.pairs import their_values
 from penstock.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM, Comparison, Place
 from penstock.layers.attention import Attention
 from penstock.layers.norm import LayerNorm, RMSNorm
-from penstock.models.param_table import Parameter
+from penstock.spec.param_table import Parameter
 from penstock.weights.loader import open_source, read_parameters
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # what modules of Transformers call it

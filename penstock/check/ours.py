@@ -19,8 +19,9 @@ from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.layers.weights import WeightLayer
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config
 from penstock.planner.memory import free_memory_bytes
+from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import load_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,7 +44,7 @@ class OurModel:
         Raises:
             ModelLoadError, InvalidRequestError: as load_model.
         """
-        config = ModelConfig.from_directory(directory)
+        config = load_model_config(directory)
         ops = load_ops(kernels, DTYPES[dtype])
         model = load_model(directory, config, ops, max_model_len=tokens, free_memory=free_memory_bytes)
         return cls(directory, config, ops, cast(nn.Module, model))

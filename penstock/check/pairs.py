@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.ops import TensorRows
-from penstock.models.param_table import Layout, Parameter
+from penstock.spec.param_table import Layout, Parameter
 from penstock.weights.layouts import parameter_rows
 
 BLOCK = re.compile(r"(.*?\.\d+)\.")  # the block that a layer is in, by the first number in its name

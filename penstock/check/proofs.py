@@ -18,9 +18,9 @@ from penstock.build import BuiltEngine, build_engine
 from penstock.check.report import Proof
 from penstock.config import BLOCK_SIZE_UNIT, EngineConfig
 from penstock.engine.engine import Engine
-from penstock.engine.messages import EngineOutput, EngineRequest
 from penstock.errors import RequestFailedError
-from penstock.sampling_params import SamplingParams
+from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.sampling_params import SamplingParams
 
 NUM_TOKENS = 8  # generated after each prompt
 CHUNK = 13  # tokens a step, where prompts are cut

@@ -11,7 +11,6 @@ import torch
 
 from penstock import __version__
 from penstock import validation as check
-from penstock.certificate import Certificate, find_basis, remove_certificate, write_certificate
 from penstock.check.cause import find_cause
 from penstock.check.ours import OurModel
 from penstock.check.parity import LOGPROBS, compare, differs_in_attention
@@ -24,10 +23,12 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import NUMERICS_VERSION
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import num_elements
-from penstock.models.registry import lookup
+from penstock.models.certificate import Certificate, find_basis, remove_certificate, write_certificate
+from penstock.models.config_json import load_model_config
+from penstock.models.registry import find_model
 from penstock.planner.memory import free_memory_bytes
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import num_elements
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import check_memory, read_parameters
 
@@ -131,7 +132,7 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
 
 
 def _settle(options: Options, target: Target) -> Subject:
-    config = ModelConfig.from_directory(target.directory)
+    config = load_model_config(target.directory)
     if target.is_tiny:
         torch.set_num_threads(1)  # sharing products as small as these costs more than it brings
     numerics = EngineConfig.from_options(dtype=options.dtype, kernels=options.kernels).resolve(config).numerics
@@ -155,7 +156,7 @@ def _compared(subject: Subject, announce: Announce) -> Report:
     needed = 4 * num_elements(read_parameters(subject.config).values())
     check_memory({"float32 weights of Transformers' model": needed}, free_memory_bytes())
     theirs = directory if other is None else resolve_model(other)
-    _check_same_architecture(subject.config, ModelConfig.from_directory(theirs))
+    _check_same_architecture(subject.config, load_model_config(theirs))
     prompt = subject.prompt
     ours = OurModel.load(directory, dtype="float32", kernels=subject.kernels, tokens=len(prompt))
     found = compare(ours, Twin.load(theirs), prompt)
@@ -188,7 +189,7 @@ def _certified(report: Report, subject: Subject) -> Report:
     """Write the certificate of a passed check, or withdraw the one that a failed check has disproved."""
     if subject.target.config_file is None:
         return report
-    model = lookup(subject.config.architecture)
+    model = find_model(subject.config.architecture)
     file = Path(inspect.getfile(model.model_class))
     architecture = subject.config.architecture
     basis = find_basis(architecture, file, model.table_file, subject.target.config_file, NUMERICS_VERSION)

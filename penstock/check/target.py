@@ -5,11 +5,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.architecture import find_architecture, known_architectures
-from penstock.certificate import RANDOM_TINY
 from penstock.check.tiny import make_tiny
 from penstock.check.twin import find_class, one_line, read_config
 from penstock.errors import ModelLoadError
+from penstock.models.certificate import RANDOM_TINY
+from penstock.models.registry import ARCHITECTURES, find_architecture
 from penstock.weights.hub import resolve_model
 from penstock.weights.safetensors import INDEX, PACKED, SINGLE, find_files, fingerprint
 
@@ -44,7 +44,7 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
         ModelLoadError: there is no such model, or Transformers does not know it.
     """
     named = Path(model).expanduser()
-    if model in known_architectures() and not named.exists():
+    if model in ARCHITECTURES and not named.exists():
         config = find_class(model).config_class(architectures=[model])
         config.save_pretrained(scratch / "default")
         return Target(_make(scratch / "default", scratch), RANDOM_TINY, None)

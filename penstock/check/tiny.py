@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import parse_model_config
+from penstock.spec.model_config import ModelConfig
 
 VOCAB_SIZE = 199  # odd, as many real ones are
 HEAD_DIM = 16
@@ -48,7 +49,7 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
 
     config: the same, for its own spelling of common names.
     """
-    numbers = ModelConfig.from_dict(values)
+    numbers = parse_model_config(values)
     spelling = getattr(config, "attribute_map", {})
     result = dict(values)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.check.trace import Trace, watching
 from penstock.errors import ModelLoadError
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config
 
 INSTALL = "check: Transformers is not installed, and it is what a model is compared with; pip install 'penstock[check]'"
 
@@ -40,7 +40,7 @@ class Twin:
         Raises:
             ModelLoadError: Transformers is missing, has no such class, or cannot read it.
         """
-        model_class = find_class(ModelConfig.from_directory(directory).architecture)
+        model_class = find_class(load_model_config(directory).architecture)
         try:
             model = model_class.from_pretrained(
                 directory,
@@ -109,7 +109,7 @@ def read_config(directory: Path) -> Any:
     Raises:
         ModelLoadError: it cannot read it.
     """
-    config_class = find_class(ModelConfig.from_directory(directory).architecture).config_class
+    config_class = find_class(load_model_config(directory).architecture).config_class
     try:
         return config_class.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -13,10 +13,10 @@ from penstock.cli.options import (
 )
 from penstock.cli.terminal import take_interrupts, tell, tell_choices
 from penstock.errors import InvalidRequestError
-from penstock.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from penstock.llm import LLM
+    from penstock.entrypoints.llm import LLM
 
 EXAMPLES = """examples:
   penstock chat                                talk to the bundled demo model
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     SamplingParams(**sampling_options(args))  # a wrong value is said before the model is loaded
     options = engine_options(args, seed=False)
-    from penstock.llm import LLM
+    from penstock.entrypoints.llm import LLM
 
     with LLM(**options) as llm:
         take_interrupts()

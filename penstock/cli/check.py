@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.options import add_imports, add_model
 from penstock.cli.terminal import take_interrupts, take_termination, tell
 from penstock.config import DTYPES, KERNELS
-from penstock.user_files import import_files
+from penstock.plugins.user_files import import_files
 
 if TYPE_CHECKING:
     from rich.table import Table

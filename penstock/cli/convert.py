@@ -11,7 +11,7 @@ from penstock.cli.options import UNSET, add_imports, add_weight_options, engine_
 from penstock.cli.terminal import progress, take_interrupts, take_termination, tell
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
-from penstock.user_files import import_files
+from penstock.plugins.user_files import import_files
 from penstock.validation import check_choice, check_int, check_str
 from penstock.weights.forms import FORMS
 

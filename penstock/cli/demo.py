@@ -18,8 +18,8 @@ Next steps:
 def main() -> int:
     tell("Penstock: the bundled demo model, on this machine's CPU\n")
     started = time.perf_counter()
-    from penstock.llm import LLM
-    from penstock.sampling_params import RequestOutputKind, SamplingParams
+    from penstock.entrypoints.llm import LLM
+    from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
     with LLM(model="demo") as llm:
         loaded = time.perf_counter()

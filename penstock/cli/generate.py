@@ -19,11 +19,11 @@ from penstock.cli.options import (
 from penstock.cli.terminal import StreamPrinter, progress, take_interrupts, tell, tell_choices
 from penstock.client.input_processor import PROMPT_KEYS
 from penstock.errors import InvalidRequestError
-from penstock.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from penstock.llm import LLM
-    from penstock.outputs import LogprobsAt, RequestOutput
+    from penstock.entrypoints.llm import LLM
+    from penstock.interface.outputs import LogprobsAt, RequestOutput
 
 EXAMPLES = """examples:
   penstock generate -p "Once upon a time" --temperature 0
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequestError("logprobs: log-probabilities are shown with --json only", param="logprobs")
     SamplingParams(**sampling_options(args))  # a wrong value is said before the model is loaded
     options = engine_options(args, seed=False)
-    from penstock.llm import LLM
+    from penstock.entrypoints.llm import LLM
 
     with LLM(**options) as llm:
         take_interrupts()

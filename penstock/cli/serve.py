@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     started_at = time.monotonic()
-    from penstock.async_llm import AsyncLLM
+    from penstock.entrypoints.async_llm import AsyncLLM
     from penstock.server.options import ServerOptions
 
     drain = {"drain_timeout_s": args.drain_timeout} if hasattr(args, "drain_timeout") else {}

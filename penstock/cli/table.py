@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from penstock.cli.options import add_imports
-from penstock.user_files import import_files
+from penstock.plugins.user_files import import_files
 from penstock.validation import check_str
 
 DESCRIPTION = """Print every parameter of a model as a table of Penstock: name, shape, sharded axis, type.

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.engine.messages import ModelInfo
-    from penstock.outputs import RequestOutput
+    from penstock.interface.messages import ModelInfo
+    from penstock.interface.outputs import RequestOutput
 
 DIM, RESET = "\033[2m", "\033[0m"
 

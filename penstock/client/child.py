@@ -21,7 +21,7 @@ class EngineChild:
     def __init__(self) -> None:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         # -P keeps the current directory off the path: a queue.py lying there must not become the engine's.
-        command = [sys.executable, "-P", "-m", "penstock.engine_process", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "penstock.client.engine_process", str(theirs.fileno())]
         try:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=STDERR, env=_environment()

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from penstock.engine.messages import EngineStats, ModelInfo
-from penstock.outputs import RequestOutput
-from penstock.sampling_params import SamplingParams
+from penstock.interface.messages import EngineStats, ModelInfo
+from penstock.interface.outputs import RequestOutput
+from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 # A string, token ids, or a mapping with `prompt` or `prompt_token_ids`.

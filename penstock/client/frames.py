@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.messages import EngineOutput, EngineRequest, EngineStats, ModelInfo
 from penstock.errors import EngineError
+from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats, ModelInfo
 
 MAX_FRAME_BYTES = 256 * 2**20  # a longer one is garbage
 _LENGTH = struct.Struct("<I")

@@ -7,10 +7,10 @@ from penstock.client.engine_client import Prompt
 from penstock.client.input_processor import InputProcessor
 from penstock.client.output_processor import OutputProcessor
 from penstock.engine.engine import Engine
-from penstock.engine.messages import ModelInfo
 from penstock.errors import EngineDeadError
-from penstock.outputs import RequestOutput
-from penstock.sampling_params import SamplingParams
+from penstock.interface.messages import ModelInfo
+from penstock.interface.outputs import RequestOutput
+from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 

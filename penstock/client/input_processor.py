@@ -12,9 +12,9 @@ from hashlib import blake2b
 from typing import Any
 
 from penstock import validation as check
-from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidRequestError
-from penstock.sampling_params import SamplingParams
+from penstock.interface.messages import EngineRequest
+from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
 
 MAX_REQUEST_ID_LENGTH = 128

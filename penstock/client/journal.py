@@ -6,7 +6,7 @@ request is sent and closed when its end has arrived.
 
 from dataclasses import dataclass, replace
 
-from penstock.engine.messages import EngineOutput, EngineRequest
+from penstock.interface.messages import EngineOutput, EngineRequest
 
 
 @dataclass(slots=True)

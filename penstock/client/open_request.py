@@ -8,8 +8,8 @@ from collections import deque
 
 from penstock.client.input_processor import PreparedRequest
 from penstock.errors import PenstockError, RequestFailedError
-from penstock.outputs import RequestOutput
-from penstock.sampling_params import RequestOutputKind
+from penstock.interface.outputs import RequestOutput
+from penstock.interface.sampling_params import RequestOutputKind
 
 
 class OpenRequest:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.client.input_processor import PreparedRequest
-from penstock.engine.messages import EngineOutput
 from penstock.errors import InvalidRequestError
-from penstock.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, RequestOutput
-from penstock.sampling_params import RequestOutputKind
-from penstock.step import TokenLogprobs
+from penstock.interface.messages import EngineOutput
+from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, RequestOutput
+from penstock.interface.sampling_params import RequestOutputKind
+from penstock.interface.step import TokenLogprobs
 from penstock.tokenizer.detokenizer import IncrementalDetokenizer
 from penstock.tokenizer.stop_strings import StopStrings
 from penstock.tokenizer.tokenizer import Tokenizer

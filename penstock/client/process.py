@@ -1,6 +1,6 @@
 """ProcessClient: an engine in a child process, watched over. What `AsyncLLM` and the server use; imports no torch.
 
-    launch    one end of a socket pair goes to `python -m penstock.engine_process`, which alone imports torch
+    launch    one end of a socket pair goes to `python -m penstock.client.engine_process`, which alone imports torch
     talk      typed frames (client.frames), in both directions; the child's carry the epoch it was started with
     watch     the end of the connection is the child's death, noticed at once: open requests end with EngineDeadError,
               a new child starts under the next epoch. Too many deaths: state FAILED.
@@ -27,7 +27,6 @@ from penstock.client.input_processor import InputProcessor, PreparedRequest
 from penstock.client.journal import Journal
 from penstock.client.open_request import OpenRequest
 from penstock.client.output_processor import OutputProcessor
-from penstock.engine.messages import EngineOutput, EngineStats, ModelInfo
 from penstock.errors import (
     EngineDeadError,
     EngineError,
@@ -37,8 +36,9 @@ from penstock.errors import (
     PenstockError,
     RequestFailedError,
 )
-from penstock.outputs import RequestOutput
-from penstock.sampling_params import SamplingParams
+from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
+from penstock.interface.outputs import RequestOutput
+from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("penstock")

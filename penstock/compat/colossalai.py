@@ -19,14 +19,13 @@ from typing import Any
 
 from penstock import validation as check
 from penstock.compat.colossalai_config import InferenceConfig, check_config
-from penstock.config_reader import ConfigReader
+from penstock.entrypoints.llm import LLM
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
-from penstock.generation_config import read_ignored, read_sampling
-from penstock.llm import LLM
-from penstock.logits_processors import PROCESSORS
-from penstock.logits_processors import register as register_logits_processor
-from penstock.outputs import RequestOutput
-from penstock.sampling_params import SamplingParams
+from penstock.interface.outputs import RequestOutput
+from penstock.interface.sampling_params import SamplingParams
+from penstock.plugins.logits_processors import PROCESSORS, register_logits_processor
+from penstock.spec.config_reader import ConfigReader
+from penstock.spec.generation_config import read_ignored, read_sampling
 
 __all__ = ["InferenceConfig", "InferenceEngine", "Sequence", "register_logit_processor"]
 

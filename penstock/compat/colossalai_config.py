@@ -9,7 +9,7 @@ from typing import Any
 from penstock import validation as check
 from penstock.config import BLOCK_SIZE_UNIT, KV_CACHE_DTYPES, MAX_CONTEXT
 from penstock.errors import InvalidRequestError, NotSupportedError
-from penstock.sampling_params import SamplingParams
+from penstock.interface.sampling_params import SamplingParams
 
 # torch's types print as torch.float16; the config knows no torch. There is no float16 arithmetic: it becomes bfloat16.
 TYPES = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32"}

@@ -6,9 +6,9 @@ class MineForCausalLM(nn.Module):
     def forward(self, tokens, input_pos, caches: list[CacheInterface], mask): ...    # logits [B, S, V]
 """
 
-from penstock.layers.cache_interface import CacheInterface
-from penstock.layers.jetstream import AttentionKernel, Environment
-from penstock.model_config import ModelConfig
-from penstock.models.registry import register as register_model
+from penstock.conventions.cache_interface import CacheInterface
+from penstock.conventions.jetstream import AttentionKernel, Environment
+from penstock.models.registry import register_model
+from penstock.spec.model_config import ModelConfig
 
 __all__ = ["AttentionKernel", "CacheInterface", "Environment", "ModelConfig", "register_model"]

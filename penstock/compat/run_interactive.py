@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
+from penstock.entrypoints.llm import LLM
 from penstock.errors import InvalidRequestError, PenstockError
-from penstock.llm import LLM
-from penstock.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
 SIZES_FILE = Path(__file__).parent / "sizes.yaml"
 MAX_OUTPUT_LENGTH = 1024

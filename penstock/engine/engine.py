@@ -7,13 +7,20 @@ and leaves the others untouched.
 
 from penstock import validation as check
 from penstock.engine.kv_cache_manager import KVCacheManager
-from penstock.engine.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import EngineError, InvalidRequestError
-from penstock.logits_processors import check_registered
-from penstock.outputs import FinishReason
-from penstock.step import CacheGroup, Executor, RequestStepOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
+from penstock.interface.outputs import FinishReason
+from penstock.interface.step import (
+    CacheGroup,
+    Executor,
+    RequestStepOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    TokenLogprobs,
+)
+from penstock.plugins.logits_processors import check_registered
 
 MAX_FAILED_STEPS = 3  # in a row: then it is the engine that is broken, not a request
 

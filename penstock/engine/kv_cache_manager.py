@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from penstock.engine.block_pool import NO_BLOCK, NO_PARENT, BlockPool, hash_block
 from penstock.engine.request import Request
 from penstock.errors import PenstockError
-from penstock.step import CacheGroup
+from penstock.interface.step import CacheGroup
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ There is no prefill phase and no decode phase: num_computed_tokens chases num_to
 one token behind; a preempted one is all behind again.
 """
 
-from penstock.engine.messages import EngineRequest
-from penstock.outputs import FinishReason
+from penstock.interface.messages import EngineRequest
+from penstock.interface.outputs import FinishReason
 
 
 class Request:

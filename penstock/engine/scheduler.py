@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.request import Request
-from penstock.step import NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
 
 MAX_HELD_BACK = 64  # waiting requests looked at in a step that wait for another's prefix
 

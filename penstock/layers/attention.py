@@ -8,7 +8,7 @@ from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary
-from penstock.model_config import ModelConfig
+from penstock.spec.model_config import ModelConfig
 
 
 class Attention(nn.Module):

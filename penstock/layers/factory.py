@@ -20,10 +20,10 @@ from penstock.layers.linear import ActivatedLinear, GatedLinear, Linear, LinearS
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.layers.rotary import Rotary
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import Parameter
 from penstock.quant.scheme import Scheme, scheme_of
-from penstock.rope_config import RopeConfig
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter
+from penstock.spec.rope_config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.kernels.ops import PackedLinear
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import GatedMLP
-from penstock.model_config import ModelConfig
+from penstock.spec.model_config import ModelConfig
 
 
 class MoE(nn.Module):

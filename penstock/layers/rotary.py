@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.rope_config import RopeConfig
+from penstock.spec.rope_config import RopeConfig
 
 BLOCK = 4096  # positions at once, so that the float64 values of a long context are never all in memory
 

@@ -1,144 +1,186 @@
-"""Which class computes which architecture, and in which versions. `register` also works from a user's own file."""
+"""Registry: which family reads and computes which architecture. No torch: a built-in class is imported when first used.
+
+`register_model` adds an architecture, or another version of one, from a user's own file.
+"""
 
 import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from torch import nn
-
-from penstock.architecture import ARCHITECTURES, Architecture, ReadNumbers, find_architecture, known_architectures
-from penstock.errors import InvalidRequestError
-from penstock.layers import jetstream_model
-from penstock.layers.causal_lm import CausalLM
-from penstock.layers.factory import LayerFactory
-from penstock.layers.jetstream import Environment
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import ParamTable
-from penstock.validation import check_choice, fail
-
-__all__ = ["MODELS", "CausalLM", "RegisteredModel", "lookup", "register", "versions"]
+from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.models.falcon.config import read_falcon
+from penstock.models.gemma.config import read_gemma
+from penstock.models.gemma2.config import read_gemma2, read_gemma3
+from penstock.models.gpt2.config import read_gpt2
+from penstock.models.llama.config import read_llama, read_ministral, read_mistral, read_qwen2, read_qwen3
+from penstock.models.mixtral.config import read_mixtral, read_qwen3_moe
+from penstock.models.olmo2.config import read_olmo2
+from penstock.models.phi3.config import read_phi3
+from penstock.spec.config_reader import ConfigReader
+from penstock.spec.param_table import ParamTable
+from penstock.spec.unsupported import SUPPORTED, nearest, why_unsupported
+from penstock.validation import check_choice, fail, shown
 
 CONVENTIONS = ("penstock", "jetstream")
 DEFAULT_VERSION = "default"
-BUILT_IN = "penstock.models"
 
-ModelClass = TypeVar("ModelClass", bound=type[nn.Module])
+ReadConfig = Callable[[ConfigReader], dict[str, Any]]  # config.json -> fields of ModelConfig
+ModelClass = TypeVar("ModelClass", bound=type)
 
 
 @dataclass(frozen=True, slots=True)
-class RegisteredModel:
-    """A model class, the file of its parameter table, and how it is called (CONVENTIONS)."""
+class ModelVersion:
+    """One implementation of an architecture.
 
-    model_class: type[nn.Module]
+    Attributes:
+        source: the class, or the dotted name below penstock.models of a built-in one.
+        table_file: the YAML file of its parameters.
+        convention: how the class is called, one of CONVENTIONS.
+    """
+
+    source: type | str
     table_file: Path
     convention: str = "penstock"
 
+    @property
+    def model_class(self) -> type:
+        """The class; importing a built-in one brings torch in."""
+        if isinstance(self.source, type):
+            return self.source
+        module, name = f"penstock.models.{self.source}".rsplit(".", 1)
+        return cast(type, getattr(importlib.import_module(module), name))
+
     def read_table(self) -> ParamTable:
+        """Read the parameter table; needs no torch."""
         return ParamTable.from_file(self.table_file)
 
-    def build(self, config: ModelConfig, make: LayerFactory) -> nn.Module:
-        """The model without weights, parameters under the table's names."""
-        if self.convention == "jetstream":
-            return jetstream_model.build(self.model_class, config, make)
-        return self.model_class(config, make)
 
-    def as_causal_lm(self, model: nn.Module, config: ModelConfig, make: LayerFactory) -> CausalLM:
-        """What `build` made, with its weights, as the engine calls it."""
-        if self.convention == "jetstream":
-            model = jetstream_model.JetStreamModel(model, Environment(config, make.ops, make))
-        return cast(CausalLM, model)
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What is known of one value of `architectures` in config.json.
+
+    Attributes:
+        model_type: what config.json must say; None allows anything.
+        read_config: returns ModelConfig's numbers; a field that it does not return keeps its default.
+        versions: the classes that compute it, by the value of the engine option `model_impl`.
+    """
+
+    model_type: str | None
+    read_config: ReadConfig
+    versions: dict[str, ModelVersion]
 
 
-MODELS: dict[tuple[str, str], RegisteredModel] = {}  # by architecture and version
+def _built_in(
+    model_type: str, read_config: ReadConfig, source: str, table: str = "", *, plain: str | None = None
+) -> Architecture:
+    """Describe an architecture of ours; its table is the one beside its class unless another is named."""
+    here = Path(__file__).parent
+    versions = {DEFAULT_VERSION: ModelVersion(source, here / (table or f"{source.split('.')[0]}/table.yaml"))}
+    if plain is not None:
+        versions["plain"] = ModelVersion(plain, here / "llama/plain.yaml", "jetstream")
+    return Architecture(model_type, read_config, versions)
 
 
-def register(
+LLAMA, PLAIN_LLAMA = "llama.model.LlamaForCausalLM", "llama.plain.PlainLlama"
+GEMMA2, MIXTRAL = "gemma2.model.Gemma2ForCausalLM", "mixtral.model.MixtralForCausalLM"
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "FalconForCausalLM": _built_in("falcon", read_falcon, "falcon.model.FalconForCausalLM"),
+    "GPT2LMHeadModel": _built_in("gpt2", read_gpt2, "gpt2.model.GPT2LMHeadModel"),
+    "Gemma2ForCausalLM": _built_in("gemma2", read_gemma2, GEMMA2),
+    "Gemma3ForCausalLM": _built_in("gemma3_text", read_gemma3, GEMMA2),
+    "GemmaForCausalLM": _built_in("gemma", read_gemma, "gemma.model.GemmaForCausalLM"),
+    "LlamaForCausalLM": _built_in("llama", read_llama, LLAMA, plain=PLAIN_LLAMA),
+    "MinistralForCausalLM": _built_in("ministral", read_ministral, LLAMA),
+    "MistralForCausalLM": _built_in("mistral", read_mistral, LLAMA, plain=PLAIN_LLAMA),
+    "MixtralForCausalLM": _built_in("mixtral", read_mixtral, MIXTRAL),
+    "Olmo2ForCausalLM": _built_in("olmo2", read_olmo2, "olmo2.model.Olmo2ForCausalLM"),
+    "Phi3ForCausalLM": _built_in("phi3", read_phi3, LLAMA, "phi3/table.yaml"),
+    "Qwen2ForCausalLM": _built_in("qwen2", read_qwen2, LLAMA),
+    "Qwen3ForCausalLM": _built_in("qwen3", read_qwen3, LLAMA),
+    "Qwen3MoeForCausalLM": _built_in("qwen3_moe", read_qwen3_moe, MIXTRAL, "mixtral/qwen3_moe.yaml"),
+}
+
+
+def find_architecture(name: str) -> Architecture:
+    """Return what is registered under the name of an architecture.
+
+    Raises:
+        ModelLoadError: nothing is. The message gives the reason, where the name tells it, and the nearest known name.
+    """
+    if name not in ARCHITECTURES:
+        reason = why_unsupported(name)
+        because = f" ({reason}; {SUPPORTED})" if reason else ""
+        hint = "" if reason else "; docs/adding_a_model.md tells how to add a decoder, --import FILE loads it"
+        raise ModelLoadError(
+            f"config.json: architectures = {shown(name)} is not supported{because}; supported are "
+            f"{', '.join(sorted(ARCHITECTURES))} (nearest: {nearest(name, ARCHITECTURES)}){hint}"
+        )
+    return ARCHITECTURES[name]
+
+
+def find_model(architecture: str, version: str = "auto") -> ModelVersion:
+    """Return the implementation of an architecture; version "auto" is the default one.
+
+    Raises:
+        ModelLoadError: the architecture is not registered.
+        InvalidRequestError: it has no such version; the message names the versions that it has.
+    """
+    versions = find_architecture(architecture).versions
+    wanted = DEFAULT_VERSION if version == "auto" else version
+    if wanted not in versions:
+        check_choice("model_impl", wanted, ["auto", *versions] if DEFAULT_VERSION in versions else list(versions))
+    return versions[wanted]
+
+
+def register_model(
     *architectures: str,
     table: str,
-    config: ReadNumbers | str = "LlamaForCausalLM",
+    config: ReadConfig | str = "LlamaForCausalLM",
     version: str = DEFAULT_VERSION,
     convention: str = "penstock",
 ) -> Callable[[ModelClass], ModelClass]:
-    """Class decorator: this class computes these architectures.
+    """Register the decorated class as the implementation of these architectures.
 
-    table: the YAML file of its parameters, beside the file of the class.
-    config: for an architecture that is new to Penstock, how its config.json is read: a function, or the name of an
-        architecture whose rules it follows.
-    version: several classes may compute one architecture; the engine option `model_impl` chooses.
-    convention: "penstock", forward(input_ids [T], ctx) and compute_logits as CausalLM has them; or "jetstream",
-        forward(tokens [B, S], input_pos [B, S], caches, mask) as layers/jetstream.py has it.
+    Args:
+        table: the YAML file of its parameters, beside the file of the class.
+        config: for an architecture that is not known yet, how its config.json is read: a function, or the name of an
+            architecture that is read in the same way.
+        version: several classes may compute one architecture; the engine option `model_impl` chooses.
+        convention: "penstock", forward(input_ids [T], ctx) and compute_logits as in layers/causal_lm.py; or
+            "jetstream", forward(tokens [B, S], input_pos [B, S], caches, mask) as in conventions/jetstream.py.
 
     Raises:
-        InvalidRequestError: another class has registered one of them in that version, or a word is not known.
+        InvalidRequestError: another class is registered for one of them in that version, or an argument is not allowed.
     """
     check_choice("convention", convention, CONVENTIONS)
     if version == "auto" or not version.isidentifier():
         raise fail("version", version, "a word, and not auto")
 
     def decorate(model_class: ModelClass) -> ModelClass:
-        file = inspect.getfile(model_class)
-        entry = RegisteredModel(model_class, Path(file).parent / table, convention)
+        entry = ModelVersion(model_class, Path(inspect.getfile(model_class)).parent / table, convention)
         for name in architectures:
-            if not model_class.__module__.startswith(f"{BUILT_IN}."):
-                _import_built_in(name)  # it has the name first, whoever is asked for first
-            known = MODELS.get((name, version))
-            if known is not None and _place(known.model_class) != _place(model_class):
-                raise InvalidRequestError(f"{name} is already registered by {known.model_class.__qualname__}")
-            if name not in known_architectures():
-                read = find_architecture(config).read if isinstance(config, str) else config
-                ARCHITECTURES[name] = Architecture(model_class.__module__, None, read, entry.table_file)
-            MODELS[name, version] = entry
+            if name not in ARCHITECTURES:
+                read_config = find_architecture(config).read_config if isinstance(config, str) else config
+                ARCHITECTURES[name] = Architecture(None, read_config, {})
+            versions = ARCHITECTURES[name].versions
+            if version in versions and not _same_class(versions[version].source, model_class):
+                raise InvalidRequestError(f"{name} is already registered by {_class_name(versions[version].source)}")
+            versions[version] = entry
         return model_class
 
     return decorate
 
 
-def _place(model_class: type[nn.Module]) -> tuple[str, str]:
-    """The same for a class whose file is imported again."""
-    return model_class.__qualname__, inspect.getfile(model_class)
+def _same_class(known: type | str, other: type) -> bool:
+    """Return whether two classes are one whose file was imported twice. A built-in class is nobody else's."""
+    if isinstance(known, str):
+        return False
+    return known.__qualname__ == other.__qualname__ and inspect.getfile(known) == inspect.getfile(other)
 
 
-def _import_built_in(architecture: str) -> None:
-    """Import what Penstock itself has for an architecture, if anything: the family, and its versions."""
-    if architecture not in known_architectures():
-        return
-    family = find_architecture(architecture).family
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        is_version = module.name.startswith(f"{family}_") and not module.name.endswith("_config")
-        if module.name == family or is_version:
-            importlib.import_module(f"{BUILT_IN}.{module.name}")
-
-
-def lookup(architecture: str, version: str = "auto") -> RegisteredModel:
-    """The model for an architecture; the module of a built-in family is imported when it is first asked for.
-
-    version: "auto" is the default one.
-
-    Raises:
-        ModelLoadError: nobody has registered it; the message names the nearest one.
-        InvalidRequestError: it has no such version; the message names those that it has.
-    """
-    if version == "auto":
-        version = DEFAULT_VERSION
-    if (architecture, version) not in MODELS:
-        found = versions(architecture)
-        check_choice("model_impl", version, ["auto", *found] if DEFAULT_VERSION in found else found)
-    return MODELS[architecture, version]
-
-
-def versions(architecture: str) -> list[str]:
-    """Every version of an architecture that somebody has registered, the default one first.
-
-    Built-in ones stand in models/<family>_<version>.py.
-
-    Raises:
-        ModelLoadError: nobody has registered the architecture.
-    """
-    find_architecture(architecture)
-    _import_built_in(architecture)
-    found = [version for name, version in MODELS if name == architecture]
-    return sorted(found, key=lambda version: (version != DEFAULT_VERSION, version))
+def _class_name(source: type | str) -> str:
+    return source.rsplit(".", 1)[-1] if isinstance(source, str) else source.__qualname__

@@ -14,9 +14,9 @@ from penstock import validation as check
 from penstock.config import EngineConfig
 from penstock.engine.kv_cache_manager import peak_blocks, table_length
 from penstock.errors import InvalidRequestError
+from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.layout import GRANULE, cache_token_bytes
-from penstock.model_config import ModelConfig
-from penstock.step import CacheGroup
+from penstock.spec.model_config import ModelConfig
 
 MAX_SHARE = 0.4  # of the free memory, unless the user says how much
 

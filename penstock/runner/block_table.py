@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import EngineError
-from penstock.step import CacheGroup
+from penstock.interface.step import CacheGroup
 
 NO_BLOCK = -1
 NO_SLOT = -1

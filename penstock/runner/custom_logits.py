@@ -1,4 +1,4 @@
-"""Carries out users' logits processors (penstock/logits_processors.py) on the rows that ask for some."""
+"""Carries out users' logits processors (penstock/plugins/logits_processors.py) on the rows that ask for some."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.ops import Ops
-from penstock.logits_processors import PROCESSORS, takes_ids
+from penstock.plugins.logits_processors import PROCESSORS, takes_ids
 from penstock.runner.input_batch import InputBatch, Int64
 
 

@@ -7,8 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from penstock.errors import EngineError
+from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.runner.worker import Worker
-from penstock.step import SchedulerOutput, StepOutput
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import EngineError, NotSupportedError
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.runner.block_table import BlockTable
-from penstock.runner.logits_processors import RowProcessors
-from penstock.sampling_params import SamplingParams
-from penstock.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.runner.logit_adjustments import RowProcessors
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]

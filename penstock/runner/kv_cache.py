@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from penstock.errors import EngineError
+from penstock.interface.step import CacheGroup
 from penstock.kernels.ops import KVCache, KVScales, Ops
-from penstock.step import CacheGroup
 
 CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
 

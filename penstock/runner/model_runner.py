@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
+from penstock.interface.step import CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.ops import AttentionMetadata, Heads, KVCache, Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
@@ -30,7 +31,6 @@ from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
 from penstock.runner.kv_cache import layer_groups
 from penstock.runner.sampler import Sampler, token_logprobs
 from penstock.runner.sampling_tensors import on_device
-from penstock.step import CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 
 PROMPT_LOGPROB_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"

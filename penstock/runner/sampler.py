@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
 from penstock.runner.input_batch import InputBatch, Int64
 from penstock.runner.sampling_tensors import SamplingCache, on_device
-from penstock.step import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.sampling import SamplingTensors
 from penstock.runner.input_batch import InputBatch, Int32, Int64
-from penstock.runner.logits_processors import FloatArray, IntArray, RowProcessors
+from penstock.runner.logit_adjustments import FloatArray, IntArray, RowProcessors
 
 
 def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -6,11 +6,11 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
+from penstock.interface.step import CacheGroup, SchedulerOutput, StepOutput
 from penstock.kernels.ops import Heads, KVScales, Ops
 from penstock.layers.causal_lm import CausalLM
 from penstock.runner.kv_cache import allocate_kv_caches
 from penstock.runner.model_runner import ModelRunner
-from penstock.step import CacheGroup, SchedulerOutput, StepOutput
 
 
 class Worker:

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.outputs import CompletionOutput, RequestOutput
+from penstock.interface.outputs import CompletionOutput, RequestOutput
 from penstock.server.context import context_of, read_body
 from penstock.server.disconnect import until_disconnect
 from penstock.server.generation import Generation

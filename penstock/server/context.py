@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from penstock.client.engine_client import EngineClient
-from penstock.engine.messages import ModelInfo
 from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.interface.messages import ModelInfo
 from penstock.server.api_errors import ApiError, not_found, unavailable
 from penstock.server.decoding import Body, decode
 from penstock.server.metrics import Metrics

@@ -10,8 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from penstock.errors import RequestFailedError
-from penstock.outputs import CompletionOutput, FinishReason, RequestOutput
-from penstock.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
+from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import unavailable
 from penstock.server.context import ServerContext
 from penstock.server.openai_responses import PromptTokensDetails, Seed, Usage

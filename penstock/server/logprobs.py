@@ -6,7 +6,7 @@ JSON has no infinities, so a log-probability below OpenAI's floor of -9999 is th
 import codecs
 from collections.abc import Sequence
 
-from penstock.outputs import Logprob, LogprobsAt
+from penstock.interface.outputs import Logprob, LogprobsAt
 from penstock.server.openai_responses import (
     ChatLogprobs,
     LegacyLogprobs,

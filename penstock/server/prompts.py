@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import validation as check
-from penstock.engine.messages import ModelInfo
 from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.interface.messages import ModelInfo
 from penstock.server.context import ServerContext
 from penstock.server.openai_requests import (
     ChatRequest,

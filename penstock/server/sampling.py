@@ -4,8 +4,8 @@ that SamplingParams checks."""
 from typing import Any
 
 from penstock import validation as check
-from penstock.engine.messages import ModelInfo
-from penstock.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams
+from penstock.interface.messages import ModelInfo
+from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams
 from penstock.server.openai_requests import ChatRequest, CompletionRequest, GenerationRequest
 
 # Body fields that are fields of SamplingParams under the same name.

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from penstock.errors import ModelLoadError
-from penstock.model_config import load_config
+from penstock.spec.config_file import read_config
 from penstock.weights.destination import Destination
 
 CONFIG = "config.json"
@@ -25,7 +25,7 @@ def copy_companions(source: Path, directory: Destination) -> None:
         copy(source / CONFIG, directory)
         return
     with directory.file(CONFIG) as stream:
-        stream.write(json.dumps(load_config(source), indent=2).encode() + b"\n")
+        stream.write(json.dumps(read_config(source), indent=2).encode() + b"\n")
 
 
 def copy(file: Path, directory: Destination) -> None:

@@ -17,9 +17,10 @@ from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedErr
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.layers.lm_head import WHOLE_IN_FILES
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import Parameter
-from penstock.user_files import import_files
+from penstock.models.config_json import load_model_config
+from penstock.plugins.user_files import import_files
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter
 from penstock.weights.companions import copy_companions
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
@@ -65,7 +66,7 @@ def convert_model(
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
     import_files(config.imports)
     source = resolve_model(config.model)
-    model_config = replace(ModelConfig.from_directory(source), model_impl=config.numerics.model_impl)
+    model_config = replace(load_model_config(source), model_impl=config.numerics.model_impl)
     numerics = config.resolve(model_config).numerics
     if find_packed(source) is not None and numerics.load_format == "auto":
         raise InvalidRequestError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from penstock.models.param_table import Layout, Parameter
+from penstock.spec.param_table import Layout, Parameter
 
 ChooseLayout = Callable[[Parameter], Layout]
 

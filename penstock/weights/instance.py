@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelLoadError
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import parse_model_config
+from penstock.spec.model_config import ModelConfig
 from penstock.weights.safetensors import FLOATS, Checkpoint, FileRows, TensorEntry
 
 SAMPLES = 16  # rows of each tensor that a fingerprint reads
@@ -100,7 +101,7 @@ class ModelInstance:
         place = f"model object {name}"
         tensors = model.state_dict()
         try:
-            model_config = ModelConfig.from_dict(_config(model, name), _generation_config(model))
+            model_config = parse_model_config(_config(model, name), _generation_config(model))
         except ModelLoadError as error:
             raise ModelLoadError(f"{place}: {error}") from None
         return cls(model_config, InstanceWeights(place, tensors))

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 
 from penstock.kernels.ops import RowSource
-from penstock.models.param_table import Layout
+from penstock.spec.param_table import Layout
 from penstock.weights.sources import CutRows, HalvedRows, JoinedRows, MovedRows, TransposedRows
 
 FindRows = Callable[[str, int | None], RowSource]  # a checkpoint tensor, or one of those that it stacks

@@ -8,20 +8,23 @@ before.
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 
+from penstock.conventions import jetstream_model
+from penstock.conventions.jetstream import Environment
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.kernels.ops import Ops, RowSource
+from penstock.layers.causal_lm import CausalLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout
 from penstock.layers.weights import WeightLayer
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import Parameter, ParamTable
-from penstock.models.registry import CausalLM, RegisteredModel, lookup
+from penstock.models.registry import ModelVersion, find_model
 from penstock.quant.scheme import Scheme, scheme_of
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter, ParamTable
 from penstock.validation import check_choice
 from penstock.weights.layouts import parameter_rows
 from penstock.weights.matching import listed, match
@@ -140,7 +143,9 @@ def load_model(
     elif source is not None:
         fill(model, read_parameters(model_config), source, ops)
     make = _factory(model_config, ops, scheme, max_model_len, head)
-    return _registered(model_config).as_causal_lm(model.eval(), model_config, make)
+    if _registered(model_config).convention == "jetstream":
+        model = jetstream_model.JetStreamModel(model, Environment(model_config, make.ops, make))
+    return cast(CausalLM, model.eval())
 
 
 def read_parameters(model_config: ModelConfig) -> dict[str, Parameter]:
@@ -148,8 +153,8 @@ def read_parameters(model_config: ModelConfig) -> dict[str, Parameter]:
     return _registered(model_config).read_table().parameters(model_config)
 
 
-def _registered(model_config: ModelConfig) -> RegisteredModel:
-    return lookup(model_config.architecture, model_config.model_impl)
+def _registered(model_config: ModelConfig) -> ModelVersion:
+    return find_model(model_config.architecture, model_config.model_impl)
 
 
 def open_source(directory: str | Path | Checkpoint, model_config: ModelConfig, load_format: str) -> ParameterSource:
@@ -180,7 +185,11 @@ def empty_model(
     """
     make = _factory(model_config, ops, scheme, max_model_len, head)
     parameters = make.parameters
-    model = _registered(model_config).build(model_config, make)
+    entry = _registered(model_config)
+    if entry.convention == "jetstream":
+        model = jetstream_model.build(entry.model_class, model_config, make)
+    else:
+        model = entry.model_class(model_config, make)
     differing = set(parameters) ^ {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if differing:
         raise ModelLoadError(f"the model and its parameter table differ in {listed(sorted(differing))}")

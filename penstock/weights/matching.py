@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ModelLoadError
-from penstock.models.param_table import Layout, Parameter, ParamTable
+from penstock.spec.param_table import Layout, Parameter, ParamTable
 from penstock.weights.safetensors import TensorEntry
 
 MAX_LISTED = 8  # names that an error lists

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.ops import RowSource
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import Layout, Parameter
-from penstock.models.registry import lookup
+from penstock.models.config_json import load_model_config
+from penstock.models.registry import find_model
+from penstock.spec.param_table import Layout, Parameter
 from penstock.weights.checkpoint_writer import Outgoing, Progress, write_checkpoint
 from penstock.weights.companions import copy_companions
 from penstock.weights.destination import Destination
@@ -51,8 +51,8 @@ def rewrite_model(
     """
     source = resolve_model(model)
     _refuse_packed(source)
-    model_config = ModelConfig.from_directory(source)
-    table = lookup(model_config.architecture).read_table()
+    model_config = load_model_config(source)
+    table = find_model(model_config.architecture).read_table()
     parameters = table.parameters(model_config)
     checkpoint = CheckpointSource(Checkpoint(source), parameters, table)
     tensors = outgoing(parameters, checkpoint, form)

@@ -1,6 +1,6 @@
 """What `penstock table` prints: the parameter table of a model, or a template to start a new one from. No torch.
 
-Of a checkpoint only the headers are read. A line says what is in a table of models/table_rows.py; its comment, which
+Of a checkpoint only the headers are read. A line says what is in a table of spec/table_rows.py; its comment, which
 type and shape the tensor has.
 """
 
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.architecture import known_architectures
 from penstock.errors import ModelLoadError
-from penstock.model_config import ModelConfig, has_config, load_config
-from penstock.models.param_table import Parameter, ParamTable, num_elements
-from penstock.models.table_rows import Axis, Held, Row
+from penstock.models.config_json import parse_model_config
+from penstock.models.registry import ARCHITECTURES, find_model
+from penstock.spec.config_file import has_config, read_config
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter, num_elements
+from penstock.spec.table_rows import Axis, Held, Row
 from penstock.weights.safetensors import FLOATS, PACKED, Checkpoint, TensorEntry
 
 LINE = 120  # columns
@@ -78,7 +80,7 @@ def table_text(model: Path, *, sharding: bool = False) -> str:
     config = _read_config(model) if model.is_file() else _config_of(directory)
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if name in known_architectures():
+    if name in ARCHITECTURES:
         head, lines, end = _known(directory, config)
     else:
         head, lines, end = _unknown(directory, config, name)
@@ -88,8 +90,8 @@ def table_text(model: Path, *, sharding: bool = False) -> str:
 
 
 def _known(directory: Path, config: dict[str, Any]) -> tuple[list[str], list[Line], list[str]]:
-    model = ModelConfig.from_dict(config)
-    table = ParamTable.for_architecture(model.architecture)
+    model = parse_model_config(config)
+    table = find_model(model.architecture).read_table()
     entries = _entries(directory)
     parameters = table.parameters(model)
     head = [
@@ -167,12 +169,12 @@ def _unknown(directory: Path, config: dict[str, Any], name: Any) -> tuple[list[s
     if not entries:
         raise ModelLoadError(
             f"{directory}: architectures = {name!s:.80} is not known here, and there is no checkpoint whose names a "
-            f"template could be made of; known are {', '.join(sorted(known_architectures()))}"
+            f"template could be made of; known are {', '.join(sorted(ARCHITECTURES))}"
         )
     head = [
         f"# {name or 'unknown architecture'}: a template, made of the names, types and shapes in the checkpoint.",
         "# The first * stands for the layer, a second one for the expert. Fill in the axis to shard (-1: none) and,",
-        "# where they hold, other fields of models/table_rows.py: quant, leaves, unit, tied_to, pieces of an axis.",
+        "# where they hold, other fields of spec/table_rows.py: quant, leaves, unit, tied_to, pieces of an axis.",
     ]
     sizes = size_words(config)
     patterns: dict[str, list[TensorEntry]] = {}
@@ -237,7 +239,7 @@ def _entries(directory: Path) -> dict[str, TensorEntry]:
 
 def _config_of(directory: Path) -> dict[str, Any]:
     """Of a directory; nothing where there is none."""
-    return load_config(directory) if has_config(directory) else {}
+    return read_config(directory) if has_config(directory) else {}
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from penstock import build, certificate
+from penstock import build
 from penstock.build import build_engine
-from penstock.certificate import Basis, find_basis, read_certificate
 from penstock.check.run import Options, check_model
 from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.kernels.ops import NUMERICS_VERSION
+from penstock.models import certificate
+from penstock.models.certificate import Basis, find_basis, read_certificate
 from penstock.weights.safetensors import fingerprint
 from tests.families.case import all_cases
 from tests.hf_models import MAKERS
@@ -201,7 +202,13 @@ def test_readers_of_config_json_that_others_borrow_from_are_hashed(monkeypatch: 
     monkeypatch.setattr(certificate, "_hash_files", lambda files: hashed.extend(files) or "")
     find_basis("MixtralForCausalLM", Path("model.py"), Path("table.yaml"), Path("config.json"), 1)
     names = {file.name for file in hashed}
-    assert {"mixtral_config.py", "llama_config.py", "config_rules.py", "config_reader.py", "rope_config.py"} <= names
+    assert {
+        "mixtral_config.py",
+        "llama_config.py",
+        "config_rules.py",
+        "spec/config_reader.py",
+        "spec/rope_config.py",
+    } <= names
 
 
 def test_models_show_the_certificate() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.architecture import known_architectures
 from penstock.check.cause import EPSILONS, find_cause
 from penstock.check.ours import OurModel
 from penstock.check.pairs import BLOCK
@@ -14,7 +13,8 @@ from penstock.check.parity import ATTENTION, Comparison, compare, differs_in_att
 from penstock.check.proofs import NUM_TOKENS, Setting, ask, make_prompts
 from penstock.check.target import find_target
 from penstock.check.twin import ATTENTIONS, Twin
-from penstock.models.param_table import Parameter
+from penstock.models.registry import ARCHITECTURES
+from penstock.spec.param_table import Parameter
 from penstock.weights.loader import read_parameters
 from tests.families.case import Case, all_cases
 from tests.hf_models import random_ids
@@ -114,7 +114,7 @@ def test_a_changed_epsilon_is_named(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("J17")
-@pytest.mark.parametrize("architecture", sorted(known_architectures()))
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_every_architecture_runs_without_a_checkpoint(architecture: str, tmp_path: Path) -> None:
     """Guards against a family that works for the configs of the tests and not for Transformers' default one, shrunk:
     its layers agree, and the engine generates with it."""

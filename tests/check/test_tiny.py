@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MinistralConfig, Qwen3Config
 
 from penstock.check.tiny import make_tiny, randomise, shrink
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import parse_model_config
+from penstock.spec.model_config import ModelConfig
 from tests.hf_models import LLAMA3_ROPE
 
 LARGE: dict[str, Any] = {
@@ -23,7 +24,7 @@ LARGE: dict[str, Any] = {
 
 
 def shrunk(config: Any, architecture: str) -> ModelConfig:
-    return ModelConfig.from_dict(shrink(config.to_dict() | {"architectures": [architecture]}, config))
+    return parse_model_config(shrink(config.to_dict() | {"architectures": [architecture]}, config))
 
 
 def test_what_matters_stays() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.client.input_processor import InputProcessor, assigned_seed
 from penstock.errors import InvalidRequestError
-from penstock.sampling_params import SamplingParams
+from penstock.interface.sampling_params import SamplingParams
 from tests.tokenizer import vocabularies as voc
 
 MAX_LEN = 64

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from penstock.client.input_processor import InputProcessor
 from penstock.client.output_processor import OutputProcessor
-from penstock.engine.messages import EngineOutput
 from penstock.errors import InvalidRequestError
-from penstock.outputs import FinishReason
-from penstock.sampling_params import RequestOutputKind, SamplingParams
-from penstock.step import TokenLogprobs
+from penstock.interface.messages import EngineOutput
+from penstock.interface.outputs import FinishReason
+from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.step import TokenLogprobs
 from tests.tokenizer import vocabularies as voc
 
 TOK = voc.make("byte_level")

@@ -21,7 +21,7 @@ from penstock import (
 )
 from penstock.client.engine_client import EngineState
 from penstock.client.journal import Journal
-from penstock.engine.messages import EngineOutput, EngineRequest
+from penstock.interface.messages import EngineOutput, EngineRequest
 
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, output_kind="delta", seed=1)
 SHORT = SamplingParams(max_tokens=8, seed=1)

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from penstock import LLM, SamplingParams
 from penstock.compat.jetstream import AttentionKernel
+from penstock.conventions import jetstream_model
+from penstock.conventions.jetstream import Environment
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.reference import ReferenceOps
-from penstock.layers import jetstream_model
 from penstock.layers.factory import LayerFactory
-from penstock.layers.jetstream import Environment
 from penstock.layers.swap import SwappedLinear
-from penstock.model_config import ModelConfig
 from penstock.models import registry
+from penstock.models.config_json import load_model_config
+from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import load_model, read_parameters
 from tests.compat.test_instances import one_an_architecture
 from tests.compat.user_file import imported
@@ -34,7 +35,7 @@ PROMPTS = [{"prompt_token_ids": random_ids(length, length)} for length in (3, 40
 # A port as docs/adding_a_model.md describes it: the shared kernel in place of hand-written attention.
 PORTED = """
 from penstock.compat.jetstream import AttentionKernel, register_model
-from penstock.models.llama_plain import PlainLlama, rotate
+from penstock.models.llama.plain import PlainLlama, rotate
 
 
 class KernelAttention:
@@ -144,7 +145,7 @@ def test_any_cache_under_one_model(kind: str, window: int | None, tmp_path: Path
     """Guards against a model that needs to know where its keys are kept: six kinds of cache, the same tokens."""
     shape = {"num_attention_heads": caches.HEADS, "num_key_value_heads": caches.HKV, "head_dim": caches.D}
     _, directory = make_llama(tmp_path, vocab_size=caches.VOCAB, hidden_size=64, **shape)
-    config = ModelConfig.from_directory(directory)
+    config = load_model_config(directory)
     plain: Any = load_model(directory, with_version(config, "plain"), ReferenceOps(torch.float32))
 
     def model(tokens: Tensor, positions: Tensor, views: Any, mask: Tensor) -> Tensor:
@@ -200,7 +201,7 @@ def test_two_engines_with_different_environments(tmp_path: Path) -> None:
 
 
 def environment(directory: Path) -> Environment:
-    config = with_version(ModelConfig.from_directory(directory), "plain")
+    config = with_version(load_model_config(directory), "plain")
     ops = ReferenceOps(torch.bfloat16)
     return Environment(config, ops, LayerFactory.single_device(ops, read_parameters(config), max_positions=40))
 
@@ -220,7 +221,7 @@ def test_what_an_environment_says(tmp_path: Path) -> None:
 def test_linears_are_the_engines_products(tmp_path: Path) -> None:
     """Guards against a hand-written model that silently stays unquantised, or holds its weights twice."""
     _, directory = make_llama(tmp_path, tie_word_embeddings=True)
-    config = with_version(ModelConfig.from_directory(directory), "plain")
+    config = with_version(load_model_config(directory), "plain")
     model: Any = load_model(directory, config, ReferenceOps(torch.float32))
     linears = [module for module in model.modules() if isinstance(module, nn.Linear | SwappedLinear)]
     assert len(linears) == 2 * 7 + 1
@@ -272,7 +273,7 @@ def test_models_that_cannot_run_are_refused_when_they_are_made(tmp_path: Path) -
         jetstream_model.build(broken(__init__=with_linear), env.config, make)
 
     case = next(case for case in all_cases() if case.name == "ministral")
-    mixed = ModelConfig.from_directory(case.make(tmp_path / "mixed")[1])
+    mixed = load_model_config(case.make(tmp_path / "mixed")[1])
     with pytest.raises(NotSupportedError, match="layers with different windows"):
         jetstream_model.build(Broken, mixed, make)
 
@@ -340,9 +341,9 @@ def test_a_version_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 def test_words_of_a_registration_are_checked() -> None:
     """Guards against a convention or version that is spelt wrongly and found out much later."""
     with pytest.raises(InvalidRequestError, match="convention: 'jet' is not allowed"):
-        registry.register("XForCausalLM", table="x.yaml", convention="jet")
+        registry.register_model("XForCausalLM", table="x.yaml", convention="jet")
     with pytest.raises(InvalidRequestError, match="version: 'auto' is not allowed"):
-        registry.register("XForCausalLM", table="x.yaml", version="auto")
+        registry.register_model("XForCausalLM", table="x.yaml", version="auto")
 
 
 @pytest.mark.covers("J17")

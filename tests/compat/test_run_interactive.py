@@ -9,8 +9,9 @@ import yaml
 
 from penstock.compat.run_interactive import ID_PROMPTS, SIZES_FILE, main, read_size
 from penstock.demo import MODEL_DIR
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import ParamTable, num_elements
+from penstock.models.config_json import parse_model_config
+from penstock.models.registry import find_model
+from penstock.spec.param_table import num_elements
 from penstock.weights.table_template import table_text
 
 FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(SIZES_FILE.read_text())
@@ -44,8 +45,8 @@ def test_every_family_runs_with_random_weights(family: str, capsys: pytest.Captu
 @pytest.mark.parametrize(("family", "size"), PARAMETERS)
 def test_sizes_are_the_published_ones(family: str, size: str) -> None:
     """Guards against a misprinted size: the number of parameters is the published one."""
-    config = ModelConfig.from_dict(read_size(family, size))
-    parameters = ParamTable.for_architecture(config.architecture).parameters(config)
+    config = parse_model_config(read_size(family, size))
+    parameters = find_model(config.architecture).read_table().parameters(config)
     assert num_elements(parameters.values()) / 1e9 == pytest.approx(PARAMETERS[family, size], rel=0.003)
     assert {(name, each) for name, sizes in FAMILIES.items() for each in sizes if each != "tiny"} == set(PARAMETERS)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.architecture import ARCHITECTURES
 from penstock.models import registry
+from penstock.models.registry import ARCHITECTURES
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.kv_cache_manager import KVCacheManager
-from penstock.engine.messages import EngineRequest
 from penstock.errors import EngineError, InvalidRequestError, PenstockError
-from penstock.outputs import FinishReason
-from penstock.sampling_params import SamplingParams
-from penstock.step import CacheGroup
+from penstock.interface.messages import EngineRequest
+from penstock.interface.outputs import FinishReason
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup
 from tests.fakes_engine import ScriptedExecutor, expected_outputs, make_engine, request, run, token_ids
 
 

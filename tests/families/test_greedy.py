@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock import LLM, RequestOutput, SamplingParams
-from penstock.engine.messages import EngineRequest
+from penstock.interface.messages import EngineRequest
 from tests.families.case import Case, all_cases, for_cases
 from tests.hf_models import Made, random_ids
 

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from penstock import LLM
-from penstock.architecture import known_architectures
 from penstock.errors import ModelLoadError
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config, parse_model_config
+from penstock.models.registry import ARCHITECTURES
 from tests.families.case import Case, all_cases, for_cases
 
 FOREIGN: list[tuple[str, PreTrainedConfig, str]] = [
@@ -59,7 +59,7 @@ def test_a_model_of_another_kind_is_refused_by_its_kind(
     assert name[:12] in said  # the middle of a long one is left out
     assert reason in said
     assert "only autoregressive decoders" in said
-    assert said.split("nearest: ")[1].rstrip(")") in known_architectures()
+    assert said.split("nearest: ")[1].rstrip(")") in ARCHITECTURES
 
 
 @pytest.mark.covers("J5")
@@ -68,7 +68,7 @@ def test_a_part_of_a_diffusion_model_is_refused_as_such(name: str, tmp_path: Pat
     """Guards against an error about a missing `architectures`, which such a file never has."""
     for config in ({"_class_name": name, "_diffusers_version": "0.30.0"}, {"architectures": [name]}):
         with pytest.raises(ModelLoadError, match=rf"{name}.*\ba (part of a )?diffusion model.*only autoregressive"):
-            ModelConfig.from_directory(written(tmp_path, config))
+            load_model_config(written(tmp_path, config))
 
 
 @pytest.mark.covers("J5")
@@ -76,7 +76,7 @@ def test_a_whole_pipeline_is_refused_as_such(tmp_path: Path) -> None:
     """Guards against an error about config.json, which a pipeline's directory never has."""
     (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(ModelLoadError, match=r"model_index\.json makes it a diffusion pipeline.*only autoregressive"):
-        ModelConfig.from_directory(tmp_path)
+        load_model_config(tmp_path)
 
 
 @pytest.mark.covers("J5")
@@ -85,7 +85,7 @@ def test_a_misspelt_architecture_is_told_the_nearest(name: str) -> None:
     """Guards against a name that only the list of all would explain."""
     config = ONE_OF_EACH[name].config().to_dict() | {"architectures": [name.replace("For", "4", 1) + "X"]}
     with pytest.raises(ModelLoadError, match=rf"not supported; supported are .*nearest: {name}\)"):
-        ModelConfig.from_dict(config)
+        parse_model_config(config)
 
 
 @for_cases(list(ONE_OF_EACH.values()))

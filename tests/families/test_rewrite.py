@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.model_config import ModelConfig
-from penstock.models.registry import lookup
+from penstock.models.config_json import load_model_config
+from penstock.models.registry import find_model
 from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import Checkpoint
 from tests.families.case import Case, all_cases, for_cases
@@ -23,8 +23,8 @@ LIMIT = 10**9
 def test_the_way_through_every_form_ends_where_it_began(case: Case, make_model: MakeModel, tmp_path: Path) -> None:
     """Guards against a family whose pieces or experts come back in another order, or whose forms do not load."""
     _, start = make_model(case, dtype=torch.bfloat16)
-    config = ModelConfig.from_directory(start)
-    parameters = lookup(config.architecture).read_table().parameters(config)
+    config = load_model_config(start)
+    parameters = find_model(config.architecture).read_table().parameters(config)
     at, ids = start, random_ids(10)
     expected = PagedModel(start).step({0: ids})[0]
     for form in ("merged", "separate", "transformers"):

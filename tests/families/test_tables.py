@@ -9,13 +9,12 @@ import torch
 from transformers import PreTrainedConfig
 
 from penstock import LLM, SamplingParams
-from penstock.architecture import known_architectures
 from penstock.errors import ModelLoadError
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import Parameter, num_elements
-from penstock.models.registry import lookup
+from penstock.models.config_json import parse_model_config
+from penstock.models.registry import ARCHITECTURES, find_model
+from penstock.spec.param_table import Parameter, num_elements
 from tests.families.case import Case, all_cases, for_cases
 from tests.hf_models import random_ids
 
@@ -24,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def test_every_architecture_is_proved() -> None:
     """Guards against an architecture that is accepted, and of which nothing in this folder is proved."""
-    built_in = {name for name, item in known_architectures().items() if item.model_type is not None}
+    built_in = {name for name, item in ARCHITECTURES.items() if item.model_type is not None}
     assert {case.architecture for case in all_cases()} == built_in
 
 
@@ -33,7 +32,7 @@ def test_defaults_may_be_spelt_out(case: Case) -> None:
     may hold every key, or only those that differ."""
     whole, short = (json.loads(case.config().to_json_string(use_diff=diff)) for diff in (False, True))
     assert len(whole) > len(short)
-    assert ModelConfig.from_dict(whole) == ModelConfig.from_dict(short)
+    assert parse_model_config(whole) == parse_model_config(short)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -46,8 +45,8 @@ def test_table_and_model_have_the_same_parameters(case: Case, tied: bool) -> Non
         assert "tie_word_embeddings" in refusal
         assert tied != case.config().tie_word_embeddings
         return
-    config = ModelConfig.from_dict(hf_config.to_dict())
-    entry = lookup(config.architecture)
+    config = parse_model_config(hf_config.to_dict())
+    entry = find_model(config.architecture)
     parameters = entry.read_table().parameters(config)
     model = entry.model_class(config, LayerFactory.single_device(ReferenceOps(torch.float32), parameters))
     state = model.state_dict()
@@ -66,7 +65,7 @@ def test_table_and_model_have_the_same_parameters(case: Case, tied: bool) -> Non
 def refused(config: PreTrainedConfig) -> str | None:
     """Why a config.json cannot be served, if so."""
     try:
-        ModelConfig.from_dict(config.to_dict())
+        parse_model_config(config.to_dict())
     except ModelLoadError as error:
         return str(error)
     return None

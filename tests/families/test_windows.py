@@ -8,8 +8,8 @@ import torch
 
 from penstock.build import BuiltEngine, build_engine
 from penstock.config import EngineConfig
-from penstock.engine.messages import EngineRequest
-from penstock.sampling_params import SamplingParams
+from penstock.interface.messages import EngineRequest
+from penstock.interface.sampling_params import SamplingParams
 from tests.families.case import Case, all_cases, for_cases
 from tests.hf_models import Made, hf_logprobs, random_ids
 from tests.kernels.packed import levels

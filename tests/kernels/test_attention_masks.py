@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.conventions.masks import decode_mask, first_prefill_mask, later_prefill_mask, local_mask
+from penstock.conventions.rolling_buffer import RollingBuffer, unrotate
 from penstock.kernels.ops import AttentionMetadata, AttentionParams
 from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.reference.masks import decode_mask, first_prefill_mask, later_prefill_mask, local_mask
 from penstock.kernels.reference.parts import Scoring, attend_part, finish
-from penstock.kernels.reference.rolling import RollingBuffer, unrotate
 from tests.hf_models import make_mistral
 from tests.paged import PagedModel
 

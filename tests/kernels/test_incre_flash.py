@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
+from penstock.conventions.incre_flash import incre_flash_attention
+from penstock.conventions.incre_flash_inputs import Antiquant
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.kernels.ops import AttentionMetadata, AttentionParams
 from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.reference.incre_flash import incre_flash_attention
-from penstock.kernels.reference.incre_flash_inputs import Antiquant
 from penstock.kernels.reference.parts import Scoring, attend_part, finish
 from penstock.quant.kv import quantize_tokens
 

@@ -9,7 +9,7 @@ import penstock.kernels.cpu
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu import library
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config
 from penstock.weights.hub import resolve_model
 from tests.kernels.packed import levels
 
@@ -25,7 +25,7 @@ def fresh() -> Iterator[None]:
 def refusal() -> str:
     """What a user reads who asks for the native kernels."""
     with pytest.raises(InvalidRequestError) as caught:
-        EngineConfig.from_options(kernels="cpu").resolve(ModelConfig.from_directory(resolve_model("demo")))
+        EngineConfig.from_options(kernels="cpu").resolve(load_model_config(resolve_model("demo")))
     return str(caught.value)
 
 

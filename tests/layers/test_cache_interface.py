@@ -14,12 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import LLM, SamplingParams, models
-from penstock.architecture import ARCHITECTURES
-from penstock.errors import InvalidRequestError
-from penstock.kernels.ops import AttentionMetadata, Ops
-from penstock.kernels.reference import ReferenceOps
-from penstock.layers.cache_interface import ABSENT, CacheInterface, PagedCacheView, visible
-from penstock.layers.plain_caches import (
+from penstock.conventions.cache_interface import ABSENT, CacheInterface, PagedCacheView, visible
+from penstock.conventions.plain_caches import (
     ContiguousCache,
     Int8Cache,
     PlainCache,
@@ -27,7 +23,11 @@ from penstock.layers.plain_caches import (
     RingCache,
     RollingCache,
 )
+from penstock.errors import InvalidRequestError
+from penstock.kernels.ops import AttentionMetadata, Ops
+from penstock.kernels.reference import ReferenceOps
 from penstock.models import registry
+from penstock.models.registry import ARCHITECTURES
 from tests.hf_models import MAKERS, random_ids
 from tests.kernels.packed import levels
 
@@ -203,9 +203,9 @@ def test_sinks_stay_visible() -> None:
 
 HAND_WRITTEN = '''
 from penstock.layers.attention import Attention
-from penstock.layers.cache_interface import PagedCacheView
-from penstock.models.llama import LlamaForCausalLM
-from penstock.models.registry import register
+from penstock.conventions.cache_interface import PagedCacheView
+from penstock.models.llama.model import LlamaForCausalLM
+from penstock.models.registry import register_model
 
 
 class HandWritten(Attention):
@@ -221,7 +221,7 @@ class HandWritten(Attention):
         return self.o_proj(view.pack(scores.softmax(dim=-1) @ v).to(y.dtype))
 
 
-@register("HandForCausalLM", table="hand.yaml", config="MistralForCausalLM")
+@register_model("HandForCausalLM", table="hand.yaml", config="MistralForCausalLM")
 class HandForCausalLM(LlamaForCausalLM):
     def __init__(self, cfg, make):
         super().__init__(cfg, make)
@@ -234,7 +234,7 @@ class HandForCausalLM(LlamaForCausalLM):
 @pytest.fixture
 def hand_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a model's directory into one whose attention is the hand-written one."""
-    registry.lookup("LlamaForCausalLM")  # or its module would be imported once, and register for this test only
+    registry.find_model("LlamaForCausalLM")  # or its module would be imported once, and register for this test only
     monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
     (tmp_path / "hand.yaml").write_text((Path(registry.__file__).parent / "llama.yaml").read_text())
     (tmp_path / "hand.py").write_text(HAND_WRITTEN)

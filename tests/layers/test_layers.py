@@ -12,8 +12,8 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
 from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
-from penstock.models.param_table import Layout, Parameter
 from penstock.quant.scheme import Scheme
+from penstock.spec.param_table import Layout, Parameter
 
 
 def slot(columns: tuple[int, ...], dtype: torch.dtype) -> Slot:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from penstock.build import BuiltEngine, build_engine
 from penstock.config import EngineConfig
-from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.interface.messages import EngineRequest
+from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.arena import Arena
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import LEVELS
@@ -21,10 +22,9 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.layers.linear import LinearSpec
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
 from penstock.runner.graphs import ReplayedModel
-from penstock.sampling_params import SamplingParams
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model
 from tests.answers import Answer, answer, ask, ask_alone
@@ -242,7 +242,7 @@ def test_a_divided_head_is_recorded(tmp_path: Path) -> None:
     """Guards against an engine that falls back to slow steps, because a piece is more than a view and a product."""
     _, directory = falcon.CASES[1].make(tmp_path)
     ops = load_ops("cpu", torch.float32)
-    config = ModelConfig.from_directory(directory)
+    config = load_model_config(directory)
     paged = PagedModel(directory, kernels="cpu", num_seqs=2, max_len=16)
     paged.model = load_model(directory, config, ops, head=HeadLayout(3, 64))
     paged.ops = ops
@@ -279,7 +279,7 @@ def test_wrong_values_are_named(name: str, value: object) -> None:
 def test_no_more_pieces_than_tokens(tmp_path: Path) -> None:
     """Guards against pieces without a column."""
     _, directory = falcon.CASES[1].make(tmp_path, vocab_size=13)
-    config = ModelConfig.from_directory(directory)
+    config = load_model_config(directory)
     EngineConfig.from_options(lm_head_pieces=13).resolve(config)
     with pytest.raises(InvalidRequestError, match=r"lm_head_pieces.*13"):
         EngineConfig.from_options(lm_head_pieces=14).resolve(config)

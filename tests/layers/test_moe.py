@@ -19,10 +19,11 @@ from penstock.kernels.ops import Ops, PackedLinear
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
 from penstock.layers.moe import MoE
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import ParamTable
+from penstock.models.config_json import parse_model_config
+from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme
 from penstock.runner.graphs import ReplayedModel
+from penstock.spec.model_config import ModelConfig
 from tests.families.mixtral import CASES
 from tests.hf_models import TINY, random_ids
 from tests.kernels.packed import levels
@@ -37,14 +38,14 @@ def config(**fields: Any) -> ModelConfig:
     """Of a Qwen3-MoE, which can say everything that the layer asks for."""
     numbers = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": INNER}
     theirs = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], **TINY | numbers | {"norm_topk_prob": True} | fields)
-    return ModelConfig.from_dict(theirs.to_dict())
+    return parse_model_config(theirs.to_dict())
 
 
 def made(
     ops: Ops, cfg: ModelConfig, weights: dict[str, Tensor] | None = None, scheme: Scheme | None = None
 ) -> tuple[MoE, dict[str, Tensor]]:
     """The layer, and its weights by name: those given, or random ones."""
-    parameters = ParamTable.for_architecture(cfg.architecture).parameters(cfg)
+    parameters = find_model(cfg.architecture).read_table().parameters(cfg)
     make = LayerFactory.single_device(ops, parameters, scheme=scheme)
     layer = MoE(cfg, make.at("model.layers.0.mlp"))
     generator = torch.Generator().manual_seed(3)

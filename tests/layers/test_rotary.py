@@ -11,13 +11,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from penstock.config import EngineConfig
-from penstock.config_reader import ConfigReader
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.kernels.backends import load_ops
 from penstock.layers import rotary
 from penstock.layers.rotary import Rotary, inverse_frequencies
-from penstock.model_config import ModelConfig
-from penstock.rope_config import RopeConfig, read_rope
+from penstock.models.config_json import load_model_config
+from penstock.spec.config_reader import ConfigReader
+from penstock.spec.rope_config import RopeConfig, read_rope
 from penstock.weights.loader import load_model
 from tests.hf_models import LLAMA3_ROPE, hf_logprobs, make_llama, random_ids
 from tests.paged import PagedModel
@@ -99,7 +99,7 @@ def test_dynamic_scaling_is_that_of_transformers_token_by_token(tmp_path: Path) 
     at a time behind a cache; and our chunks give the same."""
     parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
     hf_model, directory = make_llama(tmp_path, rope_parameters=parameters, max_position_embeddings=CONTEXT)
-    config = ModelConfig.from_directory(directory)
+    config = load_model_config(directory)
     assert config.context == 3 * CONTEXT
     assert EngineConfig.from_options(model=str(directory)).resolve(config).scheduler.max_model_len == config.context
     ids = random_ids(3 * CONTEXT)
@@ -157,7 +157,7 @@ def test_a_model_with_longrope(tmp_path: Path) -> None:
     hf_model, directory = make_llama(tmp_path, head_dim=16, rope_parameters=parameters)
     ids = random_ids(100)
     torch.testing.assert_close(PagedModel(directory).step({0: ids})[0], hf_logprobs(hf_model, ids), atol=1e-4, rtol=0)
-    config, ops = ModelConfig.from_directory(directory), load_ops("reference", torch.float32)
+    config, ops = load_model_config(directory), load_ops("reference", torch.float32)
     tables = []
     for served in (64, 65):
         model: Any = load_model(directory, config, ops, max_model_len=served)

@@ -16,7 +16,8 @@ from penstock.kernels.cpu.library import LEVELS
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import Ops
 from penstock.layers.attention import alibi_slopes
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config, parse_model_config
+from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import read_parameters
 from tests.families import falcon
 from tests.families.case import Case
@@ -119,7 +120,7 @@ def test_key_value_groups_are_slices_of_the_products(level: str, dtype: torch.dt
     `dense` add up to the unsplit one, in the order of the leaves."""
     case = BY_NAME["falcon-40b"]
     _, directory = case.make(tmp_path, hidden_size=96, num_attention_heads=24, num_kv_heads=8)
-    config = ModelConfig.from_directory(directory)
+    config = load_model_config(directory)
     parameters = read_parameters(config)
     prefix = "transformer.h.0.self_attention"
     qkv, dense = parameters[f"{prefix}.qkv_proj.weight"], parameters[f"{prefix}.o_proj.weight"]
@@ -155,7 +156,7 @@ SMALL: dict[str, Any] = {
 
 
 def read(**fields: Any) -> ModelConfig:
-    return ModelConfig.from_dict(SMALL | fields)
+    return parse_model_config(SMALL | fields)
 
 
 def test_what_a_silent_file_means() -> None:
@@ -166,11 +167,11 @@ def test_what_a_silent_file_means() -> None:
     assert (old.rope is not None, old.rope.theta, old.alibi, old.attention_bias) == (True, 10000.0, False, False)
     oldest = {name: value for name, value in SMALL.items() if name not in ("hidden_size", "num_attention_heads")}
     oldest = {name: value for name, value in oldest.items() if name != "num_hidden_layers"}
-    assert ModelConfig.from_dict(oldest | {"n_embed": 32, "n_head": 4, "n_layer": 2}) == old
+    assert parse_model_config(oldest | {"n_embed": 32, "n_head": 4, "n_layer": 2}) == old
     assert read(num_kv_heads=4) == old  # as Transformers writes it, which computes with one
     assert read(ffn_hidden_size=48).intermediate_size == 48
     with pytest.raises(ModelLoadError, match="hidden_size"):
-        ModelConfig.from_dict({name: value for name, value in SMALL.items() if name != "hidden_size"})
+        parse_model_config({name: value for name, value in SMALL.items() if name != "hidden_size"})
 
 
 def test_generations() -> None:
@@ -214,6 +215,6 @@ def test_remote_code_is_refused_with_what_to_do(tmp_path: Path) -> None:
     auto_map = {"AutoModelForCausalLM": "tiiuae/falcon-7b--modeling_falcon.FalconForCausalLM"}
     (directory / "config.json").write_text(json.dumps(config | {"auto_map": auto_map}))
     with pytest.raises(ModelLoadError, match=r"never run. Remove the key if .*FalconForCausalLM"):
-        ModelConfig.from_directory(directory)
+        load_model_config(directory)
     (directory / "config.json").write_text(json.dumps(config))
-    assert ModelConfig.from_directory(directory).architecture == "FalconForCausalLM"
+    assert load_model_config(directory).architecture == "FalconForCausalLM"

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from penstock.build import build_engine
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config, parse_model_config
+from penstock.spec.model_config import ModelConfig
 from tests.families import gpt2
 from tests.families.case import Case
 from tests.hf_models import hf_logprobs, random_ids
@@ -58,7 +59,7 @@ def test_there_are_no_positions_beyond_the_last(kernels: str, tmp_path: Path) ->
     """Guards against a row of memory that is no position: the context is n_positions, and more is refused; the last
     position is computed with."""
     hf_model, directory = gpt2.CASES[0].make(tmp_path, n_positions=32)
-    config = ModelConfig.from_directory(directory)
+    config = load_model_config(directory)
     assert EngineConfig().resolve(config).scheduler.max_model_len == 32
     with pytest.raises(InvalidRequestError, match=r"max_model_len.*32"):
         build_engine(EngineConfig.from_options(model=str(directory), max_model_len=33, kernels=kernels))
@@ -82,7 +83,7 @@ SMALL: dict[str, Any] = {
 
 
 def read(**fields: Any) -> ModelConfig:
-    return ModelConfig.from_dict(SMALL | fields)
+    return parse_model_config(SMALL | fields)
 
 
 def test_what_a_file_says() -> None:
@@ -100,7 +101,7 @@ def test_what_a_file_says() -> None:
     assert read(scale_attn_weights=False).attention_scale == 1.0
     assert read(scale_attn_by_inverse_layer_idx=True).extra == {"scale_by_layer": True}
     theirs = json.loads(gpt2.GPT2Config(architectures=["GPT2LMHeadModel"]).to_json_string(use_diff=False))
-    assert ModelConfig.from_dict(theirs).vocab_size == 50257
+    assert parse_model_config(theirs).vocab_size == 50257
 
 
 # As published with the smallest one.
@@ -117,13 +118,13 @@ PUBLISHED: dict[str, Any] = {
 def test_the_published_file_is_read() -> None:
     """Guards against strictness that refuses the checkpoint people begin with, and against a TypeError out of a damaged
     one: whatever stands at a key, the answer is a ModelConfig or one of our errors."""
-    config = ModelConfig.from_dict(PUBLISHED)
+    config = parse_model_config(PUBLISHED)
     assert (config.hidden_size, config.num_hidden_layers, config.max_position_embeddings) == (768, 12, 1024)
     assert config.dtype == "float32"
     refused = 0
     for key, value in [(key, value) for key in PUBLISHED for value in ODD]:
         try:
-            assert isinstance(ModelConfig.from_dict(PUBLISHED | {key: value}), ModelConfig)
+            assert isinstance(parse_model_config(PUBLISHED | {key: value}), ModelConfig)
         except ModelLoadError:
             refused += 1
     assert refused > 150

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ModelLoadError
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import ParamTable, leaf_bounds
+from penstock.models.config_json import load_model_config
+from penstock.spec.param_table import ParamTable, leaf_bounds
 from tests.hf_models import make_llama, make_qwen3
 
 LINE = "model.layers.*.a.weight: {shape: [hidden, hidden]}\n"
@@ -21,11 +21,11 @@ def test_planner_reads_the_table_without_torch(tmp_path: Path) -> None:
     program = f"""
 import sys
 sys.modules["torch"] = None
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import ParamTable, num_elements
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import ParamTable, num_elements
 from penstock.weights.safetensors import Checkpoint, fingerprint
-config = ModelConfig.from_directory({str(directory)!r})
-table = ParamTable.for_architecture(config.architecture)
+config = load_model_config({str(directory)!r})
+table = find_model(config.architecture).read_table()
 print(num_elements(table.parameters(config).values()))
 from pathlib import Path
 Checkpoint(Path({str(directory)!r}))
@@ -83,7 +83,7 @@ def test_contradictions_in_a_table_are_named(text: str, named: str, tmp_path: Pa
     """Guards against two parameters that would both take one tensor, and against a tie to nowhere."""
     _, directory = make_llama(tmp_path, tie_word_embeddings=True)
     with pytest.raises(ModelLoadError, match=named):
-        ParamTable.from_text(text, "mine.yaml").parameters(ModelConfig.from_directory(directory))
+        ParamTable.from_text(text, "mine.yaml").parameters(load_model_config(directory))
 
 
 @pytest.mark.parametrize(

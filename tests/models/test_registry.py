@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.architecture import ARCHITECTURES, find_architecture
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.model_config import ModelConfig
 from penstock.models import registry
-from penstock.user_files import import_files
+from penstock.models.config_json import load_model_config
+from penstock.models.registry import ARCHITECTURES, find_architecture
+from penstock.plugins.user_files import import_files
 from tests.hf_models import hf_logprobs, make_llama, random_ids
 from tests.paged import PagedModel
 
 OWN = '''
-from penstock.models.llama import LlamaForCausalLM
-from penstock.models.registry import register
+from penstock.models.llama.model import LlamaForCausalLM
+from penstock.models.registry import register_model
 
-@register("HouseForCausalLM", table="house.yaml")
+@register_model("HouseForCausalLM", table="house.yaml")
 class HouseForCausalLM(LlamaForCausalLM):
     """A model in a user's own file."""
 '''
@@ -38,7 +38,7 @@ def test_a_users_own_file_registers_a_model(tmp_path: Path, monkeypatch: pytest.
     config = json.loads(config_file.read_text()) | {"architectures": ["HouseForCausalLM"], "model_type": "house"}
     config_file.write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match="HouseForCausalLM"):
-        ModelConfig.from_directory(directory)
+        load_model_config(directory)
 
     table = Path(registry.__file__).parent / "llama.yaml"
     (tmp_path / "house.yaml").write_text(table.read_text())
@@ -60,19 +60,19 @@ def test_a_users_own_file_registers_a_model(tmp_path: Path, monkeypatch: pytest.
 def test_every_built_in_architecture_has_its_class() -> None:
     """Guards against a family named in model_config whose module does not register it."""
     for name in ARCHITECTURES:
-        assert registry.lookup(name).table_file.is_file()
+        assert registry.find_model(name).table_file.is_file()
 
 
 def test_one_architecture_has_one_class() -> None:
     """Guards against a second registration that silently wins."""
     with pytest.raises(InvalidRequestError, match="LlamaForCausalLM is already registered"):
 
-        @registry.register("LlamaForCausalLM", table="llama.yaml")
+        @registry.register_model("LlamaForCausalLM", table="llama.yaml")
         class Other(torch.nn.Module):
             pass
 
     with pytest.raises(ModelLoadError, match="nearest: Llama"):
-        registry.lookup("LamaForCausalLM")
+        registry.find_model("LamaForCausalLM")
 
 
 TWICE = """
@@ -100,7 +100,7 @@ def test_a_name_of_ours_is_taken_before_its_module_is_imported(
     and breaks its relatives later. A process of its own, because here all are imported."""
     file = tmp_path / "twice.py"
     file.write_text(TWICE.format(name=name, version=version, own=own))
-    code = f"from penstock.user_files import import_files; import_files([{str(file)!r}])"
+    code = f"from penstock.plugins.user_files import import_files; import_files([{str(file)!r}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"{file}:5: {name} is already registered by" in done.stderr
 
@@ -119,9 +119,9 @@ def test_two_files_with_a_class_of_one_name(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(InvalidRequestError, match="TwiceForCausalLM is already registered by Twice"):
             import_files([str(files[1])])
         with pytest.raises(InvalidRequestError, match=r"model_impl: .*mine"):
-            registry.lookup("TwiceForCausalLM")
+            registry.find_model("TwiceForCausalLM")
         with pytest.raises(ModelLoadError, match=r"none\.yaml: the parameter table cannot be read"):
-            registry.lookup("TwiceForCausalLM", "mine").read_table()
+            registry.find_model("TwiceForCausalLM", "mine").read_table()
     finally:
         ARCHITECTURES.pop("TwiceForCausalLM", None)
 
@@ -141,4 +141,4 @@ def test_a_field_that_a_config_function_makes_up_is_named(monkeypatch: pytest.Mo
     monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", misspelt)
     message = r"LlamaForCausalLM: its config function returns 'norm_epss'.*norm_eps meant"
     with pytest.raises(ModelLoadError, match=message):
-        ModelConfig.from_directory(directory)
+        load_model_config(directory)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.architecture import known_architectures
 from penstock.build import build_engine
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import Parameter, ParamTable
-from penstock.models.sharding_map import ShardingMap
+from penstock.models.config_json import load_model_config
+from penstock.models.registry import ARCHITECTURES, find_model
+from penstock.spec.param_table import Parameter, ParamTable
+from penstock.spec.sharding_map import ShardingMap
 from penstock.weights.table_template import table_text
 from tests.hf_models import make_llama, make_qwen2
 
@@ -55,7 +55,7 @@ LAYER = "model.layers.*"
 @pytest.fixture(scope="module")
 def parameters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Parameter]:
     _, directory = make_qwen2(tmp_path_factory.mktemp("model"))
-    return ParamTable.for_architecture("Qwen2ForCausalLM").parameters(ModelConfig.from_directory(directory))
+    return find_model("Qwen2ForCausalLM").read_table().parameters(load_model_config(directory))
 
 
 def resolve(text: str, parameters: dict[str, Parameter]) -> dict[str, int | None]:
@@ -76,9 +76,9 @@ def test_the_document_s_example_is_read() -> None:
 @pytest.mark.covers("J9")
 def test_the_example_is_of_another_gemma(tmp_path: Path) -> None:
     """Guards against names of the reference code that are taken for ours: each is reported, the nearest beside it."""
-    architecture = "GemmaForCausalLM" if "GemmaForCausalLM" in known_architectures() else "LlamaForCausalLM"
+    architecture = "GemmaForCausalLM" if "GemmaForCausalLM" in ARCHITECTURES else "LlamaForCausalLM"
     _, directory = make_llama(tmp_path)
-    gemma = ParamTable.for_architecture(architecture).parameters(ModelConfig.from_directory(directory))
+    gemma = find_model(architecture).read_table().parameters(load_model_config(directory))
     with pytest.raises(ModelLoadError) as caught:
         resolve(JETSTREAM, gemma)
     said = str(caught.value)
@@ -135,8 +135,8 @@ def test_a_printed_map_fits(parameters: dict[str, Parameter], tmp_path: Path) ->
     """Guards against a command that prints what the option then refuses; and a tied head may be named or not."""
     for tied in (False, True):
         _, directory = make_llama(tmp_path / str(tied), tie_word_embeddings=tied)
-        config = ModelConfig.from_directory(directory)
-        own = ParamTable.for_architecture("LlamaForCausalLM").parameters(config)
+        config = load_model_config(directory)
+        own = find_model("LlamaForCausalLM").read_table().parameters(config)
         text = table_text(directory, sharding=True)
         assert resolve(text, own) == {name: item.shard for name, item in own.items()}
     assert resolve(text.replace("lm_head.weight", "# "), own)["lm_head.weight"] is None
@@ -151,7 +151,7 @@ h.*.experts.*.up.weight: {shape: [expert_intermediate, hidden], from: {names: [h
 def test_axes_are_those_of_the_named_tensor(tmp_path: Path) -> None:
     """Guards against the axis of a tensor on its side, or of a stack, taken for the parameter's."""
     _, directory = make_llama(tmp_path)
-    config = replace(ModelConfig.from_directory(directory), num_experts=3, moe_intermediate_size=4)
+    config = replace(load_model_config(directory), num_experts=3, moe_intermediate_size=4)
     mixed = ParamTable.from_text(MIXED, "mixed.yaml").parameters(config)
     axes = resolve("h.*.c_attn.weight: 1\nh.*.experts.up: 1", mixed)
     assert axes["h.1.c_attn.weight"] == 0

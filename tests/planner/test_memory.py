@@ -8,8 +8,9 @@ from penstock.config import EngineConfig
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.errors import InvalidRequestError
 from penstock.kernels.attention.layout import cache_token_bytes
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import parse_model_config
 from penstock.planner.memory import MAX_SHARE, free_memory_bytes, plan_kv_cache
+from penstock.spec.model_config import ModelConfig
 from tests.kernels.packed import levels
 
 BASE = {
@@ -32,9 +33,9 @@ PLENTY = 2**40
 
 def model(window: int | None = None) -> ModelConfig:
     if window is None:
-        return ModelConfig.from_dict(BASE)
+        return parse_model_config(BASE)
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
-    return ModelConfig.from_dict({**BASE, **mistral})
+    return parse_model_config({**BASE, **mistral})
 
 
 def plan(model_config: ModelConfig, free: int = PLENTY, **options):
@@ -101,7 +102,7 @@ def test_an_int8_cache_takes_little_more_than_half(head_dim, token_scales):
 def test_planned_bytes_are_the_backends():
     """Guards against a plan for another layout than the one allocated: padded for cpu, as it is for the reference."""
     shape = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 20, "torch_dtype": "bfloat16"}
-    narrow = ModelConfig.from_dict({**BASE, **shape})
+    narrow = parse_model_config({**BASE, **shape})
     tokens = 4 * 512 * 4  # layers, positions, requests
     expected = {"bfloat16": 4 * 32, "float32": 8 * 32, "int8": 2 * 32 + 16}
     for dtype, num_bytes in expected.items():

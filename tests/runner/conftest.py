@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from penstock.interface.step import RequestStepOutput
 from penstock.kernels.ops import Heads
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
-from penstock.step import RequestStepOutput
 from tests.fakes import FakeOps, HandScheduler, TinyModel, resolved_config
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.interface.step import CacheGroup
 from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Heads
 from penstock.layers.context import ForwardContext
 from penstock.runner.graphs import ReplayedModel
 from penstock.runner.model_runner import ModelRunner
-from penstock.step import CacheGroup
 from tests.fakes import FakeCache, FakeOps, TinyModel, resolved_config
 from tests.hf_models import make_mistral, make_qwen3, random_ids
 from tests.kernels.packed import levels

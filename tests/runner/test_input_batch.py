@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import EngineError, NotSupportedError
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.runner.input_batch import InputBatch, PackedStep
-from penstock.sampling_params import SamplingParams
-from penstock.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 
 MAX_SEQS, MAX_LEN = 5, 100
 GROUPS = [CacheGroup((0, 2), None, 64, 16), CacheGroup((1,), 20, 64, 32), CacheGroup((3,), 20, 64, 32, ring=True)]

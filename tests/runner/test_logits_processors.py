@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup, NewRequest
 from penstock.runner.input_batch import InputBatch
-from penstock.runner.logits_processors import TokenCounts
+from penstock.runner.logit_adjustments import TokenCounts
 from penstock.runner.sampling_tensors import sampling_tensors
-from penstock.sampling_params import SamplingParams
-from penstock.step import CacheGroup, NewRequest
 from tests.fakes import adjusted
 
 VOCAB = 12

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from penstock.engine.engine import Engine
-from penstock.engine.messages import EngineOutput, EngineRequest
+from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup
 from penstock.kernels.ops import Heads
 from penstock.kernels.reference import ReferenceOps
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config
 from penstock.runner.executor import TorchExecutor
 from penstock.runner.worker import Worker
-from penstock.sampling_params import SamplingParams
-from penstock.step import CacheGroup
 from penstock.weights.loader import load_model
 from tests.fakes import CacheModel, FakeOps, resolved_config
 
@@ -166,7 +166,7 @@ LLAMA = {
 def llama_engine(directory: Path, num_blocks: int = 40, **limits: int) -> Engine:
     """A two-layer Llama with dummy weights, which are the same every time."""
     (directory / "config.json").write_text(json.dumps(LLAMA))
-    config, ops = ModelConfig.from_directory(directory), ReferenceOps(torch.float32)
+    config, ops = load_model_config(directory), ReferenceOps(torch.float32)
     model = load_model(directory, config, ops, "dummy")
     groups = [CacheGroup((0, 1), None, num_blocks, 16)]
     return engine_for(model, ops, groups, heads=Heads(4, 2, 8), **limits)

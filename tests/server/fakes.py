@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.client.engine_client import EngineState, EngineStatus
-from penstock.engine.messages import EngineStats, ModelInfo
 from penstock.errors import EngineDeadError
-from penstock.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, RequestOutput
-from penstock.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.messages import EngineStats, ModelInfo
+from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, RequestOutput
+from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.chat_template import ChatTemplate
 
 BOS, EOS = 256, 257

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from penstock.errors import InvalidRequestError
-from penstock.outputs import RequestOutput
-from penstock.sampling_params import SamplingParams
+from penstock.interface.outputs import RequestOutput
+from penstock.interface.sampling_params import SamplingParams
 from penstock.server.api_errors import ApiError
 from penstock.server.decoding import decode
 from penstock.server.middleware import FREE_BODY_BYTES, BodyBudget

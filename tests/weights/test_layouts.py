@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.ops import TensorRows
-from penstock.models.param_table import Layout
+from penstock.spec.param_table import Layout
 from penstock.weights import sources
 from penstock.weights.layouts import parameter_rows, tensor_rows
 

@@ -14,7 +14,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
 from penstock.weights import loader
 from penstock.weights.loader import load_model
@@ -27,7 +27,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 def load(directory: Path, **options: Any) -> Any:
-    return load_model(directory, ModelConfig.from_directory(directory), ReferenceOps(torch.float32), **options)
+    return load_model(directory, load_model_config(directory), ReferenceOps(torch.float32), **options)
 
 
 def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
@@ -90,7 +90,7 @@ def test_other_float_types_are_rounded_once(stored: torch.dtype, tmp_path: Path)
     _, directory = make_qwen3(tmp_path)
     tensors = {name: value.to(stored) for name, value in load_file(directory / SINGLE).items()}
     save_file(tensors, directory / SINGLE)
-    config = ModelConfig.from_directory(directory)
+    config = load_model_config(directory)
     model: Any = load_model(directory, config, ReferenceOps(torch.bfloat16))
     expected = tensors["model.layers.1.mlp.down_proj.weight"].bfloat16().float()
     assert torch.equal(model.model.layers[1].mlp.down_proj.packed._weight, expected)
@@ -177,7 +177,7 @@ def test_memory_is_counted_to_the_byte(tmp_path: Path) -> None:
     """Guards against a tied head, which is packed a second time, being counted once; and against rotary tables of
     16 million positions, which nobody counts."""
     _, directory = make_llama(tmp_path, tie_word_embeddings=True)
-    table, config = loader.lookup("LlamaForCausalLM").read_table(), ModelConfig.from_directory(directory)
+    table, config = loader.find_model("LlamaForCausalLM").read_table(), load_model_config(directory)
     needed = 4 * sum(item.num_elements for item in table.parameters(config).values())
     load(directory, load_format="dummy", max_model_len=16, free_memory=lambda: needed)
     scheme = Scheme.parse("int4", 32)
@@ -193,7 +193,7 @@ def test_a_head_counts_as_the_int8_that_it_is(tmp_path: Path) -> None:
     """Guards against the head of an int4 model counted in 4 bits: what is counted is what is packed, to the byte where
     no panel has to be filled up."""
     _, directory = make_llama(tmp_path, vocab_size=256, hidden_size=512, intermediate_size=1024, num_attention_heads=8)
-    config, ops = ModelConfig.from_directory(directory), load_ops("cpu", torch.bfloat16)
+    config, ops = load_model_config(directory), load_ops("cpu", torch.bfloat16)
     for name, bits in (("int4", 5), ("int4-a16", 5), ("int8", 8)):
         scheme = Scheme.parse(name, 64 if name.startswith("int4") else None)
         parameters = loader.read_parameters(config)
@@ -218,9 +218,9 @@ def test_a_model_that_differs_from_its_table_is_refused(tmp_path: Path, monkeypa
     """Guards against a parameter in a user's table that his model never takes."""
     _, directory = make_llama(tmp_path)
     table = tmp_path / "llama.yaml"
-    original = loader.lookup("LlamaForCausalLM")
+    original = loader.find_model("LlamaForCausalLM")
     table.write_text(original.table_file.read_text() + "\nmodel.extra.weight: {shape: [hidden]}\n")
-    monkeypatch.setattr(loader, "lookup", lambda *_: type(original)(original.model_class, table))
+    monkeypatch.setattr(loader, "find_model", lambda *_: type(original)(original.model_class, table))
     with pytest.raises(ModelLoadError, match=r"differ in model\.extra\.weight"):
         load(directory, load_format="dummy")
     with pytest.raises(ModelLoadError, match=r"missing: model\.extra\.weight"):
@@ -229,12 +229,12 @@ def test_a_model_that_differs_from_its_table_is_refused(tmp_path: Path, monkeypa
 
 def use_table(monkeypatch: pytest.MonkeyPatch, file: Path, change: dict[str, Any]) -> None:
     """Llama's table with other entries, from now on."""
-    original = loader.lookup("LlamaForCausalLM")
+    original = loader.find_model("LlamaForCausalLM")
     entries = yaml.safe_load(original.table_file.read_text())
     for name, fields in change.items():
         entries[name] = entries[name] | fields if isinstance(fields, dict) else fields
     file.write_text(yaml.safe_dump(entries, sort_keys=False))
-    monkeypatch.setattr(loader, "lookup", lambda *_: type(original)(original.model_class, file))
+    monkeypatch.setattr(loader, "find_model", lambda *_: type(original)(original.model_class, file))
 
 
 def test_a_checkpoint_may_mix_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config
 from penstock.weights.loader import read_parameters
 from penstock.weights.safetensors import SINGLE
 from tests.hf_models import make_llama
@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 import torch
 from penstock.kernels.backends import load_ops
-from penstock.model_config import ModelConfig
+from penstock.spec.model_config import ModelConfig
 from penstock.quant.scheme import Scheme
 from penstock.weights.loader import load_model, weight_layers
 
@@ -38,7 +38,7 @@ def peak():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 directory, ops = Path(sys.argv[1]), load_ops("cpu", torch.bfloat16, threads=2)
-config, before = ModelConfig.from_directory(directory), peak()
+config, before = load_model_config(directory), peak()
 model = load_model(directory, config, ops, sys.argv[2], scheme=Scheme.parse("int8"))
 layers = [layer for _, layer in weight_layers(model)]
 print(sum(layer.packed.num_bytes if hasattr(layer, "packed") else layer.weight.nbytes for layer in layers))
@@ -52,7 +52,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     _, directory = make_llama(tmp_path_factory.mktemp("model"))
     config = json.loads((directory / "config.json").read_text()) | SIZES[request.param] | HEADS
     (directory / "config.json").write_text(json.dumps(config))
-    parameters = read_parameters(ModelConfig.from_directory(directory)).values()
+    parameters = read_parameters(load_model_config(directory)).values()
     shapes = {name: shape for item in parameters for name, shape in item.sources.items()}
     save_file({name: torch.full(shape, 0.5, dtype=torch.float16) for name, shape in shapes.items()}, directory / SINGLE)
     return directory

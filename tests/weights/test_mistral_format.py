@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from penstock.errors import ModelLoadError
-from penstock.model_config import ModelConfig
-from penstock.params_json import config_of
+from penstock.models.config_json import load_model_config, parse_model_config
+from penstock.spec.params_json import config_of
 from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import INDEX, MISTRAL, SINGLE
 from penstock.weights.table_template import table_text
@@ -109,7 +109,7 @@ def test_mixtral_in_mistrals_format(tmp_path: Path) -> None:
     tensors = dict(as_mistral(name, value) for name, value in load_file(directory / SINGLE).items())
     assert "layers.1.feed_forward.experts.3.w2.weight" in tensors
     save_file(tensors, own / MISTRAL)
-    theirs = ModelConfig.from_directory(directory)
+    theirs = load_model_config(directory)
     params = PARAMS | {
         "moe": {"num_experts": 4, "num_experts_per_tok": 2},
         "norm_eps": theirs.norm_eps,
@@ -145,7 +145,7 @@ def test_several_files_have_an_index(made: tuple[Any, Path, Path]) -> None:
 def test_params_json_says_what_config_json_says(made: tuple[Any, Path, Path]) -> None:
     """Guards against a number under the wrong name."""
     _, directory, own = made
-    theirs, ours = ModelConfig.from_directory(directory), ModelConfig.from_directory(own)
+    theirs, ours = load_model_config(directory), load_model_config(own)
     for name in theirs.__dataclass_fields__:
         if name not in ("dtype", "default_sampling", "ignored_generation"):
             assert getattr(ours, name) == getattr(theirs, name), name
@@ -166,10 +166,10 @@ def test_what_params_json_leaves_open() -> None:
 def test_windows_of_some_layers() -> None:
     """Guards against Ministral's `_sliding_window`, passed over as bookkeeping, and against a list of windows."""
     silent = {key: value for key, value in PARAMS.items() if key != "sliding_window"} | {"n_layers": 6}
-    by_layer = ModelConfig.from_dict(config_of(silent | {"_sliding_window": [None, 9, 9]}))
+    by_layer = parse_model_config(config_of(silent | {"_sliding_window": [None, 9, 9]}))
     assert (by_layer.architecture, by_layer.layer_windows) == ("MinistralForCausalLM", (None, 9, 9) * 2)
     for key, value in (("_sliding_window", 9), ("sliding_window", [9, 9])):
-        alike = ModelConfig.from_dict(config_of(silent | {key: value}))
+        alike = parse_model_config(config_of(silent | {key: value}))
         assert (alike.architecture, alike.layer_windows) == ("MistralForCausalLM", (9,) * 6)
     assert config_of(silent | {"_sliding_window": None})["sliding_window"] is None
 

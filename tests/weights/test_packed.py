@@ -12,7 +12,7 @@ from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
-from penstock.model_config import ModelConfig
+from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model, weight_layers
@@ -31,7 +31,7 @@ SCHEMES: list[dict[str, Any]] = [
 
 
 def load(directory: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
-    return load_model(directory, ModelConfig.from_directory(directory), load_ops("cpu", dtype), **options)
+    return load_model(directory, load_model_config(directory), load_ops("cpu", dtype), **options)
 
 
 def convert(source: Path, destination: Path, **options: Any) -> int:
@@ -171,7 +171,7 @@ def test_random_weights_do_not_care_what_is_packed(int8_directory: Path) -> None
 
 def test_other_readers_refuse_packed_weights(int8_directory: Path, tmp_path: Path) -> None:
     """Guards against a traceback, or bytes taken for something else, below the engine's own check."""
-    config = ModelConfig.from_directory(int8_directory)
+    config = load_model_config(int8_directory)
     with pytest.raises(InvalidRequestError, match=r"kernels: 'reference' cannot read packed weights"):
         load_model(int8_directory, config, ReferenceOps(torch.bfloat16), scheme=Scheme.parse("int8"))
     with pytest.raises(InvalidRequestError, match=r"^dtype: 'float32'"):

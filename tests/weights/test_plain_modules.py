@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.architecture import ARCHITECTURES
 from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
-from penstock.model_config import ModelConfig
 from penstock.models import registry
+from penstock.models.config_json import load_model_config
+from penstock.models.registry import ARCHITECTURES
 from penstock.quant.scheme import Scheme
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model
@@ -29,7 +29,7 @@ from tests.kernels import packed
 MODEL = """
 from torch import nn
 from penstock.layers.swap import swap_linears
-from penstock.models.registry import register
+from penstock.models.registry import register_model
 
 class Base(nn.Module):
     def __init__(self, cfg, make):
@@ -46,17 +46,17 @@ class Base(nn.Module):
     def compute_logits(self, hidden):
         return self.head(hidden).float()
 
-@register("PlainForCausalLM", table="own.yaml")
+@register_model("PlainForCausalLM", table="own.yaml")
 class PlainForCausalLM(Base):
     pass
 
-@register("SwappedForCausalLM", table="own.yaml")
+@register_model("SwappedForCausalLM", table="own.yaml")
 class SwappedForCausalLM(Base):
     def __init__(self, cfg, make):
         super().__init__(cfg, make)
         swap_linears(self, make)
 
-@register("WrongForCausalLM", table="own.yaml")
+@register_model("WrongForCausalLM", table="own.yaml")
 class WrongForCausalLM(Base):
     def __init__(self, cfg, make):
         super().__init__(cfg, make)
@@ -99,7 +99,7 @@ def load(directory: Path, name: str, ops: Any, **options: Any) -> Any:
     file = directory / "config.json"
     config = json.loads(file.read_text()) | {"architectures": [name], "model_type": "own"}
     file.write_text(json.dumps(config))
-    return load_model(directory, ModelConfig.from_directory(directory), ops, **options)
+    return load_model(directory, load_model_config(directory), ops, **options)
 
 
 def expected_logits(directory: Path, ids: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.model_config import ModelConfig
-from penstock.models.param_table import ParamTable
-from penstock.models.registry import RegisteredModel, lookup
+from penstock.models.config_json import load_model_config
+from penstock.models.registry import ModelVersion, find_model
+from penstock.spec.param_table import ParamTable
 from penstock.weights import convert, loader, rewrite, sources
 from penstock.weights.destination import Destination
 from penstock.weights.loader import CheckpointSource
@@ -52,7 +52,7 @@ HELD: dict[str, dict[str, dict[str, Any]]] = {
 
 def held_as(kind: str) -> str:
     """Llama's table with some lines that say another layout."""
-    entries = yaml.safe_load(lookup("LlamaForCausalLM").table_file.read_text())
+    entries = yaml.safe_load(find_model("LlamaForCausalLM").table_file.read_text())
     for name, fields in HELD[kind].items():
         for leaf in ("weight", "bias"):
             entry = entries[f"model.layers.*.{name}.{leaf}"]
@@ -65,13 +65,13 @@ def held_as(kind: str) -> str:
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A function that gives every architecture another table from now on."""
-    original = lookup("LlamaForCausalLM")
+    original = find_model("LlamaForCausalLM")
 
     def use(text: str) -> ParamTable:
         file = tmp_path / "table.yaml"
         file.write_text(text)
         for module in (loader, rewrite):
-            monkeypatch.setattr(module, "lookup", lambda *_: RegisteredModel(original.model_class, file))
+            monkeypatch.setattr(module, "find_model", lambda *_: ModelVersion(original.model_class, file))
         return ParamTable.from_file(file)
 
     return use
@@ -268,7 +268,7 @@ layers.*.router.weight: {shape: [experts, hidden]}
 def test_experts_stacked_and_apart(tmp_path: Path) -> None:
     """Guards against one expert's weights under the number of another, and against all experts read for each."""
     _, made = make_llama(tmp_path)
-    config = replace(ModelConfig.from_directory(made), num_experts=3, moe_intermediate_size=10)
+    config = replace(load_model_config(made), num_experts=3, moe_intermediate_size=10)
     table = ParamTable.from_text(EXPERTS, "experts.yaml")
     parameters = table.parameters(config)
     gate_up, down = torch.randn(2, 3, 20, 48).bfloat16(), torch.randn(2, 3, 10, 48).bfloat16()

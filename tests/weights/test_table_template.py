@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.architecture import known_architectures
 from penstock.errors import ModelLoadError
-from penstock.models.param_table import ParamTable
+from penstock.models.registry import ARCHITECTURES, find_model
+from penstock.spec.param_table import ParamTable
 from penstock.weights.safetensors import INDEX, SINGLE
 from penstock.weights.table_template import guess_axis, row_fields, table_text
 from tests.hf_models import TINY, make_llama
@@ -99,10 +99,10 @@ def test_a_template_has_to_be_filled_in(tmp_path: Path) -> None:
     assert len(rows) == 8
 
 
-@pytest.mark.parametrize("architecture", sorted(known_architectures()))
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_every_table_is_written_as_it_is_read(architecture: str) -> None:
     """Guards against a field that the printed table leaves out or spells so that it means something else."""
-    table = ParamTable.for_architecture(architecture)
+    table = find_model(architecture).read_table()
     text = "\n".join(f"{row.pattern}: {{{', '.join(row_fields(row))}}}" for row in table.rows)
     again = ParamTable.from_text(text, "printed.yaml")
     assert again.rows == table.rows

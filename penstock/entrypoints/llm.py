@@ -1,0 +1,221 @@
+"""LLM: the offline Python API, on an engine in this process."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from penstock import validation as check
+from penstock.build import build_engine
+from penstock.client.engine_client import Prompt
+from penstock.client.in_process import InProcessClient
+from penstock.client.input_processor import check_params
+from penstock.client.tokenizers import choose_tokenizer
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError, RequestFailedError
+from penstock.interface.outputs import RequestOutput
+from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model to call from Python. Threads may share it for `generate` and `chat`, which take turns.
+
+        with LLM(model="demo") as llm:
+            outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.0, max_tokens=32))
+            print(outputs[0].outputs[0].text)
+
+    Args:
+        model: a Hugging Face directory, a hub name, "demo", or a model object of Transformers, whose weights are packed
+            here and not looked at again.
+        tokenizer: instead of the one in the model's directory: another directory, or an object, ours or of
+            Transformers. A model object has none of its own: without this it takes token ids and gives no text.
+        options: EngineConfig.from_options' own: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
+            kv_cache_dtype, kv_cache_scales, kv_cache_memory_bytes, enable_prefix_caching, kernels, threads (all cores,
+            or 1 for a small model, unless it is given), seed, ...
+
+    Attributes:
+        engine: the client below: add_request, step, abort.
+
+    Raises:
+        InvalidRequestError: an option is unknown, wrong or does not fit the model.
+        ModelLoadError: the model cannot be served.
+    """
+
+    def __init__(self, model: str | Any = "demo", *, tokenizer: Tokenizer | str | Any = None, **options: Any) -> None:
+        if model is None:
+            raise check.fail("model", model, "a directory, a hub name, demo, or a model object of Transformers")
+        name = model if isinstance(model, str) else type(model).__name__
+        config = EngineConfig.from_options(model=name, **options)
+        found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None)
+        built = build_engine(config, None if isinstance(model, str) else model)
+        self.config = built.config
+        self._lock = threading.Lock()
+        self.engine = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)
+
+    def default_params(self, **fields: Any) -> SamplingParams:
+        """SamplingParams with the model's own defaults (its generation_config.json), then these fields."""
+        return SamplingParams(**{**self.engine.model_info.default_sampling, **fields})
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """One RequestOutput a prompt, in the order given.
+
+        Args:
+            prompts: a string, a mapping with `prompt` or `prompt_token_ids`, or a list of these.
+            sampling_params: one for all, or one a prompt; None takes the model's defaults.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong; nothing is generated then.
+        """
+        listed = _listed(prompts)
+        results: list[RequestOutput | None] = [None] * len(listed)
+        with self._lock:
+            for index, output in self.stream(listed, _final(self._params(sampling_params, len(listed)))):
+                results[index] = output
+        return [output for output in results if output is not None]
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """(index of the prompt, output) whenever one moved, as its output_kind says. Leaving early aborts the rest.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong, or other requests are under way: their outputs would
+                have nowhere to go.
+        """
+        if self.engine.has_unfinished_requests():
+            raise InvalidRequestError(
+                "requests of llm.engine.add_request or of another stream are under way; finish or abort them first"
+            )
+        params = self._params(sampling_params, len(prompts))
+        indices: dict[str, int] = {}
+        try:
+            for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True)):
+                indices[self.engine.add_request(None, prompt, choice)] = index
+            while indices:
+                for output in self.engine.step():
+                    index = indices[output.request_id]
+                    if output.finished:
+                        del indices[output.request_id]
+                    yield index, output
+        finally:
+            for request_id in indices:
+                self.engine.abort(request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them, through the model's chat template.
+
+        Raises:
+            InvalidRequestError: the messages or parameters are wrong, or the model has no chat template.
+        """
+        prompts = [self._chat_prompt(item, add_generation_prompt) for item in _conversations(messages)]
+        return self.generate(prompts, sampling_params)
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
+        """The answer to a conversation, piece by piece. Leaving early aborts it.
+
+        Raises:
+            InvalidRequestError: as `chat`.
+            RequestFailedError: the computation failed.
+        """
+        delta = replace(params, output_kind=RequestOutputKind.DELTA)
+        for _, output in self.stream([self._chat_prompt(_conversation(messages), True)], delta):
+            if output.error is not None:
+                raise RequestFailedError(output.error)
+            yield output.outputs[0].text
+
+    def _chat_prompt(self, messages: list[Message], add_generation_prompt: bool) -> Prompt:
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise InvalidRequestError("messages: the model has no chat template", param="messages")
+        text = _run(tokenizer.chat_template.render(messages, add_generation_prompt=add_generation_prompt))
+        check_prompt_length(text, self.engine.model_info.max_model_len, param="messages")
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None:
+            return [self.default_params()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if not isinstance(given, list | tuple):
+            raise check.fail("sampling_params", given, "a SamplingParams, or a list of them")
+        if len(given) != count:
+            message = f"sampling_params: {len(given)} for {count} prompts; give one, or one a prompt"
+            raise InvalidRequestError(message, param="sampling_params")
+        return list(given)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None where it has none."""
+        return self.engine.tokenizer
+
+    def shutdown(self) -> None:
+        """Free the model. A second call does nothing."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+
+def _final(params: list[SamplingParams]) -> list[SamplingParams]:
+    for item in params:
+        check_params(item)
+    return [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in params]
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list. A list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise InvalidRequestError(
+            f"prompts: {type(prompts).__name__} is not a prompt or a list of prompts", param="prompts"
+        )
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _conversations(messages: Any) -> list[list[Message]]:
+    """One conversation, or several, as a list of them."""
+    if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple):
+        return [_conversation(item) for item in messages]
+    return [_conversation(messages)]
+
+
+def _conversation(messages: Any) -> list[Message]:
+    """Its messages, each with a role and a content. Which roles there are is the template's business."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidRequestError("messages: give a list of at least one message", param="messages")
+    for message in messages:
+        known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not known or not isinstance(message.get("content"), str | list):
+            text = f"messages: {check.shown(message)} is no message; it must have a role and a content"
+            raise InvalidRequestError(text, param="messages")
+    return list(messages)
+
+
+def _run(coroutine: Coroutine[Any, Any, str]) -> str:
+    """The coroutine's result, also where an event loop runs already (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()

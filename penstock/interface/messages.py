@@ -1,0 +1,104 @@
+"""What crosses between an engine and whoever uses it: token ids in, token ids out, no text.
+
+These values cross the process edge as they are (`frames` encodes them), so they hold plain types only.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.interface.outputs import FinishReason
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One choice of one user's request.
+
+    Attributes:
+        request_id: unique among the open ones.
+        prompt_token_ids: at least one.
+        params: with the seed resolved; n is not looked at, since every choice is an EngineRequest of its own.
+        choice: index among the choices of the prompt.
+        output_token_ids: tokens that were produced before (by a process that died, say). They count as outputs: for
+            penalties, lengths, noise positions and usage the request goes on as if it had never stopped.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    choice: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What one step brought one request.
+
+    Attributes:
+        start_index: position of new_token_ids[0] among the request's outputs, resumed ones counted.
+        new_token_ids: may be empty (prompt logprobs alone, an error, an end without a token).
+        logprobs: one entry a new id, where asked for.
+        prompt_logprobs: for prompt tokens prompt_logprobs_start .., where asked for; they come in order, in pieces.
+        finish_reason: set in the last output of the request.
+        stop_reason: the stop token that ended it, if it was one of stop_token_ids.
+        num_cached_tokens: prompt tokens found in the cache when the request was first admitted.
+        error: the reason of a finish with "error".
+    """
+
+    request_id: str
+    start_index: int
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs_start: int = 1
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters and gauges at one moment. Counters (num_*_total) only grow within one engine's life.
+
+    Attributes:
+        kv_blocks_total, kv_blocks_free, kv_blocks_cached: over all cache groups; cached ones are free ones whose
+            content can be found again.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_cached: int = 0
+    num_steps_total: int = 0
+    num_prompt_tokens_total: int = 0
+    num_cached_tokens_total: int = 0
+    num_generated_tokens_total: int = 0
+    num_preemptions_total: int = 0
+    num_failed_steps_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What an engine says of its model once it is ready.
+
+    Attributes:
+        model: as the user named it.
+        system_fingerprint: names all that can change a bit: weights, dtype, quantisation, kernels, numerics version.
+        default_sampling: sampling fields set by the model's generation_config.json (temperature, top_p, ...).
+        choices_made: option -> the automatic choice and its reason, for the start-up message.
+        certificate: what `penstock check` has proved (models/certificate.py), and `same_weights`, whether it was with
+            these weights; None where nothing was proved.
+    """
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    system_fingerprint: str
+    default_sampling: dict[str, Any] = field(default_factory=dict)
+    choices_made: dict[str, str] = field(default_factory=dict)
+    certificate: dict[str, Any] | None = None

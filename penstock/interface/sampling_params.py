@@ -1,0 +1,213 @@
+"""SamplingParams: how the tokens of one request are chosen, with vLLM's names, meanings and defaults.
+
+A frozen value: lists become tuples, everything is checked when it is made, and no field is accepted and ignored.
+Checks that need the model (is this id in the vocabulary?) are in `check_vocabulary`.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError, NotSupportedError
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STRING_LENGTH = 256  # characters of a stop string or bad word
+MAX_WORD_IDS = 4 * MAX_STRING_LENGTH + 4  # ids of a bad word with a space before it: a token a byte at most
+MAX_ID_LISTS = 128  # ids in stop_token_ids
+MAX_BIASED_TOKENS = 1024
+MAX_PROCESSORS = 16
+MAX_ARGUMENT_DEPTH = 8  # lists and mappings in an argument of a logits processor
+MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
+FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+MIN_TEMPERATURE = 1e-5  # below it division by the temperature overflows float32; 0 means greedy
+
+
+class RequestOutputKind(StrEnum):
+    """What each RequestOutput of a stream carries."""
+
+    CUMULATIVE = "cumulative"  # everything so far
+    DELTA = "delta"  # only what is new
+    FINAL_ONLY = "final_only"  # one output, at the end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the tokens of one request.
+
+    Attributes:
+        n: number of independent choices made from the prompt.
+        presence_penalty: subtracted once from the logit of every token that was generated before.
+        frequency_penalty: subtracted from a token's logit as often as it was generated before.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output.
+        temperature: divides the logits; 0 is greedy.
+        top_p: smallest set of most likely tokens whose probabilities reach this sum.
+        top_k: number of most likely tokens kept; 0 or -1 keeps all.
+        min_p: keeps tokens at least this likely relative to the most likely one.
+        seed: 64-bit; None takes one from the engine's seed and the arrival number. The output says which.
+        stop: strings that end the text; not part of it unless include_stop_str_in_output.
+        stop_token_ids: tokens that end the text besides the model's own end tokens.
+        ignore_eos: the model's own end tokens do not end the text.
+        max_tokens: most tokens generated; None goes to the end of the context.
+        min_tokens: end tokens and stop_token_ids cannot be chosen before this many.
+        logprobs: report the log-probability of each generated token and of this many most likely ones,
+            of the raw distribution: before penalties, bias and temperature.
+        prompt_logprobs: the same for the tokens of the prompt; the prompt is then computed afresh.
+        detokenize: False leaves the text empty (and allows no stop strings).
+        logit_bias: token id -> number added to its logit, -100 to 100.
+        bad_words: words that are never completed. The client fills bad_words_token_ids from them.
+        logits_processors: names of functions that a user has registered (plugins/logits_processors.py), or a mapping of
+            names to their arguments, in the order in which they run.
+        output_kind: what a streamed RequestOutput carries.
+
+    Raises:
+        InvalidRequestError: a value has the wrong type or is out of range; `param` names the field.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    bad_words: Sequence[str] | None = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logits_processors: Mapping[str, Any] | Sequence[str] | None = None
+    structured_outputs: Any = None
+    guided_decoding: Any = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._check_numbers()
+        self._check_lengths()
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            check.check_bool(name, getattr(self, name))
+        check.check_bool("spaces_between_special_tokens", self.spaces_between_special_tokens)
+        for name in ("structured_outputs", "guided_decoding"):
+            if getattr(self, name) is not None:
+                raise NotSupportedError(f"{name}: constrained decoding is not built yet", param=name)
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError("stop: stop strings need detokenize=True", param="stop")
+
+    def _normalise(self) -> None:
+        """Lists become tuples and the enum is itself, so that equal parameters are equal values."""
+        limits = {"max_items": MAX_STOP_STRINGS, "max_length": MAX_STRING_LENGTH}
+        self._set("stop", check.string_tuple("stop", self.stop, **limits))
+        self._set("bad_words", check.string_tuple("bad_words", self.bad_words, **limits))
+        ids = check.int_tuple("stop_token_ids", self.stop_token_ids, low=0, high=MAX_TOKEN_ID, max_items=MAX_ID_LISTS)
+        self._set("stop_token_ids", ids)
+        words = check.list_of("bad_words_token_ids", self.bad_words_token_ids, max_items=MAX_ID_LISTS)
+        range_ = {"low": 0, "high": MAX_TOKEN_ID, "max_items": MAX_WORD_IDS}
+        word_ids = tuple(check.int_tuple("bad_words_token_ids", word, **range_) for word in words)
+        self._set("bad_words_token_ids", tuple(word for word in word_ids if word))
+        self._set("logits_processors", _processors(self.logits_processors))
+        check.check_choice("output_kind", self.output_kind, list(RequestOutputKind))
+        self._set("output_kind", RequestOutputKind(self.output_kind))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_numbers(self) -> None:
+        check.check_int("n", self.n, 1, MAX_CHOICES)
+        check.check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check.check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check.check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check.check_float("temperature", self.temperature, 0.0, 100.0)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise check.fail("temperature", self.temperature, f"0 (greedy) or a number from {MIN_TEMPERATURE:g} to 100")
+        check.check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        check.check_int("top_k", self.top_k, -1, 2**31 - 1)
+        check.check_float("min_p", self.min_p, 0.0, 1.0)
+        check.check_int("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
+        check.check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        check.check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        self._check_bias()
+        for name in FLOATS:
+            self._set(name, float(getattr(self, name)))  # a numpy number is one, too, and stays here
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise check.fail(
+                "logit_bias", self.logit_bias, f"a map of at most {MAX_BIASED_TOKENS} token ids to numbers"
+            )
+        for token_id, bias in self.logit_bias.items():
+            check.check_int("logit_bias", token_id, 0, MAX_TOKEN_ID)
+            check.check_float("logit_bias", bias, -100.0, 100.0)
+        self._set("logit_bias", {int(token_id): float(bias) for token_id, bias in self.logit_bias.items()})
+
+    def _check_lengths(self) -> None:
+        check.check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS, optional=True)
+        check.check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise check.fail("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError where a token id lies outside the model's vocabulary."""
+        for name in ("stop_token_ids", "logit_bias"):
+            for token_id in getattr(self, name) or ():
+                check.check_int(name, token_id, 0, vocab_size - 1)
+
+    def settled(self, **fields: Any) -> "SamplingParams":
+        """A copy with fields that the client has settled (seed, max_tokens, ...): checked values, not checked again."""
+        made = copy.copy(self)
+        for name, value in fields.items():
+            made._set(name, value)
+        return made
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _processors(value: Any) -> dict[str, Any] | None:
+    """Name -> argument, None where there is none.
+
+    Raises:
+        InvalidRequestError: it is something else, or an argument is no plain value.
+    """
+    named = value if isinstance(value, Mapping) else None
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        named = dict.fromkeys(value)
+    if (value is not None and named is None) or (named is not None and len(named) > MAX_PROCESSORS):
+        allowed = f"at most {MAX_PROCESSORS} names, or a mapping of names to arguments"
+        raise check.fail("logits_processors", value, allowed)
+    for name, argument in (named or {}).items():
+        check.check_str("logits_processors", name, max_length=MAX_STRING_LENGTH)
+        if not _is_plain(argument, MAX_ARGUMENT_DEPTH):
+            allowed = "numbers, texts, true, false, null, and lists and mappings of these"
+            raise check.fail("logits_processors", argument, f"made of {allowed}: it goes to another process")
+    return copy.deepcopy(dict(named)) if named else None
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    if value is None or isinstance(value, str | float):
+        return True
+    if depth and isinstance(value, list | tuple):
+        return all(_is_plain(item, depth - 1) for item in value)
+    mapping = depth and isinstance(value, dict)
+    return bool(mapping) and all(isinstance(key, str) and _is_plain(item, depth - 1) for key, item in value.items())

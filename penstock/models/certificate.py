@@ -1,0 +1,140 @@
+"""Certificate: what `penstock check` has proved about a model, and where the engine finds it again. No torch here.
+
+A file of the user's cache directory, named by a hash of all that the proof rests on: the parameter table, the code
+that computes the model, the numerics version and config.json. Change any of them and it is no longer found, so it
+cannot be stale. It says of itself which weights, kernels and types were checked. What was proved of random weights has
+a file of its own, and is found where nothing was proved of real ones.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from penstock.models.registry import find_architecture
+
+RANDOM_TINY = "random tiny"  # stands for the weights of a twin that was made for the check
+# Code that every model shares, from the package's root; what computes one architecture is added in find_basis. The
+# families' readers of config.json import from each other, so all of them count.
+SHARED_CODE = ("layers/*.py", "models/*/config.py", "models/config_json.py", "spec/*.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a proof rests on, as hashes. A proof holds for nothing else.
+
+    Attributes:
+        table: of the family's parameter table.
+        code: of the model's module, of the one that reads its config.json, and of what they share (SHARED_CODE).
+        numerics: kernels.ops.NUMERICS_VERSION.
+        config: of config.json.
+    """
+
+    table: str
+    code: str
+    numerics: int
+    config: str
+
+    @property
+    def id(self) -> str:
+        return _digest([self.table.encode(), self.code.encode(), str(self.numerics).encode(), self.config.encode()])
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """One passed check.
+
+    Attributes:
+        id: of its Basis, whose fields are table, code, numerics and config.
+        weights: their fingerprint (weights/safetensors.py), or RANDOM_TINY.
+        kernels: "reference", or "cpu" and the level.
+        dtypes: types that were computed in.
+        proofs: name -> the worst error found, 0.0 where all bits were equal.
+    """
+
+    id: str
+    architecture: str
+    table: str
+    code: str
+    numerics: int
+    config: str
+    weights: str
+    kernels: str
+    dtypes: tuple[str, ...]
+    date: str
+    penstock: str
+    transformers: str
+    proofs: dict[str, float]
+
+
+def find_basis(architecture: str, model_file: Path, table_file: Path, config_file: Path, numerics: int) -> Basis:
+    """The hashes for the model whose class stands in `model_file`.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    root = Path(__file__).parent.parent
+    code = [model_file, _file_of(find_architecture(architecture).read_config)]
+    code += [path for pattern in SHARED_CODE for path in sorted(root.glob(pattern))]
+    return Basis(_hash_files([table_file]), _hash_files(code), numerics, _hash_files([config_file]))
+
+
+def certificate_file(certificate_id: str, weights: str) -> Path:
+    """Where the certificate of that id for such weights is kept: $XDG_CACHE_HOME, or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = f"{certificate_id}-tiny.json" if weights == RANDOM_TINY else f"{certificate_id}.json"
+    return Path(base) / "penstock" / "certificates" / name
+
+
+def write_certificate(certificate: Certificate) -> Path:
+    """Keep it; one of the same id is replaced as a whole."""
+    file = certificate_file(certificate.id, certificate.weights)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_suffix(f".{os.getpid()}")
+    beside.write_text(json.dumps(asdict(certificate), indent=2) + "\n", encoding="utf-8")
+    beside.replace(file)
+    return file
+
+
+def remove_certificate(certificate_id: str, weights: str) -> None:
+    """What it said of such weights has been disproved."""
+    certificate_file(certificate_id, weights).unlink(missing_ok=True)
+
+
+def read_certificate(basis: Basis) -> dict[str, Any] | None:
+    """The certificate for this basis, rather of real weights; None where there is none, or one that is damaged."""
+    files = (certificate_file(basis.id, weights) for weights in ("", RANDOM_TINY))
+    return next((found for file in files if (found := _read_file(file, basis)) is not None), None)
+
+
+def _read_file(file: Path, basis: Basis) -> dict[str, Any] | None:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    expected = {"id": basis.id, **asdict(basis)}
+    names = {item.name for item in fields(Certificate)}
+    if not isinstance(found, dict) or set(found) != names or any(found[key] != expected[key] for key in expected):
+        return None
+    return found
+
+
+def _file_of(read: Callable[..., Any]) -> Path:
+    """Where a function stands; that of a partial one is the function inside."""
+    return Path(inspect.getfile(inspect.unwrap(getattr(read, "func", read))))
+
+
+def _hash_files(files: Iterable[Path]) -> str:
+    return _digest([file.read_bytes() for file in files])
+
+
+def _digest(parts: list[bytes]) -> str:
+    """A short hash of the parts, whose borders count."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:32]

@@ -1,0 +1,167 @@
+"""Reads a model's config.json, strictly, into a ModelConfig. No torch.
+
+A required key that is missing, a wrong type, a contradiction, or an unknown key that may change the mathematics is a
+ModelLoadError that names it. Both spellings of Transformers are read: the older (`rope_theta`, `rope_scaling`,
+`torch_dtype`) and that of Transformers 5 (`rope_parameters`, `dtype`). What the keys of one architecture mean is said
+by its family (models/<family>/config.py).
+"""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ModelLoadError, NotSupportedError
+from penstock.models.registry import ARCHITECTURES, Architecture, find_architecture
+from penstock.spec.config_file import read_config, read_json
+from penstock.spec.config_reader import ConfigReader
+from penstock.spec.generation_config import read_ignored, read_sampling
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.unsupported import SUPPORTED, nearest
+from penstock.validation import shown
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Keys of Transformers that say nothing about the mathematics of a forward pass.
+HARMLESS_KEYS = """
+    transformers_version use_cache initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop
+    output_hidden_states output_attentions return_dict chunk_size_feed_forward pretraining_tp torchscript
+    use_bfloat16 gradient_checkpointing finetuning_task task_specific_params problem_type id2label label2id num_labels
+    name_or_path tokenizer_class tokenizer_max_length prefix pad_token_id sep_token_id decoder_start_token_id
+    attn_implementation experts_implementation tf_legacy_loss unsloth_version unsloth_fixed transformers.js_config
+    is_llama_config max_sequence_length
+
+    max_length min_length do_sample num_beams temperature top_k top_p min_p typical_p repetition_penalty
+    length_penalty diversity_penalty num_beam_groups num_return_sequences no_repeat_ngram_size early_stopping
+    encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    cache_implementation
+"""  # the second paragraph: old files repeat generation settings, which Transformers 5 drops too
+HARMLESS = frozenset(HARMLESS_KEYS.split())
+
+# Keys that would change the mathematics, with the value that does not.
+NEUTRAL: dict[str, Any] = {
+    "is_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "per_layer_config": None,
+}
+
+
+def load_model_config(directory: str | Path) -> ModelConfig:
+    """Read the ModelConfig of a model directory: its config.json and, if there is one, generation_config.json.
+
+    Raises:
+        ModelLoadError: as parse_model_config; the message begins with the directory.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    generation_file = directory / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else None
+    try:
+        return parse_model_config(config, generation)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{directory}: {error}") from None
+
+
+def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any] | None = None) -> ModelConfig:
+    """Make a ModelConfig from the contents of config.json and, if there is one, generation_config.json.
+
+    Raises:
+        ModelLoadError: a key is missing, wrong, contradictory or unknown, or the architecture is not supported.
+        NotSupportedError: quantised weights, or a kind of rotary scaling that is not built.
+    """
+    read = ConfigReader(config, "config.json")
+    generation = ConfigReader(generation_config or {}, "generation_config.json")
+    _refuse_unsupported(read)
+    name, architecture = _read_architecture(read)
+    read.neutral(NEUTRAL)
+    model_type = read.raw("model_type") or architecture.model_type or ""
+    numbers = architecture.read_config(read)
+    _check_fields(name, numbers)
+    vocab_size = numbers["vocab_size"]
+    result = ModelConfig(
+        architecture=name,
+        model_type=model_type,
+        **numbers,
+        dtype=_read_dtype(read),
+        eos_token_ids=_read_eos(read, generation, vocab_size),
+        bos_token_id=_read_bos(read, generation, vocab_size),
+        default_sampling=read_sampling(generation),
+        ignored_generation=read_ignored(generation),
+    )
+    for rope in (result.rope, result.local_rope):
+        if rope is not None:
+            rope.check(result.head_dim)
+    read.finish(HARMLESS)
+    return result
+
+
+def _check_fields(architecture: str, numbers: dict[str, Any]) -> None:
+    """Check what an architecture's config function has returned.
+
+    Raises:
+        ModelLoadError: a name in it is not a field of ModelConfig.
+    """
+    known = {item.name for item in fields(ModelConfig)}
+    for name in numbers.keys() - known:
+        raise ModelLoadError(
+            f"{architecture}: its config function returns {name!r}, which is no field of ModelConfig (is "
+            f"{nearest(name, known)} meant? numbers of its own go into `extra`)"
+        )
+
+
+def _refuse_unsupported(read: ConfigReader) -> None:
+    """Refuse files that ask for code from the checkpoint or for formats that are not supported."""
+    if read.has("auto_map"):
+        raise ModelLoadError(
+            "config.json: auto_map asks for Python code from the checkpoint; such code is never run. "
+            "Remove the key if the architecture is one of " + ", ".join(sorted(ARCHITECTURES))
+        )
+    if read.has("quantization_config"):
+        raise NotSupportedError(
+            "config.json: quantization_config: quantised checkpoints are not supported yet", param="model"
+        )
+    if read.has("_class_name"):
+        raise ModelLoadError(
+            f"config.json: _class_name = {shown(read.raw('_class_name'))} is a part of a diffusion model; {SUPPORTED}"
+        )
+
+
+def _read_architecture(read: ConfigReader) -> tuple[str, Architecture]:
+    names = read.raw("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise read.fail("architectures", "a list of one of " + ", ".join(sorted(ARCHITECTURES)))
+    architecture = find_architecture(names[0])
+    if architecture.model_type is not None:
+        read.choice("model_type", [architecture.model_type])
+    return names[0], architecture
+
+
+def _read_dtype(read: ConfigReader) -> str:
+    older = read.choice("torch_dtype", DTYPES, "float32")
+    return read.choice("dtype", DTYPES, older)
+
+
+def _read_eos(read: ConfigReader, generation: ConfigReader, vocab_size: int) -> tuple[int, ...]:
+    own, later = _read_ids(read, "eos_token_id", vocab_size), _read_ids(generation, "eos_token_id", vocab_size)
+    return later or own
+
+
+def _read_ids(read: ConfigReader, key: str, vocab_size: int) -> tuple[int, ...]:
+    """One id or a list of ids, each once, in the order of the file."""
+    value = read.raw(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for item in ids:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab_size:
+            raise read.fail(key, f"an id from 0 to {vocab_size - 1}, or a list of such ids")
+    return tuple(dict.fromkeys(ids))
+
+
+def _read_bos(read: ConfigReader, generation: ConfigReader, vocab_size: int) -> int | None:
+    ids = _read_ids(generation, "bos_token_id", vocab_size), _read_ids(read, "bos_token_id", vocab_size)
+    return next((found[0] for found in ids if found), None)

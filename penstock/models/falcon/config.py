@@ -1,0 +1,79 @@
+"""How the config.json of Falcon is read.
+
+Three generations share one architecture. 7B and RW name what they do: `parallel_attn`, `multi_query`, `alibi`. 40B says
+`new_decoder_architecture`, which stands for parallel branches and key/value groups, whatever the older keys say. 11B is
+a new one with one norm in place of two.
+"""
+
+from penstock.spec.config_reader import ConfigReader
+from penstock.spec.config_rules import (
+    Numbers,
+    activation,
+    decoder_shape,
+    fixed,
+    harmless,
+    no_windows,
+    require_even_heads,
+    spelled,
+)
+from penstock.spec.rope_config import read_rope
+
+OLDEST = {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+CONTEXT = 2048  # where the file is silent, as Transformers has it
+
+
+def read_falcon(read: ConfigReader) -> Numbers:
+    """`bias` stands for all products of a block."""
+    shape = read_shape(read)
+    fixed(read, "apply_residual_connection_post_layernorm", False)
+    harmless(read, "ff_factor")  # ffn_hidden_size has the number
+    alibi, bias = read.boolean("alibi", False), read.boolean("bias", False)
+    rope = read_rope(read, shape["max_position_embeddings"])
+    if not alibi:
+        require_even_heads(read, shape["head_dim"])
+    return shape | {
+        "hidden_act": activation(read, "activation", "gelu"),
+        "norm_eps": read.number("layer_norm_epsilon", 0.0, 1.0, 1e-5),
+        "rope": None if alibi else rope,
+        "alibi": alibi,
+        "num_parallel_norms": read_parallel_norms(read),
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "mlp_bias": bias,
+        "layer_windows": no_windows(read, shape["num_hidden_layers"]),
+        "tie_word_embeddings": read.boolean("tie_word_embeddings", True),
+    }
+
+
+def read_shape(read: ConfigReader) -> Numbers:
+    """Heads divide the hidden size evenly, and key/value heads follow from the generation."""
+    oldest = {name: key for name, key in OLDEST.items() if read.has(key)}
+    shape = decoder_shape(
+        read,
+        spelling=oldest | {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
+        defaults={
+            "intermediate_size": lambda sizes: 4 * sizes["hidden_size"],
+            "max_position_embeddings": lambda sizes: CONTEXT,
+        },
+    )
+    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+    if shape["head_dim"] * heads != hidden:
+        raise read.fail("head_dim", f"hidden_size / num_attention_heads = {hidden // heads}, or absent")
+    multi_query = read.boolean("multi_query", True)
+    if read.boolean("new_decoder_architecture", False):
+        return shape
+    if multi_query:  # here Transformers writes num_kv_heads = num_attention_heads, and computes with one
+        return shape | {"num_key_value_heads": 1}
+    if shape["num_key_value_heads"] != heads:
+        key = spelled(read, "num_key_value_heads", {"num_key_value_heads": "num_kv_heads"})
+        raise read.fail(key, f"num_attention_heads = {heads}, where multi_query is false")
+    return shape
+
+
+def read_parallel_norms(read: ConfigReader) -> int:
+    """How many norms stand before parallel branches; 0: the branches follow each other."""
+    parallel = read.boolean("parallel_attn", True)
+    if read.boolean("new_decoder_architecture", False):
+        return read.integer("num_ln_in_parallel_attn", 1, 2, 2)
+    one = read.integer("num_ln_in_parallel_attn", 1, 1, 1)
+    return one if parallel else 0

@@ -1,0 +1,100 @@
+"""Falcon decoder (Almazrouei et al., "The Falcon Series of Open Language Models", 2023): 7B, 40B, 180B, 11B and RW.
+
+block:  x = x + attn(ln(x)) + mlp(ln(x))                  7B, 11B: one norm for both branches
+        x = x + attn(ln_attn(x)) + mlp(ln_mlp(x))         40B, 180B: one each
+        x = x + attn(ln(x));  x = x + mlp(ln'(x))         RW: one branch after the other
+        LayerNorm, a plain MLP; rotary embedding, or a bias that falls with the distance (RW)
+varies by ModelConfig only: num_parallel_norms, key/value heads (one, groups, all), alibi, biases, tied head
+not here: how the fused query_key_value lies in a checkpoint (table.yaml), arithmetic and rounding (kernels/ops.py)
+"""
+
+from torch import Tensor, nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.context import ForwardContext
+from penstock.layers.decoder import DecoderLM
+from penstock.layers.factory import LayerFactory
+from penstock.layers.mlp import MLP
+from penstock.layers.rotary import Rotary
+from penstock.spec.model_config import ModelConfig
+
+
+class FalconForCausalLM(DecoderLM):
+    """The decoder and its head."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__(cfg, make, FalconModel, "transformer")
+
+
+class FalconModel(nn.Module):
+    """Embedding, blocks, final norm."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__()
+        self.word_embeddings = make.embedding("word_embeddings")
+        rotary = None if cfg.rope is None else make.rotary(cfg.rope, cfg)
+        block = (SequentialBlock, OneNormBlock, TwoNormBlock)[cfg.num_parallel_norms]
+        self.h = nn.ModuleList(
+            block(cfg, make.at(f"h.{index}"), index, rotary) for index in range(cfg.num_hidden_layers)
+        )
+        self.ln_f = make.layer_norm("ln_f", cfg.norm_eps)
+
+    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T] int64 -> [T, hidden] dtype."""
+        x, h = self.word_embeddings(input_ids), None
+        for block in self.h:
+            x, h = block(x, h, ctx)
+        return self.ln_f.add(x, h)[1]
+
+
+class FalconBlock(nn.Module):
+    """What all blocks have: attention and feed-forward. The last branch is left for the next norm to add.
+
+    forward: residual stream x and the branch h not yet added, [T, hidden] float32 each -> the same, one block on.
+    """
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.ops = make.ops
+        self.self_attention = Attention(cfg, make.at("self_attention"), index, rotary)
+        self.mlp = MLP(make.at("mlp"), cfg.hidden_act)
+
+
+class SequentialBlock(FalconBlock):
+    """The feed-forward branch reads what attention has added."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
+        super().__init__(cfg, make, index, rotary)
+        self.input_layernorm = make.layer_norm("input_layernorm", cfg.norm_eps)
+        self.post_attention_layernorm = make.layer_norm("post_attention_layernorm", cfg.norm_eps)
+
+    def forward(self, x: Tensor, h: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        x, y = self.input_layernorm.add(x, h)  # x + h, and its norm
+        x, y = self.post_attention_layernorm.add(x, self.self_attention(y, ctx))
+        return x, self.mlp(y)
+
+
+class OneNormBlock(FalconBlock):
+    """Both branches read the same norm."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
+        super().__init__(cfg, make, index, rotary)
+        self.input_layernorm = make.layer_norm("input_layernorm", cfg.norm_eps)
+
+    def forward(self, x: Tensor, h: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        x, y = self.input_layernorm.add(x, h)
+        return self.ops.add(x, self.self_attention(y, ctx)), self.mlp(y)
+
+
+class TwoNormBlock(FalconBlock):
+    """Each branch has a norm of its own, of the same residual stream."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
+        super().__init__(cfg, make, index, rotary)
+        self.ln_attn = make.layer_norm("ln_attn", cfg.norm_eps)
+        self.ln_mlp = make.layer_norm("ln_mlp", cfg.norm_eps)
+
+    def forward(self, x: Tensor, h: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        x, y = self.ln_attn.add(x, h)
+        z = self.ln_mlp(x)  # before attention is added
+        return self.ops.add(x, self.self_attention(y, ctx)), self.mlp(z)

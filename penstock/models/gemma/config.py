@@ -1,0 +1,61 @@
+"""Reads the config.json of Gemma (the first), and what Gemma 2 and 3 share with it."""
+
+import math
+
+from penstock.spec.config_reader import ConfigReader
+from penstock.spec.config_rules import (
+    ACTIVATIONS,
+    Numbers,
+    activation,
+    decoder_shape,
+    no_windows,
+    require_even_heads,
+)
+from penstock.spec.rope_config import read_rope
+
+HEAD_DIM = 256  # this and what follows: Transformers' own, where a file leaves it out
+GATE = "gelu_pytorch_tanh"
+WINDOW = 4096
+
+
+def read_gemma(read: ConfigReader) -> Numbers:
+    shape = scaled_decoder(read)
+    return shape | {
+        "hidden_act": gate(read, "hidden_act", "hidden_activation"),
+        "rope": read_rope(read, shape["max_position_embeddings"]),
+        "layer_windows": no_windows(read, shape["num_hidden_layers"]),
+    }
+
+
+def scaled_decoder(read: ConfigReader) -> Numbers:
+    """What all of them share: sizes, RMS norms, embeddings that are scaled and tied, attention that looks back only."""
+    shape = decoder_shape(read, head_dim=HEAD_DIM)
+    require_even_heads(read, shape["head_dim"])
+    if not read.has("num_key_value_heads"):
+        raise read.fail("num_key_value_heads", "a divisor of num_attention_heads")
+    if read.boolean("use_bidirectional_attention", False):
+        raise read.fail(
+            "use_bidirectional_attention",
+            "false or absent: a cache of keys and values serves tokens that look back only",
+        )
+    bias = read.boolean("attention_bias", False)
+    return shape | {
+        "norm_eps": read.number("rms_norm_eps", 0.0, 1.0),
+        "embedding_scale": math.sqrt(shape["hidden_size"]),
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "tie_word_embeddings": read.boolean("tie_word_embeddings", True),
+    }
+
+
+def gate(read: ConfigReader, key: str, other: str) -> str:
+    """The gate's activation. A file may say it a second time under the other key, but not another one.
+
+    `hidden_act: gelu` stands in the first files and always meant the tanh form.
+    """
+    named = {name: activation(read, name, GATE) for name in (key, other)}
+    if read.raw("hidden_act") == "gelu":
+        named["hidden_act"] = ACTIVATIONS[GATE]
+    if read.has(other) and named[other] != named[key]:
+        raise read.fail(other, f"the same as {key}, which stands for {named[key]} here, or absent")
+    return named[key]

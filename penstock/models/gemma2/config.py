@@ -1,0 +1,82 @@
+"""Reads the config.json of Gemma 2 and Gemma 3 (text)."""
+
+import math
+
+from penstock.models.gemma.config import WINDOW, gate, scaled_decoder
+from penstock.spec.config_reader import MAX_SIZE, ConfigReader
+from penstock.spec.config_rules import LARGEST, Numbers, sliding_window, windows_by_type
+from penstock.spec.rope_config import RopeConfig, read_rope, read_scaling
+
+QUERY_SCALAR = 256
+GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4
+
+
+def read_gemma2(read: ConfigReader) -> Numbers:
+    """Every second layer has the window, from the first on, where layer_types does not say otherwise."""
+    shape = scaled_decoder(read)
+    window, layers = sliding_window(read, WINDOW), shape["num_hidden_layers"]
+    read.neutral({"sliding_window_size": window})
+    return shape | {
+        "hidden_act": gate(read, "hidden_activation", "hidden_act"),
+        "rope": read_rope(read, shape["max_position_embeddings"]),
+        "layer_windows": windows_by_type(read, layers, window, window_pattern(layers, 2)),
+        "attention_scale": query_scale(read),
+        "attn_logit_softcapping": softcap(read, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": softcap(read, "final_logit_softcapping", 30.0),
+    }
+
+
+def read_gemma3(read: ConfigReader) -> Numbers:
+    """Every sixth layer sees everything, where layer_types or sliding_window_pattern does not say otherwise."""
+    shape = scaled_decoder(read)
+    window, layers = sliding_window(read, WINDOW), shape["num_hidden_layers"]
+    pattern = window_pattern(layers, read.integer("sliding_window_pattern", 1, LARGEST["num_hidden_layers"], 6))
+    if read.has("attn_logit_softcapping"):  # Transformers has the key and does not compute with it
+        raise read.fail("attn_logit_softcapping", "null for this architecture, or absent")
+    return shape | {
+        "hidden_act": gate(read, "hidden_activation", "hidden_act"),
+        **two_bases(read, shape["max_position_embeddings"]),
+        "layer_windows": windows_by_type(read, layers, window, pattern),
+        "qk_norm": True,
+        "attention_scale": query_scale(read),
+        "final_logit_softcapping": softcap(read, "final_logit_softcapping", None),
+    }
+
+
+def query_scale(read: ConfigReader) -> float:
+    return 1 / math.sqrt(read.number("query_pre_attn_scalar", 1e-6, MAX_SIZE, QUERY_SCALAR))
+
+
+def softcap(read: ConfigReader, key: str, default: float | None) -> float | None:
+    """Null is no cap; `default` is what holds where the key is absent."""
+    if read.is_null(key) or (default is None and not read.has(key)):
+        return None
+    return read.number(key, 1e-6, MAX_SIZE, default or 0.0)
+
+
+def window_pattern(num_layers: int, period: int) -> list[str]:
+    """The last of every `period` layers sees everything."""
+    return ["sliding_attention" if (index + 1) % period else "full_attention" for index in range(num_layers)]
+
+
+def two_bases(read: ConfigReader, max_position_embeddings: int) -> Numbers:
+    """Rotary embedding of the layers that see everything, and of those with a window. In older files the latter is
+    never scaled."""
+    by_type = read.section("rope_parameters")
+    if by_type is None:
+        local_theta = read.number("rope_local_base_freq", 1.001, MAX_SIZE, LOCAL_THETA)
+        plain = RopeConfig(theta=local_theta, original_max_position_embeddings=max_position_embeddings)
+        return {"rope": read_rope(read, max_position_embeddings, GLOBAL_THETA), "local_rope": plain}
+    for key in ("rope_scaling", "rope_theta", "rope_local_base_freq"):
+        if read.has(key):
+            raise read.fail(key, "null beside rope_parameters, or absent")
+    ropes = {}
+    for field, kind, theta in (
+        ("rope", "full_attention", GLOBAL_THETA),
+        ("local_rope", "sliding_attention", LOCAL_THETA),
+    ):
+        plain = RopeConfig(theta=theta, original_max_position_embeddings=max_position_embeddings)
+        scaling = by_type.section(kind)
+        ropes[field] = plain if scaling is None else read_scaling(scaling, plain, max_position_embeddings)
+    by_type.finish(())
+    return ropes

@@ -1,0 +1,46 @@
+"""Gemma 2 and 3 decoder, text ("Gemma 2: Improving Open Language Models at a Practical Size", 2024; "Gemma 3", 2025).
+
+embed:  x = sqrt(hidden) * embedding
+block:  x = x + norm(attn(norm(x)));  x = x + norm(mlp(norm(x)))      four RMSNorms, weights the distance from 1
+varies by ModelConfig only: which layers have a window, soft caps of scores and logits (Gemma 2), norms of q and k and a
+    rotary base of their own for the layers with a window (Gemma 3), the scale of scores, rotary scaling, biases
+not here: parameter names and sharding (table.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
+"""
+
+from torch import Tensor, nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.context import ForwardContext
+from penstock.layers.decoder import DecoderLM, RMSNormDecoder
+from penstock.layers.factory import LayerFactory
+from penstock.layers.mlp import GatedMLP
+from penstock.layers.rotary import Rotary
+from penstock.spec.model_config import ModelConfig
+
+
+class Gemma2ForCausalLM(DecoderLM):
+    """The decoder and its head."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__(cfg, make, lambda cfg, make: RMSNormDecoder(cfg, make, Gemma2Block, unit_offset=True))
+
+
+class Gemma2Block(nn.Module):
+    """Attention and feed-forward, each between two norms; the last branch is left for the next norm to add."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
+        super().__init__()
+        eps = cfg.norm_eps
+        self.input_layernorm = make.rms_norm("input_layernorm", eps, unit_offset=True)
+        self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary, unit_offset=True)
+        self.post_attention_layernorm = make.branch_norm("post_attention_layernorm", eps, unit_offset=True)
+        self.pre_feedforward_layernorm = make.rms_norm("pre_feedforward_layernorm", eps, unit_offset=True)
+        self.mlp = GatedMLP(make.at("mlp"), cfg.hidden_act)
+        self.post_feedforward_layernorm = make.branch_norm("post_feedforward_layernorm", eps, unit_offset=True)
+
+    def forward(self, x: Tensor, h: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Map the residual stream x and the branch h not yet added, [T, hidden] float32 each, to the next x and h."""
+        x, y = self.input_layernorm.add(x, h)  # x + h, and its norm
+        h = self.post_attention_layernorm(self.self_attn(y, ctx))
+        x, y = self.pre_feedforward_layernorm.add(x, h)
+        return x, self.post_feedforward_layernorm(self.mlp(y))

@@ -1,0 +1,75 @@
+"""How the config.json of Llama, Mistral, Ministral, Qwen2 and Qwen3 is read."""
+
+from penstock.spec.config_reader import MAX_SIZE, ConfigReader
+from penstock.spec.config_rules import (
+    DEFAULT_WINDOW,
+    Numbers,
+    Windows,
+    fixed,
+    gated_decoder,
+    no_windows,
+    same_windows,
+    sliding_window,
+    windows_by_type,
+)
+
+
+def read_llama(read: ConfigReader) -> Numbers:
+    """`attention_bias` stands for all four products of attention."""
+    numbers = gated_decoder(read)
+    bias = read.boolean("attention_bias", False)
+    return numbers | {
+        "layer_windows": no_windows(read, numbers["num_hidden_layers"]),
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "mlp_bias": read.boolean("mlp_bias", False),
+    }
+
+
+def read_mistral(read: ConfigReader) -> Numbers:
+    numbers = gated_decoder(read)
+    fixed(read, "attention_bias", False)
+    fixed(read, "mlp_bias", False)
+    return numbers | {"layer_windows": same_windows(read, numbers["num_hidden_layers"], DEFAULT_WINDOW)}
+
+
+def read_ministral(read: ConfigReader) -> Numbers:
+    """A window on the layers that `layer_types` names; on all where it names none."""
+    numbers = gated_decoder(read)
+    fixed(read, "attention_bias", False)
+    fixed(read, "mlp_bias", False)
+    window, layers = sliding_window(read, DEFAULT_WINDOW), numbers["num_hidden_layers"]
+    everywhere = ["full_attention" if window is None else "sliding_attention"] * layers
+    return numbers | {"layer_windows": windows_by_type(read, layers, window, everywhere)}
+
+
+def read_qwen2(read: ConfigReader) -> Numbers:
+    """q, k and v have a bias, the product after attention has none."""
+    numbers = gated_decoder(read)
+    fixed(read, "attention_bias", True)
+    fixed(read, "mlp_bias", False)
+    return numbers | {"attention_bias": True, "layer_windows": upper_windows(read, numbers["num_hidden_layers"])}
+
+
+def read_qwen3(read: ConfigReader) -> Numbers:
+    numbers = gated_decoder(read, head_dim=128)
+    bias = read.boolean("attention_bias", False)
+    fixed(read, "mlp_bias", False)
+    return numbers | {
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "qk_norm": True,
+        "layer_windows": upper_windows(read, numbers["num_hidden_layers"]),
+    }
+
+
+def upper_windows(read: ConfigReader, num_layers: int) -> Windows:
+    """Qwen: nothing slides unless use_sliding_window; then layer_types says which layers do, else those from
+    max_window_layers on."""
+    window = sliding_window(read, DEFAULT_WINDOW)
+    first_sliding = read.integer("max_window_layers", 0, MAX_SIZE, 28)
+    if not read.boolean("use_sliding_window", False):
+        window = None
+    sliding = "full_attention" if window is None else "sliding_attention"
+    default = [sliding if index >= first_sliding else "full_attention" for index in range(num_layers)]
+    return windows_by_type(read, num_layers, window, default)

@@ -1,0 +1,80 @@
+"""How the config.json of Mixtral and Qwen3-MoE is read."""
+
+from penstock.spec.config_reader import ConfigReader
+from penstock.spec.config_rules import (
+    DEFAULT_WINDOW,
+    LARGEST,
+    Numbers,
+    fixed,
+    gated_decoder,
+    harmless,
+    same_windows,
+    sliding_window,
+    spelled,
+)
+
+MAX_EXPERTS = 2**16
+TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+
+
+def read_mixtral(read: ConfigReader) -> Numbers:
+    """Every layer is sparse, and an expert is as large as a dense branch would be."""
+    numbers = gated_decoder(read, theta=1000000.0)
+    layers = numbers["num_hidden_layers"]
+    fixed(read, "attention_bias", False)
+    harmless(read, *TRAINING)
+    return (
+        numbers
+        | read_experts(read)
+        | {
+            "layer_windows": same_windows(read, layers, None),
+            "moe_intermediate_size": numbers["intermediate_size"],
+            "sparse_layers": (True,) * layers,
+        }
+    )
+
+
+def read_qwen3_moe(read: ConfigReader) -> Numbers:
+    """Sparse is every decoder_sparse_step-th layer, but for those that mlp_only_layers names."""
+    numbers = gated_decoder(read)  # unlike Qwen3, a file without head_dim means hidden_size / heads
+    layers = numbers["num_hidden_layers"]
+    bias = read.boolean("attention_bias", False)
+    harmless(read, *TRAINING)
+    return (
+        numbers
+        | read_experts(read)
+        | {
+            "attention_bias": bias,
+            "attention_out_bias": bias,
+            "qk_norm": True,
+            "layer_windows": (_window(read),) * layers,
+            "moe_intermediate_size": read.integer("moe_intermediate_size", 1, LARGEST["intermediate_size"]),
+            "norm_topk_prob": read.boolean("norm_topk_prob", False),
+            "sparse_layers": _sparse_layers(read, layers),
+        }
+    )
+
+
+def read_experts(read: ConfigReader) -> Numbers:
+    """How many there are (`num_local_experts`, or `num_experts`) and how many a token goes through."""
+    count = read.integer(spelled(read, "num_experts", {"num_experts": "num_local_experts"}), 1, MAX_EXPERTS)
+    return {"num_experts": count, "num_experts_per_tok": read.integer("num_experts_per_tok", 1, count)}
+
+
+def _sparse_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
+    step = read.integer("decoder_sparse_step", 1, LARGEST["num_hidden_layers"], 1)
+    dense = read.raw("mlp_only_layers") if read.has("mlp_only_layers") else []
+    if not isinstance(dense, list) or not all(type(item) is int and 0 <= item < layers for item in dense):
+        raise read.fail("mlp_only_layers", f"a list of layers from 0 to {layers - 1}")
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(layers))
+
+
+def _window(read: ConfigReader) -> int | None:
+    """Of all layers alike: Transformers does not ask max_window_layers here, so it may not ask for anything either."""
+    window = sliding_window(read, DEFAULT_WINDOW)
+    if not read.boolean("use_sliding_window", False):
+        harmless(read, "max_window_layers")
+        return None
+    if read.has("max_window_layers"):
+        raise read.fail("max_window_layers", "absent where use_sliding_window is true: all layers slide")
+    return window

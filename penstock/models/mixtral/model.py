@@ -1,0 +1,29 @@
+"""Decoders whose feed-forward branch is a mixture of experts: Mixtral, Qwen3-MoE.
+
+block:  x = x + attn(norm(x));  x = x + moe(norm(x))      Llama's block with experts instead of the SwiGLU branch
+varies by ModelConfig only: which layers are sparse, how many experts there are, how many of them a token uses, whether
+    their weights are renormalised; windows, biases, norms of q and k
+not here: parameter names (table.yaml, qwen3_moe.yaml), routing (layers/moe.py), KV layout (runner), arithmetic
+"""
+
+from torch import nn
+
+from penstock.layers.decoder import DecoderLM, RMSNormDecoder
+from penstock.layers.factory import LayerFactory
+from penstock.layers.moe import MoE
+from penstock.models.llama.model import LlamaBlock
+from penstock.spec.model_config import ModelConfig
+
+
+class MixtralForCausalLM(DecoderLM):
+    """The decoder and its head."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__(cfg, make, lambda cfg, make: RMSNormDecoder(cfg, make, MixtralBlock))
+
+
+class MixtralBlock(LlamaBlock):
+    """Llama's block; the feed-forward branch of a sparse layer is a mixture of experts."""
+
+    def make_mlp(self, cfg: ModelConfig, make: LayerFactory, index: int) -> nn.Module:
+        return MoE(cfg, make) if cfg.sparse_layers[index] else super().make_mlp(cfg, make, index)

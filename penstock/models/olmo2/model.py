@@ -1,0 +1,45 @@
+"""OLMo 2 decoder (OLMo team, "2 OLMo 2 Furious", 2025).
+
+block:  x = x + norm(attn(x));  x = x + norm(mlp(x))      norms behind the branches, none before them
+        attention norms q and k of all heads together, then rotates them; SwiGLU
+varies by ModelConfig only: biases of attention, grouped queries, rotary scaling, tied head
+not here: parameter names and sharding (table.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
+"""
+
+from torch import Tensor, nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.context import ForwardContext
+from penstock.layers.decoder import DecoderLM, RMSNormDecoder
+from penstock.layers.factory import LayerFactory
+from penstock.layers.mlp import GatedMLP
+from penstock.layers.rotary import Rotary
+from penstock.spec.model_config import ModelConfig
+
+
+class Olmo2ForCausalLM(DecoderLM):
+    """The decoder and its head."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__(cfg, make, lambda cfg, make: RMSNormDecoder(cfg, make, Olmo2Block))
+
+
+class Olmo2Block(nn.Module):
+    """Attention and feed-forward: each reads the residual stream as it is, and is normed before it is added."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.ops = make.ops
+        self.rounded = make.slot("rounded", (cfg.hidden_size,))
+        self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary)
+        self.post_attention_layernorm = make.branch_norm("post_attention_layernorm", cfg.norm_eps)
+        self.mlp = GatedMLP(make.at("mlp"), cfg.hidden_act)
+        self.post_feedforward_layernorm = make.branch_norm("post_feedforward_layernorm", cfg.norm_eps)
+
+    def forward(self, x: Tensor, h: None, ctx: ForwardContext) -> tuple[Tensor, None]:
+        """Add both branches to the residual stream x [T, hidden] float32, in place; no branch is left to add."""
+        ops, rounded = self.ops, self.rounded(x.shape[0])
+        branch = self.self_attn(ops.round(x, out=rounded), ctx)
+        x = ops.add(x, self.post_attention_layernorm(branch))
+        branch = self.mlp(ops.round(x, out=rounded))
+        return ops.add(x, self.post_feedforward_layernorm(branch)), None

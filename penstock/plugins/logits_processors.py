@@ -1,0 +1,83 @@
+"""Logits processors of a user's own file: functions that change the logits of a request that names them.
+
+    @penstock.register_logits_processor("only_even")
+    def only_even(logits, args):                      # logits [1, V] float32, one row
+        logits[:, 1::2] = float("-inf")
+        return logits
+
+    SamplingParams(logits_processors=("only_even",))              # or {"only_even": args}, in this order
+
+A function with a third parameter also gets the token ids so far, prompt and answer. It runs on each row by itself,
+before masks, bias, penalties and temperature; log-probabilities are of what the model said. That a row's answer does
+not depend on the others is then up to the function: it must keep nothing between calls.
+
+The engine of AsyncLLM and `penstock serve` is another process, which gets the file by the engine option `imports`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.errors import InvalidRequestError
+from penstock.validation import check_str
+
+LogitsProcessor = TypeVar("LogitsProcessor", bound=Callable[..., Any])
+MAX_NAME_LENGTH = 64
+WITHOUT_IDS, WITH_IDS = 2, 3  # parameters of a function
+
+PROCESSORS: dict[str, Callable[..., Any]] = {}
+
+
+def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsProcessor]:
+    """Decorator: this function is the logits processor of that name.
+
+    Raises:
+        InvalidRequestError: another function has the name, or it takes something else than (logits, args) or (logits,
+            args, token_ids).
+    """
+    check_str("name", name, max_length=MAX_NAME_LENGTH)
+
+    def decorate(function: LogitsProcessor) -> LogitsProcessor:
+        known = PROCESSORS.get(name)
+        if known is not None and _place(known) != _place(function):
+            raise InvalidRequestError(f"name: a logits processor {name!r} is registered already", param="name")
+        if _num_parameters(function) not in (WITHOUT_IDS, WITH_IDS):
+            raise InvalidRequestError(
+                f"name: the logits processor {name!r} must take (logits, args) or (logits, args, token_ids)",
+                param="name",
+            )
+        PROCESSORS[name] = function
+        return function
+
+    return decorate
+
+
+def takes_ids(function: Callable[..., Any]) -> bool:
+    """Whether it wants the token ids."""
+    return _num_parameters(function) == WITH_IDS
+
+
+def check_registered(names: Iterable[str]) -> None:
+    """
+    Raises:
+        InvalidRequestError: a name is nobody's; the message lists those there are.
+    """
+    for name in names:
+        if name not in PROCESSORS:
+            known = ", ".join(sorted(PROCESSORS)) or "none; the engine option `imports` names files that register some"
+            raise InvalidRequestError(
+                f"logits_processors: {name!r} is not registered; there are {known}", param="logits_processors"
+            )
+
+
+def _num_parameters(function: Callable[..., Any]) -> int:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(item.kind in kinds for item in inspect.signature(function).parameters.values())
+
+
+def _place(function: Callable[..., Any]) -> tuple[str, str]:
+    """File and name: a file that runs a second time, as a program and as an import, registers the same again."""
+    code = getattr(function, "__code__", None)
+    file = str(Path(code.co_filename).resolve()) if code is not None else ""
+    return file, getattr(function, "__qualname__", repr(function))

@@ -1,0 +1,178 @@
+"""What families share in reading a config.json: shapes, activations, biases, windows. No torch here.
+
+A family's own file (models/<family>_config.py) says which of these hold, and what it spells differently.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.spec.config_reader import MAX_SIZE, ConfigReader
+from penstock.spec.rope_config import read_rope
+
+ACTIVATIONS = {  # Hugging Face's name -> the mathematical one in kernels/ops.py
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# Sizes that a file must give, and the largest that is believed: far beyond any model, small enough to be counted with.
+LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 2**16,
+    "max_position_embeddings": 2**24,
+}
+MAX_HEAD_DIM = 2**16
+DEFAULT_WINDOW = 4096  # Transformers' own, where a file leaves sliding_window out
+
+Numbers = dict[str, Any]  # fields of ModelConfig
+Windows = tuple[int | None, ...]
+
+
+def decoder_shape(
+    read: ConfigReader,
+    *,
+    spelling: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Callable[[Numbers], int]] | None = None,
+    head_dim: int | None = None,
+) -> Numbers:
+    """The sizes of a decoder: those of LARGEST, num_key_value_heads and head_dim.
+
+    spelling: what the file calls a size, where it is not Transformers' common name; that one is read too.
+    defaults: a size that the file may leave out, from the sizes read before it, which come in the order of LARGEST.
+    head_dim: where the file is silent; None is hidden_size / num_attention_heads.
+    """
+    shape: Numbers = {}
+    ordered = sorted(LARGEST, key=lambda name: name in (defaults or {}))  # what follows from others comes after them
+    for name in ordered:
+        key = spelled(read, name, spelling)
+        default = (defaults or {}).get(name)
+        if default is not None and not read.has(key):
+            shape[name] = default(shape)
+        else:
+            shape[name] = read.integer(key, 1, LARGEST[name])
+    heads = shape["num_attention_heads"]
+    kv_key = spelled(read, "num_key_value_heads", spelling)
+    shape["num_key_value_heads"] = kv_heads = read.integer(kv_key, 1, heads, heads)
+    if heads % kv_heads:
+        raise read.fail(kv_key, f"a divisor of num_attention_heads = {heads}")
+    shape["head_dim"] = _read_head_dim(read, shape, spelled(read, "hidden_size", spelling), head_dim)
+    return shape
+
+
+def gated_decoder(
+    read: ConfigReader,
+    *,
+    head_dim: int | None = None,
+    theta: float = 10000.0,
+    partial_rotary: float | None = None,
+    original_context: int | None = None,
+    tied: bool = False,
+) -> Numbers:
+    """What all of them share: sizes, RMS norms, a gated activation, rotary embedding.
+
+    The keywords are what holds where the file is silent; those of rotary embedding are explained in read_rope.
+    """
+    shape = decoder_shape(read, head_dim=head_dim)
+    require_even_heads(read, shape["head_dim"])
+    return shape | {
+        "hidden_act": activation(read),
+        "norm_eps": read.number("rms_norm_eps", 0.0, 1.0),
+        "rope": read_rope(
+            read,
+            shape["max_position_embeddings"],
+            theta,
+            partial_rotary=partial_rotary,
+            original_context=original_context,
+        ),
+        "tie_word_embeddings": read.boolean("tie_word_embeddings", tied),
+    }
+
+
+def spelled(read: ConfigReader, name: str, spelling: Mapping[str, str] | None) -> str:
+    """The key that the file uses for a number of that name."""
+    own = (spelling or {}).get(name, name)
+    return name if own != name and not read.has(own) and read.has(name) else own
+
+
+def _read_head_dim(read: ConfigReader, shape: Numbers, hidden_key: str, default: int | None) -> int:
+    heads, hidden = shape["num_attention_heads"], shape["hidden_size"]
+    if not read.has("head_dim") and default is None and hidden % heads:
+        raise read.fail(hidden_key, f"a multiple of num_attention_heads = {heads} where head_dim is absent")
+    return read.integer("head_dim", 1, MAX_HEAD_DIM, default or hidden // heads)
+
+
+def require_even_heads(read: ConfigReader, head_dim: int) -> None:
+    """Rotary embedding turns pairs of a head's elements.
+
+    Raises:
+        ModelLoadError: they are odd.
+    """
+    if head_dim % 2:
+        raise read.fail("head_dim", f"even, because rotary embedding turns pairs; here it is {head_dim}")
+
+
+def activation(read: ConfigReader, key: str = "hidden_act", default: str = "silu") -> str:
+    """The mathematical name of the file's activation."""
+    return ACTIVATIONS[read.choice(key, ACTIVATIONS, default)]
+
+
+def fixed(read: ConfigReader, key: str, value: bool) -> bool:
+    """A switch that the architecture decides; the file may only agree.
+
+    Raises:
+        ModelLoadError: it says something else.
+    """
+    if read.boolean(key, value) != value:
+        raise read.fail(key, f"{str(value).lower()} for this architecture, or absent")
+    return value
+
+
+def no_windows(read: ConfigReader, num_layers: int) -> Windows:
+    """Every layer sees everything, and the file does not say otherwise."""
+    if read.has("layer_types") and read.raw("layer_types") != ["full_attention"] * num_layers:
+        raise read.fail("layer_types", "absent for this architecture")
+    fixed(read, "use_sliding_window", False)
+    if read.has("sliding_window"):
+        raise read.fail("sliding_window", "null for this architecture, or absent")
+    return (None,) * num_layers
+
+
+def same_windows(read: ConfigReader, num_layers: int, default: int | None) -> Windows:
+    """Every layer has `sliding_window`. Null is no window; `default` is what holds where the key is absent."""
+    if read.has("layer_types") and read.raw("layer_types") != ["full_attention"] * num_layers:
+        raise read.fail("layer_types", "absent for this architecture")
+    window = sliding_window(read, default)
+    if window is not None and not read.boolean("use_sliding_window", True):
+        raise read.fail("use_sliding_window", f"true or absent beside sliding_window = {window}")
+    read.boolean("use_sliding_window", False)
+    return (window,) * num_layers
+
+
+def sliding_window(read: ConfigReader, default: int | None) -> int | None:
+    if default is None and not read.has("sliding_window"):
+        return None
+    return None if read.is_null("sliding_window") else read.integer("sliding_window", 1, MAX_SIZE, default or 0)
+
+
+def windows_by_type(read: ConfigReader, num_layers: int, window: int | None, default: list[str]) -> Windows:
+    """`layer_types` says which layers have the window; where it is absent, `default` does."""
+    types = read.raw("layer_types")
+    if types is None:
+        types = default
+    allowed: dict[str, int | None] = {"full_attention": None, "attention": None, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != num_layers or not all(item in list(allowed) for item in types):
+        raise read.fail("layer_types", f"a list of {num_layers} of full_attention, sliding_attention")
+    if window is None and "sliding_attention" in types:
+        raise read.fail("layer_types", "full_attention only, where use_sliding_window is false or sliding_window null")
+    return tuple(allowed[item] for item in types)
+
+
+def harmless(read: ConfigReader, *keys: str) -> Numbers:
+    """Keys of this architecture that change nothing in a forward pass for inference. They count as read."""
+    for key in keys:
+        read.raw(key)
+    return {}

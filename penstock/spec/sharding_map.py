@@ -1,0 +1,149 @@
+"""Sharding maps: which axis of every weight tensor parallelism splits, one a line. No torch.
+
+    layers.*.self_attn.wo.weight : 1 # -1, 1] #  torch.float32 (2048, 2048)
+
+That is the format of JetStream's sharding files: a name, with * for every number, and an axis of that tensor, -1 for
+none; what follows # is for the reader. Names are those of the parameter table or of the checkpoint's tensors. A map
+that is used has to fit the model: every parameter is named once, as itself or by all of its pieces.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from penstock.errors import ModelLoadError
+from penstock.spec.param_table import Layout, Parameter
+from penstock.spec.table_rows import UniqueKeys
+from penstock.validation import shown
+
+MAX_LISTED = 8  # problems that an error lists
+REPLICATED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingMap:
+    """The axes of a file.
+
+    Attributes:
+        where: what errors call it.
+        axes: name, with * for numbers -> axis.
+    """
+
+    where: str
+    axes: dict[str, int]
+
+    @classmethod
+    def from_text(cls, text: str, where: str) -> "ShardingMap":
+        """Read a map.
+
+        Raises:
+            ModelLoadError: it maps no names to whole numbers, or one name twice.
+        """
+        try:
+            entries = yaml.load(text, UniqueKeys)
+        except yaml.YAMLError as error:
+            raise ModelLoadError(f"{where}: not YAML: {error}") from None
+        if not isinstance(entries, dict) or not entries:
+            raise ModelLoadError(f"{where}: it must map names of weights to the axis that is split")
+        for name, axis in entries.items():
+            if not isinstance(name, str) or isinstance(axis, bool) or not isinstance(axis, int) or axis < REPLICATED:
+                raise ModelLoadError(
+                    f"{where}: {shown(name)}: {shown(axis)} is not allowed; it must be an axis from 0, or -1 for none"
+                )
+        return cls(where, entries)
+
+    @classmethod
+    def from_file(cls, file: Path) -> "ShardingMap":
+        """Read a file.
+
+        Raises:
+            ModelLoadError: it cannot be read, or as from_text.
+        """
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{file}: cannot be read: {error}") from None
+        return cls.from_text(text, file.name)
+
+    def resolve(self, parameters: Mapping[str, Parameter]) -> dict[str, int | None]:
+        """The axis of every parameter of a model, None where it is not split. A tied one need not be named.
+
+        Raises:
+            ModelLoadError: a name is of no parameter, an axis of no such tensor; or a parameter is named twice, not at
+                all, or with pieces that are split otherwise.
+        """
+        axes: dict[str, int | None] = {}
+        used: set[str] = set()
+        problems: dict[str, None] = {}  # layers have the same
+        for parameter in parameters.values():
+            found = [layout for layout in parameter.layouts if self._names(layout)]
+            used |= {name for layout in found for name in self._names(layout)}
+            try:
+                axes[parameter.name] = self._axis(parameter, found)
+            except ValueError as error:
+                problems[str(error)] = None
+        known = {general(name) for item in parameters.values() for layout in item.layouts for name in layout.sources}
+        unknown = [f"{name} is no parameter{_hint(name, known)}" for name in self.axes if name not in used]
+        if problems or unknown:
+            told = [*unknown, *problems]
+            more = f"; and {len(told) - MAX_LISTED} more" if len(told) > MAX_LISTED else ""
+            raise ModelLoadError(f"{self.where}: {'; '.join(told[:MAX_LISTED])}{more}")
+        return axes
+
+    def _names(self, layout: Layout) -> list[str]:
+        """Of a layout's tensors, those that the map names."""
+        return [name for name in map(general, layout.sources) if name in self.axes]
+
+    def _axis(self, parameter: Parameter, found: list[Layout]) -> int | None:
+        """Of one parameter, from the layouts that the map names.
+
+        Raises:
+            ValueError: it is not named once.
+        """
+        name = general(parameter.name)
+        if not found:
+            if parameter.tied_to is not None:
+                return None
+            raise ValueError(f"{name} is not named")
+        spellings = {tuple(self._names(layout)) for layout in found}
+        if len(spellings) > 1:
+            both = " and ".join(sorted(", ".join(names) for names in spellings))
+            raise ValueError(f"{name} is named twice, as {both}")
+        layout = max(found, key=lambda layout: len(self._names(layout)) == len(layout.sources))
+        missing = [source for source in map(general, layout.sources) if source not in self.axes]
+        if missing:
+            raise ValueError(f"{missing[0]} is not named, another piece of {name}")
+        split = {self._own_axis(general(source), shape, layout) for source, shape in layout.sources.items()}
+        if len(split) > 1:
+            raise ValueError(f"{', '.join(spellings.pop())} are one parameter and have to be split alike")
+        return split.pop()
+
+    def _own_axis(self, source: str, shape: tuple[int, ...], layout: Layout) -> int | None:
+        """The parameter's axis for that of a tensor which may be on its side, or hold all experts.
+
+        Raises:
+            ValueError: the tensor has no such axis.
+        """
+        axis = self.axes[source]
+        if axis == REPLICATED:
+            return None
+        first = 0 if layout.index is None else 1
+        if not first <= axis < len(shape):
+            allowed = f"{first} .. {len(shape) - 1}" if len(shape) > first + 1 else str(first)
+            raise ValueError(f"{source}: axis {axis} is out of range; it must be {allowed}, or -1 for none")
+        axis -= first
+        return 1 - axis if layout.transposed else axis
+
+
+def general(name: str) -> str:
+    """A name with * for every number."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f" (is {near[0]} meant?)" if near else ""
