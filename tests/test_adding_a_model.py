@@ -19,10 +19,9 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.cli.main import build_parser, main
 from penstock.demo import MODEL_DIR
-from penstock.models import registry
-from penstock.models.registry import ARCHITECTURES
 from penstock.plugins.user_files import import_files
 from tests.compat.test_instances import hf_greedy
+from tests.compat.user_file import registry_as_before
 from tests.hf_models import hf_logprobs, random_ids, randomise
 from tests.kernels.packed import levels
 from tests.paged import PagedModel
@@ -43,9 +42,8 @@ def user_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         if name:
             (directory / name[1]).write_text(text)
     assert sorted(file.name for file in directory.iterdir()) == ["gpt_neox.py", "gpt_neox.yaml"]
-    yield directory / "gpt_neox.py"
-    ARCHITECTURES.pop("GPTNeoXForCausalLM", None)
-    registry.MODELS.pop(("GPTNeoXForCausalLM", "default"), None)
+    with registry_as_before():
+        yield directory / "gpt_neox.py"
     for name in [name for name in sys.modules if name.endswith("_gpt_neox") and name.startswith("penstock_user")]:
         del sys.modules[name]
 

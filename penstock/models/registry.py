@@ -22,10 +22,11 @@ from penstock.models.phi3.config import read_phi3
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.param_table import ParamTable
 from penstock.spec.unsupported import SUPPORTED, nearest, why_unsupported
-from penstock.validation import check_choice, fail, shown
+from penstock.validation import check_choice, fail
 
 CONVENTIONS = ("penstock", "jetstream")
 DEFAULT_VERSION = "default"
+MAX_NAME = 80  # characters of a name that an error repeats
 
 ReadConfig = Callable[[ConfigReader], dict[str, Any]]  # config.json -> fields of ModelConfig
 ModelClass = TypeVar("ModelClass", bound=type)
@@ -116,7 +117,7 @@ def find_architecture(name: str) -> Architecture:
         because = f" ({reason}; {SUPPORTED})" if reason else ""
         hint = "" if reason else "; docs/adding_a_model.md tells how to add a decoder, --import FILE loads it"
         raise ModelLoadError(
-            f"config.json: architectures = {shown(name)} is not supported{because}; supported are "
+            f"config.json: architectures = {name[:MAX_NAME]!r} is not supported{because}; supported are "
             f"{', '.join(sorted(ARCHITECTURES))} (nearest: {nearest(name, ARCHITECTURES)}){hint}"
         )
     return ARCHITECTURES[name]

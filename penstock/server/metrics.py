@@ -39,7 +39,7 @@ class Metrics:
 
     def __init__(self, client: EngineClient) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register_model(_EngineCollector(client))
+        self.registry.register(_EngineCollector(client))
         self.requests = Counter(
             "penstock_http_requests",
             "HTTP requests by route and status; 499: the client went away",

@@ -18,6 +18,7 @@ from penstock.layers.factory import LayerFactory
 from penstock.layers.swap import SwappedLinear
 from penstock.models import registry
 from penstock.models.config_json import load_model_config
+from penstock.models.registry import find_architecture, find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import load_model, read_parameters
 from tests.compat.test_instances import one_an_architecture
@@ -80,14 +81,14 @@ def check_equal(found: list[tuple[list[int], list[float]]], expected: list[tuple
 @pytest.mark.parametrize("kernels", BACKENDS)
 @pytest.mark.parametrize(
     "case",
-    [item for item in all_cases(shapes=False) if len(registry.versions(item.architecture)) > 1],
+    [item for item in all_cases(shapes=False) if len(find_architecture(item.architecture).versions) > 1],
     ids=lambda case: case.name,
 )
 def test_all_versions_give_the_same_tokens(case: Case, kernels: str, tmp_path: Path) -> None:
     """Guards against a version that is another model: in a crowd, in chunks, in blocks and in rings."""
     _, directory = case.make(tmp_path, seed=4)
     expected = answers(directory, kernels=kernels)
-    for version in registry.versions(case.architecture):
+    for version in find_architecture(case.architecture).versions:
         for more in ({}, {"block_size": 128}):
             check_equal(answers(directory, kernels=kernels, model_impl=version, **more), expected)
 
@@ -101,7 +102,7 @@ def test_the_shared_kernel_and_hand_written_attention_agree(
     """Guards against a kernel that sees other keys than `update` returns. The model stands in a user's file."""
     _, directory = MAKERS[family](tmp_path, seed=4)
     (tmp_path / "ported.py").write_text(PORTED)
-    (tmp_path / "ported.yaml").write_text((Path(registry.__file__).parent / "llama_plain.yaml").read_text())
+    (tmp_path / "ported.yaml").write_text(find_model("LlamaForCausalLM", "plain").table_file.read_text())
     with imported(tmp_path / "ported.py", monkeypatch):
         for options in ({"kernels": kernels}, {"kernels": kernels, "block_size": 128}):
             found = answers(directory, model_impl="ported", **options)
@@ -113,7 +114,7 @@ def test_the_shared_kernel_and_hand_written_attention_agree(
 @pytest.mark.covers("J1", "J2")
 @pytest.mark.parametrize(
     ("case", "version"),
-    [(case, version) for case in one_an_architecture() for version in registry.versions(case.architecture)],
+    [(case, version) for case in one_an_architecture() for version in find_architecture(case.architecture).versions],
     ids=lambda item: item if isinstance(item, str) else item.name,
 )
 def test_conformance(case: Case, version: str, tmp_path: Path) -> None:

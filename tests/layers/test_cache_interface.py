@@ -1,10 +1,8 @@
 """Hand-written attention over every kind of cache, and in the engine: the same answers as the attention operator."""
 
 import ast
-import importlib.util
 import json
 import random
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,8 @@ from penstock.conventions.plain_caches import (
 from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import AttentionMetadata, Ops
 from penstock.kernels.reference import ReferenceOps
-from penstock.models import registry
-from penstock.models.registry import ARCHITECTURES
+from penstock.models.registry import find_model
+from tests.compat.user_file import imported
 from tests.hf_models import MAKERS, random_ids
 from tests.kernels.packed import levels
 
@@ -234,24 +232,16 @@ class HandForCausalLM(LlamaForCausalLM):
 @pytest.fixture
 def hand_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a model's directory into one whose attention is the hand-written one."""
-    registry.find_model("LlamaForCausalLM")  # or its module would be imported once, and register for this test only
-    monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
-    (tmp_path / "hand.yaml").write_text((Path(registry.__file__).parent / "llama.yaml").read_text())
+    (tmp_path / "hand.yaml").write_text(find_model("LlamaForCausalLM").table_file.read_text())
     (tmp_path / "hand.py").write_text(HAND_WRITTEN)
-    spec = importlib.util.spec_from_file_location("hand", tmp_path / "hand.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "hand", module)
-    spec.loader.exec_module(module)
 
     def convert(directory: Path) -> None:
         file = directory / "config.json"
         config = json.loads(file.read_text()) | {"architectures": ["HandForCausalLM"], "model_type": "hand"}
         file.write_text(json.dumps(config))
 
-    yield convert
-    ARCHITECTURES.pop("HandForCausalLM", None)
+    with imported(tmp_path / "hand.py", monkeypatch):
+        yield convert
 
 
 @pytest.mark.covers("J6")

@@ -106,7 +106,7 @@ def test_older_files_of_gemma_3_mean_the_same(tmp_path: Path) -> None:
         ("gemma3", {"rope_theta": 1e6}, "rope_theta"),
         ("gemma3", {"rope_parameters": {"full_attention": {}, "chunked_attention": {}}}, "chunked_attention"),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"factor": 2.0}}}, "factor"),
-        ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "a model of more than text"),
+        ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "a multimodal model"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(

@@ -1,6 +1,5 @@
 """The registry: built-in families are found by name, a user's own class is as good as ours."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,8 +12,9 @@ import torch
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models import registry
 from penstock.models.config_json import load_model_config
-from penstock.models.registry import ARCHITECTURES, find_architecture
+from penstock.models.registry import ARCHITECTURES, find_architecture, find_model
 from penstock.plugins.user_files import import_files
+from tests.compat.user_file import imported, registry_as_before
 from tests.hf_models import hf_logprobs, make_llama, random_ids
 from tests.paged import PagedModel
 
@@ -31,8 +31,6 @@ class HouseForCausalLM(LlamaForCausalLM):
 @pytest.mark.covers("J16")
 def test_a_users_own_file_registers_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a list of models that only our own code can extend."""
-    registry.versions("LlamaForCausalLM")  # or its modules would register for this test only
-    monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
     hf_model, directory = make_llama(tmp_path)
     config_file = directory / "config.json"
     config = json.loads(config_file.read_text()) | {"architectures": ["HouseForCausalLM"], "model_type": "house"}
@@ -40,20 +38,11 @@ def test_a_users_own_file_registers_a_model(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ModelLoadError, match="HouseForCausalLM"):
         load_model_config(directory)
 
-    table = Path(registry.__file__).parent / "llama.yaml"
-    (tmp_path / "house.yaml").write_text(table.read_text())
+    (tmp_path / "house.yaml").write_text(find_model("LlamaForCausalLM").table_file.read_text())
     (tmp_path / "house.py").write_text(OWN)
-    spec = importlib.util.spec_from_file_location("house", tmp_path / "house.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(__import__("sys").modules, "house", module)
-    try:
-        spec.loader.exec_module(module)
+    with imported(tmp_path / "house.py", monkeypatch):
         ids = random_ids(20)
         logprobs = PagedModel(directory).step({0: ids})[0]
-    finally:
-        ARCHITECTURES.pop("HouseForCausalLM", None)
     torch.testing.assert_close(logprobs, hf_logprobs(hf_model, ids), atol=1e-4, rtol=0)
 
 
@@ -105,13 +94,11 @@ def test_a_name_of_ours_is_taken_before_its_module_is_imported(
     assert f"{file}:5: {name} is already registered by" in done.stderr
 
 
-def test_two_files_with_a_class_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_files_with_a_class_of_one_name(tmp_path: Path) -> None:
     """Guards against the second of two files that silently wins, because both call their class alike; and against a
     traceback where the table is missing, or where only another version is registered."""
-    registry.versions("LlamaForCausalLM")  # or its modules would register for this test only
-    monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
     files = [tmp_path / "one.py", tmp_path / "two.py"]
-    try:
+    with registry_as_before():
         for file in files:
             file.write_text(TWICE.format(name="TwiceForCausalLM", version="mine", own="Twice"))
         import_files([str(files[0])])
@@ -122,8 +109,6 @@ def test_two_files_with_a_class_of_one_name(tmp_path: Path, monkeypatch: pytest.
             registry.find_model("TwiceForCausalLM")
         with pytest.raises(ModelLoadError, match=r"none\.yaml: the parameter table cannot be read"):
             registry.find_model("TwiceForCausalLM", "mine").read_table()
-    finally:
-        ARCHITECTURES.pop("TwiceForCausalLM", None)
 
 
 def test_a_file_that_ends_the_process_is_an_error(tmp_path: Path) -> None:
@@ -137,7 +122,7 @@ def test_a_field_that_a_config_function_makes_up_is_named(monkeypatch: pytest.Mo
     """Guards against a traceback where an author has misspelt a field of ModelConfig."""
     _, directory = make_llama(tmp_path)
     theirs = find_architecture("LlamaForCausalLM")
-    misspelt = replace(theirs, read=lambda read: theirs.read(read) | {"norm_epss": 1e-5})
+    misspelt = replace(theirs, read_config=lambda read: theirs.read_config(read) | {"norm_epss": 1e-5})
     monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", misspelt)
     message = r"LlamaForCausalLM: its config function returns 'norm_epss'.*norm_eps meant"
     with pytest.raises(ModelLoadError, match=message):

@@ -1,8 +1,6 @@
 """A model written with torch's own modules: it is filled, and its products are quantised once they are swapped."""
 
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,12 @@ from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
-from penstock.models import registry
 from penstock.models.config_json import load_model_config
-from penstock.models.registry import ARCHITECTURES
 from penstock.quant.scheme import Scheme
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model
 from penstock.weights.safetensors import SINGLE
+from tests.compat.user_file import imported
 from tests.hf_models import make_llama
 from tests.kernels import packed
 
@@ -74,25 +71,15 @@ head.weight: {shape: [vocab, hidden], quant: int8, tied_to: embed.weight}
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A checkpoint of that model, whose architectures are registered while the test runs."""
-    monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
     (tmp_path / "own.yaml").write_text(TABLE)
     (tmp_path / "own.py").write_text(MODEL)
-    spec = importlib.util.spec_from_file_location("own", tmp_path / "own.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "own", module)
     _, made = make_llama(tmp_path, tie_word_embeddings=True, hidden_size=96, intermediate_size=64)
     torch.manual_seed(0)
     tensors = {"embed": (199, 96), "up": (64, 96), "down": (64, 96)}
     values = {f"{name}.weight": torch.randn(shape) / 8 for name, shape in tensors.items()}
     save_file(values | {"up.bias": torch.randn(64)}, made / SINGLE)
-    try:
-        spec.loader.exec_module(module)
+    with imported(tmp_path / "own.py", monkeypatch):
         yield made
-    finally:
-        for name in ("PlainForCausalLM", "SwappedForCausalLM", "WrongForCausalLM"):
-            ARCHITECTURES.pop(name, None)
 
 
 def load(directory: Path, name: str, ops: Any, **options: Any) -> Any:
