@@ -1,9 +1,7 @@
 """LLM: the offline Python API, on an engine in this process."""
 
-import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -142,7 +140,7 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise InvalidRequestError("messages: the model has no chat template", param="messages")
-        text = _run(tokenizer.chat_template.render(messages, add_generation_prompt=add_generation_prompt))
+        text = tokenizer.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
         check_prompt_length(text, self.engine.model_info.max_model_len, param="messages")
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
@@ -209,13 +207,3 @@ def _conversation(messages: Any) -> list[Message]:
             text = f"messages: {check.shown(message)} is no message; it must have a role and a content"
             raise InvalidRequestError(text, param="messages")
     return list(messages)
-
-
-def _run(coroutine: Coroutine[Any, Any, str]) -> str:
-    """The coroutine's result, also where an event loop runs already (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()

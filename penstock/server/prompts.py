@@ -147,9 +147,7 @@ async def render(
     if template is None:
         message = "messages: the model has no chat template; use /v1/completions"
         raise InvalidRequestError(message, param="messages", code="no_chat_template")
-    return await template.render(
-        turns, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final
-    )
+    return template.render(turns, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final)
 
 
 def _turn(message: Message) -> dict[str, str]:

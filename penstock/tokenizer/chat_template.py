@@ -1,9 +1,8 @@
 """Chat messages to the prompt text that a model was trained on, by the model's own Jinja template.
 
 A template is a program that came with the weights: it runs in Jinja's immutable sandbox, sees plain JSON values only,
-and renders what Transformers' apply_chat_template renders, character for character. `render` is async because a capped
-child process will do the work one day; today it renders here, without limits on time or memory. Templates come from
-the model's directory, never from a request. Nothing here knows tokens.
+and renders what Transformers' apply_chat_template renders, character for character. It has no limits on time or memory here. Templates come from the model's directory, never from a
+request. Nothing here knows tokens.
 """
 
 import json
@@ -47,27 +46,7 @@ class ChatTemplate:
         environment = make_environment()
         self._templates = {name: _compile(environment, name, text) for name, text in self.sources.items()}
 
-    async def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt of a conversation. See `render_sync`."""
-        return self.render_sync(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            documents=documents,
-            template_kwargs=template_kwargs,
-        )
-
-    def render_sync(
+    def render(
         self,
         messages: Sequence[Message],
         *,

@@ -21,8 +21,9 @@ def test_planner_reads_the_table_without_torch(tmp_path: Path) -> None:
     program = f"""
 import sys
 sys.modules["torch"] = None
-from penstock.spec.model_config import ModelConfig
-from penstock.spec.param_table import ParamTable, num_elements
+from penstock.models.config_json import load_model_config
+from penstock.models.registry import find_model
+from penstock.spec.param_table import num_elements
 from penstock.weights.safetensors import Checkpoint, fingerprint
 config = load_model_config({str(directory)!r})
 table = find_model(config.architecture).read_table()

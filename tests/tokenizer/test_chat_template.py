@@ -1,7 +1,5 @@
 """ChatTemplate against Transformers' apply_chat_template."""
 
-import asyncio
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,7 +61,7 @@ def theirs(oracle, source, messages, options, variables):
 def ours(template, messages, options, variables):
     """Our text, or None where a template refuses. `add_generation_prompt` is on by default here, off there."""
     try:
-        return template.render_sync(messages, template_kwargs=variables, **{"add_generation_prompt": False, **options})
+        return template.render(messages, template_kwargs=variables, **{"add_generation_prompt": False, **options})
     except InvalidRequestError:
         return None
 
@@ -101,7 +99,7 @@ class TestErrors:
     def test_the_templates_own_message(self):
         """Guards against hiding why a conversation was refused."""
         with pytest.raises(InvalidRequestError, match=r"^System role not supported$") as caught:
-            ChatTemplate(templates.GEMMA, TOKENS).render_sync(CONVERSATIONS["system"])
+            ChatTemplate(templates.GEMMA, TOKENS).render(CONVERSATIONS["system"])
         assert caught.value.param == "messages"
 
     @pytest.mark.parametrize(
@@ -130,7 +128,7 @@ class TestErrors:
     def test_wrong_messages(self, messages):
         """Guards against a TypeError for what a user sends."""
         with pytest.raises(InvalidRequestError) as caught:
-            ChatTemplate(templates.CHATML, TOKENS).render_sync(messages)
+            ChatTemplate(templates.CHATML, TOKENS).render(messages)
         assert caught.value.param == "messages"
 
     @pytest.mark.parametrize(
@@ -145,7 +143,7 @@ class TestErrors:
     def test_python_errors(self, source):
         """Guards against Python's own exceptions out of a template becoming a 500."""
         with pytest.raises(InvalidRequestError):
-            ChatTemplate(source).render_sync([USER])
+            ChatTemplate(source).render([USER])
 
     def test_deep_messages(self):
         """Guards against a RecursionError for messages nested thousands deep."""
@@ -153,18 +151,18 @@ class TestErrors:
         for _ in range(5000):
             deep = [deep]
         with pytest.raises(InvalidRequestError, match="deep"):
-            ChatTemplate("x").render_sync([{"role": "user", "content": deep}])
+            ChatTemplate("x").render([{"role": "user", "content": deep}])
 
     @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "add_generation_prompt"])
     def test_reserved_names(self, name):
         """Guards against a request that brings its own template or messages in chat_template_kwargs."""
         with pytest.raises(InvalidRequestError, match=name):
-            ChatTemplate("x").render_sync([USER], template_kwargs={name: "x"})
+            ChatTemplate("x").render([USER], template_kwargs={name: "x"})
 
     def test_both_ends(self):
         """Guards against one of two contradicting options being ignored."""
         with pytest.raises(InvalidRequestError) as caught:
-            ChatTemplate("x").render_sync([USER], continue_final_message=True)
+            ChatTemplate("x").render([USER], continue_final_message=True)
         assert caught.value.param == "continue_final_message"
 
 
@@ -193,7 +191,7 @@ class TestSandbox:
     def test_attribute_attacks_do_nothing(self, source):
         """Guards against code execution by a template (CVE-2024-34359, CVE-2026-5760): it gets nothing or an error."""
         try:
-            text = ChatTemplate(source, TOKENS).render_sync([USER])
+            text = ChatTemplate(source, TOKENS).render([USER])
         except InvalidRequestError:
             return
         assert text.strip() in ("", "{}")
@@ -202,7 +200,7 @@ class TestSandbox:
         """Guards against the mark of continue_final_message, or a template, writing into the caller's messages."""
         messages = [USER, {"role": "assistant", "content": [{"type": "text", "text": "Ye"}], "name": None}]
         before = repr(messages)
-        text = ChatTemplate(templates.PARTS, TOKENS).render_sync(
+        text = ChatTemplate(templates.PARTS, TOKENS).render(
             messages, add_generation_prompt=False, continue_final_message=True
         )
         assert text.endswith("assistant: Ye")
@@ -216,18 +214,11 @@ class TestSandbox:
                 return "no"
 
         template = ChatTemplate("{{ messages[0].role.shout is defined }}")
-        assert template.render_sync([{"role": Loud("user")}]) == "False"
+        assert template.render([{"role": Loud("user")}]) == "False"
 
 
 def test_named_templates():
     """Guards against the tool template used without tools, and the other way round."""
     template = ChatTemplate([{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}])
-    assert template.render_sync([USER]) == "d"
-    assert template.render_sync([USER], tools=[TOOL]) == "t"
-
-
-def test_render_is_async():
-    """Guards against the two ways to render drifting apart."""
-    template = ChatTemplate(templates.QWEN3, TOKENS)
-    options = {"tools": [TOOL], "template_kwargs": {"enable_thinking": False}}
-    assert asyncio.run(template.render([USER], **options)) == template.render_sync([USER], **options)
+    assert template.render([USER]) == "d"
+    assert template.render([USER], tools=[TOOL]) == "t"

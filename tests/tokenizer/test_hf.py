@@ -312,4 +312,4 @@ class TestChatTemplateFiles:
 
     def render(self, folder, **kwargs):
         tok: HFTokenizer = load_tokenizer(folder)
-        return tok.chat_template.render_sync([{"role": "user", "content": "x"}], **kwargs)
+        return tok.chat_template.render([{"role": "user", "content": "x"}], **kwargs)
