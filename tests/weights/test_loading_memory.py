@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 import torch
 from penstock.kernels.backends import load_ops
-from penstock.spec.model_config import ModelConfig
+from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
 from penstock.weights.loader import load_model, weight_layers
 
