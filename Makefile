@@ -2,10 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := CMakeLists.txt $(wildcard penstock/kernels/cpu/native/*)
-SOURCES := penstock tests
+NATIVE := CMakeLists.txt $(shell find penstock/kernels/cpu/native -type f)
+SOURCES := penstock tests tools
 
-.PHONY: demo test check format readme matrix bench clean
+.PHONY: demo test check format structure readme matrix bench clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m penstock.cli.demo
@@ -22,6 +22,9 @@ check: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	@$(BIN)/ruff format $(SOURCES)
 	@$(BIN)/ruff check --fix $(SOURCES)
+
+structure:
+	@$(PYTHON) tools/structure.py
 
 readme: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.refresh_readme

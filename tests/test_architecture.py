@@ -1,95 +1,69 @@
-"""The arrows of docs/ARCHITECTURE.md: who may import whom, and what must never bring torch in.
+"""The map of docs/ARCHITECTURE.md: who may import whom, what must never bring torch in, and how large things may grow.
 
-Read from the source with ast, so that an import inside a function counts as much as one at the top.
+Read from the source by tools/structure.py, so that an import inside a function counts as much as one at the top.
 """
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "penstock"
+from tools import structure
 
-# Who may import what, by top-level part; every part may import itself and BASE. A part not listed is a mistake.
-BASE = {
-    "errors",
-    "validation",
-    "architecture",
-    "certificate",
-    "config",
-    "config_reader",
-    "sampling_params",
-    "outputs",
-    "step",
-    "model_config",
-    "rope_config",
-    "user_files",
-    "logits_processors",
-    "penstock",
-}
+# What each room may import. Nothing points up, because the rooms are listed from the ground up and a room may name only
+# rooms above its own line. Whoever needs a new arrow writes it here, and first asks whether it can be done without.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "validation": set(),
-    "outputs": set(),
-    "sampling_params": set(),
-    "step": set(),
-    "user_files": set(),
-    "logits_processors": set(),
-    "config": {"kernels", "quant"},
-    "config_reader": set(),
-    "rope_config": set(),
-    "generation_config": set(),
-    "architecture": {"models"},  # the package, to find the families that register themselves
-    "params_json": set(),
-    "model_config": {"generation_config", "params_json"},
-    "certificate": set(),
-    "engine": set(),
-    "tokenizer": set(),
-    "kernels": {"quant"},
     "quant": set(),
-    "weights": {"kernels", "layers", "models", "demo", "quant"},
-    "layers": {"kernels", "models", "quant"},
-    "models": {"layers", "kernels"},
-    "runner": {"kernels", "layers"},
-    "planner": {"engine", "kernels", "models"},
-    "build": {"engine", "kernels", "layers", "models", "planner", "runner", "weights"},
-    "check": {"build", "engine", "kernels", "layers", "models", "planner", "weights"},
-    "client": {"build", "engine", "tokenizer", "weights"},
-    "engine_process": {"build", "client", "engine"},
-    "llm": {"build", "client", "tokenizer"},
-    "compat": {"generation_config", "layers", "llm", "models"},
-    "async_llm": {"client", "engine", "tokenizer"},
-    "server": {"client", "engine", "tokenizer"},
-    "bench": {"build", "client", "engine", "kernels", "layers", "llm", "models", "planner", "quant", "weights"},
-    "cli": {"async_llm", "bench", "check", "client", "engine", "kernels", "llm", "planner", "server", "weights"},
     "demo": set(),
-    "__init__": {"llm", "async_llm", "models"},
+    "validation": {"errors"},
+    "interface": {"errors", "validation"},
+    "plugins": {"errors", "validation"},
+    "tokenizer": {"errors", "validation"},
+    "kernels": {"errors", "quant", "validation"},
+    "engine": {"errors", "interface", "plugins", "validation"},
+    "spec": {"errors", "interface", "validation"},
+    "config": {"errors", "kernels", "quant", "spec", "validation"},
+    "layers": {"errors", "kernels", "quant", "spec"},
+    "conventions": {"errors", "kernels", "layers", "quant", "spec", "validation"},
+    "planner": {"config", "engine", "errors", "interface", "kernels", "spec", "validation"},
+    "runner": {"config", "errors", "interface", "kernels", "layers", "plugins", "spec"},
+    "models": {"errors", "conventions", "layers", "spec", "validation"},
+    "weights": {"config", "conventions", "demo", "errors", "kernels", "layers", "models", "plugins", "quant", "spec",
+                "validation"},
+    "build": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "planner", "plugins", "runner",
+              "spec", "weights"},
+    "client": {"build", "config", "engine", "errors", "interface", "tokenizer", "validation", "weights"},
+    "entrypoints": {"build", "client", "config", "errors", "interface", "tokenizer", "validation"},
+    "bench": {"build", "client", "config", "errors", "interface", "kernels", "layers", "models", "planner", "quant",
+              "spec", "validation", "weights"},
+    "compat": {"config", "conventions", "entrypoints", "errors", "interface", "models", "plugins", "spec",
+               "validation"},
+    "__init__": {"config", "entrypoints", "errors", "interface", "models", "plugins"},
+    "server": {"__init__", "client", "errors", "interface", "tokenizer", "validation"},
+    "check": {"__init__", "build", "config", "errors", "interface", "kernels", "layers", "models", "planner", "spec",
+              "validation", "weights"},
+    "cli": {"__init__", "bench", "check", "client", "config", "entrypoints", "errors", "interface", "kernels",
+            "planner", "plugins", "server", "validation", "weights"},
     "__main__": {"cli"},
-}
-# Finer: the one file of a part that may be reached from here, or may not know torch.
-ONLY = {
-    ("client", "weights"): "weights.hub",
-    ("bench", "weights"): "weights.hub",
-    ("config", "kernels"): "kernels.cpu.library",
-    ("config", "quant"): "quant.scheme",
-    ("layers", "models"): "models.param_table",
-    ("planner", "kernels"): "kernels.attention.layout",
-}
-TORCH_FREE = [
+}  # fmt: skip
+MAX_ROOMS, MAX_ARROWS = 28, 155
+OF_A_DOCUMENT = "penstock/conventions/"  # argument lists that other projects' documents prescribe
+STANDARD_LIBRARY_ONLY = ("errors", "validation", "interface", "config", "engine", "quant/scheme.py")
+TORCH_FREE = ("client", "cli", "config", "engine", "interface", "planner", "plugins", "server", "spec", "tokenizer")
+IMPORTED_WITHOUT_TORCH = [
     "penstock",
-    "penstock.interface.step",
     "penstock.config",
-    "penstock.spec.model_config",
+    "penstock.models.config_json",
+    "penstock.models.registry",
+    "penstock.models.certificate",
     "penstock.spec.param_table",
     "penstock.spec.sharding_map",
     "penstock.weights.table_template",
-    "penstock.spec.architecture",
-    "penstock.models.certificate",
     "penstock.engine.engine",
     "penstock.planner.memory",
-    "penstock.client.process",
+    "penstock.client.engine_process",
     "penstock.entrypoints.async_llm",
     "penstock.server.serve",
     "penstock.cli.main",
@@ -98,77 +72,76 @@ TORCH_FREE = [
 ]
 
 
-def imports(path: Path) -> set[str]:
-    """Dotted names below penstock that a file imports, and foreign top-level packages with a leading "!"."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively, which this test does not follow"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            found.add(name.removeprefix("penstock.") if name.startswith("penstock.") else "!" + name.split(".")[0])
-    return found
+def foreign_packages(place: str) -> dict[Path, set[str]]:
+    """Top-level packages other than our own that each file of a room, or one file, imports."""
+    target = structure.PACKAGE / place
+    if not target.exists():
+        target = structure.PACKAGE / f"{place}.py"
+    files = target.rglob("*.py") if target.is_dir() else [target]
+    return {file: {name.split(".")[0] for name in structure.imported_names(file)} - {"penstock"} for file in files}
 
 
-def part_of(path: Path) -> str:
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+def test_arrows_are_on_the_map() -> None:
+    """Guards against an import that nobody decided on. An arrow that is gone is struck from the map too."""
+    drawn: dict[str, set[str]] = {}
+    for room, target in structure.find_arrows():
+        drawn.setdefault(room, set()).add(target)
+    assert drawn == {room: targets for room, targets in ALLOWED.items() if targets}
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
+def test_arrows_point_down() -> None:
+    """Guards against an arrow up, and so against circles, which the list above could hide."""
+    below: set[str] = set()
+    for room, targets in ALLOWED.items():
+        assert targets <= below, f"{room} points up to {targets - below}"
+        below.add(room)
+    assert structure.find_circles(structure.find_arrows()) == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
-def test_arrows_point_down(path):
-    part = part_of(path)
-    assert part in ALLOWED, f"{part} is not on the map"
-    for name in imports(path):
-        if name.startswith("!"):
-            continue
-        target = name.split(".")[0]
-        if target == part or target in BASE or target == "__version__" or part == "__init__":
-            continue
-        assert target in ALLOWED[part], f"{path.name} of {part} imports {name}"
-        only = ONLY.get((part, target))
-        assert only is None or name.startswith(only), f"{part} may import only {only} of {target}, not {name}"
+def test_there_are_few_rooms_and_short_functions() -> None:
+    """Guards against slow growth: `make structure` prints the figures."""
+    figures = structure.measure()
+    assert figures["rooms"] <= MAX_ROOMS
+    assert figures["arrows"] <= MAX_ARROWS
+    assert figures[f"functions over {structure.LONG_FUNCTION} lines"] == {}
+    wide = figures[f"signatures over {structure.WIDE_SIGNATURE} parameters"]
+    assert [place for place in wide if not place.startswith(OF_A_DOCUMENT)] == []
 
 
-@pytest.mark.parametrize("part", ["errors", "validation", "config", "sampling_params", "outputs", "step"])
-def test_the_base_needs_the_standard_library_only(part):
-    foreign = {name[1:] for name in imports(PACKAGE / f"{part}.py") if name.startswith("!")}
-    assert foreign <= set(sys.stdlib_module_names)
+@pytest.mark.parametrize("place", STANDARD_LIBRARY_ONLY)
+def test_the_core_needs_the_standard_library_only(place: str) -> None:
+    for file, names in foreign_packages(place).items():
+        assert names <= set(sys.stdlib_module_names), file
 
 
-@pytest.mark.parametrize("part", ["engine", "client", "server", "tokenizer", "planner", "cli"])
-def test_no_torch_above_the_runner(part):
-    for path in (PACKAGE / part).rglob("*.py"):
-        assert not imports(path) & {"!torch", "!transformers"}, path
+@pytest.mark.parametrize("room", TORCH_FREE)
+def test_no_torch_above_the_runner(room: str) -> None:
+    for file, names in foreign_packages(room).items():
+        assert not names & {"torch", "transformers"}, file
 
 
-def test_nobody_imports_transformers_but_the_demos_training_and_the_check():
-    guilty = {path.relative_to(PACKAGE) for path in FILES if "!transformers" in imports(path)}
-    assert {path for path in guilty if path.parts[0] != "demo"} <= {Path("check/twin.py")}
+def test_only_the_check_and_the_demos_training_import_transformers() -> None:
+    guilty = {file for file, names in foreign_packages(".").items() if "transformers" in names}
+    others = {str(file.relative_to(structure.PACKAGE)) for file in guilty if structure.room_of(file) != "demo"}
+    assert others <= {"check/twin.py"}
 
 
-@pytest.mark.parametrize("module", TORCH_FREE)
-def test_imports_with_torch_blocked(module):
+@pytest.mark.parametrize("module", IMPORTED_WITHOUT_TORCH)
+def test_imports_with_torch_blocked(module: str) -> None:
     """In a process of its own, where importing torch or transformers raises."""
     script = (
         "import sys\nsys.modules['torch'] = None\nsys.modules['transformers'] = None\n"
         f"import importlib\nimportlib.import_module({module!r})\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=PACKAGE.parent)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=structure.ROOT)
 
 
-def test_the_public_names_are_exactly_the_surface():
+def test_the_public_names_are_exactly_the_surface() -> None:
     """Every name of __all__ exists, and nothing else is promised."""
     import penstock
 
     for name in penstock.__all__:
         assert getattr(penstock, name) is not None
-    assert set(penstock._HOMES) <= set(penstock.__all__)
+    assert set(penstock._HOMES) | {"__version__"} == set(penstock.__all__)
     with pytest.raises(AttributeError):
         penstock.nothing  # noqa: B018

@@ -1,19 +1,27 @@
-"""Print how the package is built: rooms, arrows between them, and what has grown too long or too wide.
+"""Print how the package is built: its rooms, the arrows between them, and what has grown too long or too wide.
 
-A room is a folder or a loose module directly below ``penstock/``; an arrow is an import between two rooms, wherever in
-the file it stands. Floors follow from the arrows: a room stands one above the highest room that it imports. Run it with
-``make structure``; ``tests/test_architecture.py`` holds the same figures against their limits.
+A room is a folder or a loose module directly below penstock/. An arrow is an import between two rooms, wherever in the
+file it stands. Arrows that are not part of a circle order the rooms into floors: a room stands one floor above the
+highest room that it imports. `make structure` prints the figures; tests/test_architecture.py holds them to limits.
 """
 
 import argparse
 import ast
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "penstock"
+NATIVE = PACKAGE / "kernels" / "cpu" / "native"
+LONG_FILE = 300  # lines
+LONG_FUNCTION = 50
+WIDE_SIGNATURE = 8  # parameters, self and cls not counted
+
+Arrows = dict[tuple[str, str], set[str]]
 
 
 def room_of(path: Path) -> str:
@@ -23,115 +31,150 @@ def room_of(path: Path) -> str:
 
 
 def imported_names(path: Path) -> set[str]:
-    """Return the dotted names below penstock that a file imports, inside functions as well as at its top."""
+    """Return the dotted names that a file imports, inside functions as well as at its top."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise SystemExit(f"{path}: relative imports are not followed; write the whole name")
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name.removeprefix("penstock.") for name in names if name.startswith("penstock.")}
+    return names
 
 
-def arrows(files: Iterable[Path], rooms: set[str]) -> dict[tuple[str, str], set[str]]:
+def find_arrows() -> Arrows:
     """Return {(room, imported room): files of the first that import the second}."""
-    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    files = sorted(PACKAGE.rglob("*.py"))
+    rooms = {room_of(path) for path in files}
+    found: Arrows = defaultdict(set)
     for path in files:
         room = room_of(path)
         for name in imported_names(path):
-            target = name.split(".")[0]
-            if target not in rooms:
-                target = "__init__"  # a public name, fetched through the package itself
-            if target != room:
-                found[room, target].add(str(path.relative_to(PACKAGE)))
-    return dict(found)
+            package, _, rest = name.partition(".")
+            target = rest.split(".")[0]
+            if package == "penstock" and target != room:
+                found[room, target if target in rooms else "__init__"].add(str(path.relative_to(ROOT)))
+    return {pair: files for pair, files in found.items() if pair[0] != pair[1]}
 
 
-def circles(pairs: Iterable[tuple[str, str]]) -> list[set[str]]:
-    """Return the groups of rooms that import each other in a loop (strongly connected components of two or more)."""
+def find_circles(arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Return the groups of rooms that import each other in a loop."""
     below = defaultdict(set)
-    for room, target in pairs:
+    for room, target in arrows:
         below[room].add(target)
-
-    def reachable(start: str) -> set[str]:
-        seen: set[str] = set()
-        stack = [start]
+    reach: dict[str, set[str]] = {}
+    for start in below:
+        seen, stack = set[str](), [start]
         while stack:
-            for target in below[stack.pop()] - seen:
-                seen.add(target)
-                stack.append(target)
-        return seen
-
-    reach = {room: reachable(room) for room in list(below)}
-    groups = {
-        frozenset({room} | {o for o in reach[room] if room in reach.get(o, ())})
-        for room in reach
-        if room in reach[room]
-    }
-    return [set(group) for group in groups]
+            fresh = below.get(stack.pop(), set()) - seen
+            seen |= fresh
+            stack += fresh
+        reach[start] = seen
+    groups = {frozenset(other for other in reach[room] if room in reach.get(other, ())) for room in reach}
+    return sorted(sorted(group) for group in groups if group)
 
 
-def floors(rooms: set[str], pairs: set[tuple[str, str]]) -> dict[str, int]:
-    """Return the floor of each room; rooms of one circle share what they can."""
-    level = dict.fromkeys(rooms, 1)
-    for _ in rooms:
-        for room, target in pairs:
-            level[room] = min(max(level[room], level[target] + 1), len(rooms))
-    return level
+def find_floors(arrows: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """Return the floor of each room, 1 for those that import no other. The arrows must have no circle."""
+    arrows = list(arrows)
+    floors = dict.fromkeys({room for pair in arrows for room in pair}, 1)
+    for _ in floors:
+        for room, target in arrows:
+            floors[room] = max(floors[room], floors[target] + 1)
+    return floors
 
 
-def functions(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield (place, lines, parameters without self) of each function of a file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            given = node.args
-            names = [a.arg for a in [*given.posonlyargs, *given.args, *given.kwonlyargs]]
-            count = len([name for name in names if name not in ("self", "cls")])
-            place = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
-            yield place, (node.end_lineno or node.lineno) - node.lineno + 1, count
+def python_functions() -> Iterator[tuple[str, int, int]]:
+    """Yield (place, lines, parameters) of each Python function."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                parameters = [item.arg for item in given if item.arg not in ("self", "cls")]
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", lines, len(parameters)
 
 
-def measure() -> dict[str, object]:
-    """Return every figure as plain values, ready for JSON."""
-    files = sorted(PACKAGE.rglob("*.py"))
-    rooms = {room_of(path) for path in files}
-    drawn = arrows(files, rooms)
-    found = [entry for path in files for entry in functions(path)]
-    lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    native = [p for p in (PACKAGE / "kernels").rglob("*") if p.suffix in (".cpp", ".h")]
-    lines_native = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in native}
-    level = floors(rooms, set(drawn))
+def native_functions() -> Iterator[tuple[str, int]]:
+    """Yield (place, lines) of each C++ function: a block whose first and last lines begin in the first column."""
+    for path in native_files():
+        start, name = 0, ""
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            opens = line.endswith("{") and re.match(r"(?!namespace|struct|class|enum|extern|union)[A-Za-z]", line)
+            if not start and opens:
+                start, name = number, line.partition("(")[0]
+            elif start and line.startswith("}"):
+                yield f"{path.relative_to(ROOT)}:{start} {name}", number - start + 1
+                start = 0
+
+
+def native_files() -> list[Path]:
+    return sorted(path for path in NATIVE.rglob("*") if path.suffix in (".cpp", ".h"))
+
+
+def count_lines(paths: Iterable[Path]) -> dict[str, int]:
+    return {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+
+
+def largest(figures: Iterable[tuple[str, int]], above: int) -> dict[str, int]:
+    return {place: number for place, number in sorted(figures, key=lambda item: -item[1]) if number > above}
+
+
+def measure() -> dict[str, Any]:
+    """Return every figure as plain values."""
+    arrows, functions = find_arrows(), list(python_functions())
+    circles = find_circles(arrows)
+    python, native = count_lines(sorted(PACKAGE.rglob("*.py"))), count_lines(native_files())
+    rooms = Counter[str]()
+    for place, lines in (python | native).items():
+        rooms[room_of(ROOT / place)] += lines
+    lengths = [(place, lines) for place, lines, _ in functions]
+    in_circles = [pair for pair in arrows if any(set(pair) <= set(circle) for circle in circles)]
     return {
         "rooms": len(rooms),
-        "arrows": len(drawn),
-        "circles": [sorted(circle) for circle in circles(drawn)],
-        "floors": {room: level[room] for room in sorted(rooms, key=lambda r: (-level[r], r))},
-        "drawn": {f"{a} -> {b}": len(names) for (a, b), names in sorted(drawn.items())},
-        "lines_python": sum(lines.values()),
-        "lines_native": sum(lines_native.values()),
-        "lines_by_room": dict(
-            Counter({room: sum(n for p, n in lines.items() if room_of(ROOT / p) == room) for room in rooms})
+        "arrows": len(arrows),
+        "arrows up": len(in_circles),
+        "circles": circles,
+        "lines of Python": sum(python.values()),
+        "lines of C++": sum(native.values()),
+        "longest Python function": max(lines for _, lines in lengths),
+        "most parameters": max(parameters for *_, parameters in functions),
+        f"functions over {LONG_FUNCTION} lines": largest([*lengths, *native_functions()], LONG_FUNCTION),
+        f"signatures over {WIDE_SIGNATURE} parameters": largest(
+            [(place, parameters) for place, _, parameters in functions], WIDE_SIGNATURE
         ),
-        "files_over_300": {p: n for p, n in sorted({**lines, **lines_native}.items(), key=lambda x: -x[1]) if n > 300},
-        "functions_over_50": {p: n for p, n, _ in sorted(found, key=lambda x: -x[1]) if n > 50},
-        "signatures_over_8": {p: n for p, _, n in sorted(found, key=lambda x: -x[2]) if n > 8},
+        f"files over {LONG_FILE} lines": largest((python | native).items(), LONG_FILE),
+        "floors": {} if circles else by_floor(arrows, rooms),
+    }
+
+
+def by_floor(arrows: Arrows, lines: Counter[str]) -> dict[str, list[str]]:
+    """Return {floor: its rooms with their lines}, from the top floor down."""
+    floors = find_floors(arrows)
+    return {
+        str(floor): [f"{room} {lines[room]}" for room in sorted(floors) if floors[room] == floor]
+        for floor in sorted(set(floors.values()), reverse=True)
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    figures = measure()
-    if parser.parse_args().json:
+    parser.add_argument("--arrows", action="store_true", help="print every arrow with the files that draw it")
+    options, figures = parser.parse_args(), measure()
+    if options.arrows:
+        figures["arrows"] = {f"{a} -> {b}": sorted(files) for (a, b), files in sorted(find_arrows().items())}
+    if options.json:
         print(json.dumps(figures, indent=2))
         return
     for name, value in figures.items():
-        if isinstance(value, dict):
-            print(f"{name}: {len(value)}")
-            for key, number in value.items():
-                print(f"  {number:6} {key}")
-        else:
-            print(f"{name}: {value}")
+        if not isinstance(value, dict):
+            print(f"{name}: {value or 0}")
+            continue
+        print(f"{name}:{'' if value else ' none'}")
+        for place, number in value.items():
+            print(f"  {', '.join(number) if isinstance(number, list) else number}  {place}")
 
 
 if __name__ == "__main__":
