@@ -23,7 +23,8 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import chosen_level
-from penstock.kernels.ops import NUMERICS_VERSION, Heads, KVScales, Ops
+from penstock.kernels.metadata import KVScales
+from penstock.kernels.ops import NUMERICS_VERSION, Ops
 from penstock.layers.causal_lm import CausalLM
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.certificate import find_basis, read_certificate
@@ -32,7 +33,7 @@ from penstock.models.registry import find_model
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.plugins.user_files import files_fingerprint, import_files
 from penstock.runner.executor import TorchExecutor
-from penstock.runner.worker import Worker
+from penstock.runner.model_runner import ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.sharding_map import ShardingMap
 from penstock.weights import packed_info
@@ -94,24 +95,15 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
         free_memory=free_memory_bytes,
     )
     plan = plan_kv_cache(config, model_config, free_memory_bytes())
-    worker = Worker(
-        model,
-        ops,
-        plan.groups,
-        config,
-        heads=Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim),
-        eos_token_ids=model_config.eos_token_ids,
-        vocab_size=model_config.vocab_size,
-        kv_scales=kv_scales,
-    )
-    if worker.cache_bytes != plan.num_bytes:
-        raise EngineError(f"the cache takes {worker.cache_bytes} bytes where {plan.num_bytes} were planned")
+    runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
+    if runner.cache_bytes != plan.num_bytes:
+        raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
     weights = "dummy" if numerics.load_format == "dummy" else _fingerprint(found)
     info = replace(
         _model_info(config, model_config, plan, weights),
         certificate=_certificate(model_config, found.weights, weights),
     )
-    engine = _engine(config, model_config, plan, worker)
+    engine = _engine(config, model_config, plan, runner)
     return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops)
 
 
@@ -165,12 +157,12 @@ def _check_defaults(model_config: ModelConfig) -> None:
         raise ModelLoadError(f"generation_config.json: {error}") from error
 
 
-def _engine(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, worker: Worker) -> Engine:
+def _engine(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, runner: ModelRunner) -> Engine:
     scheduler = config.scheduler
     if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
         raise EngineError("the engine needs a resolved config")
     return Engine(
-        TorchExecutor(worker),
+        TorchExecutor(runner),
         plan.groups,
         max_model_len=scheduler.max_model_len,
         max_num_seqs=scheduler.max_num_seqs,

@@ -17,9 +17,10 @@ from torch import Tensor
 from penstock.config import EngineConfig
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.kernels.ops import AttentionMetadata, Heads, KVScales
+from penstock.kernels.metadata import AttentionMetadata, Heads, KVScales
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.layers.context import ForwardContext
+from penstock.spec.model_config import ModelConfig
 
 POISON = -(10**6)  # what a slot holds before anything is stored there
 
@@ -31,6 +32,19 @@ def resolved_config(**options: Any) -> EngineConfig:
     defaults = {"max_num_seqs": 8, "max_model_len": 128, "max_num_batched_tokens": 256, "threads": 1}
     numerics = {"dtype": "float32", "kv_cache_dtype": "float32", "kernels": "reference", "block_size": 16}
     return EngineConfig.from_options(**{**defaults, **numerics, **options})
+
+
+def tiny_config(vocab_size: int, heads: tuple[int, int, int] = (1, 1, 1), **fields: Any) -> ModelConfig:
+    """A ModelConfig for a runner with a fake model of one layer; heads are H, Hkv and D."""
+    num_heads, num_kv_heads, head_dim = heads
+    numbers: dict[str, Any] = {
+        "architecture": "TinyForCausalLM", "model_type": "tiny", "vocab_size": vocab_size, "hidden_size": 1,
+        "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads, "head_dim": head_dim, "hidden_act": "silu", "norm_eps": 1e-6,
+        "max_position_embeddings": 128, "tie_word_embeddings": False, "dtype": "float32", "layer_windows": (None,),
+        "rope": None,
+    }  # fmt: skip
+    return ModelConfig(**numbers | fields)
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
@@ -122,6 +136,7 @@ class TinyModel:
         self, vocab_size: int = 40, seed: int = 0, nan_token: int | None = None, bad: float = math.nan
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
+        self.vocab_size = vocab_size
         self.table = torch.randn((vocab_size, vocab_size), generator=generator) * 3
         if nan_token is not None:
             self.table[nan_token, vocab_size // 2] = bad

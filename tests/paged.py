@@ -14,11 +14,11 @@ from torch import Tensor
 
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.attention import CpuKVCache
-from penstock.kernels.ops import AttentionMetadata, Heads
+from penstock.kernels.metadata import AttentionMetadata, Heads
 from penstock.layers.context import ForwardContext
 from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
-from penstock.runner.graphs import ReplayedModel
+from penstock.runner.programs import RecordedModel
 from penstock.weights.loader import load_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -50,7 +50,7 @@ class PagedModel:
         self.ops = load_ops(kernels, DTYPES[dtype], threads=1 if kernels == "reference" else 2)
         self.model = load_model(directory, self.config, self.ops, load_format, scheme=scheme)
         if recorded:
-            self.model = ReplayedModel(self.model, self.ops)
+            self.model = RecordedModel(self.model, self.ops)
         self.block_size = block_size
         self.lengths = [0] * num_seqs
         blocks_each = -(-max_len // block_size)

@@ -22,7 +22,7 @@ from penstock.bench.turns import Turn, ring_length, take_turns
 from penstock.kernels.attention.key import describe_key
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.ops import AttentionMetadata, AttentionParams, Heads
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads
 
 DTYPES = ("bf16", "int8")  # of caches
 SLICES = {"bf16": 0, "int8": 2}

@@ -26,7 +26,7 @@ from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF
-from penstock.kernels.ops import Heads
+from penstock.kernels.metadata import Heads
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.planner.memory import free_memory_bytes

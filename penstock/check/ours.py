@@ -5,7 +5,7 @@ The caches are paged, as in the engine. The pass is never a recorded one, for th
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from penstock.check.trace import Call, Trace, float_tensors, replaced, watching
 from penstock.kernels.backends import load_ops
-from penstock.kernels.ops import AttentionMetadata, Heads, KVCache, Ops
+from penstock.kernels.metadata import AttentionMetadata, Heads, KVCache
+from penstock.kernels.ops import Ops
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
 from penstock.layers.norm import LayerNorm, RMSNorm
@@ -98,15 +99,8 @@ class OurModel:
             product = trace.of(f"{name}.qkv_proj")
             if not isinstance(module, Attention) or module.q_norm is None or module.k_norm is None or product is None:
                 continue
-            q, k, _ = self.ops.rotary_qkv(
-                product.outputs[0],
-                positions,
-                None,
-                module.heads,
-                q_norm=module.q_norm.weight,
-                k_norm=module.k_norm.weight,
-                eps=module.eps,
-            )
+            norms = replace(module.rotary_params, cos_sin=None)
+            q, k, _ = self.ops.rotary_qkv(product.outputs[0], positions, norms)
             at = trace.calls.index(product) + 1
             trace.calls[at:at] = [
                 Call(f"{name}.q_norm", (), float_tensors(q)),

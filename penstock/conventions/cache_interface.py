@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.kernels.ops import AttentionMetadata, KVCache, Ops
+from penstock.kernels.metadata import AttentionMetadata, KVCache
+from penstock.kernels.ops import Ops
 
 ABSENT = -1  # the position of a key or query that does not exist
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from penstock.conventions.cache_interface import CacheInterface, PagedCacheView
 from penstock.errors import InvalidRequestError, NotSupportedError
-from penstock.kernels.ops import AttentionMetadata, AttentionParams, KVCache, Ops
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
+from penstock.kernels.ops import Ops
 from penstock.layers.factory import LayerFactory
 from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig

@@ -2,19 +2,19 @@
 
 The order in which a backend applies them is fixed and is vLLM's:
 
-    raw log-probabilities are taken first, from untouched logits;
-    mask        ids that may not be chosen (min_tokens, bad words)            -> -inf
-    bias        logit_bias is added
-    penalties   repetition, then frequency, then presence
-    greedy rows: highest logit, lowest id on a tie
-    others:     / temperature, min_p, top_k, top_p, then the Gumbel-max trick with counter-based noise
-    a row in which every id is at -inf after the penalties has nothing to choose: its result is NO_TOKEN
+    log-probabilities are taken first, from the raw logits
+    mask           ids that may not be chosen (min_tokens, bad words)         -> -inf
+    bias           logit_bias is added
+    penalties      repetition, then frequency, then presence
+    greedy rows    highest logit, lowest id on a tie
+    other rows     / temperature, min_p, top_k, top_p, then the Gumbel-max trick with counter-based noise
+    A row with every id at -inf after the penalties has nothing to choose: its result is NO_TOKEN.
 
 Noise: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with
 key = the two 32-bit words of the seed (low word first) and counter = (choice index, output position,
 vocabulary index // 4, 0); the four words of a block serve four neighbouring vocabulary entries. A word w becomes the
 uniform u = ((w >> 9) + 0.5) * 2^-23, which is never 0 or 1 and exact in float32, and the noise -log(-log(u)).
-So noise is a function of (seed, choice, position, token) and of nothing that happened before.
+So noise is a function of (seed, choice, position, token) alone.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ NO_TOKEN = -1  # never an id
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """Parameters of M rows. A field that no row needs is None, so that its pass is skipped.
+    """The parameters of M rows. A field that no row needs is None, so that its pass is skipped.
 
     Attributes:
         temperature: [M] float32; 0 is greedy.
@@ -40,11 +40,11 @@ class SamplingTensors:
     """
 
     temperature: Tensor
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
-    noise_key: Tensor | None
-    masked: Tensor | None
-    bias: tuple[Tensor, Tensor] | None
-    repetition: tuple[Tensor, Tensor] | None
-    counts: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    noise_key: Tensor | None = None
+    masked: Tensor | None = None
+    bias: tuple[Tensor, Tensor] | None = None
+    repetition: tuple[Tensor, Tensor] | None = None
+    counts: tuple[Tensor, Tensor, Tensor, Tensor] | None = None

@@ -3,19 +3,18 @@
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.ops import AttentionParams
+from penstock.kernels.metadata import AttentionParams, Heads, RotaryParams
 from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
-from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 
 
 class Attention(nn.Module):
-    """q, k and v in one product; optional norms of q and k; rotary; attention; the product that joins the heads.
+    """One product for q, k and v, optional norms of q and k, rotary, attention, and the product that joins the heads.
 
-    The window, where there is one, comes with the context's metadata for this layer. The norms are of each head or of
-    all heads of a token together, as large as their weights in the parameter table are.
+    The sliding window, where there is one, comes with the context's metadata for this layer. The norms are over each
+    head or over all heads of a token, depending on the size of their weights in the parameter table.
     """
 
     def __init__(
@@ -28,44 +27,43 @@ class Attention(nn.Module):
         unit_offset: bool = False,
         scale: float | None = None,
     ) -> None:
-        """rotary: None rotates nothing. unit_offset: of the norms of q and k. scale: None is what the config says."""
+        """rotary: None rotates nothing. unit_offset: as RMSNorm, for q and k. scale: of scores; None: the config's."""
         super().__init__()
         self.ops = make.ops
         self.layer = layer
         self.rotary = rotary
-        self.heads = num_heads, num_kv_heads, head_dim = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+        self.heads = heads = Heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim)
         self.eps = cfg.norm_eps
         self.params = AttentionParams(
-            scale=scale or cfg.attention_scale or head_dim**-0.5,
+            scale=scale or cfg.attention_scale or heads.head_dim**-0.5,
             softcap=cfg.attn_logit_softcapping,
-            alibi_slopes=alibi_slopes(num_heads, make.ops.device) if cfg.alibi else None,
+            alibi_slopes=alibi_slopes(heads.num_heads, make.ops.device) if cfg.alibi else None,
             bias_before_scale=cfg.alibi,
         )
         self.qkv_proj = make.linear("qkv_proj")
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if cfg.qk_norm:
-            self.q_norm, self.k_norm = (
-                make.rms_norm(name, self.eps, unit_offset=unit_offset) for name in ("q_norm", "k_norm")
-            )
+        self.q_norm = make.rms_norm("q_norm", self.eps, unit_offset=unit_offset) if cfg.qk_norm else None
+        self.k_norm = make.rms_norm("k_norm", self.eps, unit_offset=unit_offset) if cfg.qk_norm else None
         self.o_proj = make.linear("o_proj")
-        self.q_out = make.slot("q", (num_heads, head_dim))
-        self.k_out, self.v_out = (make.slot(name, (num_kv_heads, head_dim)) for name in ("k", "v"))
-        self.mixed_out = make.slot("mixed", (num_heads * head_dim,))
+        self.q_out = make.slot("q", (heads.num_heads, heads.head_dim))
+        self.k_out, self.v_out = (make.slot(name, (heads.num_kv_heads, heads.head_dim)) for name in ("k", "v"))
+        self.mixed_out = make.slot("mixed", (heads.num_heads * heads.head_dim,))
+
+    @property
+    def rotary_params(self) -> RotaryParams:
+        """The heads, rotary table and norms, once the norms' weights are loaded."""
+        return RotaryParams(
+            self.heads,
+            None if self.rotary is None else self.rotary.cos_sin,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.eps,
+        )
 
     def forward(self, y: Tensor, ctx: ForwardContext) -> Tensor:
-        """y [T, hidden] dtype -> [T, hidden] float32. Stores the new keys and values."""
+        """Map y [T, hidden] dtype to [T, hidden] float32. Stores the new keys and values."""
         tokens = y.shape[0]
-        q, k, v = self.ops.rotary_qkv(
-            self.qkv_proj(y),
-            ctx.positions,
-            None if self.rotary is None else self.rotary.cos_sin,
-            self.heads,
-            q_norm=None if self.q_norm is None else self.q_norm.weight,
-            k_norm=None if self.k_norm is None else self.k_norm.weight,
-            eps=self.eps,
-            out=(self.q_out(tokens), self.k_out(tokens), self.v_out(tokens)),
-        )
+        out = self.q_out(tokens), self.k_out(tokens), self.v_out(tokens)
+        q, k, v = self.ops.rotary_qkv(self.qkv_proj(y), ctx.positions, self.rotary_params, out=out)
         cache, meta = ctx.layer(self.layer)
         mixed = self.ops.attend(q, k, v, cache, meta, self.params, out=self.mixed_out(tokens))
         branch: Tensor = self.o_proj(mixed)
@@ -73,10 +71,10 @@ class Attention(nn.Module):
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
-    """How fast each head's scores fall with the distance (Press et al., "Train Short, Test Long", 2022) -> [H] float32.
+    """Return the slope by which each head's scores fall with the distance, [H] float32.
 
-    2^(-8 i / n) for i = 1 .. n, n the greatest power of two up to num_heads; the other heads take every second slope
-    of twice as many.
+    Press et al., "Train Short, Test Long", 2022: 2^(-8 i / n) for i = 1 .. n, n the greatest power of two up to
+    num_heads; the other heads take every second slope of a model with 2n heads.
     """
     whole = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / whole) for i in range(1, whole + 1)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.ops import AttentionMetadata, KVCache
+from penstock.kernels.metadata import AttentionMetadata, KVCache
 
 
 @dataclass(frozen=True, slots=True)

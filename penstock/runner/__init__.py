@@ -1,4 +1,4 @@
-"""The runner carries out what the scheduler planned: torch starts here.
+"""The runner carries out the steps that the scheduler planned. Torch starts here.
 
-executor (the engine's view) -> worker (one device) -> model_runner (one step) -> input_batch, sampler.
+executor (the engine's view) -> model_runner (one device, one step at a time) -> input_batch, sampler
 """

@@ -1,7 +1,7 @@
 """BlockTable: the block ids of every row for one cache group, as one array.
 
-It follows what the scheduler says (append, release) and never decides about a block. It does not know how a block is
-laid out: it hands out slots, block id * block_size + offset, and copies of its rows.
+The scheduler decides about blocks (append, release). How a block is laid out is not known here: the table returns
+slots, block id * block_size + offset, and copies of its rows.
 """
 
 import numpy as np
@@ -17,11 +17,10 @@ NO_SLOT = -1
 class BlockTable:
     """Block ids by position // block_size, -1 where nothing is allocated.
 
-        row:  [ -1 released (behind the window) | block ids | -1 not allocated yet ]
+        row:  [ -1 released (before the window) | block ids | -1 not allocated yet ]
               0                    num_released     num_entries          max_blocks
 
-    A row of a ring repeats its one block id as far as max_model_len reaches, so that whoever reads the table needs to
-    know nothing of rings.
+    A row of a ring repeats its one block id up to max_model_len, so that readers of the table need no case for rings.
 
     Attributes:
         group: the cache group that the table addresses.
@@ -35,13 +34,15 @@ class BlockTable:
         self._num_released = [0] * max_num_seqs
 
     def append(self, row: int, block_ids: list[int]) -> None:
-        """Add entries at the end of a row.
+        """Append block ids to a row.
 
         Raises:
-            EngineError: the row would be longer than max_model_len needs, or a ring would have two blocks.
+            EngineError: the row would exceed max_model_len, or a ring would have two blocks.
         """
         if self.group.ring and block_ids:
-            block_ids = self._all_around(row, block_ids)
+            if len(block_ids) > 1 or self._num_entries[row]:
+                raise EngineError("a ring is one block, and more were given")
+            block_ids = block_ids * int(self._ids.shape[1])
         start = self._num_entries[row]
         end = start + len(block_ids)
         if end > self._ids.shape[1]:
@@ -49,14 +50,8 @@ class BlockTable:
         self._ids[row, start:end] = block_ids
         self._num_entries[row] = end
 
-    def _all_around(self, row: int, block_ids: list[int]) -> list[int]:
-        """What a ring's row holds from end to end."""
-        if len(block_ids) > 1 or self._num_entries[row]:
-            raise EngineError("a ring is one block, and more were given")
-        return block_ids * int(self._ids.shape[1])
-
     def release(self, row: int, num_released: int) -> None:
-        """Make the first num_released entries -1. The number counts from the start of the row, not since last time."""
+        """Set the first num_released entries to -1, counted from the start of the row."""
         start = self._num_released[row]
         if num_released > start:
             self._ids[row, start:num_released] = NO_BLOCK
@@ -70,8 +65,10 @@ class BlockTable:
     def slots(
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Where the tokens at `positions` [T] of `rows` [T] are stored: [T] int64. In a ring a token is not stored
-        (NO_SLOT) whose row a later one of the same step takes; `ends` [T] says where its sequence ends in this step.
+        """Return the slots [T] int64 of the tokens at `positions` [T] of `rows` [T].
+
+        In a ring, a token whose place a later token of the same step takes is not stored (NO_SLOT). ends: [T], the
+        length of each token's sequence after the step.
 
         Raises:
             EngineError: a token has no block.
@@ -84,5 +81,5 @@ class BlockTable:
         return np.where(ends - positions > block_size, NO_SLOT, slots) if self.group.ring else slots
 
     def gather(self, rows: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int32]:
-        """A copy of `rows` [B], cut to the blocks that `longest` tokens need: [B, max_blocks] int32."""
+        """Copy `rows` [B], cut to the blocks that `longest` tokens need: [B, max_blocks] int32."""
         return self._ids[rows, : -(-longest // self.group.block_size)]

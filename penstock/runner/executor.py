@@ -1,50 +1,43 @@
-"""TorchExecutor: the engine's way to a Worker in this process.
+"""TorchExecutor: the engine's way to a ModelRunner in this process.
 
-A step runs when it is collected, in the thread that collects it: on one device there is nothing to overlap with yet.
+A step runs when it is collected, in the thread that collects it: one device has nothing to overlap a step with.
 """
 
 from collections import deque
-from dataclasses import dataclass
 
 from penstock.errors import EngineError
 from penstock.interface.step import SchedulerOutput, StepOutput
-from penstock.runner.worker import Worker
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepHandle:
-    """A submitted step."""
-
-    scheduler_output: SchedulerOutput
+from penstock.runner.model_runner import ModelRunner
 
 
 class TorchExecutor:
-    """Implements `step.Executor` with one Worker."""
+    """Implements `step.Executor` with one ModelRunner. The handle of a step is its SchedulerOutput."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._submitted: deque[StepHandle] = deque()
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner: ModelRunner | None = runner
+        self._submitted: deque[SchedulerOutput] = deque()
 
-    def submit(self, scheduler_output: SchedulerOutput) -> StepHandle:
-        """Take a step; it starts in `collect`."""
-        handle = StepHandle(scheduler_output)
-        self._submitted.append(handle)
-        return handle
+    def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """Queue a step; it starts in `collect`."""
+        self._submitted.append(scheduler_output)
+        return scheduler_output
 
-    def collect(self, handle: StepHandle) -> StepOutput:
+    def collect(self, handle: SchedulerOutput) -> StepOutput:
         """Run the step and return its results. Steps are collected once each, in the order submitted.
 
         Raises:
-            EngineError: it is not this step's turn; nothing was run then.
-            Exception: whatever the step raised as a whole. Later steps still work; the requests of this one have
-                to be forgotten in the next.
+            EngineError: another step comes first, and nothing was run; or the executor was shut down.
+            Exception: whatever the step raised as a whole. Later steps still work; the requests of this one must be
+                forgotten in the next.
         """
         if not self._submitted or self._submitted[0] is not handle:
             raise EngineError("steps are collected once each, in the order in which they were submitted")
         self._submitted.popleft()
-        return self._worker.execute(handle.scheduler_output)
+        if self._runner is None:
+            raise EngineError("the executor was shut down")
+        return self._runner.execute(handle)
 
     def shutdown(self) -> None:
         """Free the model and the caches. A second call does nothing."""
         self._submitted.clear()
-        self._worker.shutdown()
+        self._runner = None

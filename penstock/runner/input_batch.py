@@ -1,8 +1,8 @@
-"""InputBatch: what the runner remembers of every request, and how a step is packed from it.
+"""InputBatch: the runner's state of every request, and the packing of a step from it.
 
-A request has a row from the step that brings its NewRequest until it is forgotten. Rows are plain numpy arrays of
-fixed size, so packing is a few indexed reads, whatever the number of tokens. It follows orders: which tokens are
-computed, and where they are stored, was decided by the scheduler. It knows no model, no torch tensor and no logits.
+A request has a row from the step that brings its NewRequest until it is forgotten. Rows are numpy arrays of fixed size,
+so packing takes a few indexed reads, whatever the number of tokens. The scheduler has decided which tokens are
+computed and where they are stored; the batch follows. It handles no model, torch tensor or logits.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from penstock.errors import EngineError, NotSupportedError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.runner.block_table import BlockTable
-from penstock.runner.logit_adjustments import RowProcessors
+from penstock.runner.logit_adjustments import LogitAdjustments
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -27,12 +27,12 @@ UINT64 = 2**64
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """Prompt positions of one sequence whose log-probabilities a step reports.
+    """The prompt positions of one sequence whose log-probabilities a step reports.
 
     Attributes:
         sequence: index in the step.
         targets: [n] int64, the prompt token after each position.
-        num_top: most likely tokens to report beside the token itself.
+        num_top: number of most likely tokens to report beside the token itself.
     """
 
     sequence: int
@@ -42,7 +42,7 @@ class PromptPiece:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """One step as a flat batch: B sequences with T tokens, M of which are sampled after and P scored as prompt.
+    """One step as a flat batch: B sequences with T tokens, of which M are sampled and P scored as prompt.
 
         tokens  [ sequence 0 | sequence 1 | ... ]          query_start_loc points at the bars
         logits  [ M sampled positions | P prompt positions ]
@@ -52,10 +52,10 @@ class PackedStep:
         input_ids, positions: [T] int64.
         query_start_loc: [B+1] int32.    seq_lens: [B] int32, cached plus new tokens.
         block_tables: per cache group [B, max_blocks] int32, cut to the longest sequence of the step.
-        slot_mappings: per cache group [T] int64; -1 for tokens of a ring that are not stored.
+        slot_mappings: per cache group [T] int64; -1 for the tokens of a ring that are not stored.
         logits_indices: [M + P] int64 into the T tokens.
         sampled: [M] int64, the sequences that are sampled.
-        prompt_pieces: what the P positions are, in order.
+        prompt_pieces: the P positions, in order.
     """
 
     rows: Int64
@@ -73,15 +73,15 @@ class PackedStep:
 class InputBatch:
     """Rows of requests, each of at most max_model_len tokens.
 
-    Attributes (by row; those of free rows mean nothing):
+    Attributes (by row; the values of free rows mean nothing):
         token_ids: [max_num_seqs, max_model_len] int32, prompt and outputs.
         num_tokens, num_prompt_tokens: [max_num_seqs] int64.
         temperature, top_p, min_p: [max_num_seqs] float32.    top_k: int64, 0 keeps all.
         noise_key: [max_num_seqs, 2] int64, the seed's 64 bits and the choice index.
         num_logprobs, num_prompt_logprobs: [max_num_seqs] int64, -1 where not asked for.
-        processors: what is rarer, None for most rows.
-        custom: users' logits processors and their arguments, by name.
-        version: goes up with every request that is learnt; until then a row's parameters stay as they are.
+        adjustments: masks, bias and penalties; None for most rows.
+        custom_processors: the arguments of custom logits processors, by name.
+        version: incremented by every `learn`; a row's parameters do not change in between.
 
     For greedy rows top_k, top_p and min_p are off: they cannot change the most likely token.
     """
@@ -99,8 +99,8 @@ class InputBatch:
         self.noise_key: Int64 = np.zeros((max_num_seqs, 2), dtype=np.int64)
         self.num_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
         self.num_prompt_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
-        self.processors: list[RowProcessors | None] = [None] * max_num_seqs
-        self.custom: list[dict[str, Any]] = [{} for _ in range(max_num_seqs)]
+        self.adjustments: list[LogitAdjustments | None] = [None] * max_num_seqs
+        self.custom_processors: list[dict[str, Any]] = [{} for _ in range(max_num_seqs)]
         self.version = 0
         self.block_tables = [BlockTable(group, max_num_seqs, max_model_len) for group in groups]
         self._eos_token_ids = tuple(eos_token_ids)
@@ -111,14 +111,14 @@ class InputBatch:
     def num_requests(self) -> int:
         return len(self._row_of)
 
-    # --- learning and forgetting -----------------------------------------------------------------------------------
+    # --- learning and forgetting requests --------------------------------------------------------------------------
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Forget, learn, and bring the block tables up to date, in this order.
+        """Forget requests, learn new ones, and update the block tables, in this order.
 
         Raises:
-            EngineError: the scheduler and this batch disagree. The step must not run; forgetting all of its
-                requests puts the batch in order again.
+            EngineError: the scheduler and this batch disagree. The step must not run; the batch is consistent again
+                once all requests of the step have been forgotten.
         """
         for request_id in scheduler_output.forgotten_request_ids:
             self.forget(request_id)
@@ -128,26 +128,26 @@ class InputBatch:
             self._update_blocks(item)
 
     def forget(self, request_id: str) -> None:
-        """Free the request's row. An unknown id is fine: its first step may have failed before it was learnt."""
+        """Free the request's row. Ignores an unknown id: its first step may have failed before it was learnt."""
         row = self._row_of.pop(request_id, None)
         if row is None:
             return
         for table in self.block_tables:
             table.clear(row)
-        self.processors[row] = None
+        self.adjustments[row] = None
         self._free_rows.append(row)
 
     def learn(self, request: NewRequest) -> None:
-        """Give a request a row.
+        """Assign a row to a request.
 
         Raises:
-            EngineError: it is known already, too long, or there is no free row; or a seed was not resolved.
+            EngineError: the request is known already, too long, or has no seed; or no row is free.
         """
         num_tokens = len(request.token_ids)
         if request.request_id in self._row_of:
             raise EngineError(f"request {request.request_id} was introduced twice")
         if not self._free_rows:
-            raise EngineError(f"more than max_num_seqs = {len(self.processors)} requests")
+            raise EngineError(f"more than max_num_seqs = {len(self.adjustments)} requests")
         if num_tokens > self.token_ids.shape[1]:
             raise EngineError(f"{num_tokens} tokens, more than max_model_len = {self.token_ids.shape[1]}")
         row = self._row_of[request.request_id] = self._free_rows.pop()
@@ -161,7 +161,7 @@ class InputBatch:
 
     def _set_params(self, row: int, params: SamplingParams, choice: int) -> None:
         if params.seed is None and not params.greedy:
-            raise EngineError("seed: it has to be resolved before a request reaches the runner")
+            raise EngineError("seed: not resolved before the request reached the runner")
         bits = (params.seed or 0) % UINT64
         self.noise_key[row] = bits - UINT64 if bits >= UINT64 // 2 else bits, choice
         self.temperature[row] = params.temperature
@@ -171,10 +171,10 @@ class InputBatch:
         self.num_logprobs[row] = NOT_ASKED if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs[row] = NOT_ASKED if params.prompt_logprobs is None else params.prompt_logprobs
         custom = params.logits_processors
-        self.custom[row] = custom if isinstance(custom, dict) else {}
-        if RowProcessors.needed(params):
+        self.custom_processors[row] = custom if isinstance(custom, dict) else {}
+        if LogitAdjustments.needed(params):
             prompt = int(self.num_prompt_tokens[row])
-            self.processors[row] = RowProcessors(params, self.history(row), prompt, self._eos_token_ids)
+            self.adjustments[row] = LogitAdjustments(params, self.history(row), prompt, self._eos_token_ids)
 
     def _update_blocks(self, item: ScheduledRequest) -> None:
         row = self.row(item.request_id)
@@ -187,7 +187,7 @@ class InputBatch:
                 table.release(row, num_released)
 
     def append(self, rows: Int64, token_ids: Int64) -> None:
-        """Note one sampled token for each of `rows` [M].
+        """Append one sampled token to each of `rows` [M].
 
         Raises:
             EngineError: a request has max_model_len tokens already.
@@ -198,35 +198,35 @@ class InputBatch:
         self.token_ids[rows, ends] = token_ids
         self.num_tokens[rows] += 1
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-            processors = self.processors[row]
-            if processors is not None:
-                processors.append(token_id)
+            adjustments = self.adjustments[row]
+            if adjustments is not None:
+                adjustments.append(token_id)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def row(self, request_id: str) -> int:
-        """The row of a known request; EngineError for another."""
+        """Return the row of a request. Raises EngineError if it is unknown."""
         row = self._row_of.get(request_id)
         if row is None:
             raise EngineError(f"request {request_id} was scheduled but never introduced")
         return row
 
     def history(self, row: int) -> Int32:
-        """[num_tokens] int32: the prompt and the outputs so far, a view."""
+        """Return the prompt and the outputs so far, a view [num_tokens] int32."""
         view: Int32 = self.token_ids[row, : self.num_tokens[row]]
         return view
 
     def num_outputs(self, row: int) -> int:
-        """Tokens generated so far, those of earlier lives of the request included."""
+        """Return the number of tokens generated so far, before preemptions included."""
         return int(self.num_tokens[row] - self.num_prompt_tokens[row])
 
     # --- packing ---------------------------------------------------------------------------------------------------
 
     def pack(self, scheduled: Sequence[ScheduledRequest]) -> PackedStep:
-        """One flat batch of the scheduled tokens (at least one). Changes nothing; the arrays are new.
+        """Pack the scheduled tokens (at least one) into one flat batch. Changes nothing; the arrays are new.
 
         Raises:
-            EngineError: tokens are asked for that the batch does not have, or that have no block.
+            EngineError: a scheduled token is not in the batch or has no block.
         """
         rows = np.array([self.row(item.request_id) for item in scheduled], dtype=np.int64)
         computed = np.array([item.num_computed_tokens for item in scheduled], dtype=np.int64)
@@ -255,9 +255,9 @@ class InputBatch:
         )
 
     def _check(self, rows: Int64, new: Int64, seq_lens: Int64, num_samples: Int64) -> None:
-        """Hold what the scheduler asks against what is here; all arrays [B]."""
+        """Check the scheduled work against the batch; all arrays [B]."""
         if num_samples.max() > 1:
-            raise NotSupportedError("num_samples: more than one sampled token a step is not built yet")
+            raise NotSupportedError("num_samples: more than one sampled token per step is not built yet")
         num_tokens = self.num_tokens[rows]
         if len(set(rows.tolist())) < len(rows) or new.min() < 1 or (seq_lens > num_tokens).any():
             raise EngineError("a step schedules a request twice, without tokens, or beyond its last token")
@@ -267,7 +267,7 @@ class InputBatch:
     def _prompt_positions(
         self, rows: Int64, computed: Int64, seq_lens: Int64, starts: Int64
     ) -> tuple[list[Int64], list[PromptPiece]]:
-        """The packed indices whose next token is a prompt token that somebody wants scored."""
+        """Return the packed indices whose next token is a prompt token to be scored, and their pieces."""
         last = np.minimum(seq_lens, self.num_prompt_tokens[rows] - 1)  # positions computed .. last - 1
         indices: list[Int64] = []
         pieces: list[PromptPiece] = []

@@ -1,8 +1,8 @@
-"""What a request's parameters and history do to its logits, row by row, as the pairs a kernel reads.
+"""LogitAdjustments: the masks, bias and penalties that one request's parameters and history ask for.
 
-A row has RowProcessors only if its parameters ask for any of: min_tokens, bad words, logit_bias, penalties. What
-depends on the history (counts of tokens) grows by one token at a time and is never rebuilt. The arithmetic itself, and
-the order in which it is applied, are in `kernels/sampling.py` and its backends. No torch here.
+A row has them only if its parameters set any of: min_tokens, bad words, logit_bias, penalties. Token counts grow by one
+token at a time and are never rebuilt. The arithmetic and its order are in `kernels/sampling.py` and the backends. No
+torch here.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SPARE_IDS = 64  # room for new ids before a TokenCounts has to grow
 
 
 class TokenCounts:
-    """The distinct ids of a growing sequence and how often each came. Adding an id takes constant time."""
+    """The distinct ids of a growing sequence and how often each occurred. Adding an id takes constant time."""
 
     def __init__(self, token_ids: npt.NDArray[np.int32]) -> None:
         ids, counts = np.unique(token_ids, return_counts=True)
@@ -42,17 +42,17 @@ class TokenCounts:
 
     @property
     def counts(self) -> FloatArray:
-        """[P] float32, how often each of `ids` came; a view too."""
+        """[P] float32, how often each of `ids` occurred; a view too."""
         return self._counts[: len(self._index)]
 
 
-class RowProcessors:
+class LogitAdjustments:
     """One row's masks, bias and penalties.
 
     Attributes:
         bias: ids [P] int64 and values [P] float32, or None.
-        seen: distinct ids of prompt and output, where the repetition penalty asks.
-        generated: distinct ids of the output with their counts, where the other two penalties ask.
+        seen: distinct ids of prompt and output, for the repetition penalty; None if that is off.
+        generated: distinct ids of the output with their counts, for the other penalties; None if both are off.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class RowProcessors:
         num_prompt_tokens: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """Take the parameters and the history [num_tokens] int32, outputs so far included."""
+        """token_ids: the history [num_tokens] int32, outputs so far included."""
         self.params = params
-        end_ids = [*params.stop_token_ids] if params.stop_token_ids else []
-        end_ids += [] if params.ignore_eos else eos_token_ids
-        self._end_ids: IntArray = np.array(sorted(set(end_ids)), dtype=np.int64)
+        end_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
+        self._end_ids: IntArray = np.array(sorted(end_ids), dtype=np.int64)
         words = params.bad_words_token_ids
         self._bad_ids: IntArray = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
         self._bad_words = [(list(word[:-1]), word[-1]) for word in words if len(word) > 1]
-        self.bias = _bias(params.logit_bias)
+        bias = params.logit_bias
+        self.bias = (np.array([*bias], np.int64), np.array([*bias.values()], np.float32)) if bias else None
         self.seen = TokenCounts(token_ids) if params.repetition_penalty != 1.0 else None
         counted = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         self.generated = TokenCounts(token_ids[num_prompt_tokens:]) if counted else None
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
-        """Whether these parameters ask for anything that this class does."""
+        """Return whether the parameters ask for any adjustment."""
         return bool(
             params.min_tokens
             or params.bad_words_token_ids
@@ -88,14 +88,14 @@ class RowProcessors:
         )
 
     def append(self, token_id: int) -> None:
-        """Note a new output token."""
+        """Count a new output token."""
         if self.seen is not None:
             self.seen.add(token_id)
         if self.generated is not None:
             self.generated.add(token_id)
 
     def masked_ids(self, token_ids: npt.NDArray[np.int32], num_outputs: int) -> list[IntArray]:
-        """Ids that may not come next, after the history [num_tokens] int32 with that many outputs."""
+        """Return the ids that may not come next, after the history [num_tokens] int32 with that many outputs."""
         masked = [self._bad_ids] if self._bad_ids.size else []
         if num_outputs < self.params.min_tokens:
             masked.append(self._end_ids)
@@ -104,13 +104,7 @@ class RowProcessors:
         return masked
 
     def _completions(self, token_ids: npt.NDArray[np.int32]) -> list[int]:
-        """The last ids of those bad words that the history ends in."""
+        """Return the last id of every bad word whose other ids end the history."""
         longest = max(len(start) for start, _ in self._bad_words)
         end = token_ids[-longest:].tolist()
         return [last for start, last in self._bad_words if end[-len(start) :] == start]
-
-
-def _bias(logit_bias: dict[int, float] | None) -> tuple[IntArray, FloatArray] | None:
-    if not logit_bias:
-        return None
-    return np.array(list(logit_bias), dtype=np.int64), np.array(list(logit_bias.values()), dtype=np.float32)

@@ -1,11 +1,11 @@
-"""ModelRunner: one step on one device, from a SchedulerOutput to a StepOutput.
+"""ModelRunner: computes steps on one device, from a SchedulerOutput to a StepOutput.
 
     scheduler_output -> InputBatch.update, pack -> model(input_ids, ctx) -> hidden [T, hidden]
       -> logits at the M sampled positions -> Sampler -> ids, log-probabilities
       -> logits at the P prompt positions, a slice at a time -> prompt log-probabilities
 
-A row whose logits are not finite, or that may choose nothing, costs its own request an error; the others go on. It
-decides nothing about scheduling or blocks, and knows no text.
+A row whose logits are not finite, or that leave nothing to choose, becomes an error of its own request; the others go
+on. The runner decides nothing about scheduling or blocks, and handles no text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,16 +21,18 @@ from penstock.config import EngineConfig
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 from penstock.kernels.arena import FEW_ROWS
-from penstock.kernels.ops import AttentionMetadata, Heads, KVCache, Ops, RecordingOps
+from penstock.kernels.metadata import AttentionMetadata, Heads, KVScales
+from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
 from penstock.layers.causal_lm import CausalLM
 from penstock.layers.context import ForwardContext
-from penstock.runner.custom_logits import process
-from penstock.runner.graphs import ReplayedModel
+from penstock.runner.custom_logits import apply_custom_processors
 from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
-from penstock.runner.kv_cache import layer_groups
+from penstock.runner.kv_cache import allocate_kv_caches, layer_groups
+from penstock.runner.programs import RecordedModel
 from penstock.runner.sampler import Sampler, token_logprobs
 from penstock.runner.sampling_tensors import on_device
+from penstock.spec.model_config import ModelConfig
 
 PROMPT_LOGPROB_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
@@ -53,10 +55,11 @@ class _Result:
 
 
 class ModelRunner:
-    """Carries out steps, one after the other.
+    """Computes steps one after the other, with a model and its KV caches.
 
     Attributes:
         batch: the requests it knows.
+        cache_bytes: memory of all KV caches.
     """
 
     def __init__(
@@ -65,37 +68,35 @@ class ModelRunner:
         ops: Ops,
         groups: Sequence[CacheGroup],
         config: EngineConfig,
-        *,
-        heads: Heads,
-        kv_caches: Sequence[KVCache],
-        eos_token_ids: Sequence[int] = (),
-        vocab_size: int | None = None,
+        model_config: ModelConfig,
+        kv_scales: Sequence[KVScales] | None = None,
     ) -> None:
-        """Take a resolved config and one cache a decoder layer.
+        """Allocate the caches of a loaded model. kv_scales: per-channel scales of an int8 cache, one per layer.
 
-        vocab_size: tokens, which come first in the logits; None: every logit is a token's.
+        Sets the number of torch's threads, which belongs to the process: of two engines in one process the later one
+        decides for both. Native kernels have their own threads, and torch's would only take the cores from them.
 
         Raises:
-            EngineError: groups and caches do not match, or the config is not resolved.
+            EngineError: the config is not resolved, or the groups or scales do not fit the layers.
         """
-        if config.scheduler.max_model_len is None:
+        max_model_len, threads = config.scheduler.max_model_len, config.numerics.threads
+        if max_model_len is None or threads is None:
             raise EngineError("the runner needs a resolved config")
-        self._model = ReplayedModel(model, ops) if isinstance(ops, RecordingOps) else model
-        self._vocab_size = vocab_size
-        self._sampler = Sampler(ops)
+        torch.set_num_threads(1 if config.numerics.kernels == "cpu" else threads)
+        self._model = RecordedModel(model, ops) if isinstance(ops, RecordingOps) else model
         self._ops = ops
+        self._vocab_size = model_config.vocab_size
+        self._heads = Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim)
         self._groups = tuple(groups)
-        self._layer_group = layer_groups(groups)
-        self._heads = heads
-        self._kv_caches = tuple(kv_caches)
-        if len(self._kv_caches) != len(self._layer_group):
-            raise EngineError(f"{len(self._kv_caches)} caches for {len(self._layer_group)} layers")
-        max_num_seqs, max_model_len = config.scheduler.max_num_seqs, config.scheduler.max_model_len
-        self.batch = InputBatch(groups, max_num_seqs, max_model_len, eos_token_ids)
+        self._layer_group = layer_groups(groups, model_config.num_hidden_layers)
+        self._kv_caches = allocate_kv_caches(ops, groups, config, model_config, kv_scales)
+        self.cache_bytes = sum(cache.num_bytes for cache in self._kv_caches)
+        self._sampler = Sampler(ops)
+        self.batch = InputBatch(groups, config.scheduler.max_num_seqs, max_model_len, model_config.eos_token_ids)
 
     @torch.inference_mode()
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
-        """Compute a step. A step without tokens only forgets.
+        """Compute a step. A step without tokens only forgets requests.
 
         Raises:
             EngineError: scheduler and runner disagree. Whatever is raised, no token was appended, and later steps
@@ -107,8 +108,8 @@ class ModelRunner:
         step = self.batch.pack(scheduler_output.scheduled)
         results = [_Result() for _ in scheduler_output.scheduled]
         input_ids, ctx = self._tensor(step.input_ids), self._context(step)
-        # Where every token is sampled, none is followed by one of its prompt: nothing but logits is asked for.
-        if isinstance(self._model, ReplayedModel) and len(step.sampled) == len(step.input_ids) <= FEW_ROWS:
+        # If every token is sampled, no prompt log-probabilities are needed, only logits.
+        if isinstance(self._model, RecordedModel) and len(step.sampled) == len(step.input_ids) <= FEW_ROWS:
             self._sample(self._model.logits(input_ids, ctx), step, results)
         else:
             self._finish(self._model(input_ids, ctx), step, results)
@@ -117,9 +118,9 @@ class ModelRunner:
         return StepOutput(scheduler_output.step_id, finished)
 
     def _finish(self, hidden: Tensor, step: PackedStep, results: list[_Result]) -> None:
-        """hidden [T, hidden]: logits where somebody looks, and what comes of them."""
+        """Sample and score hidden [T, hidden], with logits only at the positions that need them."""
         num_sampled = len(step.sampled)
-        if step.prompt_pieces or num_sampled < len(step.input_ids):  # else every token is sampled after, in order
+        if step.prompt_pieces or num_sampled < len(step.input_ids):  # else every token is sampled, in order
             hidden = hidden[self._tensor(step.logits_indices)]
         if step.prompt_pieces:
             self._score_prompts(hidden[num_sampled:], step.prompt_pieces, results)
@@ -135,7 +136,7 @@ class ModelRunner:
         return ForwardContext(self._tensor(step.positions), self._kv_caches, attention, self._layer_group)
 
     def _attention(self, step: PackedStep, index: int) -> AttentionMetadata:
-        """The metadata of a cache group, planned for its layers."""
+        """Return the metadata of a cache group, planned for its layers."""
         group = self._groups[index]
         meta = AttentionMetadata(
             query_start_loc=torch.from_numpy(step.query_start_loc),
@@ -148,8 +149,8 @@ class ModelRunner:
         return self._ops.plan(meta, self._heads, self._kv_caches[group.layers[0]])
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
-        """logits [M, V']: one new token for each sampled sequence that has no error."""
-        logits = self._of_tokens(logits)
+        """Sample one token from logits [M, V'] for each sampled sequence without an error."""
+        logits = self._without_padding(logits)
         for b, healthy in zip(step.sampled.tolist(), self._ops.finite_rows(logits).tolist(), strict=True):
             if not healthy:
                 results[b].error = NOT_FINITE
@@ -159,7 +160,7 @@ class ModelRunner:
         if len(sequences) < len(step.sampled):
             logits = logits[self._tensor(np.isin(step.sampled, sequences))]
         rows = step.rows[sequences]
-        processed, errors = process(logits, self.batch, rows, self._ops)
+        processed, errors = apply_custom_processors(logits, self.batch, rows, self._ops)
         sampled = self._sampler.sample(logits, self.batch, rows, processed)
         sampled.token_ids[list(errors)] = NO_TOKEN
         chosen = sampled.token_ids != NO_TOKEN
@@ -171,12 +172,12 @@ class ModelRunner:
         for index, error in errors.items():
             results[sequences[index]].error = error
 
-    def _of_tokens(self, logits: Tensor) -> Tensor:
-        """logits [M, V'] -> [M, V]. What fills up the head ends here, so it changes no sum over the vocabulary."""
-        return logits if self._vocab_size is None else logits[:, : self._vocab_size].contiguous()
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        """Drop the padding of the LM head, logits [M, V'] -> [M, V], so that it enters no sum over the vocabulary."""
+        return logits[:, : self._vocab_size].contiguous()
 
     def _score_prompts(self, hidden: Tensor, pieces: list[PromptPiece], results: list[_Result]) -> None:
-        """hidden [P, hidden] of the prompt positions: their log-probabilities, a bounded slice at a time."""
+        """Compute the prompt log-probabilities of hidden [P, hidden], a bounded slice at a time."""
         start = 0
         for piece in pieces:
             end = start + len(piece.targets)
@@ -187,11 +188,11 @@ class ModelRunner:
             start = end
 
     def _scored(self, hidden: Tensor, piece: PromptPiece) -> Iterator[TokenLogprobs]:
-        """hidden [n, hidden] -> n entries; fewer where logits are not finite."""
+        """Yield one entry per row of hidden [n, hidden], and stop at logits that are not finite."""
         targets = self._tensor(piece.targets)
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             end = start + PROMPT_LOGPROB_ROWS
-            logits = self._of_tokens(self._model.compute_logits(hidden[start:end]))
+            logits = self._without_padding(self._model.compute_logits(hidden[start:end]))
             if not bool(self._ops.finite_rows(logits).all()):
                 return
             some = targets[start:end]

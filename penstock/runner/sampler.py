@@ -1,8 +1,7 @@
-"""Sampler: from logits to one token a row, and the log-probabilities that were asked for.
+"""Sampler: one token per row of logits, and the log-probabilities that were asked for.
 
-Log-probabilities are of the raw distribution, so they are taken before masks, bias, penalties and temperature. The
-arithmetic is the backend's (`ops.log_softmax`, `ops.sample`); here tokens are only compared and picked. It does not
-know which request a row belongs to, beyond its parameters in the InputBatch.
+Log-probabilities are of the raw distribution: they are taken before masks, bias, penalties and temperature. The
+arithmetic is the backend's (`ops.log_softmax`, `ops.sample`); here tokens are only compared and picked.
 
 Order: higher log-probability first, the lower id first on a tie. Rank: 1 + the number of tokens with a strictly
 greater log-probability, so tied tokens share a rank.
@@ -23,11 +22,11 @@ from penstock.runner.sampling_tensors import SamplingCache, on_device
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the sampler chose for M rows.
+    """The sampler's results for M rows.
 
     Attributes:
         token_ids: [M] int64, NO_TOKEN where nothing may be chosen.
-        logprobs: [M], None for a row that does not ask.
+        logprobs: [M], None for a row that does not ask for any.
     """
 
     token_ids: Int64
@@ -42,9 +41,9 @@ class Sampler:
         self._params = SamplingCache()
 
     def sample(self, logits: Tensor, batch: InputBatch, rows: Int64, processed: Tensor | None = None) -> Sampled:
-        """logits [M, V] float32, all rows finite somewhere and nowhere NaN; rows [M] of the batch. Changes neither.
+        """Sample logits [M, V] float32 of `rows` [M]; no row has a NaN or is -inf throughout. Changes neither.
 
-        processed: what is sampled from, where users' own functions have changed the logits.
+        processed: the logits to sample from, if custom processors have changed them.
         """
         device = self._ops.device
         asking = np.flatnonzero(batch.num_logprobs[rows] >= 0)
@@ -56,7 +55,7 @@ class Sampler:
         token_ids = self._ops.sample(chosen_from, self._params.tensors(batch, rows, logits.shape[1], device))
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
-            some = token_ids[picked].clamp(min=0)  # what stands at NO_TOKEN, nobody reads
+            some = token_ids[picked].clamp(min=0)  # entries at NO_TOKEN are not used
             found = token_logprobs(raw, some, batch.num_logprobs[rows[asking]].tolist())
             for index, entry in zip(asking.tolist(), found, strict=True):
                 logprobs[index] = entry
@@ -64,8 +63,8 @@ class Sampler:
 
 
 def top_ids(logprobs: Tensor, count: int) -> Tensor:
-    """logprobs [M, V] -> ids of the `count` greatest, [M, count] int64, best first, lowest id first on ties."""
-    values, ids = torch.topk(logprobs, count, dim=-1)  # in what order it takes equal values is not promised
+    """Return the ids of the `count` greatest of logprobs [M, V]: [M, count] int64, best first, lowest id on a tie."""
+    values, ids = torch.topk(logprobs, count, dim=-1)  # its choice and order among equal values are not specified
     least = values[:, -1:]
     ids, order = ids.sort(dim=-1)
     best = values.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices
@@ -77,7 +76,7 @@ def top_ids(logprobs: Tensor, count: int) -> Tensor:
 
 
 def token_logprobs(logprobs: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """logprobs [M, V], the token of each row [M] int64, how many of the most likely ones each row wants [M]."""
+    """Return one entry per row of logprobs [M, V], for its token of token_ids [M] int64 and its num_top best."""
     own = logprobs.gather(-1, token_ids[:, None])
     ranks = ((logprobs > own).sum(dim=-1) + 1).tolist()
     columns = token_ids[:, None]

@@ -1,7 +1,7 @@
 """From rows of the InputBatch to SamplingTensors, the form in which a kernel reads sampling parameters.
 
-What no row of a step needs becomes None, so that its pass over the logits is skipped. Rows without RowProcessors cost
-a few indexed reads and no Python of their own.
+What no row of a step needs becomes None, so that its pass over the logits is skipped. Rows without LogitAdjustments
+cost a few indexed reads and no Python of their own.
 """
 
 from dataclasses import replace
@@ -14,16 +14,85 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.sampling import SamplingTensors
-from penstock.runner.input_batch import InputBatch, Int32, Int64
-from penstock.runner.logit_adjustments import FloatArray, IntArray, RowProcessors
+from penstock.runner.input_batch import InputBatch, Int64
+from penstock.runner.logit_adjustments import FloatArray, IntArray
 
 
 def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array as a tensor of that device; on the CPU they share memory."""
+    """Return the array as a tensor on a device; on the CPU they share memory."""
     return torch.from_numpy(array).to(device)
 
 
-class PairList:
+class SamplingCache:
+    """`sampling_tensors`, recomputed only when the rows or their requests change. A step with adjusted rows is never
+    kept: what these ask for changes with every token."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._kept: SamplingTensors | None = None
+
+    def tensors(self, batch: InputBatch, rows: Int64, vocab_size: int, device: torch.device) -> SamplingTensors:
+        """As sampling_tensors."""
+        key = (batch, batch.version, rows.tobytes(), vocab_size, device)
+        if self._kept is None or key != self._key:
+            made = sampling_tensors(batch, rows, vocab_size, device)
+            plain = all(batch.adjustments[row] is None for row in rows.tolist())
+            self._key, self._kept = key, made if plain else None
+            return made
+        if self._kept.noise_key is not None:
+            self._kept = replace(self._kept, noise_key=on_device(_noise_key(batch, rows), device))
+        return self._kept
+
+
+def sampling_tensors(batch: InputBatch, rows: Int64, vocab_size: int, device: torch.device) -> SamplingTensors:
+    """Collect the parameters of `rows` [M] for logits [M, vocab_size] on a device; None where no row needs one."""
+    temperature = batch.temperature[rows]
+    top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
+    limited = (top_k > 0) & (top_k < vocab_size)
+    tensor = partial(on_device, device=device)
+    return SamplingTensors(
+        temperature=tensor(temperature),
+        top_k=tensor(np.where(limited, top_k, vocab_size)) if limited.any() else None,
+        top_p=tensor(top_p) if (top_p < 1.0).any() else None,
+        min_p=tensor(min_p) if (min_p > 0.0).any() else None,
+        noise_key=tensor(_noise_key(batch, rows)) if temperature.any() else None,
+        **_adjustments(batch, rows, vocab_size, device),
+    )
+
+
+def _adjustments(batch: InputBatch, rows: Int64, vocab_size: int, device: torch.device) -> dict[str, Any]:
+    """Return masked, bias, repetition and counts of SamplingTensors as far as a row has LogitAdjustments."""
+    adjusted = [
+        (index, row, item) for index, row in enumerate(rows.tolist()) if (item := batch.adjustments[row]) is not None
+    ]
+    if not adjusted:
+        return {}
+    repetition, frequency, presence = np.ones(len(rows), np.float32), *np.zeros((2, len(rows)), np.float32)
+    masked, bias, seen, counts = (_PairList() for _ in range(4))
+    for index, row, item in adjusted:
+        for ids in item.masked_ids(batch.history(row), batch.num_outputs(row)):
+            masked.add(index, ids)
+        if item.bias is not None:
+            bias.add(index, *item.bias)
+        if item.seen is not None:
+            repetition[index] = item.params.repetition_penalty
+            seen.add(index, item.seen.ids)
+        if item.generated is not None:
+            frequency[index], presence[index] = item.params.frequency_penalty, item.params.presence_penalty
+            counts.add(index, item.generated.ids, item.generated.counts)
+    found: dict[str, Any] = {}
+    if pairs := masked.collect(vocab_size, device):
+        found["masked"] = pairs[0]
+    if pairs := bias.collect(vocab_size, device):
+        found["bias"] = pairs
+    if pairs := seen.collect(vocab_size, device):
+        found["repetition"] = on_device(repetition, device), pairs[0]
+    if pairs := counts.collect(vocab_size, device):
+        found["counts"] = on_device(frequency, device), on_device(presence, device), *pairs
+    return found
+
+
+class _PairList:
     """Collects (row, id) pairs, each with a value where values are given."""
 
     def __init__(self) -> None:
@@ -32,16 +101,16 @@ class PairList:
         self._values: list[FloatArray] = []
 
     def add(self, row: int, ids: IntArray, values: FloatArray | None = None) -> None:
-        """Take ids [P] for a row, and their values [P]; the arrays must not change before `collect`."""
+        """Add ids [P] of a row, and their values [P]; the arrays must not change before `collect`."""
         self._rows.append(row)
         self._ids.append(ids)
         if values is not None:
             self._values.append(values)
 
     def collect(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """All pairs [P, 2] int64 and their values [P] float32 (or none at all), copied; None where P is 0.
+        """Return copies of all pairs [P, 2] int64 and their values [P] float32 (or [0]); None if there are no pairs.
 
-        Ids that the vocabulary does not have are left out: no logit is theirs.
+        Ids beyond the vocabulary are left out: they have no logit.
         """
         if not self._ids:
             return None
@@ -54,98 +123,6 @@ class PairList:
         if not inside.all():
             pairs, values = pairs[inside], values[inside] if self._values else values
         return (on_device(pairs, device), on_device(values, device)) if len(pairs) else None
-
-
-class StepProcessors:
-    """The RowProcessors of the rows of one step, put together.
-
-    Attributes:
-        repetition, frequency, presence: penalties [M] float32; 1, 0 and 0 are off.
-        masked, bias, seen, counts: the pairs that SamplingTensors describes.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self.repetition: FloatArray = np.ones(num_rows, dtype=np.float32)
-        self.frequency: FloatArray = np.zeros(num_rows, dtype=np.float32)
-        self.presence: FloatArray = np.zeros(num_rows, dtype=np.float32)
-        self.masked = PairList()
-        self.bias = PairList()
-        self.seen = PairList()
-        self.counts = PairList()
-
-    def add(self, index: int, processors: RowProcessors, history: Int32, num_outputs: int) -> None:
-        """Take in row `index` of the step, with its tokens so far [num_tokens] int32."""
-        for ids in processors.masked_ids(history, num_outputs):
-            self.masked.add(index, ids)
-        if processors.bias is not None:
-            self.bias.add(index, *processors.bias)
-        if processors.seen is not None:
-            self.repetition[index] = processors.params.repetition_penalty
-            self.seen.add(index, processors.seen.ids)
-        if processors.generated is not None:
-            self.frequency[index] = processors.params.frequency_penalty
-            self.presence[index] = processors.params.presence_penalty
-            self.counts.add(index, processors.generated.ids, processors.generated.counts)
-
-    def collect(self, vocab_size: int, device: torch.device) -> list[tuple[Tensor, Tensor] | None]:
-        """Masked, bias, seen and counts, as PairList.collect has them."""
-        return [pairs.collect(vocab_size, device) for pairs in (self.masked, self.bias, self.seen, self.counts)]
-
-
-class SamplingCache:
-    """`sampling_tensors`, made anew only when the rows or their requests change. Rows with processors are never kept:
-    what these ask for changes with every token."""
-
-    def __init__(self) -> None:
-        self._key: tuple[Any, ...] = ()
-        self._kept: SamplingTensors | None = None
-
-    def tensors(self, batch: InputBatch, rows: Int64, vocab_size: int, device: torch.device) -> SamplingTensors:
-        key = (batch, batch.version, rows.tobytes(), vocab_size, device)
-        if self._kept is None or key != self._key:
-            made = sampling_tensors(batch, rows, vocab_size, device)
-            simple = all(batch.processors[row] is None for row in rows.tolist())
-            self._key, self._kept = key, made if simple else None
-            return made
-        if self._kept.noise_key is not None:
-            self._kept = replace(self._kept, noise_key=on_device(_noise_key(batch, rows), device))
-        return self._kept
-
-
-def sampling_tensors(batch: InputBatch, rows: Int64, vocab_size: int, device: torch.device) -> SamplingTensors:
-    """The parameters of `rows` [M] for logits [M, vocab_size] of that device; what no row needs is None."""
-    temperature = batch.temperature[rows]
-    top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
-    limited = (top_k > 0) & (top_k < vocab_size)
-    step = _step_processors(batch, rows)
-    masked, bias, seen, counts = (None,) * 4 if step is None else step.collect(vocab_size, device)
-    moved = partial(on_device, device=device)
-    return SamplingTensors(
-        temperature=moved(temperature),
-        top_k=moved(np.where(limited, top_k, vocab_size)) if limited.any() else None,
-        top_p=moved(top_p) if (top_p < 1.0).any() else None,
-        min_p=moved(min_p) if (min_p > 0.0).any() else None,
-        noise_key=moved(_noise_key(batch, rows)) if temperature.any() else None,
-        masked=None if masked is None else masked[0],
-        bias=bias,
-        repetition=None if step is None or seen is None else (moved(step.repetition), seen[0]),
-        counts=None if step is None or counts is None else (moved(step.frequency), moved(step.presence), *counts),
-    )
-
-
-def _step_processors(batch: InputBatch, rows: Int64) -> StepProcessors | None:
-    """None where no row has any, which is usual."""
-    asking = [
-        (index, row, processors)
-        for index, row in enumerate(rows.tolist())
-        if (processors := batch.processors[row]) is not None
-    ]
-    if not asking:
-        return None
-    step = StepProcessors(len(rows))
-    for index, row, processors in asking:
-        step.add(index, processors, batch.history(row), batch.num_outputs(row))
-    return step
 
 
 def _noise_key(batch: InputBatch, rows: Int64) -> Int64:

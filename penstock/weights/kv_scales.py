@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.kernels.ops import KVScales
+from penstock.kernels.metadata import KVScales
 from penstock.validation import fail, shown
 from penstock.weights.safetensors import FLOATS, FileRows, TensorEntry, read_entries
 

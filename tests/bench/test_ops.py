@@ -12,7 +12,7 @@ from penstock.cli.main import main
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.library import load_library
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.ops import Heads
+from penstock.kernels.metadata import Heads
 
 PEAKS = {  # what each type multiplies in, and how often
     "bf16": ("bf16_gflop_s", 1),

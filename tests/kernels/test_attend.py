@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.ops import AttentionMetadata, AttentionParams, KVScales
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVScales
 from penstock.kernels.reference import ReferenceOps, attention
 
 torch.set_num_threads(1)

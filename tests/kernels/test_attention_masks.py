@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.conventions.masks import decode_mask, first_prefill_mask, later_prefill_mask, local_mask
 from penstock.conventions.rolling_buffer import RollingBuffer, unrotate
-from penstock.kernels.ops import AttentionMetadata, AttentionParams
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.parts import Scoring, attend_part, finish
 from tests.hf_models import make_mistral

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.kernels.ops import AttentionMetadata, AttentionParams
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams
 from penstock.kernels.reference import ReferenceOps, attention
 from penstock.kernels.reference.cache import ReferenceKVCache
 from penstock.kernels.reference.parts import (

@@ -11,7 +11,7 @@ from penstock.kernels.attention.layout import SPAN
 from penstock.kernels.attention.plan import AttentionPlan, AttentionShape, plan_attention
 from penstock.kernels.cpu.library import load_library
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.ops import AttentionMetadata, AttentionParams, KVCache
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no native library was built")
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from penstock.kernels.cpu import library
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.ops import AttentionMetadata, AttentionParams, KVCache, Ops
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
+from penstock.kernels.ops import Ops
 from penstock.kernels.reference import ReferenceOps
 from tests.kernels.packed import levels
 from tests.paged import spoil

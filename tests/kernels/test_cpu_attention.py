@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu import library
 from penstock.kernels.cpu.ops import REMEMBERED_PARAMS, REMEMBERED_STEPS, CpuOps
-from penstock.kernels.ops import AttentionMetadata, AttentionParams, Heads
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads
 from penstock.kernels.reference import ReferenceOps
 from tests.kernels.packed import levels
 from tests.paged import spoil

@@ -17,6 +17,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu import library
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF, SLICE_BYTES, Layout
+from penstock.kernels.metadata import Heads, RotaryParams
 from penstock.kernels.ops import Ops, TensorRows
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.ops import ACTIVATIONS
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
 
 DTYPES = [torch.float32, torch.bfloat16]
 T, H, HKV, D, HIDDEN, VOCAB, EXPERTS = 5, 4, 2, 8, 24, 67, 6
+HEADS = Heads(H, HKV, D)
 EPS = 1e-5
 
 
@@ -62,8 +64,9 @@ def calls(ops: Ops) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     weight, bias, x = draw(2 * HIDDEN, HIDDEN), draw(2 * HIDDEN), draw(T, HIDDEN, dtype=ops.dtype)
     gated = ops.pack_linear(weight, bias, gated=True)
     plain = ops.pack_linear(weight, bias)
-    qkv = {"qkv": draw(T, (H + 2 * HKV) * D)}
-    rotary = {"positions": torch.arange(T), "cos_sin": table(T), "heads": (H, HKV, D), "eps": EPS}
+    qkv = {"qkv": draw(T, (H + 2 * HKV) * D), "positions": torch.arange(T)}
+    each_head = RotaryParams(HEADS, table(T), draw(D), draw(D), EPS)
+    all_heads = replace(each_head, q_norm=draw(H * D), k_norm=draw(HKV * D))
     norm = {"x": draw(T, HIDDEN), "weight": draw(HIDDEN), "eps": EPS}
     experts = [ops.pack_linear(draw(2 * 20, HIDDEN, seed=e), gated=True) for e in range(EXPERTS)]
     downs = [ops.pack_linear(draw(HIDDEN, 20, seed=e)) for e in range(EXPERTS)]
@@ -84,8 +87,8 @@ def calls(ops: Ops) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "rms_norm in float32": (ops.rms_norm, norm | {"dtype": torch.float32}),
         "layer_norm": (ops.layer_norm, norm | {"bias": draw(HIDDEN, seed=1)}),
         "round": (ops.round, {"x": draw(T, HIDDEN)}),
-        "rotary_qkv": (ops.rotary_qkv, qkv | rotary | {"q_norm": draw(D), "k_norm": draw(D)}),
-        "rotary_qkv, all heads": (ops.rotary_qkv, qkv | rotary | {"q_norm": draw(H * D), "k_norm": draw(HKV * D)}),
+        "rotary_qkv": (ops.rotary_qkv, qkv | {"params": each_head}),
+        "rotary_qkv, all heads": (ops.rotary_qkv, qkv | {"params": all_heads}),
         "log_softmax": (ops.log_softmax, {"logits": draw(T, VOCAB)}),
     }
 
@@ -226,14 +229,15 @@ def test_round_makes_a_copy(pair: tuple[CpuOps, ReferenceOps]) -> None:
 def test_a_norm_of_all_heads_is_one_of_a_head_where_there_is_one(pair: tuple[CpuOps, ReferenceOps]) -> None:
     """Guards against two ways to sum, and a weight that begins anew with each head."""
     ops, qkv, positions, weight = pair[0], draw(T, 6 * D), torch.arange(T), draw(4 * D)
-    rotary: dict[str, Any] = {"positions": positions, "cos_sin": None, "eps": EPS}
-    whole = ops.rotary_qkv(qkv, heads=(4, 1, D), q_norm=weight, k_norm=weight[:D].clone(), **rotary)
-    as_one = ops.rotary_qkv(qkv[:, : 4 * D].repeat(1, 3), heads=(1, 1, 4 * D), q_norm=weight, **rotary)
+    params = RotaryParams(Heads(4, 1, D), q_norm=weight, k_norm=weight[:D].clone(), eps=EPS)
+    whole = ops.rotary_qkv(qkv, positions, params)
+    one_head = RotaryParams(Heads(1, 1, 4 * D), q_norm=weight, eps=EPS)
+    as_one = ops.rotary_qkv(qkv[:, : 4 * D].repeat(1, 3), positions, one_head)
     assert torch.equal(whole[0].flatten(1), as_one[0].flatten(1))
     assert torch.equal(whole[0].flatten(1), ops.rms_norm(qkv[:, : 4 * D].contiguous(), weight, EPS))
     for wrong in (draw(D + 1), draw(2 * D), draw(D).double()):
         with pytest.raises(ValueError, match="q_norm: "):
-            ops.rotary_qkv(qkv, heads=(4, 1, D), q_norm=wrong, **rotary)
+            ops.rotary_qkv(qkv, positions, replace(params, q_norm=wrong))
 
 
 def test_a_product_fills_some_columns_of_a_wider_buffer(pair: tuple[CpuOps, ReferenceOps]) -> None:
@@ -277,12 +281,8 @@ def test_rotary_without_norms_tables_or_all_dimensions(pair: tuple[CpuOps, Refer
     qkv, positions = draw(T, (H + 2 * HKV) * D), torch.tensor([0, 3, 1, 7, 7])
     for cos_sin in (table(8), table(8, 4), None):
         for q_norm in (None, draw(D)):
-            found, expected = both(
-                pair,
-                lambda ops, cos_sin=cos_sin, q_norm=q_norm: ops.rotary_qkv(
-                    qkv, positions, cos_sin, (H, HKV, D), q_norm=q_norm, k_norm=q_norm, eps=EPS
-                ),
-            )
+            params = RotaryParams(HEADS, cos_sin, q_norm, q_norm, EPS)
+            found, expected = both(pair, lambda ops, params=params: ops.rotary_qkv(qkv, positions, params))
             for one, other in zip(found, expected, strict=True):
                 close(one, other)
 
@@ -501,18 +501,18 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
     table, ids = draw(9, HIDDEN, dtype=ops.dtype), torch.tensor([1, 0, 8])
     router = ops.pack_linear(draw(EXPERTS, HIDDEN))
     qkv = ops.pack_linear(draw((H + 2 * HKV) * D, HIDDEN))
-    cos_sin, positions = made["rotary_qkv"]["cos_sin"], torch.tensor([4, 0, 2])
+    cos_sin, positions = made["rotary_qkv"]["params"].cos_sin, torch.tensor([4, 0, 2])
 
     def forward() -> Tensor:
         x = ops.embedding(ids, table, scale=1.7)
         y = ops.rms_norm(x, made["rms_norm"]["weight"], EPS)
-        q, _, _ = ops.rotary_qkv(ops.linear(y, qkv), positions, cos_sin, (H, HKV, D), q_norm=q_norm_weight, eps=EPS)
+        q, _, _ = ops.rotary_qkv(ops.linear(y, qkv), positions, RotaryParams(HEADS, cos_sin, q_norm_weight, eps=EPS))
         chosen, weights = ops.route(ops.linear(y, router), 2, renormalize=True)
         h = ops.experts(y, made["experts"]["gate_up"], made["experts"]["down"], chosen, weights, "silu")
         x, y = ops.add_rms_norm(x, h, made["rms_norm"]["weight"], EPS)
         u = ops.rms_norm(ops.linear(ops.gated_linear(y, gated, "gelu_tanh"), down), norm, EPS, dtype=torch.float32)
         x, y = ops.add_layer_norm(ops.add(x, u), h, norm, None, EPS)
-        z, _, _ = ops.rotary_qkv(ops.linear(y, qkv), positions, None, (H, HKV, D), q_norm=whole_norm, eps=EPS)
+        z, _, _ = ops.rotary_qkv(ops.linear(y, qkv), positions, RotaryParams(HEADS, None, whole_norm, eps=EPS))
         v = ops.activated_linear(ops.layer_norm(x, norm, norm, EPS), down, "silu")
         logits = torch.empty(rows, 2 * HIDDEN)
         for start in (0, HIDDEN):

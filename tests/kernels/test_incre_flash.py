@@ -12,7 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForC
 from penstock.conventions.incre_flash import incre_flash_attention
 from penstock.conventions.incre_flash_inputs import Antiquant
 from penstock.errors import InvalidRequestError, NotSupportedError
-from penstock.kernels.ops import AttentionMetadata, AttentionParams
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.parts import Scoring, attend_part, finish
 from penstock.quant.kv import quantize_tokens

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.kernels.metadata import Heads, RotaryParams
 from penstock.kernels.reference import ReferenceOps
 
 from .packed import TYPES, Native, levels
@@ -240,7 +241,7 @@ def test_rotary_by_the_formula(rows: Rows, dim: int, rotated: str, normed: bool)
 def test_rotary_is_the_reference_to_the_bit(rows: Rows) -> None:
     """Guards against fused products: without a norm there is one way to round, and plain torch has it."""
     qkv, positions, cos_sin = draw(9, 8 * 64), torch.arange(9) * 5, angles(50, 64)
-    reference = ReferenceOps(BF16).rotary_qkv(qkv, positions, cos_sin, (4, 2, 64))
+    reference = ReferenceOps(BF16).rotary_qkv(qkv, positions, RotaryParams(Heads(4, 2, 64), cos_sin))
     assert same(rows.rotary(qkv, positions, cos_sin, (4, 2, 64), dtype=BF16), reference)
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.backends import load_ops
-from penstock.kernels.ops import AttentionMetadata, AttentionParams
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, RotaryParams
 from penstock.kernels.reference import ReferenceOps
 
 T, H, HKV, D, HIDDEN = 5, 4, 2, 6, 24
+HEADS = Heads(H, HKV, D)
 DTYPES = [torch.float32, torch.bfloat16]
 PARAMS = AttentionParams(scale=0.5)
 
@@ -46,7 +47,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], dict[str, A
     q, k, v = (draw(T, heads, D, dtype=dtype) for heads in (H, HKV, HKV))
     cache = ops.new_kv_cache(2, 4, HKV, D, dtype)
     packed, norm = ops.pack_linear(weight, bias), {"x": draw(T, HIDDEN), "weight": draw(HIDDEN), "eps": 1e-5}
-    rotary = {"positions": torch.arange(T), "cos_sin": table(T), "heads": (H, HKV, D), "eps": 1e-6}
+    rotary = RotaryParams(HEADS, table(T), draw(D), draw(D), 1e-6)
     return {
         "linear": (ops.linear, {"x": x, "weight": packed}),
         "activated_linear": (ops.activated_linear, {"x": x, "weight": packed, "activation": "gelu"}),
@@ -58,7 +59,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], dict[str, A
         "round": (ops.round, {"x": draw(T, HIDDEN)}),
         "rotary_qkv": (
             ops.rotary_qkv,
-            {"qkv": draw(T, (H + 2 * HKV) * D), "q_norm": draw(D), "k_norm": draw(D)} | rotary,
+            {"qkv": draw(T, (H + 2 * HKV) * D), "positions": torch.arange(T), "params": rotary},
         ),
         "attend": (ops.attend, {"q": q, "k_new": k, "v_new": v, "cache": cache, "meta": meta(), "params": PARAMS}),
     }
@@ -191,7 +192,7 @@ def test_a_norm_of_all_heads_together() -> None:
     """Guards against a mean over each head where the weight has all heads' elements."""
     ops, qkv = ReferenceOps(torch.float32), draw(T, (H + 2 * HKV) * D)
     weights = draw(H * D), draw(HKV * D)
-    q, k, _ = ops.rotary_qkv(qkv, torch.arange(T), None, (H, HKV, D), q_norm=weights[0], k_norm=weights[1], eps=1e-6)
+    q, k, _ = ops.rotary_qkv(qkv, torch.arange(T), RotaryParams(HEADS, None, *weights, 1e-6))
     for found, row, weight in ((q, qkv[:, : H * D], weights[0]), (k, qkv[:, H * D : (H + HKV) * D], weights[1])):
         exact = row.double() / (row.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
         torch.testing.assert_close(found.flatten(1).double(), exact, atol=1e-6, rtol=1e-5)
@@ -203,9 +204,8 @@ def test_rotary_qkv_rounds_once() -> None:
     qkv, q_norm, k_norm = draw(tokens, (H + 2 * HKV) * head_dim), draw(head_dim).abs(), draw(head_dim, seed=4).abs()
     angles = torch.outer(torch.arange(tokens).double(), 100.0 ** -(torch.arange(0, head_dim, 2).double() / head_dim))
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).float()
-    q, k, v = ops.rotary_qkv(
-        qkv, torch.arange(tokens), cos_sin, (H, HKV, head_dim), q_norm=q_norm, k_norm=k_norm, eps=1e-6
-    )
+    params = RotaryParams(Heads(H, HKV, head_dim), cos_sin, q_norm, k_norm, 1e-6)
+    q, k, v = ops.rotary_qkv(qkv, torch.arange(tokens), params)
     heads = qkv.view(tokens, -1, head_dim).double().split([H, HKV, HKV], dim=1)
     for result, before, norm in ((q, heads[0], q_norm), (k, heads[1], k_norm)):
         normed = before / (before.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.double()
@@ -229,7 +229,7 @@ def test_norm_and_rotary_by_the_formula() -> None:
     torch.testing.assert_close(ops.rms_norm(x.float(), weight.float(), 0.1).double(), expected, atol=1e-6, rtol=1e-6)
 
     qkv, positions = draw(T, (H + 2 * HKV) * D), torch.tensor([0, 3, 1, 7, 7])
-    q, k, v = ops.rotary_qkv(qkv, positions, table(8), (H, HKV, D))
+    q, k, v = ops.rotary_qkv(qkv, positions, RotaryParams(HEADS, table(8)))
     heads = qkv.view(T, H + 2 * HKV, D)
     for t, position in enumerate(positions.tolist()):
         for pair in range(D // 2):
@@ -245,9 +245,9 @@ def test_rotary_leaves_what_its_table_does_not_cover() -> None:
     """Guards against models that rotate a part of each head, and models that rotate nothing."""
     ops = ReferenceOps(torch.float32)
     qkv = draw(T, (H + 2 * HKV) * D)
-    part = ops.rotary_qkv(qkv, torch.arange(T), table(T)[:, [0, 3]], (H, HKV, D))[0]
+    part = ops.rotary_qkv(qkv, torch.arange(T), RotaryParams(HEADS, table(T)[:, [0, 3]]))[0]
     assert torch.equal(part[..., 2:], qkv.view(T, -1, D)[:, :H, 2:])
-    none = ops.rotary_qkv(qkv, torch.arange(T), None, (H, HKV, D))[0]
+    none = ops.rotary_qkv(qkv, torch.arange(T), RotaryParams(HEADS))[0]
     assert torch.equal(none, qkv.view(T, -1, D)[:, :H])
 
 

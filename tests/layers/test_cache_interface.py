@@ -22,7 +22,8 @@ from penstock.conventions.plain_caches import (
     RollingCache,
 )
 from penstock.errors import InvalidRequestError
-from penstock.kernels.ops import AttentionMetadata, Ops
+from penstock.kernels.metadata import AttentionMetadata
+from penstock.kernels.ops import Ops
 from penstock.kernels.reference import ReferenceOps
 from penstock.models.registry import find_model
 from tests.compat.user_file import imported
@@ -210,8 +211,7 @@ class HandWritten(Attention):
     """softmax(q k^T / sqrt(D)) v, as one would write it."""
 
     def forward(self, y, ctx):
-        cos_sin = None if self.rotary is None else self.rotary.cos_sin
-        q, k, v = self.ops.rotary_qkv(self.qkv_proj(y), ctx.positions, cos_sin, self.heads)
+        q, k, v = self.ops.rotary_qkv(self.qkv_proj(y), ctx.positions, self.rotary_params)
         view = PagedCacheView(self.ops, *ctx.layer(self.layer))
         q, k, v = view.unpack(q), view.unpack(k), view.unpack(v)
         k, v = (item.repeat_interleave(q.shape[1] // item.shape[1], dim=1) for item in view.update(k, v))

@@ -24,7 +24,7 @@ from penstock.layers.linear import LinearSpec
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
-from penstock.runner.graphs import ReplayedModel
+from penstock.runner.programs import RecordedModel
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model
 from tests.answers import Answer, answer, ask, ask_alone
@@ -219,7 +219,7 @@ def test_the_engine_answers_alike(kernels: str, options: dict[str, Any], vocab_s
 def test_hidden_states_with_and_without_the_head(kernels: str, tmp_path: Path) -> None:
     """Guards against a head that belongs to the forward pass in one mode and not in the other: without it the hidden
     states come back as Transformers has them, and the head applied to them gives the logits of a step that goes all
-    the way, run and replayed."""
+    the way, run and recorded."""
     hf_model, directory = falcon.CASES[1].make(tmp_path)
     ids = random_ids(7)
     with torch.no_grad():
@@ -230,8 +230,8 @@ def test_hidden_states_with_and_without_the_head(kernels: str, tmp_path: Path) -
     torch.testing.assert_close(hidden, theirs, atol=1e-4, rtol=0)
     logits = paged.model.compute_logits(hidden).clone()
     if kernels == "cpu":
-        whole = ReplayedModel(paged.model, paged.ops)
-        for row in (1, 2):  # recorded, then replayed
+        whole = RecordedModel(paged.model, paged.ops)
+        for row in (1, 2):  # recorded, then recorded
             assert torch.equal(bits(whole.logits(*paged.begin({row: ids}))), bits(logits))
     head = hf_model.lm_head.weight.detach()
     torch.testing.assert_close(logits, theirs @ head.T, atol=1e-4, rtol=0)
@@ -246,10 +246,10 @@ def test_a_divided_head_is_recorded(tmp_path: Path) -> None:
     paged = PagedModel(directory, kernels="cpu", num_seqs=2, max_len=16)
     paged.model = load_model(directory, config, ops, head=HeadLayout(3, 64))
     paged.ops = ops
-    replayed = ReplayedModel(paged.model, ops)
-    first = replayed.logits(*paged.begin({0: [5, 7]})).clone()
-    assert replayed._recordings
-    assert torch.equal(bits(replayed.logits(*paged.begin({1: [5, 7]}))), bits(first))
+    recorded = RecordedModel(paged.model, ops)
+    first = recorded.logits(*paged.begin({0: [5, 7]})).clone()
+    assert recorded._recorded
+    assert torch.equal(bits(recorded.logits(*paged.begin({1: [5, 7]}))), bits(first))
 
 
 @native

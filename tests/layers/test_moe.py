@@ -22,7 +22,7 @@ from penstock.layers.moe import MoE
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme
-from penstock.runner.graphs import ReplayedModel
+from penstock.runner.programs import RecordedModel
 from penstock.spec.model_config import ModelConfig
 from tests.families.mixtral import CASES
 from tests.hf_models import TINY, random_ids
@@ -190,7 +190,7 @@ def test_recorded_steps_choose_anew(case: Any, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("tests.paged.load_ops", lambda _, dtype, **options: load_ops("cpu", dtype, threads=2))
     _, directory = case.make(tmp_path)
     plain, recorded = PagedModel(directory, num_seqs=2), PagedModel(directory, num_seqs=2)
-    recorded.model = ReplayedModel(recorded.model, recorded.ops)
+    recorded.model = RecordedModel(recorded.model, recorded.ops)
     for first, second in zip(random_ids(12), random_ids(12, seed=1), strict=True):
         for found, expected in zip(*(each.step({0: [first], 1: [second]}).values() for each in (recorded, plain)),
                                    strict=True):  # fmt: skip

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from penstock.interface.step import RequestStepOutput
-from penstock.kernels.ops import Heads
 from penstock.runner.executor import TorchExecutor
-from penstock.runner.worker import Worker
-from tests.fakes import FakeOps, HandScheduler, TinyModel, resolved_config
+from penstock.runner.model_runner import ModelRunner
+from tests.fakes import FakeOps, HandScheduler, TinyModel, resolved_config, tiny_config
 
 
 class Bench:
@@ -18,15 +17,9 @@ class Bench:
     def __init__(self, model: Any, *, ops: Any = None, eos_token_ids: tuple[int, ...] = (), **options: Any) -> None:
         self.scheduler = HandScheduler(max_model_len=options.get("max_model_len", 128))
         self.model = model
-        self.worker = Worker(
-            model,
-            ops or FakeOps(),
-            [self.scheduler.group],
-            resolved_config(**options),
-            heads=Heads(1, 1, 1),
-            eos_token_ids=eos_token_ids,
-        )
-        self.executor = TorchExecutor(self.worker)
+        config, model_config = resolved_config(**options), tiny_config(model.vocab_size, eos_token_ids=eos_token_ids)
+        self.runner = ModelRunner(model, ops or FakeOps(), [self.scheduler.group], config, model_config)
+        self.executor = TorchExecutor(self.runner)
 
     def step(self, **arguments: Any) -> dict[str, RequestStepOutput]:
         output = self.scheduler.step(**arguments)

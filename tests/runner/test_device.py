@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from penstock.kernels.ops import AttentionMetadata
+from penstock.kernels.metadata import AttentionMetadata
 from penstock.layers.context import ForwardContext
 from tests.fakes import FakeOps, TinyModel
 

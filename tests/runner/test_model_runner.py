@@ -1,4 +1,4 @@
-"""ModelRunner, Worker and TorchExecutor: caches, prompt log-probabilities, errors of one row and of a whole step."""
+"""ModelRunner and TorchExecutor: caches, prompt log-probabilities, errors of one row and of a whole step."""
 
 import math
 from collections.abc import Callable
@@ -10,12 +10,11 @@ from torch import Tensor
 
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, SchedulerOutput, TokenLogprobs
-from penstock.kernels.ops import Heads
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.context import ForwardContext
 from penstock.runner.kv_cache import allocate_kv_caches, layer_groups
 from penstock.runner.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
-from tests.fakes import CacheModel, FakeOps, TinyModel, resolved_config
+from tests.fakes import CacheModel, FakeOps, TinyModel, resolved_config, tiny_config
 
 PROMPTS = {"a": [7, 3, 11], "b": list(range(1, 40)), "c": [20]}
 
@@ -180,20 +179,21 @@ def test_shutdown_twice(bench: Callable[..., Any]) -> None:
 def test_caches_follow_their_groups() -> None:
     """Guards against layers that share a cache, or get another group's number of blocks."""
     groups = [CacheGroup((0, 2), None, 3, 16), CacheGroup((1,), 20, 5, 32)]
-    assert layer_groups(groups) == (0, 1, 0)
-    caches = allocate_kv_caches(FakeOps(), groups, 2, 4, "bfloat16")
+    assert layer_groups(groups, 3) == (0, 1, 0)
+    model_config = tiny_config(40, (2, 2, 4), num_hidden_layers=3)
+    caches = allocate_kv_caches(FakeOps(), groups, resolved_config(), model_config)
     assert [len(cache.slots) for cache in caches] == [48, 160, 48]
     assert len({id(cache) for cache in caches}) == 3
     for layers in [((0, 1), (1,)), ((0,), (2,))]:
         with pytest.raises(EngineError, match="exactly once"):
-            layer_groups([CacheGroup(part, None, 1, 16) for part in layers])
+            layer_groups([CacheGroup(part, None, 1, 16) for part in layers], 2)
 
 
 def test_runner_refuses_what_does_not_fit() -> None:
     """Guards against a model with more layers than caches that fails only in its first step."""
     groups = [CacheGroup((0,), None, 1, 16)]
-    with pytest.raises(EngineError, match="0 caches for 1 layers"):
-        ModelRunner(TinyModel(), FakeOps(), groups, resolved_config(), heads=Heads(1, 1, 1), kv_caches=[])
+    with pytest.raises(EngineError, match="each of the 2 layers"):
+        ModelRunner(TinyModel(), FakeOps(), groups, resolved_config(), tiny_config(40, num_hidden_layers=2))
 
 
 @pytest.mark.parametrize("ops", [FakeOps(), ReferenceOps(torch.float32)])
@@ -211,7 +211,7 @@ def test_a_row_with_every_token_masked_fails_alone(bench: Callable[..., Any], op
         assert "mask" in results["bad"].error
         assert results["bad"].new_token_ids == []
         assert results["bad"].logprobs is None
-        batch = made.worker._runner.batch
+        batch = made.runner.batch
         assert batch.history(batch.row("bad")).tolist() == [1, 2]
         assert [len(results[name].new_token_ids) for name in "ac"] == [1, 1]
         if "bad" in made.scheduler.requests:

@@ -16,16 +16,15 @@ from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
-from penstock.kernels.ops import Heads
 from penstock.kernels.reference import ReferenceOps
 from penstock.models.config_json import load_model_config
 from penstock.runner.executor import TorchExecutor
-from penstock.runner.worker import Worker
+from penstock.runner.model_runner import ModelRunner
+from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import load_model
-from tests.fakes import CacheModel, FakeOps, resolved_config
+from tests.fakes import CacheModel, FakeOps, resolved_config, tiny_config
 
 VOCAB = 50
-ONE_HEAD = Heads(1, 1, 1)
 LIMITS = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "max_model_len": 128}
 
 
@@ -34,14 +33,16 @@ def engine_for(
     ops: Any,
     groups: list[CacheGroup],
     *,
-    heads: Heads = ONE_HEAD,
+    model_config: ModelConfig | None = None,
     enable_prefix_caching: bool = True,
     **limits: int,
 ) -> Engine:
     limits = {**LIMITS, **limits}
-    worker = Worker(model, ops, groups, resolved_config(**limits), heads=heads)
+    num_layers = sum(len(group.layers) for group in groups)
+    model_config = model_config or tiny_config(VOCAB, num_hidden_layers=num_layers)
+    runner = ModelRunner(model, ops, groups, resolved_config(**limits), model_config)
     return Engine(
-        TorchExecutor(worker), groups, vocab_size=VOCAB, enable_prefix_caching=enable_prefix_caching, **limits
+        TorchExecutor(runner), groups, vocab_size=VOCAB, enable_prefix_caching=enable_prefix_caching, **limits
     )
 
 
@@ -169,7 +170,7 @@ def llama_engine(directory: Path, num_blocks: int = 40, **limits: int) -> Engine
     config, ops = load_model_config(directory), ReferenceOps(torch.float32)
     model = load_model(directory, config, ops, "dummy")
     groups = [CacheGroup((0, 1), None, num_blocks, 16)]
-    return engine_for(model, ops, groups, heads=Heads(4, 2, 8), **limits)
+    return engine_for(model, ops, groups, model_config=config, **limits)
 
 
 def requests(seeds: Sequence[int], **params: Any) -> list[EngineRequest]:

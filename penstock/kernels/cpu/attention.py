@@ -16,7 +16,7 @@ from penstock.kernels.attention.shape import AttentionShape
 from penstock.kernels.cpu.arguments import address
 from penstock.kernels.cpu.library import PenstockAttention, PenstockAttentionStep, PenstockCache
 from penstock.kernels.cpu.packed import empty
-from penstock.kernels.ops import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # native/attention.h, CacheKind
 SLICES = (2, 3)  # of an int8 cache

@@ -12,7 +12,7 @@ from penstock.errors import EngineError, InvalidRequestError
 from penstock.kernels.cpu.arguments import TYPES
 from penstock.kernels.cpu.library import LEVELS, SIGNATURES, check_status, chosen_level, load_library, why_missing
 from penstock.kernels.cpu.program import Program, Recorder
-from penstock.kernels.ops import AttentionMetadata
+from penstock.kernels.metadata import AttentionMetadata
 from penstock.validation import check_choice
 
 

@@ -16,7 +16,7 @@ from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockSampling
 from penstock.kernels.cpu.products import ProductOps
 from penstock.kernels.cpu.rows import RowOps
 from penstock.kernels.cpu.sampling import fill_sampling
-from penstock.kernels.ops import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales
 from penstock.kernels.sampling import SamplingTensors
 
 F32, I64 = torch.float32, torch.int64

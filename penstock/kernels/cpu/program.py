@@ -25,7 +25,7 @@ from penstock.kernels.cpu.library import (
     PenstockCall,
     check_status,
 )
-from penstock.kernels.ops import AttentionMetadata
+from penstock.kernels.metadata import AttentionMetadata
 
 Replay = Callable[[int, int], int]  # carries out PenstockCalls, given their address and number; 0 is success
 Calls = list[tuple[str, tuple[int | float | None, ...]]]  # function, arguments after the context

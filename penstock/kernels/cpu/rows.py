@@ -5,6 +5,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.arguments import address, optional_address, rows_of, type_code
 from penstock.kernels.cpu.calls import NativeCalls
+from penstock.kernels.metadata import RotaryParams
 
 F32, I64 = torch.float32, torch.int64
 
@@ -125,18 +126,10 @@ class RowOps(NativeCalls):
         return x
 
     def rotary_qkv(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor | None,
-        heads: tuple[int, int, int],
-        *,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
-        out: tuple[Tensor, Tensor, Tensor] | None = None,
+        self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_heads, num_kv_heads, head_dim = heads
+        heads, cos_sin, q_norm, k_norm = params.heads, params.cos_sin, params.q_norm, params.k_norm
+        num_heads, num_kv_heads, head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
         rows, dtype = qkv.shape[0], self.dtype
         q_shape, kv_shape = (rows, num_heads, head_dim), (rows, num_kv_heads, head_dim)
         if out is None:
@@ -164,7 +157,7 @@ class RowOps(NativeCalls):
             head_dim,
             *_norm_of_heads(q_norm, num_heads, head_dim, "q_norm"),
             *_norm_of_heads(k_norm, num_kv_heads, head_dim, "k_norm"),
-            eps,
+            params.eps,
             address(q, q_shape, dtype, "q"),
             address(k, kv_shape, dtype, "k"),
             address(v, kv_shape, dtype, "v"),

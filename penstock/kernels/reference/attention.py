@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from penstock.kernels.ops import AttentionMetadata, AttentionParams
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams
 from penstock.kernels.reference.cache import ReferenceKVCache
 from penstock.kernels.reference.parts import Scoring, attend_part, finish
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.kernels.ops import KVScales
+from penstock.kernels.metadata import KVScales
 from penstock.quant import kv
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.ops import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales, PackedLinear, RowSource
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales, RotaryParams
+from penstock.kernels.ops import PackedLinear, RowSource
 from penstock.kernels.reference import attention, quantised, sampling
 from penstock.kernels.reference.cache import Int8KVCache, ReferenceKVCache
 from penstock.kernels.sampling import SamplingTensors
@@ -160,23 +161,14 @@ class ReferenceOps:
         return x.div_(cap).tanh_().mul_(cap)
 
     def rotary_qkv(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor | None,
-        heads: tuple[int, int, int],
-        *,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
-        out: tuple[Tensor, Tensor, Tensor] | None = None,
+        self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        num_heads, num_kv_heads, head_dim = heads
-        q, k, v = torch.split(qkv.view(len(qkv), -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        q = q if q_norm is None else _norm_heads(q, q_norm, eps)
-        k = k if k_norm is None else _norm_heads(k, k_norm, eps)
-        if cos_sin is not None:
-            cos, sin = cos_sin[positions, None, :].chunk(2, dim=-1)  # [T, 1, rotary dim / 2]
+        heads = params.heads
+        sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+        q, k, v = torch.split(qkv.view(len(qkv), -1, heads.head_dim), sizes, dim=1)
+        q, k = _norm_heads(q, params.q_norm, params.eps), _norm_heads(k, params.k_norm, params.eps)
+        if params.cos_sin is not None:
+            cos, sin = params.cos_sin[positions, None, :].chunk(2, dim=-1)  # [T, 1, rotary dim / 2]
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         q_out, k_out, v_out = (None, None, None) if out is None else out
         return _deliver(q, self.dtype, q_out), _deliver(k, self.dtype, k_out), _deliver(v, self.dtype, v_out)
@@ -276,8 +268,10 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
 
 
-def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, heads, D], each head by itself or all of a token together, as many as weight has elements."""
+def _norm_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Norm x [T, heads, D], as many elements together as the weight has; None: not at all."""
+    if weight is None:
+        return x
     return _rms_norm(x.reshape(len(x), -1, len(weight)), weight, eps).view_as(x)
 
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from penstock.interface.step import CacheGroup
 from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.backends import load_ops
-from penstock.kernels.ops import Heads
 from penstock.layers.context import ForwardContext
-from penstock.runner.graphs import ReplayedModel
 from penstock.runner.model_runner import ModelRunner
-from tests.fakes import FakeCache, FakeOps, TinyModel, resolved_config
+from penstock.runner.programs import RecordedModel
+from tests.fakes import FakeOps, TinyModel, resolved_config, tiny_config
 from tests.hf_models import make_mistral, make_qwen3, random_ids
 from tests.kernels.packed import levels
 from tests.paged import PagedModel
@@ -65,7 +64,7 @@ def test_a_model_that_computes_by_itself_is_never_replayed(foreign: Any, tmp_pat
         norm, model = paged.model.model.norm, paged.model
         norm.add = lambda x, h, norm=norm: (x, foreign(type(norm).add(norm, x, h)[1]))
         assert model.model.norm.add is norm.add
-    recorded.model = ReplayedModel(recorded.model, recorded.ops)
+    recorded.model = RecordedModel(recorded.model, recorded.ops)
     for token in range(4):
         assert torch.equal(recorded.step({0: [token]})[0], plain.step({0: [token]})[0])
     assert not recorded.model._recordable
@@ -85,7 +84,5 @@ def test_the_runner_replays_where_the_backend_can() -> None:
     """Guards against a runner that quietly runs every step's Python."""
     group = CacheGroup((0,), None, 8, 16)
     for ops, expected in ((load_ops("cpu", torch.float32), True), (FakeOps(), False)):
-        runner = ModelRunner(
-            TinyModel(), ops, [group], resolved_config(), heads=Heads(1, 1, 1), kv_caches=[FakeCache(8, 16)]
-        )
-        assert isinstance(runner._model, ReplayedModel) == expected
+        runner = ModelRunner(TinyModel(), ops, [group], resolved_config(), tiny_config(40, (1, 1, 2)))
+        assert isinstance(runner._model, RecordedModel) == expected

@@ -1,0 +1,117 @@
+"""The arguments of attention: where the sequences of a step stand, and how one layer makes queries, keys and scores.
+
+Letters as in kernels/ops.py: T tokens, B sequences, H query heads, Hkv key/value heads, D head dim.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.plan import AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """H, Hkv and D."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the sequences of a step stand, for the layers of one cache group.
+
+    Sequence b has the new tokens query_start_loc[b] .. query_start_loc[b+1]-1 of the packed step, at positions
+    seq_lens[b] - (number of its new tokens) .. seq_lens[b]-1.
+
+    Attributes:
+        query_start_loc: [B+1] int32, where each sequence's new tokens begin; the last entry is T.
+        seq_lens: [B] int32, cached plus new tokens.
+        block_table: [B, max_blocks] int32, block ids by position // block_size; -1 where nothing is allocated.
+        slot_mapping: [T] int64, block id * block_size + offset: where each new token's key and value are stored.
+            A negative slot stores nothing, because no later token will see it.
+        block_size: tokens per block.
+        sliding_window: a token sees itself and the sliding_window - 1 before it; None sees all.
+        num_sink_tokens: the first tokens of a sequence, which stay visible (and allocated) before a window.
+        plan: which core computes what (kernels/attention/plan.py); None: not planned yet.
+
+    A ring is a block table that repeats one block: its rows are used again, and slot_mapping stores only tokens that
+    no later token of the step overwrites.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    block_size: int
+    sliding_window: int | None
+    num_sink_tokens: int = 0
+    plan: AttentionPlan | None = None
+
+    def to(self, device: torch.device) -> "AttentionMetadata":
+        """Return the same metadata with its tensors on a device; the plan stays on the host."""
+        tensors = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionParams:
+    """How scores are made in one layer.
+
+    In this order: s = q . k; s += bias if bias_before_scale; s *= scale; s = softcap * tanh(s / softcap); s += bias
+    otherwise. Then hidden positions become -inf.
+
+    Attributes:
+        scale: usually 1 / sqrt(D).
+        softcap: a soft limit to the size of scores (Gemma 2); None: none.
+        alibi_slopes: [H] float32; the bias is slope * (key position - query position). None: no bias.
+        bias_before_scale: add the bias before scaling (Falcon, and `pse` of IncreFlashAttention), not after (BLOOM).
+        sink_logits: [H] float32, learned logits that take part in every softmax and bring no value. None: none.
+    """
+
+    scale: float
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    bias_before_scale: bool = False
+    sink_logits: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryParams:
+    """How q, k and v are made from their product in one layer: the heads, the norms, the rotation.
+
+    Attributes:
+        heads: how the columns of the product are split.
+        cos_sin: [max positions, rotary dim] float32, computed in float64: the cosines, then the sines, of the angles by
+            which the halves of a head are rotated against each other. None rotates nothing.
+        q_norm, k_norm: float32 weights of an RMS norm before the rotation; None: no norm. A weight [D] norms each head
+            by itself; one of all heads' elements ([H D] for q, [Hkv D] for k) norms them together, which is the same
+            where there is one head.
+        eps: of the norms.
+    """
+
+    heads: Heads
+    cos_sin: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVScales:
+    """Per-channel scales and offsets of one layer's int8 cache, [Hkv, D] float32 each."""
+
+    key_scales: Tensor
+    key_offsets: Tensor
+    value_scales: Tensor
+    value_offsets: Tensor
+
+
+class KVCache(Protocol):
+    """One layer's paged keys and values, as the backend lays them out. Opaque outside the backend."""
+
+    num_bytes: int
