@@ -36,12 +36,13 @@ from penstock.runner.executor import TorchExecutor
 from penstock.runner.model_runner import ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.sharding_map import ShardingMap
-from penstock.weights import packed_info
+from penstock.weights import packed
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import InstanceWeights, ModelInstance
 from penstock.weights.kv_scales import kv_scales_fingerprint, read_kv_scales
-from penstock.weights.loader import load_model, read_parameters
+from penstock.weights.loader import load_model
 from penstock.weights.safetensors import fingerprint
+from penstock.weights.sources import read_parameters
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -78,7 +79,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     _check_defaults(model_config)
     numerics, held = config.numerics, dict[str, str]()
     if isinstance(found.weights, Path):
-        numerics, held = packed_info.fit(numerics, found.weights)
+        numerics, held = packed.fit(numerics, found.weights)
     config = replace(config, numerics=numerics).resolve(model_config)
     config, numerics = replace(config, reasons=config.reasons | held), config.numerics
     config = _check_sharding(config, model_config)

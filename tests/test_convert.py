@@ -14,7 +14,6 @@ import pytest
 from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.weights import companions
 from penstock.weights import convert as converting
 from penstock.weights.convert import convert_model
 from penstock.weights.destination import UNFINISHED, Destination
@@ -194,7 +193,7 @@ def test_an_interrupted_conversion_leaves_no_model(
         seen.append(names(target))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(companions if place == "copy" else converting, place, interrupt)
+    monkeypatch.setattr(Destination if place == "copy" else converting, place, interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(source, target)
     assert seen == [{PACKED + UNFINISHED}]
@@ -215,7 +214,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written(
 ) -> None:
     """Guards against an hour of packing that ends with a full disk or a killed process."""
     target = tmp_path / "target"
-    with pytest.raises(ModelLoadError, match=r"greatest layer need .*only 0\.0 MiB are free"):
+    with pytest.raises(ModelLoadError, match=r"largest parameter need .*only 0\.0 MiB are free"):
         convert(source, target, free_memory=lambda: 1000)
     with pytest.raises(InvalidRequestError, match=r"MiB free; the weights need") as caught, Destination(target) as made:
         made.require(2**60)
@@ -223,7 +222,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written(
     command = [sys.executable, "-c", FULL, "convert", str(source), str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "greatest layer need" in done.stderr
+    assert "largest parameter need" in done.stderr
     assert not target.exists()
     asked = []
     monkeypatch.setattr(Destination, "require", lambda self, num_bytes: asked.append(num_bytes))
@@ -234,7 +233,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written(
 def test_who_is_to_blame_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a destination blamed for a source that cannot be read, and against the name of another option."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(InvalidRequestError, match="link that leads nowhere"):
+    with pytest.raises(InvalidRequestError, match="dangling link"):
         convert(source, tmp_path / "link")
     for words, message in ((["", "x"], "src: '' is not"), (["demo", ""], "dst: '' is not")):
         done = penstock("convert", *words)

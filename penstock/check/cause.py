@@ -10,7 +10,7 @@ from penstock.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM
 from penstock.layers.attention import Attention
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.spec.param_table import Parameter
-from penstock.weights.loader import open_source, read_parameters
+from penstock.weights.sources import open_source, read_parameters
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # what modules of Transformers call it
 

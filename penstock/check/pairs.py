@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.ops import TensorRows
 from penstock.spec.param_table import Layout, Parameter
-from penstock.weights.layouts import parameter_rows
+from penstock.weights.rows import parameter_rows
 
 BLOCK = re.compile(r"(.*?\.\d+)\.")  # the block that a layer is in, by the first number in its name
 WEIGHT = ".weight"

@@ -20,7 +20,7 @@ from penstock.layers.attention import Attention
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import ActivatedLinear, GatedLinear, Linear
 from penstock.layers.lm_head import LMHead
-from penstock.weights.loader import ParameterSource, open_source, read_parameters
+from penstock.weights.sources import ParameterSource, open_source, read_parameters
 
 # Bounds of the relative error (RMS). Two orders of summing in float32 differ by about 1e-7 a product; such roundings
 # add up like a random walk along the blocks. A wrong weight, epsilon or angle is far beyond.

@@ -13,7 +13,7 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.plugins.user_files import import_files
 from penstock.validation import check_choice, check_int, check_str
-from penstock.weights.forms import FORMS
+from penstock.weights.matching import FORMS
 
 PACKED = "packed"
 DEFAULT_SHARD_SIZE = 5 * 10**9

@@ -13,8 +13,8 @@ import torch
 
 from penstock.kernels.ops import RowSource
 from penstock.weights.destination import Destination
+from penstock.weights.rows import PIECE_BYTES
 from penstock.weights.safetensors import INDEX, ITEM_BYTES, LENGTH_BYTES, SINGLE, num_bytes
-from penstock.weights.sources import PIECE_BYTES
 
 ALIGNMENT = 8  # of a header's end
 Progress = Callable[[int, int], None]  # called with the tensors that are done, and all there are

@@ -1,11 +1,12 @@
-"""A directory that becomes a model all at once, or stays what it was.
+"""A directory that becomes a model all at once, or stays as it was.
 
-Files have unfinished names while they are written. When all of them are on the disk they get their own, in the order
-they were made, the last when the others are there for good. So whatever interrupts the work, nobody takes the rest for
-the whole, and a later run clears away what a killed one has left.
+Files have temporary names while they are written. When all of them are on the disk they are renamed in the order in
+which they were made, config.json last, once the others are safe. So an interrupted run never looks complete, and a
+later run removes what a killed one has left.
 """
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,27 +15,31 @@ from types import TracebackType
 from typing import BinaryIO
 
 from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.spec.config_file import read_config
 
-UNFINISHED = ".unfinished"  # the end of a file's name while it is written
+CONFIG = "config.json"
+COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+              "merges.txt", "chat_template*", "*.jinja")  # fmt: skip
+UNFINISHED = ".unfinished"  # suffix of a file's name while it is written
 
 
 class Destination:
-    """A new or empty directory to be filled within `with`; what was written goes away again if that fails."""
+    """A new or empty directory to be filled in a `with` block; if the block fails, what was written is removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._made = False  # whether the directory is ours
-        self._files: list[Path] = []  # that we wrote, by the names they shall have
+        self._made = False  # whether the directory was made here
+        self._files: list[Path] = []  # written here, by their final names
         self._handle = -1
 
     def __enter__(self) -> "Destination":
-        """Take the directory.
+        """Make and lock the directory.
 
         Raises:
-            InvalidRequestError: it cannot be made, is not empty, or somebody else is filling it.
+            InvalidRequestError: it cannot be made, is not empty, or another process is filling it.
         """
         try:
-            self._take()
+            self._open()
         except OSError as error:
             self._close()
             raise self._refused(f"cannot be made: {error.strerror or error}") from None
@@ -44,14 +49,14 @@ class Destination:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Name the files, or remove them.
+        """Rename the files, or remove them.
 
         Raises:
-            ModelLoadError: the disk does not take them.
+            ModelLoadError: they cannot be written.
         """
         try:
             if error is None:
-                self._name_all()
+                self._rename_all()
         except BaseException as failure:
             error = failure
         if error is not None:
@@ -64,7 +69,7 @@ class Destination:
 
     @contextmanager
     def file(self, name: str) -> Iterator[BinaryIO]:
-        """A file to write; on the disk when this is over."""
+        """Yield a new file to write; afterwards it is on the disk, under its temporary name."""
         file = self.path / name
         with _unfinished(file).open("xb") as stream:
             self._files.append(file)
@@ -72,20 +77,47 @@ class Destination:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def require(self, num_bytes: int) -> None:
-        """Refuse early what will not find room.
+    def copy(self, file: Path) -> None:
+        """Copy a file into the directory.
 
         Raises:
-            InvalidRequestError: the disk has less than that.
+            ModelLoadError: it cannot be read.
+        """
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ModelLoadError(f"{file}: cannot be read: {error.strerror or error}") from None
+        with self.file(file.name) as stream:
+            stream.write(content)
+
+    def copy_companions(self, source: Path) -> None:
+        """Copy tokenizer, chat template, defaults and, last, config.json; a source's params.json becomes config.json.
+
+        Raises:
+            ModelLoadError: one of them cannot be read.
+        """
+        for file in sorted({file for pattern in COMPANIONS for file in source.glob(pattern) if file.is_file()}):
+            self.copy(file)
+        if (source / CONFIG).exists():
+            self.copy(source / CONFIG)
+            return
+        with self.file(CONFIG) as stream:
+            stream.write(json.dumps(read_config(source), indent=2).encode() + b"\n")
+
+    def require(self, num_bytes: int) -> None:
+        """Check that there is space for the weights.
+
+        Raises:
+            InvalidRequestError: the disk has less than num_bytes free.
         """
         status = os.statvfs(self.path)
         free = status.f_bavail * status.f_frsize
         if num_bytes > free:
             raise self._refused(f"has {free / 2**20:,.1f} MiB free; the weights need {num_bytes / 2**20:,.1f} MiB")
 
-    def _take(self) -> None:
+    def _open(self) -> None:
         if self.path.is_symlink() and not self.path.exists():
-            raise self._refused("is a link that leads nowhere")
+            raise self._refused("is a dangling link")
         if not self.path.is_dir():
             self.path.mkdir(parents=True)
             self._made = True
@@ -98,7 +130,7 @@ class Destination:
             file.unlink()
 
     def _lock(self) -> None:
-        """Keep others out while this process lives, where the file system can."""
+        """Lock out other processes until this one ends, if the file system supports locks."""
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -106,7 +138,7 @@ class Destination:
         except OSError:
             pass
 
-    def _name_all(self) -> None:
+    def _rename_all(self) -> None:
         *others, last = self._files
         for file in others:
             _unfinished(file).rename(file)
@@ -115,7 +147,7 @@ class Destination:
         os.fsync(self._handle)
 
     def _remove(self) -> None:
-        """What was written here, and nothing else; the last file first, for it makes the others a model."""
+        """Remove what was written here and nothing else, config.json first, since it makes the others a model."""
         for file in reversed(self._files):
             for name in (file, _unfinished(file)):
                 with suppress(OSError):

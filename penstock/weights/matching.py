@@ -1,7 +1,7 @@
-"""Matching: which tensors of a checkpoint hold which parameter, or why they do not fit. No torch, nothing is read."""
+"""Matching: which tensors of a checkpoint hold which parameter, and in which of its layouts it is written. No torch."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ModelLoadError
@@ -10,15 +10,24 @@ from penstock.weights.safetensors import TensorEntry
 
 MAX_LISTED = 8  # names that an error lists
 
+# Forms of a whole checkpoint: the layout in which each parameter is written.
+FORMS: dict[str, Callable[[Parameter], Layout]] = {
+    "transformers": lambda parameter: parameter.layouts[0],
+    # One tensor per parameter, under the table's name; if that name means another layout, in that one.
+    "merged": lambda parameter: next(item for item in parameter.layouts if list(item.sources) == [parameter.name]),
+    # As many tensors as the table has names for: one per piece and per expert.
+    "separate": lambda parameter: max(parameter.layouts, key=lambda item: (item.index is None, len(item.sources))),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A checkpoint held against a table.
+    """How a checkpoint holds the parameters of a table.
 
     Attributes:
-        layouts: parameter -> how the checkpoint holds it. A tied one is there only where it is stored too.
+        layouts: parameter -> its layout in this checkpoint. A tied one is listed only if it is stored too.
         stored: the table's name of a tensor -> the checkpoint's, which may lack the prefix.
-        ignored: tensors that carry nothing, by the checkpoint's names.
+        ignored: tensors without values of the model, by the checkpoint's names.
     """
 
     layouts: dict[str, Layout]
@@ -27,38 +36,32 @@ class Match:
 
 
 def match(entries: Mapping[str, TensorEntry], parameters: Mapping[str, Parameter], table: ParamTable) -> Match:
-    """Find every parameter, in the first of its layouts that is there as a whole.
+    """Find every parameter, in the first of its layouts that is complete in the checkpoint.
 
     Raises:
-        ModelLoadError: a tensor is missing, of another shape, or used by no parameter.
+        ModelLoadError: a tensor is missing, has another shape, or belongs to no parameter.
     """
     known = {name for item in parameters.values() for layout in item.layouts for name in layout.sources}
     stored = {_full_name(name, entries, known, table): name for name in entries}
     nearest = {name: _nearest(item, stored) for name, item in parameters.items()}
     layouts = {name: layout for name, layout in nearest.items() if layout.sources.keys() <= stored.keys()}
-    missing = {
-        source: None
-        for name, layout in nearest.items()
-        if name not in layouts and parameters[name].tied_to is None
-        for source in layout.sources
-        if source not in stored
-    }
-    meant = {source for layout in nearest.values() for source in layout.sources}
-    rest = [stored_name for name, stored_name in stored.items() if name not in meant]
-    unused = [name for name in rest if not table.ignores(name)]
-    _check_names(list(missing), unused)
+    required = [layout for name, layout in nearest.items() if parameters[name].tied_to is None]
+    missing = dict.fromkeys(source for layout in required for source in layout.sources if source not in stored)
+    used = {source for layout in nearest.values() for source in layout.sources}
+    rest = [stored_name for name, stored_name in stored.items() if name not in used]
+    _check_names(list(missing), [name for name in rest if not table.ignores(name)])
     _check_shapes(layouts, stored, entries)
-    return Match(layouts, stored, tuple(name for name in rest if table.ignores(name)))
+    return Match(layouts, stored, tuple(rest))
 
 
 def _full_name(name: str, entries: Mapping[str, TensorEntry], known: set[str], table: ParamTable) -> str:
-    """A checkpoint's name with the prefix of the table, where that makes it a known one."""
+    """Return a checkpoint's name with the table's prefix if only that makes it a known one."""
     full = table.prefix + name
     return full if name not in known and full in known and full not in entries else name
 
 
 def _nearest(parameter: Parameter, stored: Mapping[str, str]) -> Layout:
-    """The first layout whose tensors are all there; where none is, that of which most are."""
+    """Return the first layout whose tensors are all stored, else the one of which most are."""
     return max(
         parameter.layouts, key=lambda layout: sum(name in stored for name in layout.sources) / len(layout.sources)
     )
@@ -82,12 +85,12 @@ def _check_shapes(layouts: Mapping[str, Layout], stored: Mapping[str, str], entr
             entry = entries[stored[name]]
             if entry.shape != shape:
                 raise ModelLoadError(
-                    f"{entry.file.name}: {stored[name]} has the shape {list(entry.shape)}; config.json makes it "
+                    f"{entry.file.name}: {stored[name]} has the shape {list(entry.shape)}; config.json requires "
                     f"{list(shape)}"
                 )
 
 
 def listed(names: list[str]) -> str:
-    """A list for an error: the first names, and how many more there are."""
+    """Join the first names for an error message, and say how many more there are."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more

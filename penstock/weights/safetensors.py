@@ -116,7 +116,7 @@ class FileRows:
         """
         import torch
 
-        from penstock.weights.sources import empty_rows
+        from penstock.weights.rows import empty_rows
 
         rows = empty_rows((stop - start, *self.shape[1:]), getattr(torch, FLOATS[self.entry.dtype]))
         row_bytes = math.prod(self.shape[1:]) * rows.itemsize

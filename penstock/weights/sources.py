@@ -1,189 +1,124 @@
-"""Where a parameter's values come from, as kernels.ops.RowSources: nobody holds more than the rows he asked for."""
+"""Where the values of a model's parameters come from: a checkpoint, or random numbers."""
 
-import bisect
-import functools
 import hashlib
-import itertools
 import math
-import mmap
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.errors import ModelLoadError
 from penstock.kernels.ops import RowSource
+from penstock.models.registry import find_model
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter, ParamTable
+from penstock.weights.matching import match
+from penstock.weights.rows import empty_rows, parameter_rows
+from penstock.weights.safetensors import Checkpoint
 
-PIECE_BYTES = 2**24  # what is read at once of a tensor that has to be converted
-OWN_PAGES = 2**18  # bytes of rows from which they are kept apart from the heap; far fewer than a huge page has
-DUMMY_BLOCK = 2**16  # elements that come from one random stream
+COMPARED_ROWS = 1024  # read at once from each of two tensors that must be equal
+DUMMY_BLOCK = 2**16  # elements from one random stream
 
 
-def empty_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory for rows. Many of them get pages of their own, which go back to the system with them.
+class ParameterSource(Protocol):
+    """Supplies the values of parameters."""
 
-    The heap would keep the holes: a scale or a norm settles in each, and the next rows find no room there.
+    def rows(self, parameter: Parameter) -> RowSource:
+        """Return the whole parameter, in its own shape and any float type."""
+
+
+def read_table(model_config: ModelConfig) -> ParamTable:
+    """Return the parameter table of a model's family."""
+    return find_model(model_config.architecture, model_config.model_impl).read_table()
+
+
+def read_parameters(model_config: ModelConfig) -> dict[str, Parameter]:
+    """Return every parameter of a model by name."""
+    return read_table(model_config).parameters(model_config)
+
+
+def open_source(directory: str | Path | Checkpoint, model_config: ModelConfig, load_format: str) -> ParameterSource:
+    """Return the source that load_format ("auto" or "dummy") names.
+
+    Raises:
+        ModelLoadError: the checkpoint does not fit the architecture.
     """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < OWN_PAGES:
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # a system without huge pages gives small ones
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the pages as long as it lives
+    if load_format == "dummy":
+        return DummySource()
+    checkpoint = directory if isinstance(directory, Checkpoint) else Checkpoint(Path(directory))
+    table = read_table(model_config)
+    return CheckpointSource(checkpoint, table, table.parameters(model_config))
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedRows:
-    """Several sources as one, joined along `axis`: query, key and value rows, for instance."""
+class CheckpointSource:
+    """Parameters from safetensors files.
 
-    parts: Sequence[RowSource]
-    axis: int = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = list(self.parts[0].shape)
-        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
-        return tuple(shape)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        if self.axis:
-            return torch.cat([part.read(start, stop) for part in self.parts], dim=self.axis)
-        pieces, begin = [], 0
-        for part in self.parts:
-            first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
-            if first < last:
-                pieces.append(part.read(first, last))
-            begin += part.shape[0]
-        if len(pieces) == 1:
-            return pieces[0]
-        dtype = functools.reduce(torch.promote_types, (piece.dtype for piece in pieces))
-        return torch.cat(pieces, out=empty_rows((stop - start, *self.shape[1:]), dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class CutRows:
-    """A stretch of another source along `axis`: the query rows of a fused weight, for instance."""
-
-    source: RowSource
-    begin: int
-    end: int
-    axis: int = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = list(self.source.shape)
-        shape[self.axis] = self.end - self.begin
-        return tuple(shape)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        if self.axis == 0:
-            return self.source.read(self.begin + start, self.begin + stop)
-        return self.source.read(start, stop).narrow(self.axis, self.begin, self.end - self.begin).contiguous()
-
-
-class MovedRows:
-    """A source with its rows in another order, given as runs of it: (first row, how many)."""
-
-    def __init__(self, source: RowSource, runs: Sequence[tuple[int, int]]) -> None:
-        self.shape = source.shape
-        self._source = source
-        self._runs = runs
-        self._begins = list(itertools.accumulate((count for _, count in runs), initial=0))
-
-    def read(self, start: int, stop: int) -> Tensor:
-        pieces, row = [], start
-        at = bisect.bisect_right(self._begins, start) - 1
-        while row < stop:
-            first, count = self._runs[at]
-            skip = row - self._begins[at]
-            take = min(count - skip, stop - row)
-            pieces.append(self._source.read(first + skip, first + skip + take))
-            row, at = row + take, at + 1
-        if len(pieces) == 1:
-            return pieces[0]
-        return torch.cat(pieces, out=empty_rows((stop - start, *self.shape[1:]), pieces[0].dtype))
-
-
-class TransposedRows:
-    """A matrix on its side. It is held as it is stored, from the first read on, for every row here needs all there."""
-
-    def __init__(self, source: RowSource) -> None:
-        self.shape = source.shape[::-1]
-        self._source = source
-        self._whole: Tensor | None = None
-
-    def read(self, start: int, stop: int) -> Tensor:
-        if self._whole is None:
-            self._whole = self._turn()
-        return self._whole[start:stop]
-
-    def _turn(self) -> Tensor:
-        """Piece by piece, so that not all of it is there both ways."""
-        rows, columns = self._source.shape
-        step = max(1, PIECE_BYTES // (4 * columns))
-        first = self._source.read(0, min(step, rows))
-        result = empty_rows(self.shape, first.dtype)
-        result[:, : len(first)] = first.t()
-        for at in range(step, rows, step):
-            result[:, at : at + step] = self._source.read(at, min(at + step, rows)).t()
-        return result
-
-
-@dataclass(frozen=True, slots=True)
-class HalvedRows:
-    """Rows of heads to be rotated, each head as two halves where the source has pairs.
-
-    Row i of a head is the first of pair i, row i + head/2 its second. `back` goes the other way.
+    Attributes:
+        parameters: all parameters of the model, by name.
+        match: which tensors hold which parameter.
     """
 
-    source: RowSource
-    head: int
-    back: bool = False
+    def __init__(self, checkpoint: Checkpoint, table: ParamTable, parameters: Mapping[str, Parameter]) -> None:
+        """Match the checkpoint with the parameters of a table before any row is read.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
+        Raises:
+            ModelLoadError: a tensor is missing, has another shape or belongs to no parameter; or a tied one differs.
+        """
+        self.parameters = parameters
+        self.match = match(checkpoint.entries, parameters, table)
+        self._checkpoint = checkpoint
+        for parameter in parameters.values():
+            self._check_tied(parameter)
 
-    def read(self, start: int, stop: int) -> Tensor:
-        first, last = start // self.head, -(-stop // self.head)  # whole heads
-        rows = self.source.read(first * self.head, last * self.head)
-        split = (2, self.head // 2) if self.back else (self.head // 2, 2)
-        turned = rows.view(last - first, *split, *self.shape[1:]).transpose(1, 2).reshape(rows.shape)
-        return turned[start - first * self.head : stop - first * self.head]
+    def rows(self, parameter: Parameter) -> RowSource:
+        return self.stored(parameter if parameter.tied_to is None else self.parameters[parameter.tied_to])
+
+    def stored(self, parameter: Parameter) -> RowSource:
+        """Return the parameter from its own tensors, in whichever layout the checkpoint has."""
+        return parameter_rows(self.match.layouts[parameter.name], self.find)
+
+    def find(self, name: str, index: int | None) -> RowSource:
+        """Return a tensor by the table's name, or the slice `index` of a stacked one."""
+        return self._checkpoint.rows(self.match.stored[name], index)
+
+    def dtype(self, name: str) -> str:
+        """Return the type of a tensor, by the table's name, as safetensors spells it."""
+        return self._checkpoint.rows(self.match.stored[name]).entry.dtype
+
+    def _check_tied(self, parameter: Parameter) -> None:
+        """Refuse a tied tensor that is stored a second time with other values."""
+        if parameter.tied_to is None or parameter.name not in self.match.layouts:
+            return
+        if not _equal(self.stored(parameter), self.rows(parameter)):
+            raise ModelLoadError(
+                f"tie_word_embeddings = true is not allowed: the checkpoint holds {parameter.name} with other values "
+                f"than {parameter.tied_to}"
+            )
 
 
-@dataclass(frozen=True, slots=True)
-class RoundedRows:
-    """A source in another type. It is converted piece by piece, so that the whole is never there in both types."""
+def _equal(one: RowSource, other: RowSource) -> bool:
+    """Compare all rows of two sources of the same shape."""
+    pieces = ((start, min(start + COMPARED_ROWS, one.shape[0])) for start in range(0, one.shape[0], COMPARED_ROWS))
+    return all(torch.equal(one.read(*piece), other.read(*piece)) for piece in pieces)
 
-    source: RowSource
-    dtype: torch.dtype
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
+class DummySource:
+    """Random parameters, each a function of its name alone: for speed tests, and to try a config without weights."""
 
-    def read(self, start: int, stop: int) -> Tensor:
-        step = max(1, PIECE_BYTES // (4 * math.prod(self.shape[1:])))
-        rows = self.source.read(start, min(start + step, stop))
-        if len(rows) == stop - start and rows.dtype == self.dtype:
-            return rows
-        result = empty_rows((stop - start, *self.shape[1:]), self.dtype)
-        result[: len(rows)] = rows
-        for first in range(start + step, stop, step):
-            result[first - start : first - start + step] = self.source.read(first, min(first + step, stop))
-        return result
+    def rows(self, parameter: Parameter) -> RowSource:
+        return DummyRows(parameter.tied_to or parameter.name, parameter.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class DummyRows:
-    """Random values, each a function of the parameter's name and of its place in it alone.
+    """Random values, each a function of the parameter's name and of its place in the parameter alone.
 
-    Uniform and centred, with standard deviation 1 / sqrt(K), so that products keep the size of what goes through them;
-    norms are 1, biases small.
+    Uniform and centred, with standard deviation 1 / sqrt(K), so that products keep the magnitude of their input; norms
+    are 1, biases small.
     """
 
     name: str
@@ -195,7 +130,7 @@ class DummyRows:
         width = math.prod(self.shape[1:])
         first, last = start * width, stop * width
         result = empty_rows((stop - start, *self.shape[1:]), torch.float32)
-        values = result.view(-1).numpy()  # numpy: torch would share out pieces as small as these among its threads
+        values = result.view(-1).numpy()  # numpy: torch would distribute even such small pieces over its threads
         seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little")
         for block in range(first // DUMMY_BLOCK, -(-last // DUMMY_BLOCK)):
             origin = block * DUMMY_BLOCK
@@ -204,13 +139,13 @@ class DummyRows:
         return result
 
     def _fill(self, values: np.ndarray, random: np.ndarray) -> None:
-        """One random byte a value: -127.5 .. 127.5 in steps of 1, scaled."""
+        """Write one value per random byte: -127.5 .. 127.5 in steps of 1, scaled."""
         deviation = 0.02 if len(self.shape) == 1 else self.shape[-1] ** -0.5
         np.add(random, np.float32(0.5), out=values)
         values *= np.float32(deviation * math.sqrt(12) / 256)
 
 
 def _random_bytes(seed: int, block: int) -> np.ndarray:
-    """DUMMY_BLOCK of them, int8."""
+    """Return DUMMY_BLOCK random int8 numbers."""
     words = np.random.PCG64DXSM([seed, block]).random_raw(DUMMY_BLOCK // 8)
     return words.astype("<u8", copy=False).view(np.int8)

@@ -15,7 +15,7 @@ from penstock.check.target import find_target
 from penstock.check.twin import ATTENTIONS, Twin
 from penstock.models.registry import ARCHITECTURES
 from penstock.spec.param_table import Parameter
-from penstock.weights.loader import read_parameters
+from penstock.weights.sources import read_parameters
 from tests.families.case import Case, all_cases
 from tests.hf_models import random_ids
 from tests.kernels.packed import levels

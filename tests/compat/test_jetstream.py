@@ -20,7 +20,8 @@ from penstock.models import registry
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_architecture, find_model
 from penstock.spec.model_config import ModelConfig
-from penstock.weights.loader import load_model, read_parameters
+from penstock.weights.loader import load_model
+from penstock.weights.sources import read_parameters
 from tests.compat.test_instances import one_an_architecture
 from tests.compat.user_file import imported
 from tests.families.case import Case, all_cases

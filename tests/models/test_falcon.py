@@ -18,7 +18,7 @@ from penstock.kernels.ops import Ops
 from penstock.layers.attention import alibi_slopes
 from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.spec.model_config import ModelConfig
-from penstock.weights.loader import read_parameters
+from penstock.weights.sources import read_parameters
 from tests.families import falcon
 from tests.families.case import Case
 from tests.hf_models import hf_logprobs, random_ids

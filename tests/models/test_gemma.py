@@ -9,8 +9,11 @@ import torch
 
 from penstock.errors import ModelLoadError
 from penstock.kernels.backends import load_ops
+from penstock.layers.factory import LayerFactory
 from penstock.models.config_json import load_model_config, parse_model_config
-from penstock.weights.loader import empty_model, rotary_bytes
+from penstock.weights.loader import empty_model
+from penstock.weights.memory import rotary_bytes
+from penstock.weights.sources import read_parameters
 from tests.families.case import Case
 from tests.families.gemma import CASES, FULL, SLIDING, TWO_BASES
 from tests.hf_models import hf_logprobs, random_ids
@@ -68,7 +71,8 @@ def test_layers_with_a_window_have_a_rotary_base_of_their_own(tmp_path: Path) ->
     assert config.rope is not None
     assert config.local_rope is not None
     assert (config.rope.theta, config.rope.factor, config.local_rope.theta) == (1e6, 8.0, 1e4)
-    model = empty_model(config, load_ops("reference", torch.float32), scheme=None, max_model_len=64)
+    ops = load_ops("reference", torch.float32)
+    model = empty_model(config, LayerFactory.single_device(ops, read_parameters(config), max_positions=64))
     rotaries = [block.self_attn.rotary for block in model.model.layers]
     assert rotaries[0] is rotaries[1]
     assert rotaries[0] is not rotaries[2]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.kernels.ops import TensorRows
 from penstock.spec.param_table import Layout
-from penstock.weights import sources
-from penstock.weights.layouts import parameter_rows, tensor_rows
+from penstock.weights import rows as row_sources
+from penstock.weights.rows import parameter_rows, tensor_rows
 
 Tensors = dict[str, Tensor]
 
@@ -85,7 +85,7 @@ def test_any_rows_of_any_layout_are_those_of_the_parameter(
 
 def test_a_transposed_tensor_is_read_once_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a matrix on its side that is read again for every row, or is there twice."""
-    monkeypatch.setattr(sources, "PIECE_BYTES", 2 * 4 * 5)  # two rows
+    monkeypatch.setattr(row_sources, "PIECE_BYTES", 2 * 4 * 5)  # two rows
     reads = []
 
     class Noting(TensorRows):
@@ -94,7 +94,7 @@ def test_a_transposed_tensor_is_read_once_and_in_pieces(monkeypatch: pytest.Monk
             return super().read(start, stop)
 
     stored = torch.randn(7, 5, dtype=torch.float16)
-    rows = sources.TransposedRows(Noting(stored))
+    rows = row_sources.TransposedRows(Noting(stored))
     assert all(torch.equal(rows.read(at, at + 1), stored.t()[at : at + 1]) for at in range(5))
     assert reads == [(0, 2), (2, 4), (4, 6), (6, 7)]
 

@@ -15,13 +15,16 @@ from penstock.errors import ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
 from penstock.models.config_json import load_model_config
+from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme
-from penstock.weights import loader
 from penstock.weights.loader import load_model
+from penstock.weights.memory import stored_bytes
 from penstock.weights.safetensors import SINGLE, Checkpoint, FileRows
+from penstock.weights.sources import read_parameters
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, make_qwen3, random_ids
 from tests.kernels.packed import levels
 from tests.paged import PagedModel
+from tests.weights.tables import replace_tables
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -53,7 +56,7 @@ def test_sharded_checkpoints_of_transformers(tmp_path: Path) -> None:
         ({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, r"unknown: model\.layers\.0\.self_attn\.q_norm"),
         ({"model.layers.7.mlp.up_proj.weight": torch.ones(8)}, r"unknown: model\.layers\.7"),
         ({Q: None, Q.replace("q_proj", "query"): torch.ones(8)}, r"is .*query.weight meant"),
-        ({Q: torch.ones(48, 47)}, rf"{Q} has the shape \[48, 47\]; config\.json makes it \[48, 48\]"),
+        ({Q: torch.ones(48, 47)}, rf"{Q} has the shape \[48, 47\]; config\.json requires \[48, 48\]"),
         ({"lm_head.weight": None}, "missing: lm_head"),
     ],
 )
@@ -177,7 +180,7 @@ def test_memory_is_counted_to_the_byte(tmp_path: Path) -> None:
     """Guards against a tied head, which is packed a second time, being counted once; and against rotary tables of
     16 million positions, which nobody counts."""
     _, directory = make_llama(tmp_path, tie_word_embeddings=True)
-    table, config = loader.find_model("LlamaForCausalLM").read_table(), load_model_config(directory)
+    table, config = find_model("LlamaForCausalLM").read_table(), load_model_config(directory)
     needed = 4 * sum(item.num_elements for item in table.parameters(config).values())
     load(directory, load_format="dummy", max_model_len=16, free_memory=lambda: needed)
     scheme = Scheme.parse("int4", 32)
@@ -196,10 +199,10 @@ def test_a_head_counts_as_the_int8_that_it_is(tmp_path: Path) -> None:
     config, ops = load_model_config(directory), load_ops("cpu", torch.bfloat16)
     for name, bits in (("int4", 5), ("int4-a16", 5), ("int8", 8)):
         scheme = Scheme.parse(name, 64 if name.startswith("int4") else None)
-        parameters = loader.read_parameters(config)
-        assert 8 * loader.stored_bytes([parameters["lm_head.weight"]], ops, scheme) == 8 * 256 * 512
+        parameters = read_parameters(config)
+        assert 8 * stored_bytes([parameters["lm_head.weight"]], ops, scheme) == 8 * 256 * 512
         layer = "model.layers.0.mlp.gate_up_proj.weight"
-        assert 8 * loader.stored_bytes([parameters[layer]], ops, scheme) == bits * 2048 * 512
+        assert 8 * stored_bytes([parameters[layer]], ops, scheme) == bits * 2048 * 512
         model = load_model(directory, config, ops, scheme=scheme)
         scales = 4 * 256
         assert model.lm_head.packed.num_bytes == 256 * 512 + scales
@@ -218,9 +221,9 @@ def test_a_model_that_differs_from_its_table_is_refused(tmp_path: Path, monkeypa
     """Guards against a parameter in a user's table that his model never takes."""
     _, directory = make_llama(tmp_path)
     table = tmp_path / "llama.yaml"
-    original = loader.find_model("LlamaForCausalLM")
+    original = find_model("LlamaForCausalLM")
     table.write_text(original.table_file.read_text() + "\nmodel.extra.weight: {shape: [hidden]}\n")
-    monkeypatch.setattr(loader, "find_model", lambda *_: type(original)(original.model_class, table))
+    replace_tables(monkeypatch, table)
     with pytest.raises(ModelLoadError, match=r"differ in model\.extra\.weight"):
         load(directory, load_format="dummy")
     with pytest.raises(ModelLoadError, match=r"missing: model\.extra\.weight"):
@@ -229,12 +232,12 @@ def test_a_model_that_differs_from_its_table_is_refused(tmp_path: Path, monkeypa
 
 def use_table(monkeypatch: pytest.MonkeyPatch, file: Path, change: dict[str, Any]) -> None:
     """Llama's table with other entries, from now on."""
-    original = loader.find_model("LlamaForCausalLM")
+    original = find_model("LlamaForCausalLM")
     entries = yaml.safe_load(original.table_file.read_text())
     for name, fields in change.items():
         entries[name] = entries[name] | fields if isinstance(fields, dict) else fields
     file.write_text(yaml.safe_dump(entries, sort_keys=False))
-    monkeypatch.setattr(loader, "find_model", lambda *_: type(original)(original.model_class, file))
+    replace_tables(monkeypatch, file)
 
 
 def test_a_checkpoint_may_mix_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +260,7 @@ def test_a_checkpoint_may_mix_layouts(tmp_path: Path, monkeypatch: pytest.Monkey
         load(directory)
     rewrite(directory, {f"{layer}v_proj.weight": None, Q.replace("q_proj", "fused"): fused.t().contiguous()})
     with pytest.raises(
-        ModelLoadError, match=r"fused.weight has the shape \[80, 48\]; config\.json makes it \[48, 80\]"
+        ModelLoadError, match=r"fused.weight has the shape \[80, 48\]; config\.json requires \[48, 80\]"
     ):
         load(directory)
 

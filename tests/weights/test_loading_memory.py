@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.models.config_json import load_model_config
-from penstock.weights.loader import read_parameters
 from penstock.weights.safetensors import SINGLE
+from penstock.weights.sources import read_parameters
 from tests.hf_models import make_llama
 from tests.kernels import packed
 

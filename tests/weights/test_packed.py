@@ -16,7 +16,7 @@ from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model, weight_layers
-from penstock.weights.packed_info import fit, read_info
+from penstock.weights.packed import fit, read_info
 from penstock.weights.safetensors import PACKED, Checkpoint, fingerprint, read_entries
 from tests.hf_models import make_llama, make_qwen2
 from tests.kernels import packed
@@ -155,8 +155,8 @@ def test_packed_weights_without_native_kernels_are_refused(
     kernels: str, int8_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against "use cpu" where there is none, and against a word about the reference, which nobody asked for."""
-    monkeypatch.setattr("penstock.weights.packed_info.best_level", lambda: None)
-    monkeypatch.setattr("penstock.weights.packed_info.why_missing", lambda: "there was no C++ compiler")
+    monkeypatch.setattr("penstock.weights.packed.best_level", lambda: None)
+    monkeypatch.setattr("penstock.weights.packed.why_missing", lambda: "there was no C++ compiler")
     with pytest.raises(InvalidRequestError, match=r"^kernels: .*packed weights need .*no C\+\+ compiler$") as caught:
         fit(NumericsConfig(kernels=kernels), int8_directory)
     assert caught.value.param == "kernels"
@@ -194,7 +194,7 @@ def damage_header(file: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"version":"1"', '"version":"9"', "version 9.*convert the checkpoint once more"),
+        ('"version":"1"', '"version":"9"', "version 9.*Convert the checkpoint again"),
         ('"format":"penstock-packed"', '"format":"penstock-pickle"', "holds no packed weights"),
         ('"quantization":"int8"', '"quantization":"int7"', "metadata are damaged"),
         ('"quantization":"int8"', '"group_size"  : 1e999', "metadata are damaged"),

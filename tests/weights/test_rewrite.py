@@ -14,17 +14,18 @@ from safetensors.torch import load_file, save_file
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models.config_json import load_model_config
-from penstock.models.registry import ModelVersion, find_model
+from penstock.models.registry import find_model
 from penstock.spec.param_table import ParamTable
-from penstock.weights import convert, loader, rewrite, sources
+from penstock.weights import convert, rewrite, rows
 from penstock.weights.destination import Destination
-from penstock.weights.loader import CheckpointSource
 from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import INDEX, SINGLE, Checkpoint, TensorEntry
+from penstock.weights.sources import CheckpointSource
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, random_ids
 from tests.kernels import packed
 from tests.paged import PagedModel
 from tests.test_cli import penstock
+from tests.weights.tables import replace_tables
 
 LIMIT = 10**9
 
@@ -65,13 +66,11 @@ def held_as(kind: str) -> str:
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A function that gives every architecture another table from now on."""
-    original = find_model("LlamaForCausalLM")
 
     def use(text: str) -> ParamTable:
         file = tmp_path / "table.yaml"
         file.write_text(text)
-        for module in (loader, rewrite):
-            monkeypatch.setattr(module, "find_model", lambda *_: ModelVersion(original.model_class, file))
+        replace_tables(monkeypatch, file)
         return ParamTable.from_file(file)
 
     return use
@@ -237,7 +236,7 @@ def test_little_of_the_model_is_held_at_once(tmp_path: Path, monkeypatch: pytest
     pieces."""
     _, made = make_llama(tmp_path)
     monkeypatch.setattr("penstock.weights.checkpoint_writer.PIECE_BYTES", 1000)
-    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(rows, "PIECE_BYTES", 1000)
     held: list[int] = []
     write = rewrite.write_checkpoint
 
@@ -281,12 +280,10 @@ def test_experts_stacked_and_apart(tmp_path: Path) -> None:
     save_file(tensors, directory / SINGLE)
 
     def written(source: Path, form: str) -> Path:
-        checkpoint = CheckpointSource(Checkpoint(source), parameters, table)
+        checkpoint = CheckpointSource(Checkpoint(source), table, parameters)
         target = source.parent / f"{source.name}-{form}"
         with Destination(target) as destination:
-            rewrite.write_checkpoint(
-                destination, rewrite.outgoing(parameters, checkpoint, form), 2000, lambda done, total: None
-            )
+            rewrite.write_checkpoint(destination, rewrite.outgoing(checkpoint, form), 2000, lambda done, total: None)
         return target
 
     separate = written(directory, "separate")
@@ -305,4 +302,4 @@ def test_experts_stacked_and_apart(tmp_path: Path) -> None:
     save_file(mixed, directory / SINGLE)
     said = r"missing: layers\.0\.experts\.gate_up.*unknown: layers\.1\.experts\.0\.w"
     with pytest.raises(ModelLoadError, match=said):
-        CheckpointSource(Checkpoint(directory), parameters, table)
+        CheckpointSource(Checkpoint(directory), table, parameters)

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.ops import RowSource, TensorRows
-from penstock.weights import sources
-from penstock.weights.sources import DUMMY_BLOCK, DummyRows, JoinedRows, RoundedRows
+from penstock.weights import rows as row_sources
+from penstock.weights.rows import JoinedRows, RoundedRows
+from penstock.weights.sources import DUMMY_BLOCK, DummyRows
 
 
 def check_slices(source: RowSource, whole: Tensor) -> None:
@@ -36,7 +37,7 @@ def test_joined_vectors() -> None:
 @pytest.mark.parametrize("stored", [torch.float16, torch.float32, torch.float64, torch.bfloat16])
 def test_rounded_rows(stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a piece that is lost at a border, and against a second rounding on the way."""
-    monkeypatch.setattr(sources, "PIECE_BYTES", 3 * 4 * 5)  # three rows
+    monkeypatch.setattr(row_sources, "PIECE_BYTES", 3 * 4 * 5)  # three rows
     whole = torch.randn(10, 5, dtype=torch.float64).to(stored)
     check_slices(RoundedRows(TensorRows(whole), torch.bfloat16), whole.bfloat16())
 

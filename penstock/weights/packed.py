@@ -1,0 +1,252 @@
+"""Packed weights in a file: written once by `penstock convert`, mapped by every process that loads them.
+
+The file is in the safetensors format and takes the place of a checkpoint in a model directory. Its tensors are what
+PackedLinear.state() returns, named `layer.values` for instance, and the parameters of all other layers in the type in
+which they are computed. Each begins at a multiple of ALIGNMENT bytes; tensors named FILLER.. fill the gaps. A process
+that loads the file reads the header and maps the rest: nothing is copied, and processes share the pages.
+"""
+
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from penstock.config import NumericsConfig
+from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.kernels.cpu.library import best_level, why_missing
+from penstock.kernels.ops import Ops
+from penstock.layers.weights import WeightLayer
+from penstock.quant.scheme import Scheme
+from penstock.weights.safetensors import LENGTH_BYTES, PACKED, TensorEntry, read_entries, read_metadata
+
+FORMAT = "penstock-packed"
+FORMAT_VERSION = "1"  # goes up with every change of native/abi.h's layout
+DTYPES = ("bfloat16", "float32")
+ALIGNMENT = 64
+FILLER = "_filler."
+CODES = {torch.uint8: "U8", torch.int16: "I16", torch.float32: "F32", torch.bfloat16: "BF16"}  # the format's names
+TYPES = {code: dtype for dtype, code in CODES.items()}
+NAME_BYTES = 256  # of the header per tensor: its name, type, shape and offsets
+TENSORS_PER_LAYER = 5  # at most, with the filler
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInfo:
+    """The metadata of a file of packed weights.
+
+    Attributes:
+        dtype: type of the activations and of weights that are not quantised.
+        quantization, group_size: as the engine's options spell them.
+    """
+
+    dtype: str
+    quantization: str | None
+    group_size: int | None
+
+    @property
+    def scheme(self) -> Scheme | None:
+        return Scheme.parse(self.quantization, self.group_size)
+
+    def __str__(self) -> str:
+        if self.quantization is None:
+            return f"{self.dtype}, not quantised"
+        return f"{self.dtype}, {self.quantization}" + (f" in groups of {self.group_size}" if self.group_size else "")
+
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata as the header holds them."""
+        values = {"dtype": self.dtype, "quantization": self.quantization, "group_size": self.group_size}
+        known = {name: str(value) for name, value in values.items() if value is not None}
+        return {"format": FORMAT, "version": FORMAT_VERSION} | known
+
+
+def find_packed(directory: Path) -> Path | None:
+    """Return the file of packed weights if a directory holds one."""
+    file = directory / PACKED
+    return file if file.is_file() else None
+
+
+def read_info(file: Path) -> PackedInfo:
+    """Read the metadata of a file of packed weights.
+
+    Raises:
+        ModelLoadError: they are damaged, or were written by another version.
+    """
+    metadata = read_metadata(file)
+    if metadata.get("format") != FORMAT:
+        raise ModelLoadError(f"{file}: holds no packed weights")
+    if metadata.get("version") != FORMAT_VERSION:
+        raise ModelLoadError(
+            f"{file}: its format is version {metadata.get('version')!s:.20}; this Penstock reads version "
+            f"{FORMAT_VERSION}. Convert the checkpoint again"
+        )
+    size = metadata.get("group_size")
+    try:
+        info = PackedInfo(metadata["dtype"], metadata.get("quantization"), None if size is None else int(size))
+        Scheme.parse(info.quantization, info.group_size)
+        if info.dtype in DTYPES:
+            return info
+    except (KeyError, ValueError, TypeError, OverflowError):
+        pass
+    raise ModelLoadError(f"{file}: its metadata are damaged")
+
+
+def fit(numerics: NumericsConfig, directory: Path) -> tuple[NumericsConfig, dict[str, str]]:
+    """Set the options that were left open to what a packed directory holds, and return why, by option.
+
+    Without packed weights, or with load_format "dummy", the options are returned unchanged.
+
+    Raises:
+        InvalidRequestError: an option asks for something else than the directory holds, or there are no native kernels.
+    """
+    file = find_packed(directory) if numerics.load_format == "auto" else None
+    if file is None:
+        return numerics, {}
+    if best_level() is None:
+        raise InvalidRequestError(
+            f"kernels: the directory's packed weights need the native kernels; {why_missing()}", param="kernels"
+        )
+    info = read_info(file)
+    scheme = _asked_scheme(numerics, info)
+    kernels = "cpu" if numerics.kernels == "auto" else numerics.kernels
+    dtype = info.dtype if numerics.dtype == "auto" else numerics.dtype
+    check_fit(info, kernels, dtype, scheme)
+    chosen: dict[str, Any] = {
+        "dtype": dtype,
+        "quantization": scheme and scheme.name,
+        "quantization_group_size": scheme and scheme.group_size,
+    }
+    reasons = {
+        name: f"{value}: the directory holds packed weights ({info})"
+        for name, value in chosen.items()
+        if value is not None and getattr(numerics, name) in (None, "auto")
+    }
+    return replace(numerics, **chosen), reasons
+
+
+def check_fit(info: PackedInfo, kernels: str, dtype: str, scheme: Scheme | None) -> None:
+    """Check that packed weights serve these kernels, this dtype and this scheme.
+
+    The scheme may be another one if it stores weights alike: int8 weights serve int8, int8-x2 and int8-x3.
+
+    Raises:
+        InvalidRequestError: they do not; `param` names the option.
+    """
+    if kernels != "cpu":
+        raise InvalidRequestError(
+            f"kernels: {kernels!r} cannot read packed weights; use cpu, or the checkpoint they were made from",
+            param="kernels",
+        )
+    held = info.scheme
+    if dtype != info.dtype:
+        raise _unfit("dtype", dtype, info)
+    if (scheme and scheme.weight_bits) != (held and held.weight_bits):
+        raise _unfit("quantization", scheme and scheme.name, info)
+    if (scheme and scheme.group_size) != (held and held.group_size):
+        raise _unfit("quantization_group_size", scheme and scheme.group_size, info)
+
+
+def _asked_scheme(numerics: NumericsConfig, info: PackedInfo) -> Scheme | None:
+    """Return the scheme that the options ask for; what they leave open is the directory's."""
+    name, group_size = numerics.quantization or info.quantization, numerics.quantization_group_size
+    if (name or "").startswith("int4"):
+        return Scheme.parse(name, group_size or info.group_size)
+    if group_size is not None:
+        raise _unfit("quantization_group_size", group_size, info)
+    return Scheme.parse(name)
+
+
+def _unfit(name: str, value: object, info: PackedInfo) -> InvalidRequestError:
+    text = f"{name}: {value!r} does not fit the directory's packed weights ({info}); convert the checkpoint for it"
+    return InvalidRequestError(text, param=name)
+
+
+class PackedFile:
+    """A mapped file of packed weights."""
+
+    def __init__(self, file: Path, ops: Ops, scheme: Scheme | None) -> None:
+        """Read the header and map the rest.
+
+        Raises:
+            ModelLoadError: the file is damaged.
+            InvalidRequestError: it was packed for another backend, type or scheme.
+        """
+        check_fit(read_info(file), ops.name, str(ops.dtype).removeprefix("torch."), scheme)
+        self._file = file
+        self._entries = {name: entry for name, entry in read_entries(file).items() if not name.startswith(FILLER)}
+        try:
+            with file.open("rb") as stream:  # private and writable, as torch wants its memory; nothing writes to it
+                self._map = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{file}: cannot be mapped: {error}") from None
+
+    def restore(self, layers: Mapping[str, WeightLayer]) -> None:
+        """Give every layer of a model, by its full name, its tensors in the mapped memory.
+
+        Raises:
+            ModelLoadError: the file holds another model.
+        """
+        by_layer: dict[str, dict[str, TensorEntry]] = {}
+        for name, entry in self._entries.items():
+            prefix, _, part = name.rpartition(".")
+            by_layer.setdefault(prefix, {})[part] = entry
+        differing = set(layers) ^ set(by_layer)
+        if differing:
+            raise ModelLoadError(f"{self._file}: does not fit config.json in {min(differing)}")
+        for prefix, layer in layers.items():
+            try:
+                layer.restore({part: self._tensor(entry) for part, entry in by_layer[prefix].items()})
+            except ValueError as error:
+                raise ModelLoadError(f"{self._file}: {prefix} does not fit config.json: {error}") from None
+
+    def _tensor(self, entry: TensorEntry) -> Tensor:
+        """Return a tensor in the mapped memory; it keeps the map alive."""
+        dtype, count = TYPES.get(entry.dtype), math.prod(entry.shape)
+        if dtype is None or entry.offset % ALIGNMENT or not count:
+            raise ValueError(f"a tensor of {entry.dtype} {list(entry.shape)} that begins at byte {entry.offset}")
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+
+
+class PackedWriter:
+    """Writes a file of packed weights, tensor by tensor; the header is written last, into space reserved for it."""
+
+    def __init__(self, stream: BinaryIO, info: PackedInfo, num_layers: int) -> None:
+        """Reserve space for the header. num_layers: calls of `write`, at most."""
+        self._stream = stream
+        self._header: dict[str, object] = {"__metadata__": info.metadata()}
+        room = LENGTH_BYTES + NAME_BYTES * (2 + TENSORS_PER_LAYER * num_layers)
+        self._start = -(-room // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._end = 0  # of the tensors written so far, counted from _start
+        stream.seek(self._start)
+
+    def write(self, prefix: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write the tensors of one layer."""
+        for part, tensor in tensors.items():
+            if gap := -self._end % ALIGNMENT:
+                self._add(f"{FILLER}{prefix}.{part}", torch.zeros(gap, dtype=torch.uint8))
+            self._add(f"{prefix}.{part}", tensor.detach())
+
+    def finish(self) -> None:
+        """Write the header, and wait until everything is on the disk."""
+        text = json.dumps(self._header, separators=(",", ":")).encode()
+        room = self._start - LENGTH_BYTES
+        if len(text) > room:
+            raise ValueError("more tensors than the reserved header has room for")
+        self._stream.seek(0)
+        self._stream.write(struct.pack("<Q", room) + text.ljust(room))
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        content = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        begin, self._end = self._end, self._end + content.nbytes
+        entry = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, self._end]}
+        self._header[name] = entry
+        self._stream.write(content)
