@@ -1,33 +1,34 @@
 """Checks of single values, shared by every frozen dataclass that a user can fill in.
 
-Each check raises InvalidRequestError with the field's name, the value and what is allowed, or returns nothing. It
-knows no field: names and ranges stand beside the fields.
+Each check raises InvalidRequestError with the field's name, the value and what is allowed. This file knows no field:
+names and ranges stand beside the fields.
 """
 
 import reprlib
 from collections.abc import Sequence
+from dataclasses import field, fields
 from typing import Any
 
 from penstock.errors import InvalidRequestError
 
-MAX_SHOWN = 80  # characters of a wrong value that an error repeats
+MAX_SHOWN = 80  # characters of a wrong value that an error shows
 
 
 class _Short(reprlib.Repr):
-    """repr() that looks at the first few items only: an error message about megabytes must not cost megabytes."""
+    """repr() of the first few items only: an error message about megabytes must not cost megabytes."""
 
     maxlevel = 3
     maxdict = maxlist = maxtuple = maxset = 5
     maxstring = maxother = MAX_SHOWN
 
     def repr_int(self, value: int, level: int) -> str:
-        if value.bit_length() > 256:  # repr() of a huge one is slow, or refused by Python
+        if value.bit_length() > 256:  # repr() of a huge integer is slow, or refused by Python
             return f"an integer of {value.bit_length()} bits"
         return repr(value)
 
 
 def shown(value: Any) -> str:
-    """The value as an error message shows it: short, and quickly, whatever was sent."""
+    """Return the value as an error message shows it: short, and in constant time."""
     if isinstance(value, bytes | bytearray | memoryview):
         return f"{len(value)} bytes"
     text = _Short().repr(value)
@@ -35,7 +36,7 @@ def shown(value: Any) -> str:
 
 
 def fail(name: str, value: Any, allowed: str) -> InvalidRequestError:
-    """The error for a value that is out of range or of the wrong type."""
+    """Return the error for a value that is out of range or of the wrong type."""
     return InvalidRequestError(f"{name}: {shown(value)} is not allowed; it must be {allowed}", param=name)
 
 
@@ -52,15 +53,23 @@ def check_str(name: str, value: Any, *, max_length: int = 4096, optional: bool =
 
 
 def check_int(name: str, value: Any, low: int, high: int, *, optional: bool = False) -> None:
-    """An integer in low..high, both allowed. A bool is not an integer here."""
+    """Check for an integer in low..high, both allowed. A bool is not an integer here."""
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise fail(name, value, f"an integer from {low} to {high}" + (", or null" if optional else ""))
 
 
+def check_range(name: str, value: Any, allowed: range, *, optional: bool = False) -> None:
+    """Check for an integer of the range, whose step is part of the error message."""
+    if allowed.step == 1:
+        check_int(name, value, allowed.start, allowed.stop - 1, optional=optional)
+    elif not (value is None and optional) and (type(value) is not int or value not in allowed):
+        raise fail(name, value, f"a multiple of {allowed.step} up to {allowed[-1]}")
+
+
 def check_ids(name: str, ids: Sequence[Any], limit: int) -> None:
-    """Token ids from 0 to limit - 1. Long lists are usual and right, so they are checked as a whole first."""
+    """Check for token ids from 0 to limit - 1. Most lists are long and valid, so they are checked as a whole first."""
     if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < limit)):
         return
     for token_id in ids:
@@ -68,7 +77,7 @@ def check_ids(name: str, ids: Sequence[Any], limit: int) -> None:
 
 
 def check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    """A finite number in low..high, both allowed; with `low_open` it must be greater than low."""
+    """Check for a finite number in low..high, both allowed; with `low_open` it must be greater than low."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value <= high or (low_open and value == low):  # NaN compares false with everything
         raise fail(name, value, f"a number {'above' if low_open else 'from'} {low:g} to {high:g}")
@@ -80,14 +89,14 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def list_of(name: str, value: Any, *, max_items: int) -> list[Any]:
-    """A list or tuple of at most max_items, or None for an empty one, as a list of whatever it holds."""
+    """Return a list or tuple of at most max_items as a list, and None as an empty one; the items are not checked."""
     if value is not None and (not isinstance(value, list | tuple) or len(value) > max_items):
         raise fail(name, value, f"a list of at most {max_items} items")
     return list(value or ())
 
 
 def string_tuple(name: str, value: Any, *, max_items: int, max_length: int) -> tuple[str, ...]:
-    """One string, a list of strings or None, as a tuple."""
+    """Return one string, a list of strings or None as a tuple."""
     items = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or len(items) > max_items:
         raise fail(name, value, f"a string or a list of at most {max_items} strings")
@@ -97,10 +106,35 @@ def string_tuple(name: str, value: Any, *, max_items: int, max_length: int) -> t
 
 
 def int_tuple(name: str, value: Any, *, low: int, high: int, max_items: int) -> tuple[int, ...]:
-    """A list of integers or None, as a tuple."""
-    items = [] if value is None else value
-    if not isinstance(items, list | tuple) or len(items) > max_items:
-        raise fail(name, value, f"a list of at most {max_items} integers")
+    """Return a list of integers or None as a tuple."""
+    items = list_of(name, value, max_items=max_items)
     for item in items:
         check_int(name, item, low, high)
     return tuple(items)
+
+
+def option(default: Any, allowed: Any, help: str) -> Any:
+    """Return a dataclass field that is an engine option.
+
+    Args:
+        default: None stands for "chosen later", and then None is allowed too.
+        allowed: a range of integers, a tuple of choices, or the type bool or str.
+        help: the help text of the command line; "(default: ...)" is appended unless the default is None.
+    """
+    return field(default=default, metadata={"allowed": allowed, "help": help})
+
+
+def check_options(config: Any) -> None:
+    """Check every field of a dataclass of options against the values it allows."""
+    for item in fields(config):
+        name, value, allowed = item.name, getattr(config, item.name), item.metadata["allowed"]
+        if value is None and item.default is None:
+            continue
+        if isinstance(allowed, tuple):
+            check_choice(name, value, allowed)
+        elif isinstance(allowed, range):
+            check_range(name, value, allowed, optional=item.default is None)
+        elif allowed is bool:
+            check_bool(name, value)
+        else:
+            check_str(name, value)

@@ -1,4 +1,4 @@
-"""`penstock bench`: measure. Flags -> penstock.bench, no more."""
+"""`penstock bench`: measure throughput, latency and kernels."""
 
 import argparse
 import json
@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
-from penstock.cli.terminal import progress, tell_choices
+from penstock.cli.options import add_engine_options, add_imports, add_model, engine_options, parse_size
+from penstock.cli.terminal import progress, show_choices
 from penstock.errors import InvalidRequestError
 
-PLANNED = ("serve",)
 EXAMPLES = """examples:
   penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
   penstock bench offline /models/llama --json result.json
@@ -27,37 +26,38 @@ EXAMPLES = """examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure throughput and latency in this process (serve is not built yet)."
     parser.epilog = EXAMPLES
+    raw = argparse.RawDescriptionHelpFormatter
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="{offline,serve,ops}")
-    offline = kinds.add_parser("offline", help="throughput and latency in this process", epilog=EXAMPLES)
-    offline.formatter_class = argparse.RawDescriptionHelpFormatter
+    offline = kinds.add_parser(
+        "offline", help="throughput and latency in this process", epilog=EXAMPLES, formatter_class=raw
+    )
     add_model(offline)
     offline.add_argument("--num-prompts", type=parse_size, default=8, metavar="N", help="requests (default: 8)")
-    offline.add_argument("--input-len", type=parse_size, default=128, metavar="N", help="tokens of each prompt")
-    offline.add_argument("--output-len", type=parse_size, default=128, metavar="N", help="tokens generated for each")
+    offline.add_argument("--input-len", type=parse_size, default=128, metavar="N", help="tokens per prompt")
+    offline.add_argument("--output-len", type=parse_size, default=128, metavar="N", help="tokens generated per prompt")
     offline.add_argument("--warmup", type=parse_size, default=1, metavar="N", help="runs before the measured one")
-    offline.add_argument("--json", metavar="FILE", help="write the figures there (- is standard output)")
-    add_engine_options(offline)
+    group = offline.add_argument_group("engine")
+    add_imports(group)
+    add_engine_options(group)
     offline.set_defaults(run=run_offline)
-    _configure_ops(kinds)
-    for name in PLANNED:
-        kinds.add_parser(name, help="not built yet", add_help=False)
+    ops = kinds.add_parser(
+        "ops", help="each kernel against the machine's measured limits", epilog=EXAMPLES, formatter_class=raw
+    )
+    _configure_ops(ops)
+    for command in (offline, ops):
+        command.add_argument("--json", metavar="FILE", help="write the figures to FILE (- is standard output)")
+    kinds.add_parser("serve", help="not built yet", add_help=False)
 
 
-def _configure_ops(kinds: Any) -> None:
-    ops = kinds.add_parser("ops", help="each kernel against the machine's measured limits", epilog=EXAMPLES)
-    ops.formatter_class = argparse.RawDescriptionHelpFormatter
+def _configure_ops(ops: argparse.ArgumentParser) -> None:
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     help_text = "measure the shapes of this model (default: those of a 1.1B and a 7B Llama)"
     ops.add_argument("model", nargs="?", metavar="MODEL", help=help_text)
-    help_text = "linear, attend_decode, attend_prefill (default: all)"
-    ops.add_argument("--op", nargs="+", action="extend", metavar="NAME", help=help_text)
-    help_text = "types of weights, and of caches (default: all)"
-    ops.add_argument("--dtype", nargs="+", action="extend", metavar="NAME", help=help_text)
-    help_text = "rows of a product (default: 1 to 512)"
-    ops.add_argument("--rows", nargs="+", action="extend", type=int, metavar="M", help=help_text)
-    help_text = "shapes of the weight, like 5632x2048"
-    ops.add_argument("--shape", nargs="+", action="extend", type=_parse_shape, metavar="NxK", help=help_text)
+    ops.add_argument("--op", **several, metavar="NAME", help="linear, experts, attend_decode, attend_prefill")
+    ops.add_argument("--dtype", **several, metavar="NAME", help="types of weights and caches (default: all)")
+    ops.add_argument("--rows", **several, type=int, metavar="M", help="rows of a product (default: 1 to 512)")
+    ops.add_argument("--shape", **several, type=_parse_shape, metavar="NxK", help="weight shapes, like 5632x2048")
     ops.add_argument("--threads", type=int, metavar="N", help="cores that compute (default: all)")
-    ops.add_argument("--json", metavar="FILE", help="write the figures there (- is standard output)")
     ops.set_defaults(run=run_ops)
 
 
@@ -68,23 +68,14 @@ def _parse_shape(text: str) -> tuple[int, int]:
     return int(n), int(k)
 
 
-def _check_writable(path: Path) -> None:
-    """Said before the run, not after it."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise InvalidRequestError(f"json: cannot write {str(path)!r}: {error.strerror}", param="json") from error
-
-
 def run_offline(args: argparse.Namespace) -> int:
     options = engine_options(args)
     from penstock.bench.offline import Workload, measure_offline
     from penstock.bench.report import print_offline
 
     workload = Workload(args.num_prompts, args.input_len, args.output_len, args.warmup)
-    if args.json and args.json != "-":
-        _check_writable(Path(args.json))
-    result = measure_offline(options, workload, announce=tell_choices, progress=progress)
+    _check_writable(args.json)
+    result = measure_offline(options, workload, announce=show_choices, progress=progress)
     return _deliver(result, args.json, print_offline)
 
 
@@ -100,23 +91,25 @@ def run_ops(args: argparse.Namespace) -> int:
     if args.op is not None and "linear" not in args.op and (args.rows or args.shape):
         name = "rows" if args.rows else "shape"
         raise InvalidRequestError(f"{name}: only --op linear has any", param=name)
-    given = {
-        "ops": args.op,
-        "dtypes": args.dtype,
-        "rows": args.rows,
-        "shapes": shapes,
-        "heads": heads,
-        "threads": args.threads,
-    }
+    given = {"ops": args.op, "dtypes": args.dtype, "rows": args.rows, "threads": args.threads}
+    given |= {"shapes": shapes, "heads": heads}
     selection = Selection(**{name: value for name, value in given.items() if value is not None})
-    if args.json and args.json != "-":
-        _check_writable(Path(args.json))
+    _check_writable(args.json)
     result = {"command": shlex.join(["penstock", *sys.argv[1:]]), **measure_ops(selection, progress=progress)}
     return _deliver(result, args.json, print_ops)
 
 
+def _check_writable(json_file: str | None) -> None:
+    """Refuse a file that cannot be written before the run, not after it."""
+    if json_file and json_file != "-":
+        try:
+            Path(json_file).open("a").close()
+        except OSError as error:
+            raise InvalidRequestError(f"json: cannot write {json_file!r}: {error.strerror}", param="json") from error
+
+
 def _deliver(result: dict[str, Any], json_file: str | None, show: Callable[[dict[str, Any]], None]) -> int:
-    """Figures to a file and a table to the terminal, or only JSON to standard output."""
+    """Write the figures to a file and print a table, or print only JSON."""
     text = json.dumps(result, indent=2)
     if json_file == "-":
         print(text)

@@ -1,4 +1,4 @@
-"""`penstock check`: a model beside Transformers' own class, layer by layer, and the engine's promises on it."""
+"""`penstock check`: a model beside Transformers' own class, layer by layer, and the engine's guarantees on it."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import add_imports, add_model
-from penstock.cli.terminal import take_interrupts, take_termination, tell
+from penstock.cli.terminal import handle_signals, note
 from penstock.config import DTYPES, KERNELS
 from penstock.plugins.user_files import import_files
 
@@ -23,23 +23,27 @@ EXAMPLES = """examples:
   penstock check /models/llama --verify           the native kernels beside the reference; needs no Transformers
 
 Exit code 0: everything agrees. 1: something differs; the first differing layer is named. 2: bad input.
-A passed check leaves a certificate, which /v1/models shows as long as table, code, numerics and config are the same.
+A passed check leaves a certificate, which /v1/models shows as long as table, code, numerics and config are unchanged.
 """
 PIPED_WIDTH = 140  # of tables that go to a file or another program
-MEASURES = "errors: the largest one; RMS over the RMS of theirs. Bounded is the second, of log-probabilities the first"
+MEASURES = (
+    "errors: the largest one; RMS relative to theirs. The RMS is bounded, for log-probabilities the largest error"
+)
 OPTIONS = ("model", "against", "tiny", "verify", "dtype", "kernels", "prompt_len")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Compare a model with Transformers, layer by layer, and try the engine's promises on it."
+    parser.description = "Compare a model with Transformers, layer by layer, and test the engine's guarantees on it."
     parser.epilog = EXAMPLES
     add_model(parser)
     add_imports(parser)
     parser.add_argument("--against", metavar="DIR", help="compare with Transformers' model of another directory")
-    parser.add_argument("--tiny", action="store_true", help="random weights and small sizes, though there are weights")
-    parser.add_argument("--verify", action="store_true", help="the native kernels beside the reference, no more")
-    parser.add_argument("--dtype", default="auto", metavar=_one_of(DTYPES), help="of the engine's promises")
-    parser.add_argument("--kernels", default="auto", metavar=_one_of(KERNELS), help="which backend is checked")
+    parser.add_argument("--tiny", action="store_true", help="small sizes and random weights even if there are weights")
+    parser.add_argument("--verify", action="store_true", help="only compare the native kernels with the reference")
+    help_text = "type in which the guarantees are tested"
+    parser.add_argument("--dtype", default="auto", metavar="{" + ",".join(DTYPES) + "}", help=help_text)
+    help_text = "backend that is checked"
+    parser.add_argument("--kernels", default="auto", metavar="{" + ",".join(KERNELS) + "}", help=help_text)
     parser.add_argument("--prompt-len", type=int, default=64, metavar="N", help="tokens of the prompt (default: 64)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=run)
@@ -50,18 +54,13 @@ def run(args: argparse.Namespace) -> int:
 
     import_files(getattr(args, "import", ()))
     options = Options(**{name: getattr(args, name) for name in OPTIONS})
-    take_interrupts()
-    take_termination()  # what was made for the check is removed
-    report = check_model(options, lambda line: tell(f"penstock: {line}"))
+    handle_signals()
+    report = check_model(options, lambda line: note(f"penstock: {line}"))
     if args.json:
         print(json.dumps(report.as_dict()))
     else:
         _print_report(report)
     return 0 if report.passed else 1
-
-
-def _one_of(choices: tuple[str, ...]) -> str:
-    return "{" + ",".join(choices) + "}"
 
 
 def _print_report(report: "Report") -> None:
@@ -70,33 +69,20 @@ def _print_report(report: "Report") -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     console.print(f"{report.model}: {report.architecture}, {report.weights} weights, beside {report.against}")
     console.print(MEASURES)
-    console.print(_layers(report))
+    table = _table("layer", "largest", "RMS", "allowed", "")
+    for row in report.rows:
+        figures = (f"{value:.1e}" for value in (row.max_error, row.relative_error, row.allowed))
+        table.add_row(row.name, *figures, "ok" if row.passed else "[bold red]differs[/]")
+    console.print(table)
     if report.proofs:
-        console.print(_proofs(report))
+        table = _table("guarantee", "error", "allowed", "measured as", "")
+        for proof in report.proofs:
+            error, allowed = (f"{value:.1e}" if value else "0" for value in (proof.error, proof.allowed))
+            table.add_row(proof.name, error, allowed, proof.meaning, "ok" if proof.passed else "[bold red]broken[/]")
+        console.print(table)
     for remark in report.remarks:
         console.print(remark)
     console.print(_verdict(report))
-
-
-def _layers(report: "Report") -> "Table":
-    table = _table("layer", "largest", "RMS", "allowed", "")
-    for row in report.rows:
-        table.add_row(
-            row.name,
-            f"{row.max_error:.1e}",
-            f"{row.relative_error:.1e}",
-            f"{row.allowed:.1e}",
-            "ok" if row.passed else "[bold red]differs[/]",
-        )
-    return table
-
-
-def _proofs(report: "Report") -> "Table":
-    table = _table("promise", "error", "allowed", "measured as", "")
-    for proof in report.proofs:
-        error, allowed = (f"{value:.1e}" if value else "0" for value in (proof.error, proof.allowed))
-        table.add_row(proof.name, error, allowed, proof.meaning, "ok" if proof.passed else "[bold red]broken[/]")
-    return table
 
 
 def _table(*columns: str) -> "Table":
@@ -114,10 +100,10 @@ def _table(*columns: str) -> "Table":
 def _verdict(report: "Report") -> str:
     first = report.first_difference
     if first is not None:
-        where = f"first difference: {first.name}"
-        return where if report.cause is None else f"{where}\n  {report.cause}"
+        line = f"first difference: {first.name}"
+        return line if report.cause is None else f"{line}\n  {report.cause}"
     broken = [proof.name for proof in report.proofs if not proof.passed]
     if broken:
         return f"every layer agrees; broken: {', '.join(broken)}"
-    kept = f"; certificate: {report.certificate}" if report.certificate else ""
-    return f"passed: {report.kernels}, {report.dtype}{kept}"
+    certificate = f"; certificate: {report.certificate}" if report.certificate else ""
+    return f"passed: {report.kernels}, {report.dtype}{certificate}"

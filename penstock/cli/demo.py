@@ -1,9 +1,9 @@
-"""`make demo`: the bundled model tells a story while you watch, then says how fast it was and what to try next."""
+"""`make demo`: the bundled model tells a story as you watch, then prints its speed and what to try next."""
 
 import sys
 import time
 
-from penstock.cli.terminal import tell
+from penstock.cli.terminal import note
 
 PROMPT = "Once upon a time"
 NEXT_STEPS = """
@@ -16,7 +16,7 @@ Next steps:
 
 
 def main() -> int:
-    tell("Penstock: the bundled demo model, on this machine's CPU\n")
+    note("Penstock: the bundled demo model, on this machine's CPU\n")
     started = time.perf_counter()
     from penstock.entrypoints.llm import LLM
     from penstock.interface.sampling_params import RequestOutputKind, SamplingParams

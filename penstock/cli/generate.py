@@ -1,22 +1,16 @@
-"""`penstock generate`: from prompts to text in the terminal, or to one JSON object a prompt. Flags -> LLM, no more."""
+"""`penstock generate`: from prompts to text in the terminal, or to one JSON object per choice."""
 
 import argparse
 import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.options import (
-    add_engine_options,
-    add_model,
-    add_sampling_options,
-    engine_options,
-    sampling_options,
-)
-from penstock.cli.terminal import StreamPrinter, progress, take_interrupts, tell, tell_choices
+from penstock.cli.options import add_generation_options, load_llm, sampling_options
+from penstock.cli.terminal import StreamPrinter, handle_interrupt, note, progress, show_choices
 from penstock.client.input_processor import PROMPT_KEYS
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -30,19 +24,17 @@ EXAMPLES = """examples:
   penstock generate /models/llama -p "The capital of France is" --max-tokens 8 --json
   penstock generate demo --prompts prompts.jsonl --json > answers.jsonl
 
-FILE.jsonl holds one prompt a line: a JSON string, or an object with "prompt" or "prompt_token_ids".
+FILE.jsonl holds one prompt per line: a JSON string, or an object with "prompt" or "prompt_token_ids".
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Generate text from prompts, streaming to the terminal."
     parser.epilog = EXAMPLES
-    add_model(parser)
+    add_generation_options(parser)
     parser.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)")
-    parser.add_argument("--prompts", metavar="FILE.jsonl", help="a file of prompts, one a line; - is stdin")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt, and nothing else")
-    add_sampling_options(parser)
-    add_engine_options(parser, seed=False)
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help="a file of prompts, one per line; - is stdin")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, and nothing else")
     parser.set_defaults(run=run)
 
 
@@ -52,37 +44,22 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequestError("give a prompt with -p TEXT or --prompts FILE.jsonl (which must hold one)")
     if (hasattr(args, "logprobs") or hasattr(args, "prompt_logprobs")) and not args.json:
         raise InvalidRequestError("logprobs: log-probabilities are shown with --json only", param="logprobs")
-    SamplingParams(**sampling_options(args))  # a wrong value is said before the model is loaded
-    options = engine_options(args, seed=False)
-    from penstock.entrypoints.llm import LLM
-
-    with LLM(**options) as llm:
-        take_interrupts()
+    with load_llm(args) as llm:
+        handle_interrupt()
         params = llm.default_params(**sampling_options(args))
         started = time.perf_counter()
-        done = _print_json(llm, prompts, params) if args.json else _print_text(llm, prompts, params)
+        outputs = list((_print_json if args.json else _print_text)(llm, prompts, params))
         seconds = time.perf_counter() - started
-    tell(f"{done.num_tokens} tokens in {seconds:.2f} s, {done.num_tokens / seconds:.1f} tokens/s")
-    return 1 if done.num_failed else 0
-
-
-@dataclass(slots=True)
-class _Done:
-    """What came of all prompts together."""
-
-    num_tokens: int = 0
-    num_failed: int = 0
-
-    def count(self, output: "RequestOutput") -> None:
-        self.num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
-        self.num_failed += output.error is not None
+    num_tokens = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+    note(f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.1f} tokens/s")
+    return 1 if any(output.error is not None for output in outputs) else 0
 
 
 def read_prompts(name: str) -> list[Any]:
-    """The prompts of a JSONL file; "-" is standard input.
+    """Return the prompts of a JSONL file; "-" is standard input.
 
     Raises:
-        InvalidRequestError: the file cannot be read, or a line is not a prompt; the message says which.
+        InvalidRequestError: the file cannot be read, or a line is not a prompt; the message names it.
     """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
@@ -97,55 +74,44 @@ def _read_prompt(place: str, line: str) -> Any:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"prompts: {place} is not JSON: {error}", param="prompts") from error
-    known = isinstance(value, str) or (isinstance(value, dict) and value and set(value) <= set(PROMPT_KEYS))
-    if not known:
+    if not isinstance(value, str) and not (isinstance(value, dict) and value and set(value) <= set(PROMPT_KEYS)):
         message = f"prompts: {place} must be a string or an object with prompt or prompt_token_ids, and nothing else"
         raise InvalidRequestError(message, param="prompts")
     return value
 
 
 def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> Iterator[tuple[int, "RequestOutput"]]:
-    """llm.stream, saying what was chosen once the prompts are accepted: a refusal is to be one line."""
-    told = False
-    for item in llm.stream(prompts, params):
-        if not told:
-            tell_choices(llm.engine.model_info)
-            told = True
+    """Yield from llm.stream, showing the choices once the prompts are accepted: a refusal must be one line."""
+    for number, item in enumerate(llm.stream(prompts, params)):
+        if number == 0:
+            show_choices(llm.engine.model_info)
         yield item
 
 
-def _print_text(llm: "LLM", prompts: list[Any], params: Any) -> _Done:
-    """Stream: the first unfinished prompt's text as it comes, the others' when their turn is.
+def _print_text(llm: "LLM", prompts: list[Any], params: Any) -> Iterator["RequestOutput"]:
+    """Stream the prompts one after the other, and yield every output.
 
-    Several choices of a prompt cannot share a terminal while they grow: they are printed when they are complete.
+    Several choices of one prompt cannot share a terminal while they grow, so they are printed when complete.
     """
     params = replace(params, output_kind=RequestOutputKind.DELTA if params.n == 1 else RequestOutputKind.FINAL_ONLY)
     printer = StreamPrinter([prompt if isinstance(prompt, str) else prompt.get("prompt", "") for prompt in prompts])
-    done = _Done()
     for index, output in _stream(llm, prompts, params):
-        done.count(output)
         printer.show(index, output)
-    return done
+        yield output
 
 
-def _print_json(llm: "LLM", prompts: list[Any], params: Any) -> _Done:
-    final = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
-    results: list[RequestOutput | None] = [None] * len(prompts)
+def _print_json(llm: "LLM", prompts: list[Any], params: Any) -> Iterator["RequestOutput"]:
+    """Print the results as JSON once all are there, in the order of the prompts, and yield them."""
+    results: dict[int, RequestOutput] = {}
     with progress("prompts", len(prompts)) as advance:
-        for index, output in _stream(llm, prompts, final):
+        for index, output in _stream(llm, prompts, replace(params, output_kind=RequestOutputKind.FINAL_ONLY)):
             results[index] = output
             advance(1)
-    done = _Done()
-    for output in (output for output in results if output is not None):
-        done.count(output)
-        print("\n".join(json_lines(output)))
+    for _, output in sorted(results.items()):
+        for index in range(len(output.outputs)):
+            print(json.dumps(_json_object(output, index), ensure_ascii=False))
+        yield output
     sys.stdout.flush()
-    return done
-
-
-def json_lines(output: "RequestOutput") -> list[str]:
-    """One JSON object a choice (there is one, unless --n asks for more)."""
-    return [json.dumps(_json_object(output, index), ensure_ascii=False) for index in range(len(output.outputs))]
 
 
 def _json_object(output: "RequestOutput", index: int) -> dict[str, Any]:
@@ -167,9 +133,7 @@ def _json_object(output: "RequestOutput", index: int) -> dict[str, Any]:
     if choice.logprobs is not None:
         found["logprobs"] = [_by_id(position) for position in choice.logprobs]
     if output.prompt_logprobs is not None:
-        found["prompt_logprobs"] = [
-            None if position is None else _by_id(position) for position in output.prompt_logprobs
-        ]
+        found["prompt_logprobs"] = [position and _by_id(position) for position in output.prompt_logprobs]
     return found
 
 

@@ -13,7 +13,7 @@ import sys
 from typing import NoReturn
 
 from penstock import __version__
-from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
+from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, PenstockError
 
 COMMANDS = {
     "generate": "generate text from prompts",
@@ -25,14 +25,8 @@ COMMANDS = {
     "table": "print a model's parameter table, or a template for a new one",
 }
 PLANNED = {
-    "bench serve": "load on a running server",
     "plan": "predict memory and speed before loading",
     "simulate": "run the real scheduler on a virtual clock",
-}
-FLAGS = {  # where a field is no flag
-    "drain_timeout_s": "drain_timeout",
-    "served_model_names": "served_model_name",
-    "imports": "import",
 }
 POSITIONAL = ("model", "prompt", "src", "dst")
 EPILOG = """examples:
@@ -60,11 +54,11 @@ def version_text() -> str:
 
 
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:
-    """The parser; only the command that argv names gets its own flags, so that the others cost no import."""
+    """Return the parser; only the command that argv names is imported and gets its own flags."""
     raw = argparse.RawDescriptionHelpFormatter
     description = "An inference and serving engine for language models."
     parser = Parser(prog="penstock", description=description, epilog=EPILOG, formatter_class=raw)
-    parser.add_argument("--version", action="store_true", help="print the version and what the processor can do")
+    parser.add_argument("--version", action="store_true", help="print the version and the level of the native kernels")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, help_text in COMMANDS.items():
@@ -72,32 +66,29 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
         if name == chosen:
             importlib.import_module(f"penstock.cli.{name}").configure(command)
     for name, help_text in PLANNED.items():
-        if " " in name:  # its command shows it
-            continue
         commands.add_parser(name, help=f"(not built yet) {help_text}", add_help=False)
     return parser
 
 
-def option_message(error: InvalidRequestError, args: argparse.Namespace) -> str:
-    """The error with its field spelt as the flag, if it is one: "max_num_seqs: 0 ..." -> "--max-num-seqs: 0 ..."."""
-    param = error.param or ""
-    flag = FLAGS.get(param, param)
-    known = hasattr(args, flag) and flag not in POSITIONAL
-    if known and error.message.startswith(f"{param}:"):
-        return f"--{flag.replace('_', '-')}{error.message[len(param) :]}"
-    return error.message
+def error_line(error: PenstockError, args: argparse.Namespace) -> str:
+    """Return the error with its field spelt as the flag, if it is one: "max_num_seqs: 0" -> "--max-num-seqs: 0"."""
+    from penstock.cli.options import FLAGS, flag_of
+
+    text, name = str(error), getattr(error, "param", None) or ""
+    is_flag = hasattr(args, FLAGS.get(name, name)) and name not in POSITIONAL
+    return flag_of(name) + text[len(name) :] if is_flag and text.startswith(f"{name}:") else text
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line. Returns the exit code."""
+    """Run one command line and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     parser = build_parser(words)
-    planned = next((name for name in PLANNED if words[: len(name.split())] == name.split()), None)
+    planned = next((name for name in (*PLANNED, "bench serve") if words[: len(name.split())] == name.split()), None)
     if planned is not None:
         parser.error(f"{planned} is planned but not built yet")
     args = parser.parse_args(words)
-    # Until a command takes Ctrl-C into its own hands it simply ends the process: raised in the middle of an import it
-    # would leave half a library behind.
+    # Ctrl-C simply ends the process until a command handles it: KeyboardInterrupt in the middle of an import would
+    # leave a library half initialised.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if args.version:
         print(version_text())
@@ -111,21 +102,15 @@ def main(argv: list[str] | None = None) -> int:
 def _guarded(args: argparse.Namespace) -> int:
     try:
         return int(args.run(args))
-    except InvalidRequestError as error:
-        print(f"penstock: {option_message(error, args)}", file=sys.stderr)
-        return 2
-    except ModelLoadError as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        return 2
-    except EngineError as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        return 1
+    except (InvalidRequestError, ModelLoadError, EngineError) as error:
+        print(f"penstock: {error_line(error, args)}", file=sys.stderr)
+        return 1 if isinstance(error, EngineError) else 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone: `penstock generate | head`
+    except BrokenPipeError:  # the reader of standard output closed it: `penstock generate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:  # a full disk under our output, say
+    except OSError as error:  # standard output is on a full disk, for instance
         print(f"penstock: {error.strerror or error}", file=sys.stderr)
         return 1
 

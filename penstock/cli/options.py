@@ -1,26 +1,38 @@
-"""Flags shared by the commands: engine options and sampling fields, spelt as in vLLM.
+"""Flags shared by the commands: engine options and sampling parameters, spelt as in vLLM.
 
-Flags only: they become the same names in EngineConfig.from_options and SamplingParams, which check the values. A flag
-that was not given is left out, so that every default stands in one place.
+A flag becomes the field of that name in EngineConfig or SamplingParams, which check the values. A flag that was not
+given is left out, so that every default is stated once.
 """
 
 import argparse
 import re
+from collections.abc import Sequence
+from dataclasses import Field, fields
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.config import DTYPES, KERNELS, KV_CACHE_DTYPES, LOAD_FORMATS, QUANTIZATIONS, EngineConfig, option_names
+from penstock.config import PARTS, EngineConfig, option_names
+from penstock.interface.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.entrypoints.llm import LLM
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 UNSET = argparse.SUPPRESS
+FLAGS = {  # fields whose flag has another name
+    "drain_timeout_s": "drain_timeout",
+    "served_model_names": "served_model_name",
+    "imports": "import",
+}
+WEIGHT_OPTIONS = ("dtype", "quantization", "quantization_group_size", "load_format", "threads")
 
 
 def parse_size(text: str) -> int:
-    """A number with an optional unit: 4096, 4k (1000s), 4K or 4KiB (1024s), 2GiB, 1.5GB (1000s).
+    """Return the number in a text with an optional unit: 4096, 4k (1000s), 4K or 4KiB (1024s), 2GiB, 1.5GB (1000s).
 
     Raises:
-        argparse.ArgumentTypeError: it is none of these.
+        argparse.ArgumentTypeError: the text is none of these.
     """
     match = SIZE.fullmatch(text.strip())
     if match is None:
@@ -34,7 +46,11 @@ def parse_size(text: str) -> int:
 
 
 def parse_bias(text: str) -> tuple[int, float]:
-    """Token id and bias from ID=BIAS. Raises argparse.ArgumentTypeError where it is something else."""
+    """Return token id and bias from a text like 42=-5.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is not ID=BIAS.
+    """
     token_id, _, bias = text.partition("=")
     try:
         return int(token_id), float(bias)
@@ -42,116 +58,104 @@ def parse_bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS, like 42=-5") from None
 
 
+INTEGER, NUMBER, SWITCH = {"type": int, "metavar": "N"}, {"type": float, "metavar": "X"}, {"action": "store_true"}
+SAMPLING: tuple[tuple[str, dict[str, Any], str], ...] = (  # field of SamplingParams, kind of flag, help text
+    ("max_tokens", {**INTEGER, "default": 256}, "most tokens generated (default: 256)"),
+    ("min_tokens", INTEGER, "no end token or stop string counts before this many"),
+    ("temperature", NUMBER, "0 is greedy"),
+    ("top_p", NUMBER, "keep the most likely tokens up to this probability"),
+    ("top_k", INTEGER, "keep this many most likely tokens"),
+    ("min_p", NUMBER, "keep tokens at least this likely relative to the best"),
+    ("presence_penalty", NUMBER, "subtracted for tokens generated before"),
+    ("frequency_penalty", NUMBER, "subtracted for each time a token was generated before"),
+    ("repetition_penalty", NUMBER, "divides logits of tokens in prompt or output"),
+    ("n", INTEGER, "choices generated for each prompt"),
+    ("seed", INTEGER, "seed of the request: repeats the answer"),
+    ("stop", {"action": "append", "metavar": "TEXT"}, "end before this text (repeatable)"),
+    ("stop_token_ids", {"type": int, "nargs": "+", "metavar": "ID"}, "tokens that end the text"),
+    ("logprobs", INTEGER, "report the log-probabilities of N tokens per position (--json)"),
+    ("prompt_logprobs", INTEGER, "the same for the prompt"),
+    ("logit_bias", {"type": parse_bias, "action": "append", "metavar": "ID=BIAS"}, "like 42=-5 (repeatable)"),
+    ("bad_words", {"action": "append", "metavar": "WORD"}, "never generated (repeatable)"),
+    ("ignore_eos", SWITCH, "continue after the end token"),
+    ("include_stop_str_in_output", SWITCH, "keep the stop string in the text"),
+)
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument MODEL."""
     help_text = "a Hugging Face directory, a hub name, or demo, the bundled model (default: demo)"
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=help_text)
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, seed: bool = True) -> None:
-    """Every option of EngineConfig. `seed` says whether --seed is the engine's."""
-    group = parser.add_argument_group("engine")
-    add_imports(group)
-    add_weight_options(group)
-    help_text = "which version of the architecture computes it (default: auto)"
-    group.add_argument("--model-impl", default=UNSET, metavar="{auto,...}", help=help_text)
-    _add_choice(group, "--kv-cache-dtype", KV_CACHE_DTYPES, "type of the cached keys and values")
-    help_text = "scales by channel for an int8 cache, a safetensors file (default: each token has its own)"
-    group.add_argument("--kv-cache-scales", default=UNSET, metavar="FILE", help=help_text)
-    _add_size(group, "--max-model-len", "longest prompt plus output, in tokens")
-    _add_size(group, "--max-num-seqs", "most requests that run at once (default: 32)")
-    _add_size(group, "--max-num-batched-tokens", "most tokens computed in one step")
-    _add_size(group, "--block-size", "tokens in a cache block, a multiple of 16 (max-model-len: one block a request)")
-    _add_size(group, "--kv-cache-memory-bytes", "memory for the cache, like 2GiB")
-    action = argparse.BooleanOptionalAction
-    help_text = "find computed prefixes again (default: on)"
-    group.add_argument("--enable-prefix-caching", action=action, default=UNSET, help=help_text)
-    _add_size(group, "--tensor-parallel-size", "processes that share each layer")
-    _add_size(group, "--pipeline-parallel-size", "processes that share the layers")
-    _add_size(group, "--lm-head-pieces", "products that the LM head is computed in (default: 1)")
-    _add_size(group, "--pad-vocab-multiple", "fill the LM head up to a multiple of N tokens (default: 1)")
-    help_text = "axis by weight, a YAML file (default: the parameter table's)"
-    group.add_argument("--sharding-config", default=UNSET, metavar="FILE", help=help_text)
-    _add_choice(group, "--kernels", KERNELS, "which backend carries out the arithmetic")
-    if seed:
-        group.add_argument("--seed", type=int, default=UNSET, metavar="N", help="of the engine (default: 0)")
-
-
 def add_imports(group: Any) -> None:
-    """A user's own files."""
+    """Add --import, for the user's own files."""
     help_text = "a Python file that registers a model or a logits processor (repeatable)"
     group.add_argument("--import", action="append", default=UNSET, metavar="FILE", help=help_text)
 
 
-def add_weight_options(group: Any) -> None:
-    """What weights become when they are loaded, and the cores for it."""
-    _add_choice(group, "--dtype", DTYPES, "type of weights and products")
-    _add_choice(group, "--quantization", QUANTIZATIONS[1:], "how weights are stored and multiplied")
-    group.add_argument("--quantization-group-size", type=int, default=UNSET, metavar="N", help="32, 64 or 128")
-    _add_choice(group, "--load-format", LOAD_FORMATS, "dummy: random weights, only config.json is needed")
-    help_text = "cores that compute (default: all, or 1 for a small model)"
-    group.add_argument("--threads", type=int, default=UNSET, metavar="N", help=help_text)
+def add_engine_options(group: Any, names: Sequence[str] | None = None) -> None:
+    """Add a flag for each field of EngineConfig's parts, or for those of these names."""
+    for item in (item for part in PARTS.values() for item in fields(part)):
+        if names is None or item.name in names:
+            is_open = item.default is None or item.default is True  # the help text says what is chosen
+            help_text = item.metadata["help"] + ("" if is_open else f" (default: {item.default})")
+            group.add_argument(flag_of(item.name), default=UNSET, help=help_text, **_flag_kind(item))
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """The fields of SamplingParams that make sense on a command line; --seed is the request's."""
+def _flag_kind(item: Field[Any]) -> dict[str, Any]:
+    """Return the arguments of add_argument that follow from the values an option allows."""
+    allowed = item.metadata["allowed"]
+    if allowed is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if allowed is str:
+        return {"metavar": "FILE" if item.default is None else "NAME"}
+    if isinstance(allowed, range):
+        return {"type": int if allowed.start < 0 else parse_size, "metavar": "N"}
+    choices = [choice for choice in allowed if choice is not None]
+    return {"type": type(choices[0]), "metavar": "{" + ",".join(map(str, choices)) + "}"}
+
+
+def add_generation_options(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and every sampling and engine flag of a command that generates in process; --seed is the request's."""
+    add_model(parser)
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens generated (default: 256)")
-    group.add_argument("--min-tokens", type=int, default=UNSET, metavar="N", help="no end before this many")
-    for name, help_text in (
-        ("--temperature", "0 is greedy"),
-        ("--top-p", "keep the most likely tokens up to this probability"),
-        ("--min-p", "keep tokens at least this likely relative to the best"),
-        ("--presence-penalty", "for tokens generated before"),
-        ("--frequency-penalty", "for each time a token was generated before"),
-        ("--repetition-penalty", "for tokens seen in prompt or output"),
-    ):
-        group.add_argument(name, type=float, default=UNSET, metavar="X", help=help_text)
-    group.add_argument("--top-k", type=int, default=UNSET, metavar="N", help="keep so many most likely tokens")
-    group.add_argument("--n", type=int, default=UNSET, metavar="N", help="choices made from each prompt")
-    group.add_argument("--seed", type=int, default=UNSET, metavar="N", help="of the request: repeats the answer")
-    group.add_argument(
-        "--stop", action="append", default=UNSET, metavar="TEXT", help="end before this text (repeatable)"
-    )
-    group.add_argument("--stop-token-ids", type=int, nargs="+", default=UNSET, metavar="ID", help="tokens that end")
-    group.add_argument("--logprobs", type=int, default=UNSET, metavar="N", help="report log-probabilities (--json)")
-    group.add_argument("--prompt-logprobs", type=int, default=UNSET, metavar="N", help="the same for the prompt")
-    help_text = "add BIAS to a token's logit, like 42=-5 (repeatable)"
-    group.add_argument(
-        "--logit-bias", type=parse_bias, action="append", default=UNSET, metavar="ID=BIAS", help=help_text
-    )
-    group.add_argument("--bad-words", action="append", default=UNSET, metavar="WORD", help="never said (repeatable)")
-    group.add_argument("--ignore-eos", action="store_true", default=UNSET, help="go on after the end token")
-    group.add_argument("--include-stop-str-in-output", action="store_true", default=UNSET, help="keep the stop string")
+    for name, kind, help_text in SAMPLING:
+        group.add_argument(flag_of(name), help=help_text, **{"default": UNSET, **kind})
+    group = parser.add_argument_group("engine")
+    add_imports(group)
+    add_engine_options(group, [name for name in option_names() if name != "seed"])
 
 
-FLAGS = {"imports": "import"}  # where an option has another name as a flag
-SAMPLING_NAMES = """
-    max_tokens min_tokens temperature top_p min_p presence_penalty frequency_penalty repetition_penalty top_k n seed
-    stop stop_token_ids logprobs prompt_logprobs logit_bias bad_words ignore_eos include_stop_str_in_output
-"""
+def flag_of(name: str) -> str:
+    """Return the flag of a field: "max_num_seqs" -> "--max-num-seqs"."""
+    return "--" + FLAGS.get(name, name).replace("_", "-")
 
 
 def engine_options(args: argparse.Namespace, *, seed: bool = True) -> dict[str, Any]:
-    """What EngineConfig.from_options takes, of the flags that were given; checked here, before torch is imported."""
-    names = [name for name in option_names() if seed or name != "seed"]
-    flags = {name: FLAGS.get(name, name) for name in names}
+    """Return the flags that were given as options of EngineConfig.from_options, checked before torch is imported.
+
+    seed: whether --seed is the engine's.
+    """
+    flags = {name: FLAGS.get(name, name) for name in option_names() if seed or name != "seed"}
     options = {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
     EngineConfig.from_options(**options)
     return options
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What SamplingParams takes, of the flags that were given."""
-    found = {name: getattr(args, name) for name in SAMPLING_NAMES.split() if hasattr(args, name)}
+    """Return the flags that were given as fields of SamplingParams, checked before the model is loaded."""
+    found = {name: getattr(args, name) for name, _, _ in SAMPLING if hasattr(args, name)}
     if "logit_bias" in found:
         found["logit_bias"] = dict(found["logit_bias"])
+    SamplingParams(**found)
     return found
 
 
-def _add_choice(group: Any, name: str, choices: tuple[Any, ...], help_text: str) -> None:
-    allowed = "{" + ",".join(str(choice) for choice in choices) + "}"
-    group.add_argument(name, default=UNSET, metavar=allowed, help=help_text)
+def load_llm(args: argparse.Namespace) -> "LLM":
+    """Load the model of a command that generates in process; wrong flags are refused before torch is imported."""
+    sampling_options(args)
+    options = engine_options(args, seed=False)
+    from penstock.entrypoints.llm import LLM
 
-
-def _add_size(group: Any, name: str, help_text: str) -> None:
-    group.add_argument(name, type=parse_size, default=UNSET, metavar="N", help=help_text)
+    return LLM(**options)

@@ -1,10 +1,10 @@
-"""`penstock serve`: the OpenAI API of one model. Flags -> AsyncLLM and ServerOptions, no more. Imports no torch."""
+"""`penstock serve`: the OpenAI API of one model. It imports no torch."""
 
 import argparse
 import os
 import time
 
-from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options
+from penstock.cli.options import UNSET, add_engine_options, add_imports, add_model, engine_options
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 EXAMPLES = """examples:
@@ -21,14 +21,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
-    help_text = f"every request has to carry it (default: ${API_KEY_VARIABLE}, which other users cannot see)"
+    help_text = f"key that every request must carry (default: ${API_KEY_VARIABLE}, which other users cannot see)"
     group.add_argument("--api-key", metavar="KEY", default=os.environ.get(API_KEY_VARIABLE) or None, help=help_text)
-    help_text = "what requests call the model (default: MODEL; repeatable)"
+    help_text = "name of the model in requests (default: MODEL; repeatable)"
     group.add_argument("--served-model-name", action="append", metavar="NAME", help=help_text)
-    group.add_argument(
-        "--drain-timeout", type=float, default=UNSET, metavar="S", help="seconds to finish after SIGTERM"
-    )
-    add_engine_options(parser)
+    help_text = "seconds that open requests get after SIGTERM"
+    group.add_argument("--drain-timeout", type=float, default=UNSET, metavar="S", help=help_text)
+    group = parser.add_argument_group("engine")
+    add_imports(group)
+    add_engine_options(group)
     parser.set_defaults(run=run)
 
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         started_at=started_at,
         **drain,
     )
-    llm = AsyncLLM(**engine_options(args))  # its engine loads while the server's own imports are under way
+    llm = AsyncLLM(**engine_options(args))  # the engine loads while the server's own imports run
     from penstock.server import serve
 
     return serve.run(llm, options)

@@ -8,16 +8,16 @@ from penstock.cli.options import add_imports
 from penstock.plugins.user_files import import_files
 from penstock.validation import check_str
 
-DESCRIPTION = """Print every parameter of a model as a table of Penstock: name, shape, sharded axis, type.
+DESCRIPTION = """Print every parameter of a model as a parameter table: name, shape, sharded axis, type.
 
-A known architecture needs its config.json only. For another one the checkpoint's headers make a template, in which
-`shard: '?'` is to be filled in. No weights are read.
+A known architecture needs only its config.json. For an unknown one the checkpoint's headers make a template, in which
+`shard: '?'` has to be filled in. No weights are read.
 """
 EXAMPLES = """examples:
   penstock table demo
   penstock table /models/llama/config.json
   penstock table /models/new-one > my_model.yaml
-  penstock table /models/llama --sharding           one axis a name, as JetStream's sharding files have it
+  penstock table /models/llama --sharding           one axis per name, as in JetStream's sharding files
 """
 
 
@@ -37,6 +37,6 @@ def run(args: argparse.Namespace) -> int:
     from penstock.weights.table_template import table_text
 
     file = Path(args.model).expanduser()
-    place = file if file.suffix == ".json" and file.is_file() else resolve_model(args.model, weights=False)
-    sys.stdout.write(table_text(place, sharding=args.sharding))
+    source = file if file.suffix == ".json" and file.is_file() else resolve_model(args.model, weights=False)
+    sys.stdout.write(table_text(source, sharding=args.sharding))
     return 0

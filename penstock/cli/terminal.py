@@ -14,34 +14,35 @@ if TYPE_CHECKING:
 DIM, RESET = "\033[2m", "\033[0m"
 
 
-def tell(text: str) -> None:
-    """A remark on standard error, dimmed on a terminal."""
+def note(text: str) -> None:
+    """Print a line to standard error, dimmed on a terminal."""
     plain = not sys.stderr.isatty()
     print(text if plain else f"{DIM}{text}{RESET}", file=sys.stderr, flush=True)
 
 
-def take_interrupts() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt, as everything that has to be imported is there."""
+def show_choices(info: "ModelInfo") -> None:
+    """Print what was chosen automatically, and why."""
+    note(f"penstock: {info.model}, {info.dtype}, {info.system_fingerprint}")
+    for option, reason in info.choices_made.items():
+        note(f"  {option} = {reason}")
+
+
+def handle_interrupt() -> None:
+    """Make Ctrl-C raise KeyboardInterrupt; called once everything is imported (see `cli.main`)."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def take_termination() -> None:
-    """From now on SIGTERM raises SystemExit with the code that the shell gives it, so that `finally` is kept."""
+def handle_signals() -> None:
+    """Make Ctrl-C raise KeyboardInterrupt and SIGTERM raise SystemExit, so that unfinished files are removed."""
+    handle_interrupt()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
-def tell_choices(info: "ModelInfo") -> None:
-    """What was chosen automatically, and why."""
-    tell(f"penstock: {info.model}, {info.dtype}, {info.system_fingerprint}")
-    for option, reason in info.choices_made.items():
-        tell(f"  {option} = {reason}")
-
-
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error while a terminal watches, nothing otherwise."""
+    """Show a progress bar on standard error if that is a terminal; yield `advance(count)`."""
     if not sys.stderr.isatty() or total < 2:
         yield lambda count: None
         return
@@ -59,36 +60,33 @@ class StreamPrinter:
     def __init__(self, prompts: Sequence[str | None]) -> None:
         self._prompts = prompts
         self._texts: list[list[str]] = [[] for _ in prompts]
-        self._done = [False] * len(prompts)
+        self._finished = [False] * len(prompts)
         self._current = 0
         self._begun = False
 
     def show(self, index: int, output: "RequestOutput") -> None:
-        """Take in a DELTA output of the stream `index`."""
-        several = len(output.outputs) > 1  # these come whole
+        """Take a DELTA output of the stream `index`, or a final one that has several choices."""
+        several = len(output.outputs) > 1
         self._texts[index] += [
             f"\n[{choice.index}]{choice.text}" if several else choice.text for choice in output.outputs
         ]
         if output.error is not None:
             self._texts[index].append(f"\n(failed: {output.error})")
-        self._done[index] = output.finished
+        self._finished[index] = output.finished
         self._flush()
 
     def _flush(self) -> None:
         while self._current < len(self._texts):
-            self._begin()
+            if not self._begun:
+                gap = "\n" if self._current and len(self._prompts) > 1 else ""
+                sys.stdout.write(gap + (self._prompts[self._current] or ""))
+                self._begun = True
             texts = self._texts[self._current]
             sys.stdout.write("".join(texts))
             texts.clear()
             sys.stdout.flush()
-            if not self._done[self._current]:
+            if not self._finished[self._current]:
                 return
             sys.stdout.write("\n")
             self._current += 1
             self._begun = False
-
-    def _begin(self) -> None:
-        if not self._begun:
-            gap = "\n" if self._current and len(self._prompts) > 1 else ""
-            sys.stdout.write(gap + (self._prompts[self._current] or ""))
-            self._begun = True
