@@ -1,4 +1,4 @@
-"""EngineChild: the engine process as a thing to start, to talk to and to end. It knows no frame and no request."""
+"""EngineChild: one engine process and the connection to it. Knows frames, but no request and no restart."""
 
 import asyncio
 import os
@@ -7,42 +7,73 @@ import subprocess
 import sys
 import time
 
+from penstock.client import frames
+
 EXIT_WAIT_S = 5.0  # for the process to end by itself once the connection is closed
-STDERR = 2  # what the engine prints goes where our own messages go; our standard output is the user's
+STDERR = 2  # output of the engine process joins our messages on stderr; stdout belongs to the user
 PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class EngineChild:
     """A running engine process and our end of its connection.
 
-    Raises OSError where no process can be started.
+    Raises:
+        OSError: no process can be started.
     """
 
     def __init__(self) -> None:
-        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        # -P keeps the current directory off the path: a queue.py lying there must not become the engine's.
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        # -P keeps the current directory off the path: a queue.py there must not become the engine's.
         command = [sys.executable, "-P", "-m", "penstock.client.engine_process", str(theirs.fileno())]
         try:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=STDERR, env=_environment()
             )
         except OSError:
-            self.sock.close()
+            self._sock.close()
             raise
         finally:
             theirs.close()
 
     @property
     def pid(self) -> int | None:
-        """None once it has ended."""
+        """None once the process has ended."""
         return self._process.pid if self._process.poll() is None else None
 
+    async def connect(self) -> None:
+        """Attach the connection to the running event loop."""
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
+
+    def send(self, frame: frames.ToEngine) -> None:
+        """Send a frame without waiting: frames are small, and the child always reads. Dropped once hung up."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frames.pack(frame))
+
+    async def receive(self) -> frames.FromEngine | None:
+        """Wait for the next frame; None at the end of the connection.
+
+        Raises:
+            EngineError, msgspec.DecodeError: what arrived is not a frame.
+        """
+        if self._reader is None:
+            return None
+        try:
+            length = frames.body_length(await self._reader.readexactly(frames.HEADER_BYTES))
+            return frames.unpack_from_engine(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
     def hang_up(self) -> None:
-        """Close our end. The process ends itself then, even in the middle of a step."""
-        self.sock.close()
+        """Close our end. The process then exits, even in the middle of a step. A second call does nothing."""
+        if self._writer is None:
+            self._sock.close()
+        else:
+            self._writer.close()
 
     async def wait(self) -> int:
-        """Its exit code; after EXIT_WAIT_S it is killed."""
+        """Wait for the process and return its exit code; it is killed after EXIT_WAIT_S."""
         deadline = time.monotonic() + EXIT_WAIT_S
         while (code := self._process.poll()) is None:
             if time.monotonic() > deadline:
@@ -52,7 +83,7 @@ class EngineChild:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, and the way to this very package where Python would not find it by itself (a checkout, not installed)."""
+    """Return our environment, with PYTHONPATH set where the package is not installed (a checkout)."""
     installed = any(os.path.basename(part) in ("site-packages", "dist-packages") for part in PACKAGE_ROOT.split(os.sep))
     if installed:
         return dict(os.environ)

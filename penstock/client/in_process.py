@@ -1,11 +1,11 @@
-"""InProcessClient: text in, text out, on an engine in this very process. What `LLM` uses, and tests.
+"""InProcessClient: text in, text out, on an engine in this process. Used by `LLM` and the offline benchmark.
 
-add_request -> InputProcessor -> Engine.step -> OutputProcessor -> RequestOutputs
+add_request -> InputProcessor -> Engine.step -> OpenRequests -> RequestOutputs
 """
 
 from penstock.client.engine_client import Prompt
 from penstock.client.input_processor import InputProcessor
-from penstock.client.output_processor import OutputProcessor
+from penstock.client.open_requests import OpenRequests
 from penstock.engine.engine import Engine
 from penstock.errors import EngineDeadError
 from penstock.interface.messages import ModelInfo
@@ -15,11 +15,11 @@ from penstock.tokenizer.tokenizer import Tokenizer
 
 
 class InProcessClient:
-    """An engine that understands text.
+    """A client of an engine in this process.
 
     Attributes:
-        engine: token ids only.
-        model_info: what the engine says of its model.
+        engine: takes and gives token ids only.
+        model_info: the model as the engine describes it.
         tokenizer: None takes prompts as ids and gives no text.
     """
 
@@ -30,7 +30,7 @@ class InProcessClient:
         self._inputs = InputProcessor(
             tokenizer, max_model_len=model_info.max_model_len, vocab_size=model_info.vocab_size, seed=seed
         )
-        self._outputs = OutputProcessor(tokenizer)
+        self._requests = OpenRequests(tokenizer)
         self._closed = False
 
     def add_request(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None) -> str:
@@ -38,13 +38,13 @@ class InProcessClient:
 
         Raises:
             InvalidRequestError: prompt or parameters are wrong, or the id is in use.
-            EngineDeadError: it was shut down.
+            EngineDeadError: the engine was shut down.
         """
         if self._closed:
             raise EngineDeadError("the engine was shut down")
         params = params or SamplingParams(**self.model_info.default_sampling)
         prepared = self._inputs.process(prompt, params, request_id)
-        self._outputs.add(prepared)
+        self._requests.open(prepared)
         try:
             for engine_request in prepared.engine_requests:
                 self.engine.add_request(engine_request)
@@ -54,22 +54,30 @@ class InProcessClient:
         return prepared.request_id
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Return whether `step` has anything to do."""
         return self.engine.has_work
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; every request that moved, the ended ones with finished=True."""
-        processed = self._outputs.process(self.engine.step())
-        for engine_request_id in processed.abort_ids:
-            self.engine.abort(engine_request_id)
-        return processed.outputs
+        """Compute one step. Return an output for each request with new tokens; finished ones have finished=True."""
+        made = []
+        for request, outputs in self._requests.by_request(self.engine.step()).items():
+            output, abort_ids = self._requests.take(request, outputs)
+            for engine_request_id in abort_ids:
+                self.engine.abort(engine_request_id)
+            if output is not None:
+                made.append(output)
+                if output.finished:
+                    self._requests.close(request)
+        return made
 
     def abort(self, request_id: str) -> bool:
         """End a request without another output. False if it is not open."""
-        engine_request_ids = self._outputs.abort(request_id)
-        for engine_request_id in engine_request_ids:
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        for engine_request_id in self._requests.close(request):
             self.engine.abort(engine_request_id)
-        return bool(engine_request_ids)
+        return True
 
     def shutdown(self) -> None:
         """Free the model. A second call does nothing."""

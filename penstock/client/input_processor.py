@@ -73,6 +73,8 @@ class InputProcessor:
             check_unicode(request_id, param="request_id")
         check_params(params)
         params.check_vocabulary(self._vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequestError("stop: stop strings need a tokenizer, and there is none", param="stop")
         text, ids = self._read_prompt(prompt)
         arrival = next(self._arrivals)
         request_id = request_id or f"request-{arrival}"

@@ -1,8 +1,8 @@
 """Chat messages to the prompt text that a model was trained on, by the model's own Jinja template.
 
 A template is a program that came with the weights: it runs in Jinja's immutable sandbox, sees plain JSON values only,
-and renders what Transformers' apply_chat_template renders, character for character. It has no limits on time or memory
-here. Templates come from the model's directory, never from a request. Nothing here knows tokens.
+and renders what Transformers' apply_chat_template renders, character for character. Its time and memory are not
+limited here. Templates come from the model's directory, never from a request. Nothing here knows tokens.
 """
 
 import json

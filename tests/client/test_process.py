@@ -20,8 +20,7 @@ from penstock import (
     SamplingParams,
 )
 from penstock.client.engine_client import EngineState
-from penstock.client.journal import Journal
-from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.client.open_requests import OpenRequests
 
 LONG = SamplingParams(max_tokens=900, ignore_eos=True, output_kind="delta", seed=1)
 SHORT = SamplingParams(max_tokens=8, seed=1)
@@ -146,16 +145,15 @@ def test_an_output_that_cannot_be_made_text_ends_its_request_only(loop, llm, mon
     """A tokenizer that raises must not silence the supervisor, and with it every other request."""
 
     async def scenario():
-        client = llm._client
-        process = client._outputs.process
+        take = OpenRequests.take
 
-        def broken(outputs):
-            if outputs[0].request_id.startswith("bad#"):
+        def broken(requests, request, outputs):
+            if request.prepared.request_id == "bad":
                 raise KeyError("scripted")
-            return process(outputs)
+            return take(requests, request, outputs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(client._outputs, "process", broken)
+            patch.setattr(OpenRequests, "take", broken)
             bad = asyncio.create_task(anext(llm.generate("Once", LONG, request_id="bad")))
             good = await final(llm)
             with pytest.raises(RequestFailedError, match="scripted"):
@@ -427,25 +425,3 @@ def test_a_signal_to_the_whole_group_leaves_the_engine_to_its_client(loop, llm):
         await stream.aclose()
 
     loop.run(scenario())
-
-
-def test_a_journal_entry_of_a_resumed_request_keeps_what_it_came_with():
-    journal = Journal()
-    journal.open(EngineRequest("a", [1], SamplingParams(seed=3), output_token_ids=[5, 6]))
-    journal.note(EngineOutput("a", 2, [7]))
-    journal.note(EngineOutput("a", 9, [8]))  # a gap: not noted
-    assert journal.resumable()[0].output_token_ids == [5, 6, 7]
-    journal.close("a")
-    assert journal.num_tokens == 0
-
-
-def test_journal_notes_each_token_once():
-    journal = Journal()
-    journal.open(EngineRequest("a", [1, 2], SamplingParams(seed=3)))
-    for start, ids in ((0, [5, 6]), (1, [6, 7]), (3, [8])):
-        journal.note(EngineOutput("a", start, ids))
-    (resumed,) = journal.resumable()
-    assert resumed.output_token_ids == [5, 6, 7, 8]
-    assert journal.num_tokens == 4
-    journal.note(EngineOutput("a", 4, [9], finish_reason="stop"))
-    assert (journal.num_requests, journal.num_tokens) == (0, 0)

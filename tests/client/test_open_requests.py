@@ -1,5 +1,6 @@
-"""OutputProcessor: ids to text, whatever way the engine's outputs are cut."""
+"""OpenRequests: ids to text, whatever way the engine's outputs are cut, and what a new engine would need."""
 
+import asyncio
 import dataclasses
 from itertools import chain, pairwise
 
@@ -8,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client.input_processor import InputProcessor
-from penstock.client.output_processor import OutputProcessor
-from penstock.errors import InvalidRequestError
+from penstock.client.open_requests import OpenRequests
+from penstock.errors import EngineDeadError, InvalidRequestError
 from penstock.interface.messages import EngineOutput
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -21,20 +22,43 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
+@dataclasses.dataclass
+class Step:
+    """What became of a step's outputs: for readers, and engine requests to abort."""
+
+    outputs: list = dataclasses.field(default_factory=list)
+    abort_ids: list = dataclasses.field(default_factory=list)
+
+
 class Session:
-    """One OutputProcessor with the requests that a test adds."""
+    """One OpenRequests with the requests that a test adds; finished ones are closed, as by a quick reader."""
 
     def __init__(self, tokenizer=TOK):
-        self.inputs = InputProcessor(TOK, max_model_len=1024, vocab_size=TOK.vocab_size)
-        self.outputs = OutputProcessor(tokenizer)
+        self.inputs = InputProcessor(tokenizer, max_model_len=1024, vocab_size=TOK.vocab_size)
+        self.requests = OpenRequests(tokenizer)
 
     def add(self, request_id="r", prompt="The fox", **params):
         prepared = self.inputs.process(prompt, SamplingParams(**{"max_tokens": None, **params}), request_id)
-        self.outputs.add(prepared)
+        self.requests.open(prepared)
         return [request.request_id for request in prepared.engine_requests]
 
     def step(self, *outputs):
-        return self.outputs.process(outputs)
+        step = Step()
+        for request, its_outputs in self.requests.by_request(outputs).items():
+            output, abort_ids = self.requests.take(request, its_outputs)
+            step.abort_ids += abort_ids
+            if output is not None:
+                step.outputs.append(output)
+                if output.finished:
+                    assert self.requests.close(request) == []
+        return step
+
+    def close(self, request_id):
+        return self.requests.close(self.requests.get(request_id))
+
+    @property
+    def open_ids(self):
+        return [request.prepared.request_id for request in self.requests]
 
 
 def ids_of(text):
@@ -79,7 +103,7 @@ class TestText:
         assert all(later.startswith(sooner) for sooner, later in pairwise(texts["cumulative"]))
         found = [stop for stop in stops if stop in text]
         assert (texts[FINAL][0] == text) or found
-        assert session.outputs.open_request_ids == []
+        assert session.open_ids == []
 
     def test_stop_string(self):
         """Guards against a leaked stop string, tokens after it, and an engine that goes on for nobody."""
@@ -101,7 +125,7 @@ class TestText:
         late = session.step(
             out(name, len(tokens), [5]), out(name, len(tokens) + 1, [], finish_reason=FinishReason.ABORT)
         )
-        assert late == type(late)()
+        assert late == Step()
 
     def test_stop_string_within_many_tokens(self):
         """Guards against keeping the tokens that came after the stop string in the same step (drafts bring several)."""
@@ -211,14 +235,15 @@ class TestOrder:
             session.step(out(name, start, chunk, logprobs=[TokenLogprobs([i], [-1.0], 1) for i in chunk]))
             have = max(have, start + len(chunk))
         entries = [TokenLogprobs([i], [-1.0], 1) for i in ids]
-        choice = session.step(out(name, 0, ids, logprobs=entries, finish_reason=LENGTH)).outputs[0].outputs[0]
+        (output,) = session.step(out(name, 0, ids, logprobs=entries, finish_reason=LENGTH)).outputs
+        (choice,) = output.outputs
         assert choice.token_ids == ids
         assert choice.text == TOK.decode(ids)
         assert choice.cumulative_logprob == -12.0
-        assert session.outputs.num_gaps_total == 0
+        assert output.error is None
 
     def test_gap(self):
-        """Guards against a text with a hole in it: it must end with an error, be counted, and stop the engine."""
+        """Guards against a text with a hole in it: it must end with an error and stop the engine."""
         session = Session()
         (name,) = session.add()
         session.step(out(name, 0, [5]))
@@ -227,8 +252,8 @@ class TestOrder:
         assert step.outputs[0].finished
         assert step.outputs[0].outputs[0].finish_reason == "error"
         assert "lost" in step.outputs[0].error
-        assert session.outputs.num_gaps_total == 1
-        assert session.outputs.open_request_ids == []
+        assert session.requests.resumable() == []
+        assert session.open_ids == []
 
     def test_unknown_ids(self):
         """Guards against a crash on an output that was under way when its request was aborted."""
@@ -264,7 +289,7 @@ class TestChoices:
         step = session.step(out(names[0], 0, ids_of("b")), out(names[1], 0, ids_of("a")))
         assert step.abort_ids == [names[0]]
         assert not step.outputs[0].finished
-        assert session.outputs.open_request_ids == ["r"]
+        assert session.open_ids == ["r"]
 
 
 class TestNumbers:
@@ -323,8 +348,8 @@ class TestEnds:
         session = Session()
         names = session.add(n=3)
         session.step(out(names[1], 0, [5], finish_reason=LENGTH))
-        assert session.outputs.abort("r") == [names[0], names[2]]
-        assert session.outputs.abort("r") == []
+        assert session.close("r") == [names[0], names[2]]
+        assert session.requests.get("r") is None
         assert session.step(out(names[0], 0, [5])).outputs == []
         session.add()  # the id is free again
 
@@ -336,18 +361,21 @@ class TestEnds:
         assert (step.outputs[0].error, step.outputs[0].outputs[0].finish_reason) == ("no luck", "error")
         assert step.abort_ids == []
 
-    def test_finish_all(self):
-        """Guards against callers that wait for ever when the engine is gone."""
+    def test_cancelled(self):
+        """Guards against outputs under way, of a request that was ended with an error, reaching its reader."""
         session = Session()
-        names = session.add("a", n=2, stop=["xy"]), session.add("b", output_kind=FINAL)
-        session.step(out(names[0][0], 0, ids_of("x")), out(names[0][1], 0, [5], finish_reason=LENGTH))
-        outputs = session.outputs.finish_all("the engine died")
-        assert [output.request_id for output in outputs] == ["a", "b"]
-        assert all(output.finished and output.error == "the engine died" for output in outputs)
-        assert [choice.finish_reason for choice in outputs[0].outputs] == ["error", "length"]
-        assert outputs[0].outputs[0].text == "x"
-        assert session.outputs.open_request_ids == []
-        assert session.step(out(names[0][0], 1, [5])).outputs == []
+        names = session.add("a", n=2, output_kind=FINAL)
+        session.step(out(names[0], 0, ids_of("x"), finish_reason=LENGTH), out(names[1], 0, [5]))
+        request = session.requests.get("a")
+        request.mailbox.put(EngineDeadError("the engine died"))
+        assert request.mailbox.ended
+        assert session.requests.cancel(request) == [names[1]]
+        assert session.step(out(names[1], 1, [5], finish_reason=LENGTH)).outputs == []
+        with pytest.raises(EngineDeadError, match="the engine died"):
+            asyncio.run(request.mailbox.get())
+        with pytest.raises(InvalidRequestError, match="in use"):  # until its reader has seen the end
+            session.add("a")
+        assert session.close("a") == []
 
     def test_ids_in_use(self):
         """Guards against two open requests answering to one id."""
@@ -363,8 +391,8 @@ class TestEnds:
         for index in range(20):
             (name,) = session.add(f"r{index}", stop=["x"])
             session.step(out(name, 0, ids_of("x") if index % 2 else [5], finish_reason=None if index % 2 else LENGTH))
-        assert not session.outputs._requests
-        assert not session.outputs._choices
+        assert not session.requests._requests
+        assert not session.requests._running
 
 
 def test_outputs_are_values():
@@ -378,3 +406,43 @@ def test_outputs_are_values():
     session.step(out(name, 1, [6], logprobs=[entry]))
     after = first.outputs[0]
     assert (after.token_ids, len(after.logprobs), after.text) == before
+
+
+class TestJournal:
+    """What a new engine would need to go on with the open requests."""
+
+    def test_each_token_is_noted_once(self):
+        session = Session()
+        (name,) = session.add()
+        for start, ids in ((0, [5, 6]), (1, [6, 7]), (3, [8])):
+            session.step(out(name, start, ids))
+        (resumed,) = session.requests.resumable()
+        assert resumed.output_token_ids == [5, 6, 7, 8]
+        assert (resumed.request_id, session.requests.num_running, session.requests.num_tokens) == (name, 1, 4)
+        session.step(out(name, 4, [9], finish_reason=STOP))
+        assert (session.requests.num_running, session.requests.num_tokens) == (0, 0)
+
+    def test_a_resumed_request_keeps_what_it_came_with(self):
+        """Guards against a continuation, on another engine, whose first tokens or their text are lost."""
+        session = Session()
+        prepared = session.inputs.process("The fox", SamplingParams(seed=3), "r")
+        sent = dataclasses.replace(prepared.engine_requests[0], output_token_ids=ids_of("ab"))
+        session.requests.open(dataclasses.replace(prepared, engine_requests=(sent,)))
+        more = ids_of("c")
+        step = session.step(out(sent.request_id, len(sent.output_token_ids), more))
+        assert session.requests.resumable()[0].output_token_ids == sent.output_token_ids + more
+        assert step.outputs[0].outputs[0].text == "abc"
+        session.step(out(sent.request_id, 9, [8]))  # a gap ends it
+        assert session.requests.resumable() == []
+        assert session.requests.num_tokens == 0
+
+    def test_only_running_choices(self):
+        """Guards against a choice that has ended, here or in the engine, being generated again."""
+        session = Session()
+        names = session.add(n=3, stop=["b"])
+        session.step(
+            out(names[0], 0, ids_of("b")), out(names[1], 0, [5], finish_reason=LENGTH), out(names[2], 0, ids_of("a"))
+        )
+        assert [request.request_id for request in session.requests.resumable()] == [names[2]]
+        session.close("r")
+        assert session.requests.resumable() == []

@@ -1,0 +1,215 @@
+"""OpenRequests: the one table of a client's open requests, from the user's request to what its reader gets.
+
+An entry holds the prepared request, the tokens received, their text, and the mailbox of its reader. It lives on the
+client's side of the process boundary, so that text and tokens survive an engine that dies: `resumable` returns what a
+new engine needs to continue. Knows no engine, process or clock; not for several threads at once.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from penstock.client.choice import Choice, logprobs_at
+from penstock.client.input_processor import PreparedRequest
+from penstock.errors import InvalidRequestError, PenstockError, RequestFailedError
+from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.outputs import FinishReason, LogprobsAt, RequestOutput
+from penstock.interface.sampling_params import RequestOutputKind
+from penstock.tokenizer.tokenizer import Tokenizer
+
+
+class OpenRequests:
+    """Open requests by the user's request id, and their running choices by engine request id.
+
+    A request is open until `close`. A choice runs until the engine or a stop string ends it, or it is cancelled;
+    outputs for any other engine request are dropped.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, OpenRequest] = {}
+        self._running: dict[str, tuple[OpenRequest, Choice]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator["OpenRequest"]:
+        return iter(list(self._requests.values()))
+
+    def get(self, request_id: str) -> "OpenRequest | None":
+        """Return the open request of this id."""
+        return self._requests.get(request_id)
+
+    @property
+    def num_running(self) -> int:
+        """Choices that run or wait in the engine."""
+        return len(self._running)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens received for running choices."""
+        return sum(len(choice.token_ids) for _, choice in self._running.values())
+
+    def resumable(self) -> list[EngineRequest]:
+        """Return the running choices as a new engine would take them, with the tokens received as output_token_ids."""
+        running = (choice for _, choice in self._running.values())
+        return [replace(choice.request, output_token_ids=list(choice.token_ids)) for choice in running]
+
+    def open(self, prepared: PreparedRequest) -> "OpenRequest":
+        """Add a request.
+
+        Raises:
+            InvalidRequestError: its id is open.
+        """
+        if prepared.request_id in self._requests:
+            raise InvalidRequestError(f"request_id: {prepared.request_id!r} is in use", param="request_id")
+        request = self._requests[prepared.request_id] = OpenRequest(prepared, self._tokenizer)
+        self._running |= {choice.request.request_id: (request, choice) for choice in request.choices}
+        return request
+
+    def owner(self, engine_request_id: str) -> "OpenRequest | None":
+        """Return the request that a running choice belongs to."""
+        request, _ = self._running.get(engine_request_id, (None, None))
+        return request
+
+    def by_request(self, outputs: Iterable[EngineOutput]) -> "dict[OpenRequest, list[EngineOutput]]":
+        """Return the outputs of a step grouped by open request."""
+        grouped: dict[OpenRequest, list[EngineOutput]] = {}
+        for output in outputs:
+            request = self.owner(output.request_id)
+            if request is not None:
+                grouped.setdefault(request, []).append(output)
+        return grouped
+
+    def take(self, request: "OpenRequest", outputs: Iterable[EngineOutput]) -> tuple[RequestOutput | None, list[str]]:
+        """Add a request's outputs of a step.
+
+        Returns:
+            What its reader gets, if anything, and the engine requests to abort: ended here, still running there.
+        """
+        abort_ids = []
+        for output in outputs:
+            if output.request_id not in self._running:  # an output before it was the choice's last
+                continue
+            choice = self._running[output.request_id][1]
+            request.add(choice, output)
+            if choice.finish_reason is not None:
+                del self._running[output.request_id]
+                if output.finish_reason is None:
+                    abort_ids.append(output.request_id)
+        return request.make_output(), abort_ids
+
+    def cancel(self, request: "OpenRequest") -> list[str]:
+        """Drop what is still to come for a request. Returns its engine requests that were running."""
+        ids = [choice.request.request_id for choice in request.choices]
+        return [request_id for request_id in ids if self._running.pop(request_id, None) is not None]
+
+    def close(self, request: "OpenRequest") -> list[str]:
+        """Remove a request, whose id is free from now on. Returns its engine requests that were running."""
+        del self._requests[request.prepared.request_id]
+        return self.cancel(request)
+
+
+class OpenRequest:
+    """A user's request: its choices, what they share, and the mailbox of its reader."""
+
+    def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
+        self.prepared = prepared
+        self.choices = [Choice(engine_request, prepared, tokenizer) for engine_request in prepared.engine_requests]
+        self.mailbox = Mailbox(prepared.params.output_kind)
+        self._tokenizer = tokenizer if prepared.params.detokenize else None
+        self._error: str | None = None
+        self._num_cached_tokens: int | None = None
+        self._prompt_logprobs: list[LogprobsAt | None] = [None]  # the first token has none
+        self._prompt_logprobs_sent = prepared.params.prompt_logprobs is None
+
+    def add(self, choice: Choice, output: EngineOutput) -> None:
+        """Take an engine output. What was received before is skipped; a gap ends the choice with an error."""
+        repeated = len(choice.token_ids) - output.start_index
+        if not self._add_prompt_logprobs(output) or (repeated < 0 and output.new_token_ids):
+            self._error = "tokens were lost between the engine and the client; this is a bug in Penstock"
+            choice.end(FinishReason.ERROR)
+            return
+        if choice.request.choice == 0 and self._num_cached_tokens is None:
+            self._num_cached_tokens = output.num_cached_tokens
+        choice.add_tokens(output, max(repeated, 0))
+        if output.finish_reason is not None and choice.finish_reason is None:
+            self._error = output.error or self._error
+            choice.end(output.finish_reason, output.stop_reason)
+
+    def _add_prompt_logprobs(self, output: EngineOutput) -> bool:
+        """Keep the new ones. False if some before them are missing."""
+        if not output.prompt_logprobs:
+            return True
+        repeated = len(self._prompt_logprobs) - output.prompt_logprobs_start
+        if repeated >= 0:
+            fresh = output.prompt_logprobs[repeated:]
+            self._prompt_logprobs += [logprobs_at(entry, self._tokenizer) for entry in fresh]
+        return repeated >= 0
+
+    def make_output(self) -> RequestOutput | None:
+        """Return what the reader gets now; None if there is nothing."""
+        kind = self.prepared.params.output_kind
+        finished = all(choice.finish_reason is not None for choice in self.choices)
+        changed = [choice for choice in self.choices if choice.changed]
+        if not changed or (kind is RequestOutputKind.FINAL_ONLY and not finished):
+            return None
+        shown = changed if kind is RequestOutputKind.DELTA else self.choices
+        return RequestOutput(
+            request_id=self.prepared.request_id,
+            prompt=self.prepared.prompt,
+            prompt_token_ids=self.prepared.prompt_token_ids,
+            outputs=[choice.make_output(kind) for choice in shown],
+            finished=finished,
+            prompt_logprobs=self._take_prompt_logprobs(kind),
+            num_cached_tokens=self._num_cached_tokens or 0,
+            seed=self.prepared.params.seed,
+            error=self._error,
+        )
+
+    def _take_prompt_logprobs(self, kind: RequestOutputKind) -> list[LogprobsAt | None] | None:
+        """Return all of them once they are complete; sent once in DELTA mode."""
+        if self._prompt_logprobs_sent or len(self._prompt_logprobs) < len(self.prepared.prompt_token_ids):
+            return None
+        self._prompt_logprobs_sent = kind is RequestOutputKind.DELTA
+        return list(self._prompt_logprobs)
+
+
+class Mailbox:
+    """Outputs of one request on their way to its reader: all deltas, or the newest state.
+
+    Attributes:
+        ended: the last output, or the error that ended the request, was put; the reader may not have seen it yet.
+    """
+
+    def __init__(self, kind: RequestOutputKind) -> None:
+        self.ended = False
+        self._newest_only = kind is not RequestOutputKind.DELTA  # unread states would only fill the memory
+        self._items: deque[RequestOutput | PenstockError] = deque()
+        self._arrived = asyncio.Event()
+
+    def put(self, item: RequestOutput | PenstockError) -> None:
+        """Add an output, or the error that ends the request."""
+        if self._newest_only:
+            self._items.clear()
+        self._items.append(item)
+        self.ended = self.ended or isinstance(item, PenstockError) or item.finished
+        self._arrived.set()
+
+    async def get(self) -> RequestOutput:
+        """Wait for the next output.
+
+        Raises:
+            RequestFailedError: the computation failed.
+            PenstockError: the error that was put.
+        """
+        while not self._items:
+            self._arrived.clear()
+            await self._arrived.wait()
+        item = self._items.popleft()
+        if isinstance(item, PenstockError):
+            raise item
+        if item.error is not None:
+            raise RequestFailedError(item.error)
+        return item
