@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find penstock/kernels/cpu/native -type f)
-SOURCES := penstock tests tools
+SOURCES := penstock tests tools examples
 
-.PHONY: demo test check format structure readme matrix bench clean
+.PHONY: demo test check format readme matrix structure docs bench clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m penstock.cli.demo
@@ -32,6 +32,13 @@ readme: $(VENV)/.installed-test
 matrix: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.support_matrix
 
+structure:
+	@$(PYTHON) tools/structure.py
+
+docs: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the documentation is in site/index.html"
+
 bench: $(VENV)/.installed-test
 	@$(BIN)/python -m penstock.bench.startup
 	@$(BIN)/penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
@@ -40,7 +47,7 @@ bench: $(VENV)/.installed-test
 	@$(BIN)/python -m penstock.bench.perf_log ops.json docs/perf_log.md
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps make a second run start at once; what is built from them is only rebuilt when its sources change.
@@ -53,4 +60,9 @@ $(VENV)/.installed: pyproject.toml $(NATIVE)
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing what the tests need"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[test]"
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing what the documentation needs"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	@touch $@

@@ -1,51 +1,72 @@
-"""Runs the console blocks of README.md and writes their real outputs below them: `make readme`."""
+"""Run the console blocks of README.md and docs/, and write their real outputs below them: `make readme`.
+
+`python -m tests.refresh_readme PAGE ...` does so for these pages only.
+"""
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 
-from tests.test_readme import BIN, wait_until_healthy
+from tests.pages import CONSOLE, NOT_RUN, PAGES, SERVE, URL, run, start_server, stop
 
-README = Path(__file__).parent.parent / "README.md"
-URL = "http://127.0.0.1:8000"
+MAX_LINES = 40  # of an output; the rest is left out, with a line of three dots
 
 
-def refresh_block(match: re.Match[str]) -> str:
-    """The block with the same commands and what they print today."""
-    lines, servers = [], []
+def refreshed(page: str) -> str:
+    """Return the text of a page with today's outputs."""
+    if not CONSOLE.search(NOT_RUN.sub("", page)):
+        return page
+    pieces, end = [], 0
+    server = start_server(8000, subprocess.PIPE) if f"$ {SERVE}" in page else None
     try:
-        for command in (line for line in match[1].splitlines() if line.startswith("$ ")):
-            lines += [command, *output_of(command[2:], servers)]
+        for left_alone in [*NOT_RUN.finditer(page), None]:
+            start = left_alone.start() if left_alone else len(page)
+            pieces.append(CONSOLE.sub(lambda match: refreshed_block(match, server), page[end:start]))
+            end = left_alone.end() if left_alone else start
+            pieces.append(page[start:end])
     finally:
-        for server in servers:
-            server.terminate()
-            server.wait()
+        if server is not None:
+            stop(server)
+    return "".join(pieces)
+
+
+def refreshed_block(match: re.Match[str], server: subprocess.Popen[str] | None) -> str:
+    """Return the block with the same commands and what they print today."""
+    lines = []
+    for line in match[1].splitlines():
+        if line.startswith("$ "):
+            lines += [line, *output_of(line[2:], server)]
     return "```console\n" + "\n".join(lines) + "\n```"
 
 
-def output_of(command: str, servers: list[subprocess.Popen[str]]) -> list[str]:
-    environment = {"PATH": f"{BIN}:/usr/bin:/bin", "COLUMNS": "100"}
-    if command.endswith("&"):
-        words = command.removesuffix("&").split()
-        server = subprocess.Popen([str(BIN / words[0]), *words[1:]], stdout=subprocess.PIPE, text=True, env=environment)
-        servers.append(server)
-        wait_until_healthy(f"{URL}/health")
-        return [server.stdout.readline().rstrip()] if server.stdout else []
-    done = subprocess.run(command, shell=True, check=True, capture_output=True, text=True, env=environment)
-    return [line.rstrip() for line in done.stdout.rstrip().splitlines()]
+def output_of(command: str, server: subprocess.Popen[str] | None) -> list[str]:
+    """Return the lines that a command prints on standard output.
+
+    Raises:
+        SystemExit: the command fails.
+    """
+    if command == SERVE:
+        return [] if server is None or server.stdout is None else [server.stdout.readline().rstrip()]
+    done = run(command)
+    if done.returncode:
+        raise SystemExit(f"{command}: exit code {done.returncode}\n{done.stderr}")
+    lines = [line.rstrip() for line in done.stdout.rstrip().splitlines()]
+    return lines if len(lines) <= MAX_LINES else [*lines[:MAX_LINES], "..."]
 
 
-def main() -> None:
+def main(pages: list[Path]) -> None:
     try:
         httpx.get(URL)
     except httpx.TransportError:
-        text = README.read_text(encoding="utf-8")
-        README.write_text(re.sub(r"```console\n(.*?)```", refresh_block, text, flags=re.DOTALL), encoding="utf-8")
+        for page in pages:
+            text = page.read_text(encoding="utf-8")
+            page.write_text(refreshed(text), encoding="utf-8")
     else:
-        raise SystemExit("something listens on port 8000, which the README's server needs")
+        raise SystemExit("port 8000, which the pages' server needs, is in use")
 
 
 if __name__ == "__main__":
-    main()
+    main([Path(name) for name in sys.argv[1:]] or PAGES)

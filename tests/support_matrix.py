@@ -1,7 +1,7 @@
-"""The README's table of what is proved of which architecture: `make matrix` runs the families' tests and writes it.
+"""What is tested of which architecture, the table of docs/models.md: `make matrix` runs the tests and writes it.
 
-A test that is marked `matrix(column)` proves that column of its `case`. A cell says "yes" where every such test of
-every tiny model of the architecture has passed, "no" where one has not, and NOTHING where there is none, for instance
+A test that is marked `matrix(column)` proves that column of its `case`. A cell says "yes" if every such test of every
+tiny model of the architecture has passed, "no" if one has not, and NOTHING if there is no such test, for instance
 because no layer has a window.
 """
 
@@ -17,7 +17,7 @@ import pytest
 from tests.families.case import Case, all_cases
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "models.md"
 TESTS = ROOT / "tests" / "families"
 COLUMNS = ["float32", "bfloat16", "int8", "int4", "int8 cache", "window"]
 NOTHING = "–"
@@ -27,7 +27,7 @@ Cells = dict[str, dict[str, bool]]  # by architecture and column
 
 
 class Results:
-    """Pytest plugin: which column of which architecture each test proves, and whether it passed."""
+    """A pytest plugin that notes which column of which architecture each test proves, and whether it passed."""
 
     def __init__(self) -> None:
         self.cells: Cells = {}
@@ -47,7 +47,7 @@ class Results:
 
 
 def defined() -> Cells:
-    """The cells that the tests have, as if all had passed: read from their marks, without pytest."""
+    """Return the cells that the tests have, as if all had passed: read from their marks, without pytest."""
     cells: Cells = {}
     for name in sorted(file.stem for file in TESTS.glob("test_*.py")):
         module = importlib.import_module(f"tests.families.{name}")
@@ -62,7 +62,7 @@ def defined() -> Cells:
 
 
 def table(cells: Mapping[str, Mapping[str, bool]], cases: Iterable[Case]) -> str:
-    """Markdown, a line for each architecture."""
+    """Return the table in Markdown, one line per architecture."""
     models: dict[str, list[str]] = {}
     for case in cases:
         models.setdefault(case.architecture, []).append(case.name)
@@ -75,22 +75,22 @@ def table(cells: Mapping[str, Mapping[str, bool]], cases: Iterable[Case]) -> str
 
 
 def written() -> str:
-    """The table as it stands in the README."""
-    found = BETWEEN.search(README.read_text(encoding="utf-8"))
-    assert found is not None, "README.md has no place for the support matrix"
+    """Return the table as it stands in docs/models.md."""
+    found = BETWEEN.search(PAGE.read_text(encoding="utf-8"))
+    assert found is not None, "docs/models.md has no place for the support matrix"
     return found[2]
 
 
 def main() -> int:
-    """Run the tests and write the table; exit code 1 where a cell says "no"."""
+    """Run the tests and write the table. Return exit code 1 if a cell says "no"."""
     results = Results()
     imported_before = "ignore::pytest.PytestAssertRewriteWarning"  # by the cases
     code = pytest.main(["-m", "matrix", "-W", imported_before, str(TESTS)], [results])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return code  # nothing was proved, and nothing refuted
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     new = table(results.cells, all_cases())
-    README.write_text(BETWEEN.sub(lambda match: match[1] + new + match[3], text), encoding="utf-8")
+    PAGE.write_text(BETWEEN.sub(lambda match: match[1] + new + match[3], text), encoding="utf-8")
     return code
 
 

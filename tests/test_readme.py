@@ -1,85 +1,102 @@
-"""Every command and program of README.md runs as it stands there (the port aside)."""
+"""The pages that users read hold what they say: commands and programs run as they stand there (the port aside), links
+and paths lead somewhere, the tables are those of the tests, and a request passes the ten files."""
 
 import re
-import socket
-import subprocess
-import sys
-import time
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
+import yaml
 
 from tests import support_matrix
 from tests.families.case import all_cases
+from tests.pages import PAGES, ROOT, SERVE, commands, name_of, programs, run, serving
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(console|python)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [line[2:] for kind, text in BLOCKS if kind == "console" for line in text.splitlines() if line[:2] == "$ "]
-PROGRAMS = [text for kind, text in BLOCKS if kind == "python"]
-BIN = Path(sys.executable).parent
-
-
-def run(command: str) -> subprocess.CompletedProcess:
-    environment = {"PATH": f"{BIN}:/usr/bin:/bin"}
-    return subprocess.run(command, shell=True, capture_output=True, text=True, timeout=100, env=environment)
+README = ROOT / "README.md"
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+COMMANDS = [
+    pytest.param(line, id=f"{name_of(page)}-{i}")
+    for page in PAGES
+    for i, line in enumerate(commands(page))
+    if line != SERVE
+    and page.name != "request.md"  # the fixture starts the server; the test of the ten files runs the other
+]
+PROGRAMS = [pytest.param(text, id=f"{name_of(page)}-{i}") for page in PAGES for i, text in enumerate(programs(page))]
+# A path with a folder, and below a folder of the repository or of the package; /models/llama is a user's own.
+PATH = re.compile(r"(?<![\w/.*~$-])((?:[a-z0-9_]+/)+[A-Za-z0-9_.]+\.(?:py|md|yaml|yml|json|h|cpp|txt|svg))\b")
+PLACES = [ROOT, ROOT / "penstock", ROOT / "penstock" / "kernels", ROOT / "penstock" / "kernels" / "cpu"]
 
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """The README's server, on a free port."""
-    (command,) = [line for line in COMMANDS if line.endswith("&")]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number = free.getsockname()[1]
-    words = command.removesuffix("&").replace("8000", str(number)).split()
-    server = subprocess.Popen([str(BIN / words[0]), *words[1:]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_until_healthy(f"http://127.0.0.1:{number}/health")
+    """Yield the port of the pages' server, a free one."""
+    with serving() as number:
         yield number
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def wait_until_healthy(url: str) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(url).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError("the server did not become healthy")
 
 
 def test_there_is_something_to_run():
-    assert len(COMMANDS) >= 3
-    assert len(PROGRAMS) >= 3
+    assert len(commands(README)) >= 3
+    assert len(programs(README)) >= 2
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
-@pytest.mark.parametrize("command", [line for line in COMMANDS if not line.endswith("&")])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_command(command, port):
+    assert not command.endswith("&"), f"pages may start one server only: {SERVE}"
     done = run(command.replace("8000", str(port)))
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).strip()  # `convert` reports on stderr, like every progress line
-    assert '"error"' not in done.stdout
+    assert '"error"' not in done.stdout or "tempreature" in command  # the misspelt field is there to be refused
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_program(program, port):
-    done = subprocess.run(
-        [sys.executable, "-c", program.replace("8000", str(port))], capture_output=True, text=True, timeout=60
+def test_program(program, port, tmp_path, capsys):
+    file = tmp_path / "program.py"
+    file.write_text(program.replace("8000", str(port)), encoding="utf-8")
+    runpy.run_path(str(file), run_name="__main__")
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=name_of)
+def test_links_and_paths_lead_somewhere(page):
+    """Guards against a file that was moved or renamed and is still named on a page."""
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (page.parent / target).exists(), target
+    for path in PATH.findall(re.sub(r"\]\([^)]*\)|https?://\S+", "]", text)):
+        assert any((place / path).exists() for place in PLACES), path
+
+
+def test_every_page_is_on_the_site():
+    """Guards against a page that nobody finds: the navigation of mkdocs.yml has each one."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r": (\w+\.md)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in PAGES if page.parent == ROOT / "docs")
+    assert yaml.safe_load(text)["strict"] is True
+
+
+def test_the_ten_files_are_those_that_a_request_passes():
+    """Guards against a way through the code that nobody takes any more."""
+    named = re.findall(
+        r"^\| \d+ \| `(\S+)` \|", (ROOT / "docs" / "request.md").read_text(encoding="utf-8"), re.MULTILINE
     )
+    assert len(named) == 10
+    block = re.search(r"^```\n(server/.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    assert block[1].replace("->", " ").split() == named
+    (command,) = commands(ROOT / "docs" / "request.md")
+    done = run(command)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    folders = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert set(named) <= {f"{folder}{stem}.py" for folder, *stems in folders for stem in stems}
 
 
-def test_its_links_lead_somewhere():
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (Path(__file__).parent.parent / target).exists(), target
+def test_the_picture_of_speed_is_that_of_the_table():
+    """Guards against a bar that is not its number: the table is changed, and the picture is drawn from it."""
+    tool = runpy.run_path(str(ROOT / "tools" / "draw_speed.py"))
+    drawn = tool["draw"](tool["read_table"](Path(tool["TABLE"]).read_text(encoding="utf-8")))
+    assert Path(tool["PICTURE"]).read_text(encoding="utf-8") == drawn
 
 
 def test_the_support_matrix_is_that_of_the_tests():

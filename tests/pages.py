@@ -1,0 +1,92 @@
+"""The pages that users read (README.md and docs/), and what tests and `make readme` run of them.
+
+A ``console`` block holds commands, each on a line that begins with ``$ ``, and their output; a ``python`` block is a
+program, unless its first line names the file that it is (as in docs/adding_a_model.md, whose files have a test of their
+own). A block below ``<!-- not run: reason -->`` is left alone.
+"""
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BIN = Path(sys.executable).parent
+SERVE = "penstock serve demo --port 8000 &"  # the one server that commands and programs of a page may use
+URL = "http://127.0.0.1:8000"
+ENVIRONMENT = {"PATH": f"{BIN}:/usr/bin:/bin", "COLUMNS": "100", "XDG_CACHE_HOME": "/tmp/penstock-cache"}
+NOT_RUN = re.compile(r"^<!-- not run: .+? -->\n```.*?^```\n", re.MULTILINE | re.DOTALL)
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^```python\n(?!# \w+\.py\n)(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    """Return the page's path below the repository's root."""
+    return str(page.relative_to(ROOT))
+
+
+def commands(page: Path) -> list[str]:
+    """Return the commands of a page that are run, in order."""
+    blocks = CONSOLE.findall(NOT_RUN.sub("", page.read_text(encoding="utf-8")))
+    return [line[2:] for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+
+
+def programs(page: Path) -> list[str]:
+    """Return the Python programs of a page, in order."""
+    return PYTHON.findall(NOT_RUN.sub("", page.read_text(encoding="utf-8")))
+
+
+def run(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell command from the repository's root, as a user would in an activated environment."""
+    return subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=100, cwd=ROOT, env=ENVIRONMENT, check=False
+    )
+
+
+def start_server(port: int, stdout: int) -> subprocess.Popen[str]:
+    """Start the pages' server on that port and wait until it is healthy.
+
+    Raises:
+        AssertionError: it is not within 30 seconds.
+    """
+    words = SERVE.removesuffix("&").replace("8000", str(port)).split()
+    command = [str(BIN / words[0]), *words[1:]]
+    server = subprocess.Popen(command, stdout=stdout, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                return server
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    stop(server)
+    raise AssertionError("the server did not become healthy")
+
+
+@contextmanager
+def serving() -> Iterator[int]:
+    """Serve on a free port, which is yielded."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = start_server(port, subprocess.DEVNULL)
+    try:
+        yield port
+    finally:
+        stop(server)
+
+
+def stop(server: subprocess.Popen[str]) -> None:
+    """End the server and wait for it."""
+    server.terminate()
+    server.wait()
+    if server.stdout is not None:
+        server.stdout.close()
