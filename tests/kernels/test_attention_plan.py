@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.attention.key import TilingKey
-from penstock.kernels.attention.layout import SPAN, SPAN_TILES, TILE
+from penstock.kernels.attention.layout import SPAN, SPAN_TILES, TILE, AttentionShape, scratch_bytes
 from penstock.kernels.attention.partition import greatest_load, partition
 from penstock.kernels.attention.plan import (
     HEAD_BEGIN,
@@ -27,10 +27,8 @@ from penstock.kernels.attention.plan import (
     SPAN_BEGIN,
     SPAN_END,
     AttentionPlan,
-    AttentionShape,
     plan_attention,
 )
-from penstock.kernels.attention.shape import scratch_bytes
 from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockCache, load_library
 
 SMALL = AttentionShape(4, 2, 16, "float32")
