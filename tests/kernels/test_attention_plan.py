@@ -228,9 +228,11 @@ def test_a_great_group_is_cut(group: int) -> None:
     """Guards against: a group that does not fit, and one whose rows are cut unevenly or lost."""
     shape = AttentionShape(2 * group, 2, 256, "float32")
     plan = check(Step([(100, 1), (50, 3)], shape))
-    rows = plan.items[:, ROW_END] - plan.items[:, ROW_BEGIN]
-    assert rows.max() <= 48  # 63 fit, and operands come in units of 48
-    assert (rows[rows > 16] > 0).all()
+    for sequence, total in enumerate((group, 3 * group)):
+        own = plan.items[plan.items[:, SEQUENCE] == sequence]
+        blocks = sorted(set(zip(own[:, ROW_BEGIN].tolist(), own[:, ROW_END].tolist(), strict=True)))
+        # 63 rows fit the budget, and operands come in units of 48: all blocks but the last are full.
+        assert [end - begin for begin, end in blocks] == [min(48, total - done) for done in range(0, total, 48)]
 
 
 @pytest.mark.covers("A9")
