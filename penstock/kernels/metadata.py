@@ -6,6 +6,7 @@ Letters as in kernels/ops.py: T tokens, B sequences, H query heads, Hkv key/valu
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,30 @@ class AttentionMetadata:
         """Return the same metadata with its tensors on a device; the plan stays on the host."""
         tensors = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+
+    def check_blocks(self, num_blocks: int) -> None:
+        """Check that each cached position which a new token sees is in one of a cache's blocks.
+
+        Raises:
+            ValueError: a position has no block (-1), or one that the cache does not have.
+        """
+        table = self.block_table.cpu().numpy()
+        wrong = table.astype(np.uint32) >= num_blocks  # a negative id is a great number, too
+        if not np.count_nonzero(wrong):
+            return
+        starts, lengths = self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
+        new = starts[1:] - starts[:-1]
+        cached = ((lengths - new) * (new > 0))[:, None]
+        first = np.arange(0, table.shape[1] * self.block_size, self.block_size, dtype=np.int32)  # position by column
+        wrong &= first < cached
+        if self.sliding_window is not None:
+            wrong &= (first > cached - (self.sliding_window + self.block_size - 1)) | (first < self.num_sink_tokens)
+        if np.count_nonzero(wrong):
+            row, column = np.argwhere(wrong)[0].tolist()
+            raise ValueError(
+                f"block_table: block {table[row, column]}, seen at position {first[column]} of sequence {row}, is "
+                f"outside of its table: the cache has blocks 0 to {num_blocks - 1}"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVScales
+from penstock.kernels.cpu.library import LEVELS
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVScales
 from penstock.kernels.reference import ReferenceOps, attention
+from tests.kernels.packed import levels
 
 torch.set_num_threads(1)
 OPS = ReferenceOps(torch.float32)
@@ -220,6 +223,49 @@ def test_released_blocks_are_never_looked_up() -> None:
     sequences.tables[0, :3] = -1  # positions 0 .. 11; the next query sees 15 .. 19
     sequences.cache.keys[-1], sequences.cache.values[-1] = NAN, NAN
     torch.testing.assert_close(sequences.step({0: 1})[0][0], sequences.expected(0)[-1], atol=2e-5, rtol=1e-4)
+
+
+def every_operator() -> list[Any]:
+    """The reference, and native attention on every level of this machine."""
+    return [OPS, *(CpuOps(torch.float32, threads=2, level=LEVELS[level]) for level in levels())]
+
+
+def decode(
+    ops: Any, table: list[list[int]], window: int | None = None, sinks: int = 0, lengths: Any = (41, 9)
+) -> Tensor:
+    """One new token each for two sequences in a cache of 6 blocks of 16 tokens, the same keys and values every time."""
+    generator = torch.Generator().manual_seed(0)
+    cache = ops.new_kv_cache(6, 16, 2, 32, torch.float32)
+    ops.store_kv(cache, *torch.randn(2, 96, 2, 32, generator=generator), torch.arange(96))
+    q, k, v = (torch.randn(2, heads, 32, generator=generator) for heads in (4, 2, 2))
+    starts, lengths = torch.arange(3, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    slots = torch.full((2,), -1)
+    meta = AttentionMetadata(starts, lengths, torch.tensor(table, dtype=torch.int32), slots, 16, window, sinks)
+    result: Tensor = ops.attend(q, k, v, cache, ops.plan(meta, Heads(4, 2, 32), cache), AttentionParams(0.2))
+    return result
+
+
+@pytest.mark.parametrize("ops", every_operator(), ids=lambda ops: getattr(ops, "level", ops.name))
+def test_a_visible_position_without_a_block_is_refused(ops: Any) -> None:
+    """Guards against -1 in a block table that is read as the last block of the cache, or as keys of zeros, and against
+    a check of blocks that nobody sees: before a window, behind a sequence's end, of the new token itself."""
+    whole = [[4, 2, 0], [3, 1, 5]]
+    for table, window, sinks, message in (
+        ([[-1, 2, 0], [3, 1, 5]], None, 0, "block -1, seen at position 0 of sequence 0"),
+        ([[4, -1, 0], [3, 1, 5]], 10, 0, "block -1, seen at position 16 of sequence 0"),  # 31 is visible
+        ([[4, -1, 0], [3, 1, 5]], 9, 17, "block -1, seen at position 16 of sequence 0"),
+        ([[4, 2, 0], [-2, 1, 5]], None, 0, "block -2, seen at position 0 of sequence 1"),
+        ([[4, 6, 0], [3, 1, 5]], None, 0, "block 6, seen at position 16 of sequence 0"),
+    ):
+        with pytest.raises(ValueError, match=f"{message}, is outside of its table: the cache has blocks 0 to 5"):
+            decode(ops, table, window, sinks)
+    for table, window, sinks in (
+        ([[-1, -1, 0], [3, -1, -1]], 9, 0),
+        ([[4, -1, 0], [3, -1, -1]], 9, 16),
+        ([[4, 2, 0], [3, -1, 99]], None, 0),
+    ):
+        assert torch.equal(decode(ops, table, window, sinks), decode(ops, whole, window, sinks))
+    assert torch.equal(decode(ops, [[4, 2, -1], [3, 1, 5]], lengths=(33, 9)), decode(ops, whole, lengths=(33, 9)))
 
 
 def test_tokens_without_a_slot_are_not_stored() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.attention.key import TilingKey
-from penstock.kernels.attention.layout import SPAN, SPAN_TILES, TILE
+from penstock.kernels.attention.layout import SPAN, SPAN_TILES, TILE, AttentionShape, scratch_bytes
 from penstock.kernels.attention.partition import greatest_load, partition
 from penstock.kernels.attention.plan import (
     HEAD_BEGIN,
@@ -27,10 +27,8 @@ from penstock.kernels.attention.plan import (
     SPAN_BEGIN,
     SPAN_END,
     AttentionPlan,
-    AttentionShape,
     plan_attention,
 )
-from penstock.kernels.attention.shape import scratch_bytes
 from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockCache, load_library
 
 SMALL = AttentionShape(4, 2, 16, "float32")
@@ -230,9 +228,11 @@ def test_a_great_group_is_cut(group: int) -> None:
     """Guards against: a group that does not fit, and one whose rows are cut unevenly or lost."""
     shape = AttentionShape(2 * group, 2, 256, "float32")
     plan = check(Step([(100, 1), (50, 3)], shape))
-    rows = plan.items[:, ROW_END] - plan.items[:, ROW_BEGIN]
-    assert rows.max() <= 48  # 63 fit, and operands come in units of 48
-    assert (rows[rows > 16] > 0).all()
+    for sequence, total in enumerate((group, 3 * group)):
+        own = plan.items[plan.items[:, SEQUENCE] == sequence]
+        blocks = sorted(set(zip(own[:, ROW_BEGIN].tolist(), own[:, ROW_END].tolist(), strict=True)))
+        # 63 rows fit the budget, and operands come in units of 48: all blocks but the last are full.
+        assert [end - begin for begin, end in blocks] == [min(48, total - done) for done in range(0, total, 48)]
 
 
 @pytest.mark.covers("A9")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.layout import SPAN
-from penstock.kernels.attention.plan import AttentionPlan, AttentionShape, plan_attention
+from penstock.kernels.attention.layout import SPAN, AttentionShape
+from penstock.kernels.attention.plan import AttentionPlan, plan_attention
 from penstock.kernels.cpu.library import load_library
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache

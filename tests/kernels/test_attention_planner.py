@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.kernels.attention.layout import TILE
-from penstock.kernels.attention.plan import AttentionPlan
-from penstock.kernels.attention.planner import Planner
+from penstock.kernels.attention.plan import AttentionPlan, Planner
 from tests.kernels.test_attention_plan import LLAMA, Step
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.plan import ROW_BEGIN, ROW_END
 from penstock.kernels.cpu import library
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVCache
 from penstock.kernels.ops import Ops
 from penstock.kernels.reference import ReferenceOps
 from tests.kernels.packed import levels
@@ -92,6 +93,28 @@ def test_every_shape_is_the_reference(name: str, head_dim: int) -> None:
                 # Both round the same operands, so logarithms agree; results in bfloat16 are rounded on their own.
                 tolerance = 2.0**-6 if found.dtype == BF16 else 2e-5
                 torch.testing.assert_close(found, other, rtol=0, atol=tolerance)
+
+
+@pytest.mark.covers("A20")
+def test_every_group_up_to_64() -> None:
+    """Guards against a last piece of a group that is smaller than the others: head dim 256 in float32 leaves room for
+    48 rows, so groups beyond are cut; one token and three, beside the reference."""
+    reference = ReferenceOps(F32)
+    every_level = [CpuOps(F32, threads=2, level=library.LEVELS[level]) for level in {levels()[0], levels()[-1]}]
+    pieces = set()
+    for group in range(1, 65):
+        heads, params = (group, 1), AttentionParams(1 / 16)
+        expected = two_steps(reference, heads, 256, "float32", params, None)
+        for ops in every_level:
+            for found, other in zip(two_steps(ops, heads, 256, "float32", params, None), expected, strict=True):
+                torch.testing.assert_close(found, other, rtol=0, atol=2e-5)
+        cache = new_cache(every_level[0], heads, 256, "float32")
+        later = tuple(length + count for length, count in zip(LENGTHS, NEXT, strict=True))
+        plan = every_level[0].plan(metadata(later, NEXT, None), Heads(group, 1, 256), cache).plan
+        assert plan is not None
+        rows = plan.items[:, ROW_END] - plan.items[:, ROW_BEGIN]
+        pieces |= {(group, int(count)) for count in rows if group > 48}
+    assert pieces >= {(group, group - 48) for group in range(49, 65)} | {(group, 48) for group in range(49, 65)}
 
 
 @pytest.mark.parametrize("name", CACHES)

@@ -14,7 +14,6 @@ from penstock.conventions.incre_flash_inputs import Antiquant
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams
 from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.reference.parts import Scoring, attend_part, finish
 from penstock.quant.kv import quantize_tokens
 
 torch.set_num_threads(1)
@@ -396,19 +395,6 @@ def test_every_group_size() -> None:
         torch.testing.assert_close(out, formula(q, k, v)[0], **EXACT)
     with pytest.raises(NotSupportedError, match="num_key_value_heads"):
         attend(draw(1, 65, 1, 4), k[:1, :1], v[:1, :1], num_heads=65, num_key_value_heads=1)
-
-
-@pytest.mark.covers("A20")
-def test_every_split_of_a_group() -> None:
-    """Guards against a last piece that is smaller: where a buffer holds g = min(G, room / columns) rows, a group's rows
-    are taken g at a time, for every G up to 64 and every g."""
-    k, v = (draw(1, 5, 1, 4, seed=seed) for seed in (2, 3))
-    for group in range(1, 65):
-        q = draw(1, 1, group, 4, seed=group)
-        whole = finish(attend_part(q, k, v, None, Scoring(SCALE)))[0]
-        for g in {min(group, room // 5) for room in range(5, 5 * group + 5, 5)}:
-            parts = [finish(attend_part(q[:, :, i : i + g], k, v, None, Scoring(SCALE)))[0] for i in range(0, group, g)]
-            torch.testing.assert_close(torch.cat(parts, dim=2), whole, **EXACT)
 
 
 # --- types -----------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.attention.layout import SPAN, TILE
-from penstock.kernels.attention.plan import AttentionPlan, AttentionShape, plan_attention
+from penstock.kernels.attention.layout import SPAN, TILE, AttentionShape
+from penstock.kernels.attention.plan import AttentionPlan, plan_attention
 from penstock.kernels.cpu.library import MAX_ARGUMENTS, OUT_OF_RANGE, RECORDABLE, PenstockCall
 
 from .attention import DTYPES, Attention, PagedCache, Plan, Rules, Run, Sequences, Shape, Step, oracle

@@ -1,7 +1,6 @@
 """int8 keys and values: the integers and their bounds, and products of integers against dequantising first."""
 
 from fractions import Fraction
-from itertools import product
 
 import pytest
 import torch
@@ -9,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.kernels.metadata import KVScales
+from penstock.kernels.reference.cache import Int8KVCache
 from penstock.quant.int8 import SMALLEST
 from penstock.quant.kv import dequantize, quantize_channels, quantize_tokens, slices, split
 
@@ -20,42 +21,33 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def quantized(x: Tensor, granularity: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """x [S, D] -> values, scales and offsets, as wide as `dequantize` wants them."""
-    if granularity == "token":
-        values, scales, offsets = quantize_tokens(x)
-        return values, scales[:, None], offsets[:, None]
-    width = 1 if granularity == "tensor" else x.shape[1]
-    scales = (0.02 + 0.02 * normal(seed, width).abs()).expand(x.shape[1])
-    offsets = (5 * normal(seed + 1, width)).expand(x.shape[1])
-    return quantize_channels(x, scales, offsets), scales, offsets
+def cache_of(x: Tensor, granularity: str, slices: int = 3, seed: int = 0) -> Int8KVCache:
+    """x [S, D] as the keys and as the values of one head, each with scales of its own."""
+    channels = None
+    if granularity != "token":
+        width = 1 if granularity == "tensor" else x.shape[1]
+        scales = [(0.02 + 0.02 * normal(seed + i, width).abs()).expand(1, x.shape[1]) for i in range(2)]
+        offsets = [(5 * normal(seed + 2 + i, width)).expand(1, x.shape[1]) for i in range(2)]
+        channels = KVScales(scales[0], offsets[0], scales[1], offsets[1])
+    cache = Int8KVCache((1, len(x), 1, x.shape[1]), slices, channels, x.device)
+    cache.store(x[:, None], x[:, None], torch.arange(len(x)))
+    return cache
 
 
-def scores(q: Tensor, stored: tuple[Tensor, Tensor, Tensor], count: int) -> Tensor:
-    """q [D] . keys [S] by products of integers: [S] float64 of float32 scales."""
-    values, scales, offsets = stored
-    by_channel = scales.ndim == 1
-    x = q * scales if by_channel else q
-    rows, scale = split(x, count)
-    weights = torch.tensor([254.0**-i for i in range(count)], dtype=torch.float64)
-    v = (rows.long() @ values.T.long()).double().T @ weights * scale.double()
-    if by_channel:
-        return v + (x.double() * offsets).sum()
-    total = rows.double().sum(dim=1) @ weights * scale.double()
-    return (v + offsets[:, 0].double() * total) * scales[:, 0].double()
+def stored(cache: Int8KVCache, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The integers of "key" or "value" [S, D], and their scales and offsets as wide."""
+    values = getattr(cache, f"{name}s")[0, :, 0]
+    if cache.channels is None:
+        scales, offsets = getattr(cache, f"{name}_scales")[0, :, 0].unbind(-1)
+        return values, scales[:, None].expand(values.shape), offsets[:, None].expand(values.shape)
+    channels = getattr(cache.channels, f"{name}_scales"), getattr(cache.channels, f"{name}_offsets")
+    return values, *(part.expand(values.shape) for part in channels)
 
 
-def mixed(p: Tensor, stored: tuple[Tensor, Tensor, Tensor], count: int) -> Tensor:
-    """p [S] . values [S, D], likewise."""
-    values, scales, offsets = stored
-    by_channel = scales.ndim == 1
-    x = p if by_channel else p * scales[:, 0]
-    rows, scale = split(x, count)
-    weights = torch.tensor([254.0**-i for i in range(count)], dtype=torch.float64)
-    v = (rows.long() @ values.long()).double().T @ weights * scale.double()
-    if by_channel:
-        return (v + offsets.double() * p.double().sum()) * scales.double()
-    return v + (x.double() * offsets[:, 0].double()).sum()
+def scores(q: Tensor, cache: Int8KVCache) -> Tensor:
+    """q [D] float32 . keys [S] as the cache rounds both, summed in float64."""
+    keys, _ = cache.read(torch.arange(cache.keys.shape[1]))
+    return keys[:, 0].double() @ cache.rounded_queries(q.double()[None])[0]
 
 
 def exact(values: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
@@ -146,9 +138,10 @@ def test_slices_keep_their_bound(count: int) -> None:
 @pytest.mark.covers("A14")
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_products_against_rational_numbers(granularity: str) -> None:
-    """Guards against offsets that are scaled twice or not at all: C = A (B + offset) scale, without any rounding."""
-    q, stored = normal(0, 12), quantized(normal(1, 5, 12), granularity)
-    values, scales, offsets = (part.expand(5, 12).tolist() for part in stored)
+    """Guards against offsets that are scaled twice or not at all, and against a query divided by other scales than it
+    was multiplied with: C = A (B + offset) scale, without any rounding."""
+    q, cache = normal(0, 12), cache_of(normal(1, 5, 12), granularity)
+    values, scales, offsets = (part.tolist() for part in stored(cache, "key"))
     want = [
         sum(
             Fraction(a) * (b + Fraction(offset)) * Fraction(scale)
@@ -156,7 +149,7 @@ def test_products_against_rational_numbers(granularity: str) -> None:
         )
         for row in zip(values, scales, offsets, strict=True)
     ]
-    got = scores(q, stored, 3).tolist()
+    got = scores(q, cache).tolist()
     assert max(abs(Fraction(a) - b) for a, b in zip(got, want, strict=True)) < 1e-6 * float(max(map(abs, want)))
 
 
@@ -165,10 +158,10 @@ def test_products_against_rational_numbers(granularity: str) -> None:
 def test_scores_of_slices(granularity: str) -> None:
     """Guards against a slice that adds nothing: 2 beat a bfloat16 query, 3 reach float32, each beats the one before."""
     for seed in range(5):
-        stored = quantized(normal(seed, 2048, 128), granularity)
-        keys, q = exact(*stored), normal(seed + 50, 128)
+        caches = [cache_of(normal(seed, 2048, 128), granularity, count) for count in SLICES]
+        keys, q = exact(*stored(caches[0], "key")), normal(seed + 50, 128)
         want = keys @ q.double()
-        errors = [error(scores(q, stored, count), want) for count in SLICES]
+        errors = [error(scores(q, cache), want) for cache in caches]
         assert errors[0] > 10 * errors[1]
         assert errors[1] > 10 * errors[2]
         assert errors[1] < error(keys @ q.bfloat16().double(), want)
@@ -178,23 +171,31 @@ def test_scores_of_slices(granularity: str) -> None:
 @pytest.mark.covers("A16", "A18")
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_values_mixed_by_slices(granularity: str) -> None:
-    """Guards against the same in the product with values: bfloat16 probabilities are the ones to beat."""
+    """Guards against the same in the product with values: bfloat16 probabilities are the ones to beat. Scales of tokens
+    go into the probabilities before these are sliced; the sums are the test's own, in float64."""
     for seed in range(5):
-        stored = quantized(normal(seed, 2048, 128), granularity)
-        values, p = exact(*stored), torch.softmax(normal(seed + 50, 2048), 0)
-        want = p.double() @ values
-        errors = [error(mixed(p, stored, count), want) for count in SLICES]
+        values, scales, offsets = stored(cache_of(normal(seed, 2048, 128), granularity), "value")
+        p = torch.softmax(normal(seed + 50, 2048), 0)
+        own = p * scales[:, 0] if granularity == "token" else p
+        left = (values.double() + offsets.double()) * (1 if granularity == "token" else scales.double())
+        want = p.double() @ exact(values, scales, offsets)
+        errors = [error(slices(own, count).double() @ left, want) for count in SLICES]
         assert errors[0] > 10 * errors[1]
         assert errors[1] > 10 * errors[2]
-        assert errors[1] < error(p.bfloat16().double() @ values, want)
+        assert errors[1] < error(p.bfloat16().double() @ exact(values, scales, offsets), want)
         assert errors[2] < 1e-6
 
 
 @pytest.mark.covers("A17")
-@pytest.mark.parametrize(("of_keys", "of_values"), list(product(GRANULARITIES, repeat=2)))
-def test_every_granularity_of_keys_and_values(of_keys: str, of_values: str) -> None:
-    """Guards against keys and values that share a scale: attention by integers is attention on what was dequantised."""
-    q, keys, values = normal(0, 64), quantized(normal(1, 300, 64), of_keys), quantized(normal(2, 300, 64), of_values, 9)
-    want = torch.softmax(exact(*keys) @ q.double() / 8, 0) @ exact(*values)
-    p = torch.softmax(scores(q, keys, 3) / 8, 0)
-    assert error(mixed(p.float(), values, 3), want) < 2e-6
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_keys_and_values_have_their_own_scales(granularity: str) -> None:
+    """Guards against keys read with the scales of values, or of another token or element; and against a rounding of
+    what is attended to now that is not the one of what is read later."""
+    x = normal(1, 300, 64)
+    cache = cache_of(x, granularity)
+    found, rounded = cache.read(torch.arange(300)), cache.rounded(x[:, None], x[:, None])
+    for name, read, seen in zip(("key", "value"), found, rounded, strict=True):
+        want = exact(*stored(cache, name))
+        assert error(read[:, 0].double(), want) < 2.0**-22
+        assert torch.equal(read, seen)
+    assert torch.equal(*found) == (granularity == "token")  # the same numbers only where they come from x alone

@@ -1,1 +1,1 @@
-"""Attention before it runs: sizes, plans and the keys that name a plan. No torch, and nothing of a backend's habits."""
+"""Attention before it runs: sizes, plans, and the keys that name a plan. No torch, nothing specific to a backend."""

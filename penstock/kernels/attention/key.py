@@ -6,9 +6,12 @@ then come the digits in the order of TilingKey's fields. Nothing is decided by a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from types import MappingProxyType
 
-# What each digit of a field stands for, and how a description says it; "" says nothing.
+from penstock.kernels.attention.layout import AttentionShape
+
+# By field: the choice that each digit stands for, and its text in a description; "" is left out.
 CHOICES: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {
         "phase": (("decode", "decode"), ("chunk", "chunks of prompts"), ("mixed", "decode and chunks of prompts")),
@@ -36,17 +39,17 @@ _DIGITS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class TilingKey:
-    """The choices by name; CHOICES has those of each field.
+    """The choices by name; CHOICES lists those of each field.
 
     Attributes:
         phase: decode: every sequence has one new token; chunk: none has; mixed: some have.
         query, cache, output: types of elements.
-        scales, slices: of an int8 cache: whose the scales are, and how many int8 rows stand for a query row.
-        template: stream: an item takes few rows of many heads through the cache as it lies in memory; blocks: an item
+        scales, slices: of an int8 cache: what a scale belongs to, and how many int8 rows represent a query row.
+        template: stream: an item takes few rows of many heads through the cache in the order of memory; blocks: an item
             takes a block of rows of one head; both: some sequences one, some the other.
         split: spans of one sequence are computed apart and combined.
-        memory: blocks of a block table, one block a sequence, or a block table that repeats one block.
-        window: whether some row does not see all positions before it, and keeps the first ones.
+        memory: blocks of a block table (paged), one block per sequence (rows), or one block repeated (ring).
+        window: whether some row does not see all positions before it, and whether it keeps the first ones.
         prefix: shared: some spans are read once for several sequences.
         level: instruction level, where the backend names it.
     """
@@ -65,7 +68,7 @@ class TilingKey:
     level: str = "any"
 
     def encode(self) -> int:
-        """The number.
+        """Return the key as a number.
 
         Raises:
             ValueError: a field has no such choice.
@@ -77,7 +80,7 @@ class TilingKey:
 
     @staticmethod
     def decode(number: int) -> "TilingKey":
-        """The other way.
+        """Return the key of a number.
 
         Raises:
             ValueError: no key has this number.
@@ -93,14 +96,36 @@ class TilingKey:
         return TilingKey(**chosen)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for a reader."""
         words = (CHOICES[field.name][_digit(self, field.name)][1] for field in fields(self))
         return ", ".join(word for word in words if word)
 
 
 def describe_key(number: int) -> str:
-    """What a plan's key says."""
+    """Return what the key of a plan says, in one line."""
     return TilingKey.decode(number).describe()
+
+
+@lru_cache(maxsize=256)
+def encode_key(
+    shape: AttentionShape, phase: str, template: str, memory: str, window: str, *, split: bool, shared: bool
+) -> int:
+    """Return the key of a plan for layers of a shape; arguments as TilingKey's fields."""
+    scales = "token" if shape.token_scales else "channel"
+    return TilingKey(
+        phase=phase,
+        query=shape.dtype,
+        cache=shape.kv_cache_dtype,
+        output=shape.dtype,
+        scales=scales if shape.kv_cache_dtype == "int8" else "none",
+        slices=str(shape.slices),
+        template=template,
+        split="spans" if split else "no",
+        memory=memory,
+        window=window,
+        prefix="shared" if shared else "own",
+        level=shape.level,
+    ).encode()
 
 
 def _digit(key: TilingKey, name: str) -> int:

@@ -1,33 +1,136 @@
-"""Sizes of attention: tiles and spans, and what a cached token takes. No torch.
+"""Sizes of attention: tiles and spans, what a cached token takes, and the memory of an item and of a step. No torch.
 
-A tile is 64 positions at multiples of 64, a span 32 tiles. Both are constants of the numerics version: they decide the
-order of sums, and neither the block size nor the load has a say in them.
+A tile is 64 positions at multiples of 64, a span 32 tiles. Both are constants of the numerics version: they alone
+decide the order of sums, whatever the block size and the load. native/attention_call.h has the same formulas.
 """
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+_Number = TypeVar("_Number", int, Int64)
 
 TILE = 64  # L: positions jL .. (j+1)L-1 make a tile
 SPAN_TILES = 32  # C: tiles folded in ascending order before spans are folded
 SPAN = TILE * SPAN_TILES
-GRANULE = 16  # positions that lie together in memory; a block is a multiple of it
+GRANULE = 16  # positions that are contiguous in memory; a block is a multiple of it
 DIM_UNIT = 32  # the native kernels pad a head's elements to a multiple of this
 MAX_HEAD_DIM = 256  # of the native kernels
 ROW_CAPACITY = 48  # operands of native kernels have room for a multiple of so many rows
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # by kv_cache_dtype
 TOKEN_SCALE_BYTES = 16  # int8: scale and offset of key and value of one head of a token, float32
 
+ROW_UNIT = 16  # arrays of states have room for a multiple of so many rows
+ROW_NOTES = 36  # bytes of notes per row: positions, limits, where its results go
+HEAD_NOTES = 4  # bytes of notes per row and head
+MAX_ITEM_ROWS = 192
+INTEGER_NOTES = 64  # int8: bytes of a row's scale and sums
+
 
 def padded_head_dim(head_dim: int) -> int:
-    """Elements of a head as the native cache stores them."""
-    return -(-head_dim // DIM_UNIT) * DIM_UNIT
+    """Return the elements of a head as the native cache stores them."""
+    return _up(head_dim, DIM_UNIT)
 
 
 def cache_token_bytes(
     num_kv_heads: int, head_dim: int, kv_cache_dtype: str, *, padded: bool = True, token_scales: bool = True
 ) -> int:
-    """Bytes of one token's keys and values in one layer.
+    """Return the bytes of one token's keys and values in one layer.
 
     padded: as the native cache stores them; the reference stores head_dim elements.
-    token_scales: int8 scales belong to tokens, not to channels.
+    token_scales: int8 scales are per token, not per channel.
     """
     elements = padded_head_dim(head_dim) if padded else head_dim
     scales = TOKEN_SCALE_BYTES if kv_cache_dtype == "int8" and token_scales else 0
     return num_kv_heads * (2 * elements * ELEMENT_BYTES[kv_cache_dtype] + scales)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What the layers of a cache group have in common.
+
+    Attributes:
+        kv_cache_dtype: "float32", "bfloat16" or "int8".
+        slices: int8 only: int8 rows that represent a query row, and a row of probabilities; else 0.
+        token_scales: int8 only: scales are per token, not per channel.
+        dtype: of queries and results, "float32" or "bfloat16"; it enters the key and nothing else.
+        level: instruction level of the backend; likewise.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_cache_dtype: str
+    slices: int = 0
+    token_scales: bool = True
+    dtype: str = "bfloat16"
+    level: str = "any"
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def padded_dim(self) -> int:
+        return padded_head_dim(self.head_dim)
+
+    @property
+    def query_row_bytes(self) -> int:
+        """A query row as an operand: its elements, or its slices and their notes."""
+        if self.kv_cache_dtype == "int8":
+            return self.padded_dim * self.slices + INTEGER_NOTES
+        return self.padded_dim * ELEMENT_BYTES[self.kv_cache_dtype]
+
+    @property
+    def state_row_bytes(self) -> int:
+        """A row's state: m, l and o."""
+        return (self.padded_dim + 2) * 4
+
+    @property
+    def touched_row_bytes(self) -> int:
+        """What each tile touches of a row of a kv head: operand, states of the span and of the row, notes."""
+        return self.query_row_bytes + 2 * self.state_row_bytes + ROW_NOTES + HEAD_NOTES
+
+    @property
+    def granule_bytes(self) -> int:
+        """A granule of one kv head."""
+        return GRANULE * cache_token_bytes(1, self.head_dim, self.kv_cache_dtype, token_scales=self.token_scales)
+
+
+def workspace_bytes(shape: AttentionShape, staged_granules: int, partial_rows: int) -> int:
+    """Return what the cores share during a step: new tokens as granules, a granule of zeros, states of partial rows."""
+    granules = staged_granules * shape.num_kv_heads + 1
+    return granules * shape.granule_bytes + _up(partial_rows, ROW_UNIT) * shape.state_row_bytes
+
+
+def scratch_bytes(shape: AttentionShape, heads: Int64, rows: Int64, states: Int64) -> int:
+    """Return what a core needs for the largest of some items, given the heads, rows and states of each, [I].
+
+    states: per row and head, two where spans fold into a result, one for a single span, none where partial rows are the
+        states.
+    """
+    if len(heads) == 0:
+        return 0
+    notes, operands, state = _rows_bytes(shape)
+    items = notes[rows] + heads * (operands[rows] + states * state[rows])
+    one_row = ROW_CAPACITY * shape.query_row_bytes
+    return int(items.max()) + one_row + TILE // GRANULE * shape.granule_bytes
+
+
+@lru_cache(maxsize=64)
+def _rows_bytes(shape: AttentionShape) -> tuple[Int64, Int64, Int64]:
+    """By the rows of an item: bytes of its notes, of the operand and notes of a head, of a state of a head."""
+    rows = np.arange(MAX_ITEM_ROWS + 1)
+    room = _up(rows, ROW_UNIT)
+    operands = _up(rows, ROW_CAPACITY) * shape.query_row_bytes + room * HEAD_NOTES
+    return room * ROW_NOTES, operands, room * shape.state_row_bytes
+
+
+def _up(count: _Number, unit: int) -> _Number:
+    """Round up to a multiple of the unit."""
+    return -(-count // unit) * unit

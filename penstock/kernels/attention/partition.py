@@ -1,4 +1,4 @@
-"""Items of work into contiguous ranges, one a core, so that the greatest load of a core is least."""
+"""Items of work in contiguous ranges, one per core, so that the greatest load of a core is as small as possible."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -6,12 +6,10 @@ from itertools import accumulate, pairwise
 
 
 def partition(loads: Sequence[int], num_cores: int) -> list[int]:
-    """The first item of each core, then the number of items.
+    """Return the first item of each core, then the number of items. loads: of each item, not negative.
 
-    loads: of each item, not negative.
-
-    No other contiguous ranges have a smaller greatest load; among those that are as good, range ends lie as near to
-    equal shares as the greatest load lets them.
+    No other contiguous ranges have a smaller greatest load; among equally good ones, range ends are as near to equal
+    shares as the greatest load allows.
     """
     if num_cores == 1 or not loads:
         return [0] * num_cores + [len(loads)]
@@ -21,18 +19,18 @@ def partition(loads: Sequence[int], num_cores: int) -> list[int]:
 
 
 def greatest_load(loads: Sequence[int], starts: Sequence[int]) -> int:
-    """Of the cores."""
+    """Return the greatest load of a core."""
     sums = list(accumulate(loads, initial=0))
     return max(sums[end] - sums[begin] for begin, end in pairwise(starts))
 
 
 def _least_limit(sums: list[int], largest: int, num_cores: int) -> int:
-    """The smallest load that lets every core stay within it. A bisection over loads that really occur."""
+    """Return the smallest limit that every core can keep, by bisection over loads that really occur."""
     low = max(largest, -(-sums[-1] // num_cores))  # no partition is better
     reached, missed = _fill(sums, low, num_cores)
     if missed is None:
         return reached
-    low, high = missed, low + largest  # filling core by core wastes less than one item a core
+    low, high = missed, low + largest  # filling core by core wastes less than one item per core
     while low < high:
         reached, missed = _fill(sums, (low + high) // 2, num_cores)
         if missed is None:
@@ -43,8 +41,8 @@ def _least_limit(sums: list[int], largest: int, num_cores: int) -> int:
 
 
 def _fill(sums: list[int], limit: int, num_cores: int) -> tuple[int, int | None]:
-    """Give each core as much as the limit allows. The greatest load of a core; and where items are left over, the
-    smallest limit that would change anything, otherwise None."""
+    """Give each core as much as the limit allows. Return the greatest load of a core and, if items are left over, the
+    smallest limit that would change anything."""
     count = len(sums) - 1
     begin, reached, missed = 0, 0, sums[-1]
     for _ in range(num_cores):
@@ -59,8 +57,8 @@ def _fill(sums: list[int], limit: int, num_cores: int) -> tuple[int, int | None]
 
 
 def _even_ranges(sums: list[int], limit: int, num_cores: int) -> list[int]:
-    """Ranges within the limit, their ends near to equal shares."""
-    earliest = [len(sums) - 1]  # from the back: where each core begins if those after it take all they can
+    """Return ranges within the limit whose ends are near to equal shares."""
+    earliest = [len(sums) - 1]  # from the end: where each core begins if those after it take all they can
     for _ in range(num_cores):
         earliest.append(bisect_left(sums, sums[earliest[-1]] - limit, 0, earliest[-1] + 1))
     earliest.reverse()

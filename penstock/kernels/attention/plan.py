@@ -1,40 +1,40 @@
-"""Plans of attention: which pieces of work a step has, and who begins where. Made before a step runs, without torch.
+"""Plans of attention: which items of work a step has, and where each core begins. Made before the step, without torch.
 
-A piece (item) is some query rows of some kv heads over some spans of one sequence's cache. The arithmetic of a row is
-fixed by tiles and spans at absolute positions (layout.py), so a plan decides only who computes what: a different
-number of cores gives another plan and the same bits.
+An item is some query rows of some kv heads over some spans of one sequence's cache. The arithmetic of a row is fixed by
+tiles and spans at absolute positions (layout.py), so a plan decides only which core computes what: another number of
+cores gives another plan and the same bits.
 
-Planned as Huawei's IncreFlashAttention operator does it: first by sequence and head, spans as well where that leaves
-cores idle (its flash decoding; its rule is B * N2 < 0.4 * cores, ours looks at the load of each item, because one long
-sequence among many short ones idles cores just as well), then contiguous ranges of items so that the greatest load of
-a core is least. A core drains its range and steals from others.
+As in Huawei's IncreFlashAttention operator, work is split by sequence and head first, and by spans where that leaves
+cores idle (its flash decoding; its rule is B * N2 < 0.4 * cores, ours compares the loads of items, because one long
+sequence among many short ones idles cores just as well). Contiguous ranges of items then keep the greatest load of a
+core as small as possible. A core works through its range and steals from others.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-from penstock.kernels.attention.blocks import RowBlocks, Steps, row_blocks
-from penstock.kernels.attention.combine import combines
-from penstock.kernels.attention.cut import FEW_ROWS, Items, cut
-from penstock.kernels.attention.key import TilingKey
-from penstock.kernels.attention.layout import GRANULE, ROW_CAPACITY
-from penstock.kernels.attention.shape import MAX_ITEM_ROWS, scratch_bytes, workspace_bytes
-from penstock.kernels.attention.shape import AttentionShape as AttentionShape
-from penstock.kernels.attention.sharing import share_prefixes
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from penstock.kernels.attention.blocks import Int32, Int64, RowBlocks, Sequences, row_blocks
+from penstock.kernels.attention.items import FEW_ROWS, Bools, Items, combines, cut
+from penstock.kernels.attention.key import encode_key
+from penstock.kernels.attention.layout import (
+    GRANULE,
+    MAX_ITEM_ROWS,
+    ROW_CAPACITY,
+    TILE,
+    AttentionShape,
+    scratch_bytes,
+    workspace_bytes,
+)
+from penstock.kernels.attention.sharing import look_alike, share_prefixes
 
 # Columns of AttentionPlan.items and .combines; native/abi.h has the same.
 SEQUENCE, HEAD_BEGIN, HEAD_END, ROW_BEGIN, ROW_END, SPAN_BEGIN, SPAN_END, PARTIAL = range(8)
 
 SCRATCH_BUDGET = 192 * 2**10  # bytes of an item's rows that stay in a core's own cache from tile to tile
 MIN_BLOCK_ROWS = 96  # where rows are cut only to share the load; shorter blocks read more than they multiply
-BLOCKS_A_CORE = 8
+BLOCKS_PER_CORE = 8
 
 NO_PARTIAL = np.zeros(0, dtype=np.bool_)
 NO_COMBINES, NO_REFERENCES = np.empty((0, 6), dtype=np.int32), np.empty(0, dtype=np.int32)
@@ -45,8 +45,8 @@ class AttentionPlan:
     """One step for the layers of one cache group.
 
     A row of the packed step is token * group + g: query head (kv head) * group + g of that token. An item's rows may
-    belong to several neighbouring sequences, where those share the blocks of its spans (a shared prefix): then every
-    position of those spans is cached for all of them.
+    belong to several neighbouring sequences that share the blocks of its spans (a shared prefix): then every position
+    of those spans is cached for all of them.
 
     Attributes:
         items: [I, 8] int32: sequence whose block table is read; kv heads begin, end; rows begin, end; spans begin, end;
@@ -57,14 +57,14 @@ class AttentionPlan:
         combines: [C, 6] int32: kv heads begin, end; rows begin, end; references begin, end.
         references: [R] int32: the items that a combine folds, spans ascending; each covers its heads and rows.
         positions: [T] int32: each token's position.
-        staged: [B+1] int32: granules (of each kv head) of new tokens, a running sum over the sequences: those from
-            that of the first new token to that of the last one.
-        loads: [I] int64: what each item costs, in rows times tiles times heads and what reading adds.
+        staged: [B+1] int32: running sum over the sequences of their granules of new tokens (per kv head), from the
+            granule of the first new token to that of the last one.
+        loads: [I] int64: the cost of each item, in rows times tiles times heads and what reading adds.
         partial_rows: of all items together.
-        workspace_bytes: that the cores share while the step runs; the reference needs none.
+        workspace_bytes: shared by the cores while the step runs; the reference needs none.
         scratch_bytes: of each core.
         key: names the plan (key.py).
-        shape: for which it was made.
+        shape: the layers for which it was made.
     """
 
     items: Int32
@@ -81,6 +81,54 @@ class AttentionPlan:
     shape: AttentionShape
 
 
+@dataclass(slots=True, eq=False)
+class Planner:
+    """Plans the steps of one cache group; arguments as those of plan_attention.
+
+    A decode step mostly sees the same tiles as the step before. Then only positions are new, and the last plan is used
+    again.
+    """
+
+    shape: AttentionShape
+    block_size: int
+    sliding_window: int | None
+    num_sink_tokens: int
+    num_cores: int
+    _seen: tuple[int, bytes] | None = None  # what the last plan depends on
+    _last: AttentionPlan | None = None
+
+    def plan(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> AttentionPlan:
+        """Return the plan that plan_attention makes of this step."""
+        seen = self._dependencies(query_start_loc, seq_lens, block_table)
+        if self._last is not None and seen is not None and seen == self._seen:
+            return replace(self._last, positions=seq_lens - 1)
+        self._seen = seen
+        self._last = plan_attention(
+            query_start_loc,
+            seq_lens,
+            block_table,
+            self.shape,
+            block_size=self.block_size,
+            sliding_window=self.sliding_window,
+            num_sink_tokens=self.num_sink_tokens,
+            num_cores=self.num_cores,
+        )
+        return self._last
+
+    def _dependencies(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> tuple[int, bytes] | None:
+        """Return all that the plan of a decode step depends on; None for other steps, and if a prefix may be shared."""
+        num_seqs = len(seq_lens)
+        if query_start_loc[-1] != num_seqs or not np.array_equal(query_start_loc, np.arange(num_seqs + 1)):
+            return None
+        if num_seqs == 0 or look_alike(block_table):
+            return None
+        tiles = ((seq_lens - 1) // TILE).tobytes()
+        if self.sliding_window is not None:
+            hidden = seq_lens - self.sliding_window
+            tiles += (hidden // TILE).tobytes() + (hidden > 0).tobytes()
+        return min(block_table.shape[1], 2), tiles
+
+
 def plan_attention(
     query_start_loc: Int32,
     seq_lens: Int32,
@@ -92,8 +140,8 @@ def plan_attention(
     num_sink_tokens: int = 0,
     num_cores: int = 1,
 ) -> AttentionPlan:
-    """The plan of a step; arguments as in kernels.ops.AttentionMetadata, on the host."""
-    step = _steps(query_start_loc, seq_lens, shape.group, sliding_window, num_sink_tokens)
+    """Plan a step; arguments as in kernels.metadata.AttentionMetadata, on the host."""
+    step = Sequences.of(query_start_loc, seq_lens, shape.group, sliding_window, num_sink_tokens)
     own = row_blocks(step, _block_rows(shape, step.tokens, num_cores))
     shared = share_prefixes(step, own, block_table, block_size, most_rows(shape))
     blocks, chains = (own, None) if shared is None else (shared.blocks, shared.chains)
@@ -104,7 +152,7 @@ def plan_attention(
     if shared is not None or not pieces.whole:
         partial = pieces.spans > 1 if shared is None else (pieces.spans > 1) | shared.is_partial
         targets = np.flatnonzero(partial[: len(own.sequence)])
-        combined, references = combines(blocks, targets, chains, pieces, items.numbers, shape.num_kv_heads)
+        combined, references = combines(blocks, targets, chains, pieces, items, shape.num_kv_heads)
     table, partial_rows = _item_table(blocks, items, partial)
     staged = _staged(step)
     return AttentionPlan(
@@ -118,34 +166,22 @@ def plan_attention(
         partial_rows=partial_rows,
         workspace_bytes=workspace_bytes(shape, int(staged[-1]), partial_rows),
         scratch_bytes=_scratch_bytes(shape, blocks, items, partial),
-        key=_key(step, shape, blocks, _memory(step, block_table), partial_rows > 0, shared is not None),
+        key=_key(step, shape, blocks, block_table, split=partial_rows > 0, shared=shared is not None),
         shape=shape,
     )
 
 
-def _steps(query_start_loc: Int32, seq_lens: Int32, group: int, window: int | None, sinks: int) -> Steps:
-    starts, lengths = query_start_loc.astype(np.int64), seq_lens.astype(np.int64)
-    begins, tokens = starts[:-1], int(starts[-1])
-    counts = starts[1:] - begins
-    each_one = tokens == len(counts) and bool((counts == 1).all())
-    if window is not None and (len(lengths) == 0 or lengths.max() <= window):
-        window = None  # it hides nothing yet
-    return Steps(
-        tokens, begins, counts, lengths - counts, lengths, each_one, group, window, 0 if window is None else sinks
-    )
-
-
-def _positions(step: Steps) -> Int32:
-    """[T] of each new token."""
-    if step.each_one:
+def _positions(step: Sequences) -> Int32:
+    """[T] the position of each new token."""
+    if step.is_decode:
         return step.computed.astype(np.int32)
     return (np.repeat(step.computed - step.begins, step.counts) + np.arange(step.tokens)).astype(np.int32)
 
 
-def _staged(step: Steps) -> Int32:
-    """[B + 1] granules of new tokens, summed."""
+def _staged(step: Sequences) -> Int32:
+    """[B + 1] running sum of the granules of new tokens."""
     staged = np.arange(len(step.counts) + 1, dtype=np.int32)
-    if not step.each_one:
+    if not step.is_decode:
         granules = -(-step.lengths // GRANULE) - step.computed // GRANULE
         np.cumsum(np.where(step.counts > 0, granules, 0), out=staged[1:])
     return staged
@@ -153,29 +189,29 @@ def _staged(step: Steps) -> Int32:
 
 @lru_cache(maxsize=64)
 def most_rows(shape: AttentionShape) -> int:
-    """Rows of a block that fit the budget with one kv head: so a great group is cut as well."""
+    """Return the rows of a block that fit the budget with one kv head; larger groups are cut as well."""
     fitting = SCRATCH_BUDGET // shape.touched_row_bytes // ROW_CAPACITY * ROW_CAPACITY
     return min(max(fitting, ROW_CAPACITY), MAX_ITEM_ROWS)
 
 
 def _block_rows(shape: AttentionShape, tokens: int, num_cores: int) -> int:
-    """The most rows of a block: of many rows, as many as leave each core some blocks."""
+    """Return the most rows of a block: of many rows, as many as leave each core some blocks."""
     if num_cores == 1:
         return most_rows(shape)
-    share = tokens * shape.num_heads // (num_cores * BLOCKS_A_CORE) // ROW_CAPACITY * ROW_CAPACITY
+    share = tokens * shape.num_heads // (num_cores * BLOCKS_PER_CORE) // ROW_CAPACITY * ROW_CAPACITY
     return min(max(share, MIN_BLOCK_ROWS), most_rows(shape))
 
 
 @lru_cache(maxsize=64)
 def _head_limits(shape: AttentionShape) -> Int64:
-    """[rows of a block] the most kv heads of an item: few rows take all that fit the budget, more rows one."""
+    """By the rows of a block: the most kv heads of an item. Few rows take all that fit the budget, more rows one."""
     rows = np.arange(MAX_ITEM_ROWS + 1)
     fitting = SCRATCH_BUDGET // (np.maximum(rows, 1) * shape.touched_row_bytes)
     return np.where(rows <= FEW_ROWS, np.clip(fitting, 1, shape.num_kv_heads), 1)
 
 
 def _item_table(blocks: RowBlocks, items: Items, partial: Bools) -> tuple[Int32, int]:
-    """AttentionPlan.items, and how many partial rows they have."""
+    """Return AttentionPlan.items and their number of partial rows."""
     table = np.empty((len(items.block), 8), dtype=np.int32)
     table[:, SEQUENCE] = blocks.sequence[items.block]
     table[:, HEAD_BEGIN], table[:, HEAD_END] = items.head_begin, items.head_end
@@ -198,43 +234,18 @@ def _scratch_bytes(shape: AttentionShape, blocks: RowBlocks, items: Items, parti
     return scratch_bytes(shape, items.head_end - items.head_begin, blocks.rows[items.block], states)
 
 
-def _key(step: Steps, shape: AttentionShape, blocks: RowBlocks, memory: str, split: bool, shared: bool) -> int:
-    few = blocks.rows <= FEW_ROWS
-    phase = "decode" if step.each_one else _of_these(step.counts == 1, "decode", "chunk", "mixed")
-    template = _of_these(few, "stream", "blocks", "both")
-    window = "none" if step.window is None else "sinks" if step.sinks else "window"
-    return _encoded(shape, phase, template, memory, window, split, shared)
-
-
-@lru_cache(maxsize=256)
-def _encoded(
-    shape: AttentionShape, phase: str, template: str, memory: str, window: str, split: bool, shared: bool
+def _key(
+    step: Sequences, shape: AttentionShape, blocks: RowBlocks, block_table: Int32, *, split: bool, shared: bool
 ) -> int:
-    integers = shape.kv_cache_dtype == "int8"
-    return TilingKey(
-        phase=phase,
-        query=shape.dtype,
-        cache=shape.kv_cache_dtype,
-        output=shape.dtype,
-        scales=("token" if shape.token_scales else "channel") if integers else "none",
-        slices=str(shape.slices),
-        template=template,
-        split="spans" if split else "no",
-        memory=memory,
-        window=window,
-        prefix="shared" if shared else "own",
-        level=shape.level,
-    ).encode()
+    phase = "decode" if step.is_decode else _of_these(step.counts == 1, "decode", "chunk", "mixed")
+    template = _of_these(blocks.rows <= FEW_ROWS, "stream", "blocks", "both")
+    window = "none" if step.window is None else "sinks" if step.sinks else "window"
+    memory = "rows" if block_table.shape[1] <= 1 else "paged"
+    if step.window is not None and memory == "paged":
+        repeats = (block_table[:, 0] == block_table[:, 1]) & (block_table[:, 0] >= 0)
+        memory = "ring" if bool(repeats.any()) else memory
+    return encode_key(shape, phase, template, memory, window, split=split, shared=shared)
 
 
 def _of_these(what: Bools, every: str, none: str, some: str) -> str:
     return every if what.all() else some if what.any() else none
-
-
-def _memory(step: Steps, block_table: Int32) -> str:
-    """How the block table is used."""
-    if block_table.shape[1] <= 1:
-        return "rows"
-    if step.window is not None and bool(((block_table[:, 0] == block_table[:, 1]) & (block_table[:, 0] >= 0)).any()):
-        return "ring"
-    return "paged"

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.attention.blocks import RowBlocks, Steps
+from penstock.kernels.attention.blocks import Int32, RowBlocks, Sequences
 from penstock.kernels.attention.layout import SPAN, SPAN_TILES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefixes:
-    """Row blocks of the step, and behind them blocks that stand for several of them over shared spans.
+    """Row blocks of the step, followed by blocks that join several of them over shared spans.
 
     Attributes:
         blocks: the first `own` of them belong to one sequence each, and see what is left after the shared spans.
-        own: how many.
+        own: number of those.
         chains: for each of those, the blocks that together see all its tiles, spans ascending; itself is the last.
     """
 
@@ -37,9 +37,9 @@ class SharedPrefixes:
 
 
 def share_prefixes(
-    step: Steps, blocks: RowBlocks, block_table: npt.NDArray[np.int32], block_size: int, block_rows: int
+    step: Sequences, blocks: RowBlocks, block_table: Int32, block_size: int, block_rows: int
 ) -> SharedPrefixes | None:
-    """Blocks of several sequences' rows, at most block_rows each, over the spans they share; None where none do."""
+    """Join rows of several sequences, at most block_rows, over the spans they share; None where no spans are shared."""
     if step.window is not None or not look_alike(block_table):
         return None
     depths = _shared_spans(step, block_table, block_size)
@@ -51,16 +51,16 @@ def share_prefixes(
     return packer.result()
 
 
-def look_alike(block_table: npt.NDArray[np.int32]) -> bool:
-    """Whether any two neighbours begin with the same block: a look that costs nothing when nothing is shared."""
+def look_alike(block_table: Int32) -> bool:
+    """Return whether any two neighbours begin with the same block: a cheap test that rules out most steps."""
     if block_table.shape[0] < 2 or block_table.shape[1] == 0:
         return False
     first = block_table[:, 0]
     return bool((first[1:] == first[:-1]).any())
 
 
-def _shared_spans(step: Steps, block_table: npt.NDArray[np.int32], block_size: int) -> list[int]:
-    """[B - 1] whole spans that each sequence shares with the one behind it."""
+def _shared_spans(step: Sequences, block_table: Int32, block_size: int) -> list[int]:
+    """[B - 1] whole spans that each sequence shares with the next one."""
     above, below = block_table[:-1], block_table[1:]
     differs = (above != below) | (above < 0)
     blocks = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
@@ -70,9 +70,9 @@ def _shared_spans(step: Steps, block_table: npt.NDArray[np.int32], block_size: i
 
 
 def _runs(depths: list[int], begin: int, end: int, base: int) -> Iterator[tuple[int, int, int, int]]:
-    """Sequences begin .. end and what they share beyond span `base`: (first sequence, last + 1, span, last span + 1).
+    """Yield what sequences begin .. end share from span `base` on: (first sequence, last + 1, span, last span + 1).
 
-    Outer runs come before the ones within them, so that a sequence's spans ascend.
+    Outer runs come before the runs within them, so that a sequence's spans ascend.
     """
     if begin == end:
         return
@@ -92,16 +92,16 @@ class _Packer:
 
     blocks: RowBlocks
     block_rows: int
-    shared: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # the columns of RowBlocks
+    shared: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # columns of RowBlocks
     chains: list[list[int]] = field(init=False)
-    seen: list[int] = field(init=False)  # of each block: spans that shared blocks see for it
+    seen: list[int] = field(init=False)  # by block: spans that shared blocks see for it
 
     def __post_init__(self) -> None:
         self.chains = [[] for _ in self.blocks.sequence]
         self.seen = [0] * len(self.chains)
 
     def pack(self, begin: int, end: int, span_begin: int, span_end: int) -> None:
-        """Sequences begin .. end - 1 over those spans."""
+        """Join the blocks of sequences begin .. end - 1 over those spans."""
         low, high = (int(index) for index in np.searchsorted(self.blocks.sequence, (begin, end)))
         first = low
         while first < high:
@@ -111,7 +111,7 @@ class _Packer:
             first = max(last, first + 1)
 
     def _last_that_fits(self, first: int, high: int, span_begin: int) -> int:
-        """Blocks first .. result - 1 fit into one, and lack nothing before span_begin."""
+        """Return the end of the blocks from `first` that fit into one and have seen all before span_begin."""
         last, limit = first, self.blocks.row_begin[first] + self.block_rows
         while last < high and self.blocks.row_end[last] <= limit and self.seen[last] == span_begin:
             last += 1

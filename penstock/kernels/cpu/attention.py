@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.attention.layout import GRANULE, MAX_HEAD_DIM, cache_token_bytes, padded_head_dim
-from penstock.kernels.attention.planner import Planner
-from penstock.kernels.attention.shape import AttentionShape
+from penstock.kernels.attention.layout import (
+    GRANULE,
+    MAX_HEAD_DIM,
+    AttentionShape,
+    cache_token_bytes,
+    padded_head_dim,
+)
+from penstock.kernels.attention.plan import Planner
 from penstock.kernels.cpu.arguments import address
 from penstock.kernels.cpu.library import PenstockAttention, PenstockAttentionStep, PenstockCache
 from penstock.kernels.cpu.packed import empty
@@ -162,7 +167,7 @@ def planned(meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, planner: P
     """The metadata with a plan for these heads and this cache.
 
     Raises:
-        ValueError: its tensors are of another type or shape than kernels/ops.py says.
+        ValueError: its tensors are of another type or shape than kernels/metadata.py says, or a block is missing.
     """
     num_seqs, num_tokens = len(meta.seq_lens), len(meta.slot_mapping)
     address(meta.query_start_loc, (num_seqs + 1,), I32, "query_start_loc")
@@ -175,6 +180,7 @@ def planned(meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, planner: P
         heads.num_heads % heads.num_kv_heads
     ):
         raise ValueError(f"heads: {heads} does not fit a cache of {cache.num_kv_heads} heads of {cache.head_dim}")
+    meta.check_blocks(cache.struct.blocks)
     plan = planner.plan(meta.query_start_loc.numpy(), meta.seq_lens.numpy(), meta.block_table.numpy())
     return replace(meta, plan=plan)
 

@@ -1,9 +1,9 @@
 """Paged attention in plain torch: sequences of one new token together, every other one by itself.
 
-Whatever a free slot holds cannot matter: a position that no query may see is not read, or enters as p = 0 and v = 0.
+The contents of free slots do not matter: a position that no query sees is not read, or enters as p = 0 and v = 0.
 
 Products are computed in float32, in float64 where queries or cache are float64. Queries are rounded to the cache's
-type, probabilities are not: in which unit they are rounded depends on a tile, which only a tolerance has to know.
+type. Probabilities are not, because the unit in which they are rounded depends on a tile; a tolerance covers that.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,12 @@ def attend(
     meta: AttentionMetadata,
     params: AttentionParams,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k_new and v_new [T, Hkv, D] -> rows [T, H, D], lse [T, H]; the new tokens are stored."""
+    """q [T, H, D], k_new and v_new [T, Hkv, D] -> rows [T, H, D], lse [T, H]; the new tokens are stored.
+
+    Raises:
+        ValueError: as AttentionMetadata.check_blocks.
+    """
+    meta.check_blocks(cache.keys.shape[0])
     dtype = torch.float64 if torch.float64 in (q.dtype, cache.dtype) else torch.float32
     q = cache.rounded_queries(q.to(dtype))
     k_new, v_new = k_new.to(dtype), v_new.to(dtype)
@@ -48,7 +53,7 @@ def attend(
 
 
 def _groups(meta: AttentionMetadata) -> Iterator[tuple[list[int], int, int]]:
-    """(sequences, new tokens of each, most cached tokens that any of them sees behind no sinks).
+    """Yield (sequences, new tokens of each, most cached tokens that any of them sees, sinks aside).
 
     Sequences of one new token share a group with others of about their length; any other is alone.
     """
@@ -69,8 +74,10 @@ def _groups(meta: AttentionMetadata) -> Iterator[tuple[list[int], int, int]]:
 
 
 def _old_positions(first_new: Tensor, span: int, meta: AttentionMetadata) -> Tensor:
-    """The cached positions that B sequences look at, [B, C]: sink tokens, then the `span` before the first new token.
-    Negative ones do not exist, or are in the span already."""
+    """Return the cached positions that B sequences see, [B, C]: sink tokens, then the `span` before the first new one.
+
+    A negative position does not exist, or is in the span already.
+    """
     device = first_new.device
     recent = first_new[:, None] + torch.arange(-span, 0, device=device)
     if meta.sliding_window is None or meta.num_sink_tokens == 0:
@@ -88,10 +95,13 @@ def _attend_group(
     meta: AttentionMetadata,
     params: AttentionParams,
 ) -> tuple[Tensor, Tensor]:
-    """B sequences of n new tokens: q [B, n, H, D] at positions [B, n], keys and values [B, S, Hkv, D] at positions
-    [B, S] (negative: no such key) -> rows [B, n, H, D], lse [B, n, H]. The last n keys are the new tokens'."""
+    """Attend for B sequences of n new tokens -> rows [B, n, H, D], lse [B, n, H].
+
+    q [B, n, H, D] at positions [B, n]; keys and values [B, S, Hkv, D] at positions [B, S], negative where there is no
+    key. The last n keys are the new tokens'.
+    """
     n, num_keys = q.shape[1], keys.shape[1]
-    cuts = meta.sliding_window is not None and meta.num_sink_tokens == 0  # the first keys are behind later rows' window
+    cuts = meta.sliding_window is not None and meta.num_sink_tokens == 0  # the first keys are before later rows' window
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     for top in range(0, n, QUERY_ROWS):
         rows = slice(top, min(top + QUERY_ROWS, n))
@@ -106,14 +116,14 @@ def _attend_group(
 
 
 def visible_keys(at: Tensor, key_at: Tensor, window: int | None, num_sink_tokens: int = 0) -> Tensor:
-    """Which keys a query sees, from positions that broadcast against each other: those up to itself, within the window
-    or among the sinks. Negative keys do not exist."""
+    """Return which keys a query sees, from positions that broadcast against each other: those up to itself, within the
+    window or among the sinks. Negative keys do not exist."""
     visible = (key_at >= 0) & (key_at <= at)
     return visible if window is None else visible & ((key_at > at - window) | (key_at < num_sink_tokens))
 
 
 def _scoring(params: AttentionParams, at: Tensor, key_at: Tensor, dtype: torch.dtype) -> Scoring:
-    """With the ALiBi bias written out, from positions [B, 1, n, 1] and [B, 1, 1, S]."""
+    """Write out the ALiBi bias, from positions [B, 1, n, 1] and [B, 1, 1, S]."""
     bias = None
     if params.alibi_slopes is not None:
         bias = params.alibi_slopes.to(dtype)[:, None, None] * (key_at - at).to(dtype)  # [B, H, n, S]

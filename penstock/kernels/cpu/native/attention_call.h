@@ -15,7 +15,7 @@ constexpr std::int64_t ROW_UNIT = 16;  // arrays of rows have room for a multipl
 inline std::int64_t divide_up(std::int64_t count, std::int64_t by) { return (count + by - 1) / by; }
 inline std::int64_t row_room(std::int64_t rows) { return divide_up(rows, ROW_UNIT) * ROW_UNIT; }
 
-// ---- Memory. kernels/attention/shape.py has the same formulas.
+// ---- Memory. kernels/attention/layout.py has the same formulas.
 
 // States of so many rows: m, l, o.
 inline std::int64_t state_bytes(std::int64_t rows, std::int64_t padded_dim) {

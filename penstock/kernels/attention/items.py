@@ -1,7 +1,9 @@
-"""Row blocks into items: pieces of heads and spans, as many as let the cores share the load.
+"""Items, the pieces of work of a plan: as many heads and spans of each row block as let the cores share the load.
 
-A piece costs what reading and multiplying cost, in rows times tiles times heads. Spans are cut before heads: the heads
-of a token lie together in memory, and reading them together streams. Rows are never cut here.
+An item costs what reading and multiplying cost, in rows times tiles times heads. Spans are cut before heads: the heads
+of a token are contiguous in memory, and reading them together streams. Rows are never cut here.
+
+Where the spans of a block are cut, its items are partial, and a combine folds them into the results of one kv head.
 """
 
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.attention.blocks import Int64, RowBlocks, ragged
+from penstock.kernels.attention.blocks import Int32, Int64, RowBlocks, ragged
 from penstock.kernels.attention.layout import SPAN_TILES
 from penstock.kernels.attention.partition import greatest_load, partition
 
@@ -17,9 +19,9 @@ Bools = npt.NDArray[np.bool_]
 
 FEW_ROWS = 16  # so many go through memory with all their heads; more compute longer than they read
 READ_ROWS = 16  # reading a tile costs as much as multiplying so many rows with it
-PIECES = 8  # a core, at most, where blocks alone do not share the load well
-ENOUGH = 4  # items a core that leave something to steal
-SMALL_LOAD = 64  # of an item that is not worth cutting: a core carries it out in some microseconds
+PIECES_PER_CORE = 8  # at most, where blocks alone do not share the load well
+ITEMS_PER_CORE = 4  # enough to leave something to steal
+SMALL_LOAD = 64  # of an item that is not worth cutting: a core takes some microseconds for it
 SLACK = 1 / 16  # of the mean load: how much more a core may have before blocks are cut
 
 
@@ -28,12 +30,14 @@ class Pieces:
     """Into how many pieces each block is cut, [U] each. Piece q of h cuts of n heads: q n // h .. (q + 1) n // h - 1.
 
     A block's pieces are numbered heads first: piece first[u] + q * spans[u] + s.
+
+    Attributes:
+        whole: no block is cut.
     """
 
     spans: Int64
     heads: Int64
-
-    whole: bool = False  # no block is cut at all
+    whole: bool = False
 
     @property
     def counts(self) -> Int64:
@@ -50,8 +54,8 @@ class Items:
     """Pieces of row blocks, [I] each, in the order of the plan.
 
     Attributes:
-        order: the pieces in that order; None: as they are numbered (Pieces).
-        block: the row block that each is of.
+        order: the number of the piece (Pieces) that each item is; None: item i is piece i.
+        block: the row block of each item.
     """
 
     order: Int64 | None
@@ -62,14 +66,9 @@ class Items:
     span_end: Int64
     loads: Int64
 
-    @property
-    def numbers(self) -> Int64 | None:
-        """The item that each piece became."""
-        return None if self.order is None else np.argsort(self.order)
-
 
 def cut(blocks: RowBlocks, kv_heads: int, head_limit: Int64, num_cores: int) -> tuple[Pieces, Items, list[int]]:
-    """Items, and where each core begins.
+    """Cut blocks into items, and return where each core begins.
 
     head_limit: [U] the most heads that an item of each block may have.
     """
@@ -79,24 +78,62 @@ def cut(blocks: RowBlocks, kv_heads: int, head_limit: Int64, num_cores: int) -> 
     starts = _good_starts(items.loads.tolist(), num_cores)
     if starts is not None:
         return pieces, items, starts
-    finer = _finer(blocks, kv_heads, pieces, int(items.loads.sum()) // (num_cores * PIECES))
+    finer = _finer(blocks, kv_heads, pieces, int(items.loads.sum()) // (num_cores * PIECES_PER_CORE))
     items = _items(blocks, kv_heads, finer)
     return finer, items, partition(items.loads.tolist(), num_cores)
 
 
+def combines(
+    blocks: RowBlocks, targets: Int64, chains: list[list[int]] | None, pieces: Pieces, items: Items, kv_heads: int
+) -> tuple[Int32, Int32]:
+    """Return AttentionPlan.combines and .references: one combine per target and kv head.
+
+    targets: [N] blocks whose results are combined.
+    chains: for each block of the step, the blocks that see its tiles, spans ascending; None: each sees its own.
+    """
+    if len(targets) == 0:
+        return np.empty((0, 6), dtype=np.int32), np.empty(0, dtype=np.int32)
+    target, head = ragged(np.full_like(targets, kv_heads))  # of each combine
+    if chains is None:
+        link, linked_head, link_ends = targets[target], head, None
+    else:
+        links = [np.array(chains[block], dtype=np.int64) for block in targets]
+        link_counts = np.array([len(chain) for chain in links], dtype=np.int64)
+        combine, index = ragged(link_counts[target])
+        link = np.concatenate(links)[(link_counts.cumsum() - link_counts)[target[combine]] + index]
+        linked_head, link_ends = head[combine], link_counts[target].cumsum()
+    # Piece q of h of n heads has head i where q is the greatest with q n < (i + 1) h.
+    piece = ((linked_head + 1) * pieces.heads[link] - 1) // kv_heads
+    counts = pieces.spans[link]
+    of_link, span_piece = ragged(counts)
+    references = (pieces.first[link] + piece * counts)[of_link] + span_piece
+    if items.order is not None:
+        references = np.argsort(items.order)[references]
+
+    table = np.empty((len(head), 6), dtype=np.int32)
+    table[:, 0], table[:, 1] = head, head + 1
+    block = targets[target]
+    table[:, 2], table[:, 3] = blocks.row_begin[block], blocks.row_end[block]
+    ends = counts.cumsum()
+    table[:, 5] = ends if link_ends is None else ends[link_ends - 1]
+    table[0, 4] = 0
+    table[1:, 4] = table[:-1, 5]
+    return table, references.astype(np.int32)
+
+
 def _good_starts(loads: list[int], num_cores: int) -> list[int] | None:
-    """Where cores begin if that shares the load well and leaves something to steal, or None."""
+    """Return where cores begin if that shares the load well and leaves something to steal, or None."""
     total = sum(loads)
     if num_cores == 1 or total <= SMALL_LOAD:
         return partition(loads, num_cores)
-    if len(loads) < ENOUGH * num_cores:
+    if len(loads) < ITEMS_PER_CORE * num_cores:
         return None
     starts = partition(loads, num_cores)
     return starts if greatest_load(loads, starts) * num_cores <= total * (1 + SLACK) else None
 
 
 def _finer(blocks: RowBlocks, kv_heads: int, pieces: Pieces, limit: int) -> Pieces:
-    """As many more pieces as bring each within the limit: of spans first, then of heads."""
+    """Cut until each piece is within the limit: spans first, then heads."""
     tiles = blocks.tiles
     wanted = -(-_load(blocks.rows, tiles, kv_heads) // max(limit, SMALL_LOAD))
     whole_spans = (tiles + SPAN_TILES // 2) // SPAN_TILES  # a span of a few tiles is not worth a piece
@@ -111,7 +148,7 @@ def _load(rows: Int64, tiles: Int64, heads: Int64 | int) -> Int64:
 
 
 def _first_span(blocks: RowBlocks) -> Int64:
-    """Of those behind the sink tokens."""
+    """The first span after the sink tokens."""
     return blocks.tile_begin // SPAN_TILES
 
 
@@ -124,7 +161,7 @@ def _sink_spans(blocks: RowBlocks) -> Int64 | None:
 
 
 def _sinks_apart(blocks: RowBlocks) -> Bools:
-    """[U] whether hidden spans lie between the sink tokens and the window."""
+    """[U] whether hidden spans separate the sink tokens from the window."""
     sinks = _sink_spans(blocks)
     return np.zeros(len(blocks.sequence), bool) if sinks is None else (sinks > 0) & (sinks < _first_span(blocks))
 
@@ -146,7 +183,7 @@ def _items(blocks: RowBlocks, kv_heads: int, pieces: Pieces) -> Items:
 
 
 def _whole_blocks(blocks: RowBlocks, kv_heads: int) -> Items:
-    """An item for each block: most steps of decoding."""
+    """Make one item per block, as most steps of decoding do."""
     number = np.arange(len(blocks.sequence))
     span_begin = _first_span(blocks)
     if blocks.sink_end is not None:
@@ -157,8 +194,8 @@ def _whole_blocks(blocks: RowBlocks, kv_heads: int) -> Items:
 
 
 def _order(blocks: RowBlocks, kv_heads: int, pieces: Pieces, block: Int64, index: Int64) -> Int64 | None:
-    """By sequence, then head, then row block, where sequences have several: neighbouring items read the same keys and
-    values, which a core's cache then keeps."""
+    """Order pieces by sequence, head and row block if a sequence has several blocks: neighbouring items then read the
+    same keys and values, which stay in a core's cache."""
     sequence = blocks.sequence
     if len(sequence) < 2 or not (sequence[1:] <= sequence[:-1]).any():
         return None
@@ -167,7 +204,7 @@ def _order(blocks: RowBlocks, kv_heads: int, pieces: Pieces, block: Int64, index
 
 
 def _span_ranges(blocks: RowBlocks, block: Int64, index: Int64, pieces: Int64) -> tuple[Int64, Int64]:
-    """Spans of piece `index` of so many."""
+    """Return the first and past-the-last span of piece `index` of `pieces`."""
     first, end = _first_span(blocks)[block], _end_span(blocks)[block]
     sinks = _sink_spans(blocks)
     if sinks is None:
@@ -183,14 +220,14 @@ def _span_ranges(blocks: RowBlocks, block: Int64, index: Int64, pieces: Int64) -
     return begin, stop
 
 
-def _part(begin: Int64, end: Int64, index: Int64, pieces: Int64) -> tuple[Int64, Int64]:
-    """One of so many even parts of a range."""
+def _part(begin: Int64, end: Int64, index: Int64, parts: Int64) -> tuple[Int64, Int64]:
+    """Return part `index` of `parts` even parts of a range."""
     count: Int64 = end - begin
-    return begin + index * count // pieces, begin + (index + 1) * count // pieces
+    return begin + index * count // parts, begin + (index + 1) * count // parts
 
 
 def _tiles_within(blocks: RowBlocks, block: Int64, begin: Int64, end: Int64) -> Int64:
-    """Tiles begin .. end - 1 that some row sees."""
+    """Count the tiles begin .. end - 1 that some row sees."""
     first, stop = blocks.tile_begin[block], blocks.tile_end[block]
     tiles: Int64 = np.maximum(np.minimum(end, stop) - np.maximum(begin, first), 0)
     if blocks.sink_end is None:
