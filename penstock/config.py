@@ -97,7 +97,8 @@ class ParallelConfig:
 
     Attributes:
         lm_head_pieces: products that the LM head is computed in, each with its share of the vocabulary.
-        pad_vocab_multiple: the LM head is filled up to a multiple of so many tokens, which are never sampled.
+        pad_vocab_multiple: the LM head is padded to a multiple of this many tokens; padding is never sampled. Falcon's
+            65024 tokens are a multiple of 512 already; 1024 makes them 65536.
         sharding_config: a file of weights and the axis of each that is split (spec/sharding_map.py); None takes those
             of the parameter table. It is held against the model also where nothing is split.
     """

@@ -68,7 +68,8 @@ def add_engine_options(parser: argparse.ArgumentParser, *, seed: bool = True) ->
     _add_size(group, "--tensor-parallel-size", "processes that share each layer")
     _add_size(group, "--pipeline-parallel-size", "processes that share the layers")
     _add_size(group, "--lm-head-pieces", "products that the LM head is computed in (default: 1)")
-    _add_size(group, "--pad-vocab-multiple", "fill the LM head up to a multiple of N tokens (default: 1)")
+    help_text = "pad the LM head to a multiple of N tokens (default: 1; Falcon's 65024 become 65536 with 1024)"
+    _add_size(group, "--pad-vocab-multiple", help_text)
     help_text = "axis by weight, a YAML file (default: the parameter table's)"
     group.add_argument("--sharding-config", default=UNSET, metavar="FILE", help=help_text)
     _add_choice(group, "--kernels", KERNELS, "which backend carries out the arithmetic")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ModelLoadError
-from penstock.spec.config_file import read_json
+from penstock.spec.config_file import OTHER_KINDS, read_json
 from penstock.validation import shown
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MISTRAL = "consolidated.safetensors"  # Mistral's own format; if sharded, with .index.json
+ADAPTER = "adapter_model.safetensors"  # a LoRA adapter of a model elsewhere
 PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed.py
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # the format's name, torch's
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -153,6 +154,8 @@ def find_files(directory: Path) -> list[Path]:
             f"{directory}: {pickles[0]} is a pickle, and reading a pickle runs code from it; only safetensors are "
             f"read. Convert it with Transformers' save_pretrained"
         )
+    if (directory / ADAPTER).is_file():
+        raise ModelLoadError(f"{directory}: {ADAPTER} makes it {OTHER_KINDS['adapter_config.json']}")
     raise ModelLoadError(f"{directory}: no weights; it must hold {SINGLE}, or {INDEX} and its shards")
 
 

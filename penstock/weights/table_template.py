@@ -17,6 +17,7 @@ from penstock.models.registry import ARCHITECTURES, find_model
 from penstock.spec.config_file import has_config, read_config, read_json
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, num_elements
+from penstock.spec.refined_web import modern_falcon
 from penstock.spec.table_rows import Held, Row
 from penstock.weights.safetensors import FLOATS, PACKED, Checkpoint, TensorEntry
 
@@ -80,7 +81,7 @@ def table_text(model: Path, *, sharding: bool = False) -> str:
     """
     directory, config = model, dict[str, Any]()
     if model.is_file():
-        directory, config = model.parent, read_json(model)
+        directory, config = model.parent, modern_falcon(read_json(model))
     elif has_config(model):
         config = read_config(model)
     names = config.get("architectures")
