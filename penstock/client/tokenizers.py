@@ -11,6 +11,7 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
     "vocab.json",
     "special_tokens_map.json",
 )

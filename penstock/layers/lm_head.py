@@ -23,7 +23,8 @@ class HeadLayout:
 
     Attributes:
         pieces: products that are computed one by one, each with its share of the columns.
-        pad_to: the columns are filled up to a multiple of this; the logits of those behind the vocabulary are -inf.
+        pad_to: the columns are padded to a multiple of this; the logits of the padding are -inf. Falcon's 65024 columns
+            stay as they are with 512 and become 65536, as in Falcon-40B's decode backend, with 1024.
     """
 
     pieces: int = 1

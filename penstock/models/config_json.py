@@ -2,8 +2,8 @@
 
 A required key that is missing, a wrong type, a contradiction, or an unknown key that may change the mathematics is a
 ModelLoadError that names it. Both spellings of Transformers are read: the older (`rope_theta`, `rope_scaling`,
-`torch_dtype`) and that of Transformers 5 (`rope_parameters`, `dtype`). What the keys of one architecture mean is said
-by its family (models/<family>/config.py).
+`torch_dtype`) and that of Transformers 5 (`rope_parameters`, `dtype`). The keys of an architecture are read by its
+family (models/<family>/config.py).
 """
 
 from dataclasses import fields
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelLoadError, NotSupportedError
-from penstock.models.registry import ARCHITECTURES, Architecture, find_architecture
+from penstock.models.registry import ARCHITECTURES, find_architecture, unsupported
 from penstock.spec.config_file import read_config, read_json
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.generation_config import read_ignored, read_sampling
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.unsupported import SUPPORTED, nearest
+from penstock.spec.unsupported import SUPPORTED, nearest, why_unsupported
 from penstock.validation import shown
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -38,7 +38,7 @@ HARMLESS_KEYS = """
 """  # the second paragraph: old files repeat generation settings, which Transformers 5 drops too
 HARMLESS = frozenset(HARMLESS_KEYS.split())
 
-# Keys that would change the mathematics, with the value that does not.
+# Keys that would change the mathematics, each with the one value that does not.
 NEUTRAL: dict[str, Any] = {
     "is_encoder_decoder": False,
     "is_decoder": False,
@@ -53,7 +53,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def load_model_config(directory: str | Path) -> ModelConfig:
-    """Read the ModelConfig of a model directory: its config.json and, if there is one, generation_config.json.
+    """Read the ModelConfig of a model directory from its config.json and, if it exists, generation_config.json.
 
     Raises:
         ModelLoadError: as parse_model_config; the message begins with the directory.
@@ -69,28 +69,32 @@ def load_model_config(directory: str | Path) -> ModelConfig:
 
 
 def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any] | None = None) -> ModelConfig:
-    """Make a ModelConfig from the contents of config.json and, if there is one, generation_config.json.
+    """Make a ModelConfig from the contents of config.json and, if it exists, generation_config.json.
 
     Raises:
         ModelLoadError: a key is missing, wrong, contradictory or unknown, or the architecture is not supported.
-        NotSupportedError: quantised weights, or a kind of rotary scaling that is not built.
+        NotSupportedError: quantised weights, or a kind of rotary scaling that is not supported.
     """
     read = ConfigReader(config, "config.json")
     generation = ConfigReader(generation_config or {}, "generation_config.json")
-    _refuse_unsupported(read)
-    name, architecture = _read_architecture(read)
+    name = _read_name(read)
+    _refuse_unsupported(read, name)
+    architecture = find_architecture(name)
+    if architecture.model_type is not None:
+        read.choice("model_type", [architecture.model_type])
     read.neutral(NEUTRAL)
     model_type = read.raw("model_type") or architecture.model_type or ""
     numbers = architecture.read_config(read)
     _check_fields(name, numbers)
     vocab_size = numbers["vocab_size"]
+    bos = _read_ids("bos_token_id", vocab_size, generation, read)
     result = ModelConfig(
         architecture=name,
         model_type=model_type,
         **numbers,
         dtype=_read_dtype(read),
-        eos_token_ids=_read_eos(read, generation, vocab_size),
-        bos_token_id=_read_bos(read, generation, vocab_size),
+        eos_token_ids=_read_ids("eos_token_id", vocab_size, generation, read),
+        bos_token_id=bos[0] if bos else None,
         default_sampling=read_sampling(generation),
         ignored_generation=read_ignored(generation),
     )
@@ -102,21 +106,43 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
 
 
 def _check_fields(architecture: str, numbers: dict[str, Any]) -> None:
-    """Check what an architecture's config function has returned.
+    """Check that an architecture's config function has returned fields of ModelConfig.
 
     Raises:
-        ModelLoadError: a name in it is not a field of ModelConfig.
+        ModelLoadError: a name is not a field.
     """
     known = {item.name for item in fields(ModelConfig)}
     for name in numbers.keys() - known:
         raise ModelLoadError(
-            f"{architecture}: its config function returns {name!r}, which is no field of ModelConfig (is "
+            f"{architecture}: its config function returns {name!r}, which is not a field of ModelConfig (is "
             f"{nearest(name, known)} meant? numbers of its own go into `extra`)"
         )
 
 
-def _refuse_unsupported(read: ConfigReader) -> None:
-    """Refuse files that ask for code from the checkpoint or for formats that are not supported."""
+def _read_name(read: ConfigReader) -> str:
+    """Return the architecture's name.
+
+    Raises:
+        ModelLoadError: there is not exactly one; or the file is a part of a diffusion pipeline, which has none.
+    """
+    if read.has("_class_name"):
+        raise ModelLoadError(
+            f"config.json: _class_name = {shown(read.raw('_class_name'))} is a part of a diffusion model; {SUPPORTED}"
+        )
+    names = read.raw("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise read.fail("architectures", "a list of one of " + ", ".join(sorted(ARCHITECTURES)))
+    return names[0]
+
+
+def _refuse_unsupported(read: ConfigReader, name: str) -> None:
+    """Refuse models of another kind, code from the checkpoint, and formats that are not supported.
+
+    The kind comes first: files of such models often ask for code too, and removing that key would not help.
+    """
+    kind = why_unsupported(str(read.raw("model_type")))
+    if name not in ARCHITECTURES and (kind or why_unsupported(name)):
+        raise unsupported(name, kind)
     if read.has("auto_map"):
         raise ModelLoadError(
             "config.json: auto_map asks for Python code from the checkpoint; such code is never run. "
@@ -126,20 +152,6 @@ def _refuse_unsupported(read: ConfigReader) -> None:
         raise NotSupportedError(
             "config.json: quantization_config: quantised checkpoints are not supported yet", param="model"
         )
-    if read.has("_class_name"):
-        raise ModelLoadError(
-            f"config.json: _class_name = {shown(read.raw('_class_name'))} is a part of a diffusion model; {SUPPORTED}"
-        )
-
-
-def _read_architecture(read: ConfigReader) -> tuple[str, Architecture]:
-    names = read.raw("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise read.fail("architectures", "a list of one of " + ", ".join(sorted(ARCHITECTURES)))
-    architecture = find_architecture(names[0])
-    if architecture.model_type is not None:
-        read.choice("model_type", [architecture.model_type])
-    return names[0], architecture
 
 
 def _read_dtype(read: ConfigReader) -> str:
@@ -147,21 +159,14 @@ def _read_dtype(read: ConfigReader) -> str:
     return read.choice("dtype", DTYPES, older)
 
 
-def _read_eos(read: ConfigReader, generation: ConfigReader, vocab_size: int) -> tuple[int, ...]:
-    own, later = _read_ids(read, "eos_token_id", vocab_size), _read_ids(generation, "eos_token_id", vocab_size)
-    return later or own
-
-
-def _read_ids(read: ConfigReader, key: str, vocab_size: int) -> tuple[int, ...]:
-    """One id or a list of ids, each once, in the order of the file."""
-    value = read.raw(key)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    for item in ids:
-        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab_size:
-            raise read.fail(key, f"an id from 0 to {vocab_size - 1}, or a list of such ids")
-    return tuple(dict.fromkeys(ids))
-
-
-def _read_bos(read: ConfigReader, generation: ConfigReader, vocab_size: int) -> int | None:
-    ids = _read_ids(generation, "bos_token_id", vocab_size), _read_ids(read, "bos_token_id", vocab_size)
-    return next((found[0] for found in ids if found), None)
+def _read_ids(key: str, vocab_size: int, *files: ConfigReader) -> tuple[int, ...]:
+    """Return the token ids of a key, one or a list, each once; the first file that has any decides."""
+    result: tuple[int, ...] = ()
+    for read in files:
+        value = read.raw(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        for item in ids:
+            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab_size:
+                raise read.fail(key, f"an id from 0 to {vocab_size - 1}, or a list of such ids")
+        result = result or tuple(dict.fromkeys(ids))
+    return result

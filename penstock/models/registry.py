@@ -113,14 +113,19 @@ def find_architecture(name: str) -> Architecture:
         ModelLoadError: nothing is. The message gives the reason, where the name tells it, and the nearest known name.
     """
     if name not in ARCHITECTURES:
-        reason = why_unsupported(name)
-        because = f" ({reason}; {SUPPORTED})" if reason else ""
-        hint = "" if reason else "; docs/adding_a_model.md tells how to add a decoder, --import FILE loads it"
-        raise ModelLoadError(
-            f"config.json: architectures = {name[:MAX_NAME]!r} is not supported{because}; supported are "
-            f"{', '.join(sorted(ARCHITECTURES))} (nearest: {nearest(name, ARCHITECTURES)}){hint}"
-        )
+        raise unsupported(name)
     return ARCHITECTURES[name]
+
+
+def unsupported(name: str, kind: str | None = None) -> ModelLoadError:
+    """Return the error for an architecture that is not registered; `kind` of model, if more than the name tells it."""
+    kind = kind or why_unsupported(name)
+    because = f" ({kind}; {SUPPORTED})" if kind else ""
+    hint = "" if kind else "; docs/adding_a_model.md explains how to add a decoder, --import FILE loads it"
+    return ModelLoadError(
+        f"config.json: architectures = {name[:MAX_NAME]!r} is not supported{because}; supported are "
+        f"{', '.join(sorted(ARCHITECTURES))} (nearest: {nearest(name, ARCHITECTURES)}){hint}"
+    )
 
 
 def find_model(architecture: str, version: str = "auto") -> ModelVersion:

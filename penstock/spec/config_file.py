@@ -6,11 +6,16 @@ from typing import Any
 
 from penstock.errors import ModelLoadError
 from penstock.spec import params_json
+from penstock.spec.refined_web import modern_falcon
 from penstock.spec.unsupported import SUPPORTED
 from penstock.validation import shown
 
 CONFIG = "config.json"
-PIPELINE = "model_index.json"  # what a diffusion pipeline has instead of config.json
+# Files that a directory of another kind has instead of config.json.
+OTHER_KINDS = {
+    "model_index.json": f"a diffusion pipeline; {SUPPORTED}",
+    "adapter_config.json": "a LoRA adapter; give the base model's directory; adapters are not supported yet",
+}
 
 
 def has_config(directory: Path) -> bool:
@@ -19,20 +24,21 @@ def has_config(directory: Path) -> bool:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return what config.json holds; without one, Mistral's params.json translated into its keys.
+    """Return the contents of config.json, or of Mistral's params.json if there is no other, in Transformers' keys.
 
     Raises:
         ModelLoadError: there is neither, or it cannot be read.
     """
     config, params = directory / CONFIG, directory / params_json.NAME
-    if params.is_file() and not config.exists():
-        try:
-            return params_json.config_of(read_json(params))
-        except ModelLoadError as error:
-            raise ModelLoadError(f"{directory}: {error}") from None
-    if (directory / PIPELINE).is_file() and not config.exists():
-        raise ModelLoadError(f"{directory}: {PIPELINE} makes it a diffusion pipeline; {SUPPORTED}")
-    return read_json(config)
+    for name, kind in OTHER_KINDS.items():
+        if (directory / name).is_file() and not has_config(directory):
+            raise ModelLoadError(f"{directory}: {name} makes it {kind}")
+    is_params = params.is_file() and not config.exists()
+    values = read_json(params if is_params else config)
+    try:
+        return params_json.config_of(values) if is_params else modern_falcon(values)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{directory}: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,13 +4,12 @@ Each layer is packed as the loader packs it, written and freed before the next. 
 directory is a model only when everything else is there (weights/destination.py).
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
+from torch import nn
 
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
@@ -18,6 +17,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import WHOLE_IN_FILES
+from penstock.layers.weights import WeightLayer
 from penstock.models.config_json import load_model_config
 from penstock.plugins.user_files import import_files
 from penstock.spec.model_config import ModelConfig
@@ -28,7 +28,7 @@ from penstock.weights.matching import listed
 from penstock.weights.memory import check_memory, stored_bytes
 from penstock.weights.packed import PackedInfo, PackedWriter, find_packed
 from penstock.weights.safetensors import PACKED
-from penstock.weights.sources import ParameterSource, open_source, read_parameters
+from penstock.weights.sources import open_source, read_parameters
 
 Progress = Callable[[int, int], None]  # called with the number of finished layers, and of all
 
@@ -64,47 +64,41 @@ def convert_model(
             f"src: {str(source)!r} holds packed weights already; give the checkpoint they were made from", param="src"
         )
     rows = open_source(source, model_config, numerics.load_format)
-    packing = _Packing(model_config, numerics)
+    make = _factory(model_config, numerics)
+    layers = _packable_layers(empty_model(model_config, make))
+    sizes = [stored_bytes([item], make.ops, make.scheme) for item in make.parameters.values()]
     if free_memory is not None:
-        check_memory({"weights of the largest parameter": max(packing.sizes)}, free_memory())
+        check_memory({"weights of the largest parameter": max(sizes)}, free_memory())
+    group_size = None if make.scheme is None else make.scheme.group_size
     with Destination(destination) as directory:
-        directory.require(sum(packing.sizes))
+        directory.require(sum(sizes))
         with directory.file(PACKED) as stream:
-            size = packing.write(stream, rows, progress)
+            writer = PackedWriter(stream, PackedInfo(numerics.dtype, numerics.quantization, group_size), len(layers))
+            for done, (prefix, layer) in enumerate(layers.items()):
+                progress(done, len(layers))
+                fill_layer(prefix, layer, make, rows)
+                writer.write(prefix, layer.state())
+                layer.forget()
+            size = writer.finish()
         directory.copy_companions(source)
     return size
 
 
-class _Packing:
-    """An empty model whose layers are packed one after the other.
+def _factory(model_config: ModelConfig, numerics: NumericsConfig) -> LayerFactory:
+    ops = load_ops("cpu", getattr(torch, numerics.dtype), threads=numerics.threads or 1)
+    return LayerFactory.single_device(ops, read_parameters(model_config), scheme=numerics.scheme, max_positions=1)
 
-    Attributes:
-        sizes: bytes that each parameter takes, without padding.
+
+def _packable_layers(model: nn.Module) -> dict[str, WeightLayer]:
+    """Return the layers of a model by name.
+
+    Raises:
+        ModelLoadError: it has layers of torch's own.
     """
-
-    def __init__(self, model_config: ModelConfig, numerics: NumericsConfig) -> None:
-        scheme = numerics.scheme
-        ops = load_ops("cpu", getattr(torch, numerics.dtype), threads=numerics.threads or 1)
-        parameters = read_parameters(model_config)
-        self._make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=1)
-        model = empty_model(model_config, self._make)
-        plain = [full for full, _, _, _ in plain_parameters(model)]
-        if plain:
-            raise ModelLoadError(
-                f"convert: {listed(plain)} cannot be packed, because torch's own layers hold them; only layers that "
-                f"the factory makes have a packed form"
-            )
-        self._layers = dict(weight_layers(model))
-        self._info = PackedInfo(numerics.dtype, numerics.quantization, None if scheme is None else scheme.group_size)
-        self.sizes = [stored_bytes([item], ops, scheme) for item in parameters.values()]
-
-    def write(self, stream: BinaryIO, rows: ParameterSource, progress: Progress) -> int:
-        """Pack and write every layer. Return the bytes of the file."""
-        writer = PackedWriter(stream, self._info, len(self._layers))
-        for done, (prefix, layer) in enumerate(self._layers.items()):
-            progress(done, len(self._layers))
-            fill_layer(prefix, layer, self._make, rows)
-            writer.write(prefix, layer.state())
-            layer.forget()
-        writer.finish()
-        return stream.seek(0, os.SEEK_END)
+    plain = [full for full, _, _, _ in plain_parameters(model)]
+    if plain:
+        raise ModelLoadError(
+            f"convert: {listed(plain)} cannot be packed, because torch's own layers hold them; only layers that "
+            f"the factory makes have a packed form"
+        )
+    return dict(weight_layers(model))

@@ -1,4 +1,4 @@
-"""Where a model's files are: the bundled demo, a directory, or a name on the Hugging Face hub."""
+"""Finds the directory of a model: the bundled demo, a path, or a name on the Hugging Face hub."""
 
 import os
 from pathlib import Path
@@ -6,29 +6,29 @@ from pathlib import Path
 from penstock.errors import ModelLoadError
 from penstock.validation import shown
 
-FILES = ["*.json", "*.safetensors", "*.jinja"]  # what is fetched: no pickles, no code
+FILES = ["*.json", "*.safetensors", "*.jinja"]  # fetched from the hub: no pickles, no code
 LIGHT_FILES = ["*.json", "*.jinja"]
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:
-    """The directory for "demo", a path or a hub name such as "owner/model".
+    """Return the directory of "demo", a path, or a hub name such as "owner/model", which is downloaded.
 
-    weights: whether they are fetched from the hub.
+    weights: whether to download the weights too.
 
     Raises:
-        ModelLoadError: there is no such directory, or the hub cannot be asked or does not answer.
+        ModelLoadError: there is no such directory, or the download fails.
     """
     if name == "demo":
         from penstock.demo import MODEL_DIR
 
         return MODEL_DIR
-    path = Path(os.path.expanduser(name))  # which leaves ~ of a user who does not exist
+    path = Path(os.path.expanduser(name))  # Path.expanduser raises for an unknown user
     if path.is_dir():
         return path
     if path.exists():
         raise ModelLoadError(f"model: {shown(name)} is a file; it must be a directory, a hub name or demo")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelLoadError(f"model: there is no directory {shown(name)}, and it is no hub name (owner/model)")
+        raise ModelLoadError(f"model: there is no directory {shown(name)}, and it is not a hub name (owner/model)")
     return _download(name, FILES if weights else LIGHT_FILES)
 
 
@@ -38,10 +38,12 @@ def _download(name: str, patterns: list[str]) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise ModelLoadError(
-            f"model: there is no directory {shown(name)}; to fetch a hub name, install penstock[hub]"
+            f"model: there is no directory {shown(name)}; to download from the hub, install penstock[hub]"
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        said = " ".join(str(error).split())  # in one line
-        raise ModelLoadError(f"model: there is no directory {shown(name)}, and the hub says: {said}") from None
+        reason = " ".join(str(error).split())  # in one line
+        raise ModelLoadError(
+            f"model: there is no directory {shown(name)}, and the hub download failed: {reason}"
+        ) from None

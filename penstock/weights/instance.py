@@ -1,8 +1,8 @@
-"""A model object of Transformers, as it stands in memory: its configuration and its weights, without a file.
+"""A model object of Transformers in memory: its configuration and weights, without files.
 
-It is told by what it has (`config`, `state_dict`), so nothing here imports Transformers. Names and layouts are those of
-Transformers in memory, where the experts of a layer are one tensor; parameter tables know them (`or`). The weights are
-read when the engine loads and may be changed or freed afterwards.
+It is recognised by its attributes (`config`, `state_dict`), so nothing here imports Transformers. Names and layouts are
+those of Transformers in memory, where the experts of a layer are one tensor; parameter tables list them (`or`). The
+weights are read when the engine loads and may be changed or freed afterwards.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ SAMPLES = 16  # rows of each tensor that a fingerprint reads
 
 @dataclass(frozen=True, slots=True)
 class HeldRows(FileRows):
-    """A tensor in memory. Its rows are copied, so that no engine keeps what the object's owner may change."""
+    """A tensor in memory. Its rows are copied, so that the engine keeps nothing that the object's owner may change."""
 
     tensor: Tensor
 
@@ -33,25 +33,25 @@ class HeldRows(FileRows):
 
 
 class InstanceWeights(Checkpoint):
-    """The tensors of a model object, by name. To readers it is a checkpoint, only that no file is behind it."""
+    """The tensors of a model object, read like a checkpoint's."""
 
     def __init__(self, place: str, tensors: Mapping[str, Tensor]) -> None:
-        """Take the tensors without copying them; `place` is what errors call the object.
+        """Hold the tensors without copying them; error messages call the object `place`.
 
         Raises:
-            ModelLoadError: one has no values, or is of no float type.
+            ModelLoadError: a tensor has no values, or is of no float type.
         """
         self.files = []
         self._tensors = dict(tensors)
         self.entries = {name: _entry(place, name, tensor) for name, tensor in self._tensors.items()}
 
     def rows(self, name: str, index: int | None = None) -> FileRows:
-        """As Checkpoint."""
+        """Return a tensor, or the slice `index` of a stacked one."""
         tensor, entry = self._tensors[name].detach(), self.entries[name]
         return HeldRows(name, entry, tensor) if index is None else HeldRows(name, entry.slice(index), tensor[index])
 
     def fingerprint(self) -> str:
-        """A short word for these weights: names, shapes, types and some rows of each tensor."""
+        """Return a short hash of names, shapes, types and some rows of each tensor."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self._tensors.items()):
             digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
@@ -73,11 +73,7 @@ def _entry(place: str, name: str, tensor: Tensor) -> TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModelInstance:
-    """What an engine needs of a model object.
-
-    Attributes:
-        weights: its parameters and buffers.
-    """
+    """The configuration and the weights (parameters and buffers) of a model object."""
 
     config: ModelConfig
     weights: InstanceWeights
@@ -87,13 +83,11 @@ class ModelInstance:
         """Read a model object.
 
         Raises:
-            ModelLoadError: it is no model of Transformers, or its architecture cannot be served.
+            ModelLoadError: it is not a model of Transformers, or its architecture is not supported.
         """
         name = type(model).__name__
         config = getattr(model, "config", None)
-        if not all(
-            callable(method) for method in (getattr(config, "to_dict", None), getattr(model, "state_dict", None))
-        ):
+        if not callable(getattr(config, "to_dict", None)) or not callable(getattr(model, "state_dict", None)):
             raise ModelLoadError(
                 f"model: an object of type {name} is not supported; give a directory, a hub name, demo, or a model "
                 f"object of Transformers (with config and state_dict)"
@@ -108,7 +102,7 @@ class ModelInstance:
 
 
 def _config(model: Any, name: str) -> dict[str, Any]:
-    """As save_pretrained would write config.json: with the class's name and the type that the weights have."""
+    """Return what save_pretrained would write to config.json, with the class's name and the type of the weights."""
     first = next(iter(model.parameters()), None)
     dtype = "float32" if first is None else str(first.dtype).removeprefix("torch.")
     fields = {key: value for key, value in model.config.to_dict().items() if key != "torch_dtype"}

@@ -1,9 +1,9 @@
-"""Scales and offsets of an int8 cache that belong to channels, from a safetensors file.
+"""Reads fixed scales and offsets of an int8 key/value cache from a safetensors file.
 
-    layers.{i}.key_scale, layers.{i}.value_scale      of every layer; from 2^-60 to 2^60
-    layers.{i}.key_offset, layers.{i}.value_offset    optional; offset * scale up to 2^60; 0 where the file has none
+    layers.{i}.key_scale, layers.{i}.value_scale      for every layer; from 2^-60 to 2^60
+    layers.{i}.key_offset, layers.{i}.value_offset    optional, default 0; |offset * scale| at most 2^60
 
-Each is one number, [Hkv] or [Hkv, D], of any float type. A stored integer B stands for (B + offset) * scale
+Each is one number, [Hkv] or [Hkv, D], of any float type. A stored integer B represents (B + offset) * scale
 (quant/kv.py).
 """
 
@@ -21,43 +21,43 @@ from penstock.weights.safetensors import FLOATS, FileRows, TensorEntry, read_ent
 
 SCALES = ("key_scale", "value_scale")
 OFFSETS = ("key_offset", "value_offset")
-LEAST, GREATEST = 2.0**-60, 2.0**60  # so that no score or sum leaves the range of float32
+LEAST, GREATEST = 2.0**-60, 2.0**60  # so that no score or sum overflows float32
 
 
 def read_kv_scales(file: Path, num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[KVScales, ...]:
-    """One KVScales a layer.
+    """Return one KVScales per layer.
 
     Raises:
-        InvalidRequestError: the file cannot be read, has a name that nobody would use or lacks one; or a tensor has the
-            wrong shape, is not finite or out of range. The message names the tensor.
+        InvalidRequestError: the file cannot be read; a tensor is missing or unknown, has the wrong shape, is not finite
+            or out of range. The message names the tensor.
     """
-    if not _is_file(file):
+    try:
+        found = file.is_file()
+    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+        found = False
+    if not found:
         raise fail("kv_cache_scales", str(file), "a safetensors file")
     try:
-        return _read_layers(file, num_layers, num_kv_heads, head_dim)
+        return _read_layers(file, num_layers, (num_kv_heads, head_dim))
     except ModelLoadError as error:
         raise InvalidRequestError(f"kv_cache_scales: {error}", param="kv_cache_scales") from error
 
 
-def _is_file(file: Path) -> bool:
-    try:
-        return file.is_file()
-    except (OSError, ValueError):  # a name that is too long, or holds a NUL
-        return False
-
-
-def _read_layers(file: Path, num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[KVScales, ...]:
+def _read_layers(file: Path, num_layers: int, shape: tuple[int, int]) -> tuple[KVScales, ...]:
     entries = read_entries(file)
     known = {f"layers.{layer}.{kind}" for layer in range(num_layers) for kind in SCALES + OFFSETS}
     unknown = sorted(entries.keys() - known)
     if unknown:
         raise ModelLoadError(f"{file}: {shown(unknown[0])} is no scale or offset of a layer 0 .. {num_layers - 1}")
-    shape = (num_kv_heads, head_dim)
     return tuple(_layer(file, entries, f"layers.{layer}.", shape) for layer in range(num_layers))
 
 
 def kv_scales_fingerprint(file: Path) -> str:
-    """A short word for what the file holds."""
+    """Return a short hash of the file's contents.
+
+    Raises:
+        ModelLoadError: it cannot be read.
+    """
     try:
         return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
     except OSError as error:
@@ -72,7 +72,7 @@ def _layer(file: Path, entries: dict[str, TensorEntry], prefix: str, shape: tupl
             raise ModelLoadError(f"{file}: {prefix}{kind} is missing")
         if not bool(((values >= LEAST) & (values <= GREATEST)).all()):
             found_range = f"{float(values.min()):g} to {float(values.max()):g}"
-            raise ModelLoadError(f"{file}: {prefix}{kind} must lie between 2^-60 and 2^60; it is {found_range}")
+            raise ModelLoadError(f"{file}: {prefix}{kind} must be between 2^-60 and 2^60; it is {found_range}")
     keys, values, key_offsets, value_offsets = (torch.zeros(shape) if item is None else item for item in found.values())
     for kind, shift in (("key_offset", keys * key_offsets), ("value_offset", values * value_offsets)):
         if not bool((shift.abs() <= GREATEST).all()):
@@ -81,7 +81,7 @@ def _layer(file: Path, entries: dict[str, TensorEntry], prefix: str, shape: tupl
 
 
 def _read(name: str, entry: TensorEntry | None, shape: tuple[int, int]) -> Tensor | None:
-    """[Hkv, D] float32; None where the file does not have it."""
+    """Return a tensor as [Hkv, D] float32, or None if the file does not have it."""
     if entry is None:
         return None
     if entry.dtype not in FLOATS or entry.shape not in ((), (1,), shape[:1], shape):

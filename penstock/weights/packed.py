@@ -233,8 +233,8 @@ class PackedWriter:
                 self._add(f"{FILLER}{prefix}.{part}", torch.zeros(gap, dtype=torch.uint8))
             self._add(f"{prefix}.{part}", tensor.detach())
 
-    def finish(self) -> None:
-        """Write the header, and wait until everything is on the disk."""
+    def finish(self) -> int:
+        """Write the header, and wait until everything is on the disk. Return the bytes of the file."""
         text = json.dumps(self._header, separators=(",", ":")).encode()
         room = self._start - LENGTH_BYTES
         if len(text) > room:
@@ -243,6 +243,7 @@ class PackedWriter:
         self._stream.write(struct.pack("<Q", room) + text.ljust(room))
         self._stream.flush()
         os.fsync(self._stream.fileno())
+        return self._start + self._end
 
     def _add(self, name: str, tensor: Tensor) -> None:
         content = tensor.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,38 +1,61 @@
 """Rewriting: the checkpoint of a model in another form (matching.FORMS), with every bit unchanged.
 
 Pieces are joined or split, experts stacked or unstacked, matrices transposed, tensors renamed. A tied tensor is written
-only if the checkpoint holds it too; tensors without values of the model (the table's `ignore`) are left out.
+only if the checkpoint holds it too; tensors without values of the model (the table's `ignore`) are left out. Tensors
+are read piece by piece while they are written, so a model of any size needs little memory.
 """
 
+import itertools
+import json
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
 
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.ops import RowSource
 from penstock.models.config_json import load_model_config
 from penstock.spec.param_table import Layout, Parameter
-from penstock.weights.checkpoint_writer import Outgoing, Progress, write_checkpoint
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.matching import FORMS
 from penstock.weights.packed import find_packed, read_info
-from penstock.weights.rows import tensor_rows
-from penstock.weights.safetensors import Checkpoint
+from penstock.weights.rows import PIECE_BYTES, tensor_rows
+from penstock.weights.safetensors import INDEX, ITEM_BYTES, LENGTH_BYTES, SINGLE, Checkpoint, num_bytes
 from penstock.weights.sources import CheckpointSource, read_table
 
+ALIGNMENT = 8  # of a header's end
+Progress = Callable[[int, int], None]  # called with the number of finished tensors, and of all
 
-@dataclass(frozen=True, slots=True)
-class Rewritten:
-    """The result of rewriting a checkpoint.
 
-    Attributes:
-        num_bytes: of all tensors.
-        ignored: tensors that were left out, because they hold no values of the model.
-    """
+class Rewritten(NamedTuple):
+    """The bytes of all tensors of a new checkpoint, and the tensors that were left out as `ignore` says."""
 
     num_bytes: int
     ignored: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A tensor to be written.
+
+    Attributes:
+        dtype: in the format's spelling.
+        parts: called one after the other while writing; together they return all rows.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Callable[[], RowSource], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.shape, self.dtype)
 
 
 def rewrite_model(
@@ -108,3 +131,61 @@ def _refuse_packed(directory: Path) -> None:
         f"checkpoint cannot be restored bit by bit. Give the checkpoint they were made from",
         param="src",
     )
+
+
+def write_checkpoint(
+    directory: Destination, tensors: Sequence[Outgoing], max_shard_size: int, progress: Progress
+) -> int:
+    """Write all tensors, and an index if they take several files. Return the bytes of the tensors.
+
+    max_shard_size: bytes per file; a larger tensor gets a file of its own.
+    """
+    shards, done = _shards(tensors, max_shard_size), itertools.count()
+    stem, suffix, count = *SINGLE.split("."), len(shards)
+    names = [f"{stem}-{number:05}-of-{count:05}.{suffix}" for number in range(1, count + 1)] if count > 1 else [SINGLE]
+    for name, shard in zip(names, shards, strict=True):
+        with directory.file(name) as stream:
+            _write_header(stream, shard)
+            for tensor in shard:
+                progress(next(done), len(tensors))
+                _write_tensor(stream, tensor)
+    total = sum(tensor.num_bytes for tensor in tensors)
+    if len(shards) > 1:
+        places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        with directory.file(INDEX) as stream:
+            stream.write(json.dumps(index, indent=2).encode() + b"\n")
+    return total
+
+
+def _shards(tensors: Iterable[Outgoing], max_shard_size: int) -> list[list[Outgoing]]:
+    shards: list[list[Outgoing]] = []
+    room = -1
+    for tensor in tensors:
+        if tensor.num_bytes > room:
+            shards.append([])
+            room = max_shard_size
+        shards[-1].append(tensor)
+        room -= tensor.num_bytes
+    # Wider types first, so that each tensor begins at a multiple of its item size.
+    return [sorted(shard, key=lambda tensor: -ITEM_BYTES[tensor.dtype]) for shard in shards]
+
+
+def _write_header(stream: BinaryIO, tensors: Iterable[Outgoing]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.num_bytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
+    stream.write(struct.pack("<Q", len(text)) + text)
+
+
+def _write_tensor(stream: BinaryIO, tensor: Outgoing) -> None:
+    for part in tensor.parts:
+        rows = part()
+        step = max(1, PIECE_BYTES * rows.shape[0] // num_bytes(rows.shape, tensor.dtype))
+        for start in range(0, rows.shape[0], step):
+            piece = rows.read(start, min(start + step, rows.shape[0]))
+            stream.write(piece.contiguous().view(-1).view(torch.uint8).numpy().data)

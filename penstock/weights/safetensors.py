@@ -1,7 +1,7 @@
-"""A checkpoint of safetensors files, single or sharded: names and shapes at once, rows when they are asked for.
+"""A checkpoint in safetensors files, single or sharded: names and shapes from the headers, rows on request.
 
-Rows are read, not mapped: the pages of a map would count as this process's memory beside the packed model. Needs no
-torch until a row is read. Pickled checkpoints are refused, because reading one runs code from it.
+Rows are read, not mapped: the pages of a map would count as this process's memory beside the packed model. Torch is
+imported when the first row is read. Pickled checkpoints are refused, because reading one runs code from it.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ModelLoadError
+from penstock.spec.config_file import OTHER_KINDS, read_json
 from penstock.validation import shown
 
 if TYPE_CHECKING:
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MISTRAL = "consolidated.safetensors"  # Mistral's own format; with .index.json, where there are several
-PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed_file.py
+MISTRAL = "consolidated.safetensors"  # Mistral's own format; if sharded, with .index.json
+ADAPTER = "adapter_model.safetensors"  # a LoRA adapter of a model elsewhere
+PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed.py
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # the format's name, torch's
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-LENGTH_BYTES = 8  # before the header: how long it is
+LENGTH_BYTES = 8  # before the header: its length
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 SAMPLES = 16  # places in each file that a fingerprint reads
 SAMPLE_BYTES = 4096
@@ -37,42 +38,43 @@ SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor is and what it looks like. `dtype` is in the format's spelling, BF16 for instance."""
+    """Where a tensor is stored.
+
+    Attributes:
+        dtype: in the format's spelling, BF16 for instance.
+        offset: of its first byte in the file.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    offset: int  # of its first byte in the file
-
-    @property
-    def num_bytes(self) -> int:
-        """Of a tensor of floats."""
-        return num_bytes(self.shape, self.dtype)
+    offset: int
 
     def slice(self, index: int) -> "TensorEntry":
-        """One of the tensors that are stacked along the first axis."""
-        part = replace(self, shape=self.shape[1:])
-        return replace(part, offset=self.offset + index * part.num_bytes)
+        """Return the entry of one of the float tensors that are stacked along the first axis."""
+        shape = self.shape[1:]
+        return replace(self, shape=shape, offset=self.offset + index * num_bytes(shape, self.dtype))
 
 
 def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Of a tensor of floats; dtype in the format's spelling."""
+    """Return the bytes of a tensor of floats; dtype in the format's spelling."""
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 class Checkpoint:
-    """All tensors of a model directory, by name.
+    """All tensors of a model directory.
 
     Attributes:
-        entries: every tensor in any of the files.
+        files: the safetensors files.
+        entries: every tensor in any of them, by name.
     """
 
     def __init__(self, directory: Path) -> None:
         """Read the headers.
 
         Raises:
-            ModelLoadError: no safetensors, a shard that is missing or outside the directory, a tensor that is in two
-                shards or in none, a damaged header; or the weights are packed.
+            ModelLoadError: there are no safetensors files; a shard is missing or outside the directory; a tensor is in
+                two shards or in none; a header is damaged; or the weights are packed.
         """
         self.files = find_files(directory)
         if self.files[0].name == PACKED:
@@ -86,10 +88,10 @@ class Checkpoint:
                 self.entries[name] = entry
 
     def rows(self, name: str, index: int | None = None) -> "FileRows":
-        """One tensor, or the one at `index` of those that it stacks, to be read piece by piece.
+        """Return a tensor, or the slice `index` of a stacked one, to be read piece by piece.
 
         Raises:
-            ModelLoadError: it is no float type.
+            ModelLoadError: it is of no float type.
         """
         entry = self.entries[name]
         if entry.dtype not in FLOATS:
@@ -99,7 +101,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class FileRows:
-    """A tensor in a file, as a kernels.ops.RowSource: rows of its first axis, in the type they are stored in."""
+    """A tensor in a file as a kernels.ops.RowSource: rows of its first axis, in the type in which they are stored."""
 
     name: str
     entry: TensorEntry
@@ -109,24 +111,20 @@ class FileRows:
         return self.entry.shape
 
     def read(self, start: int, stop: int) -> "Tensor":
-        """Rows start .. stop-1.
+        """Read rows start .. stop-1.
 
         Raises:
-            ModelLoadError: the file cannot be read, or no longer holds them.
+            ModelLoadError: the file cannot be read, or has become shorter.
         """
         import torch
 
         from penstock.weights.rows import empty_rows
 
         rows = empty_rows((stop - start, *self.shape[1:]), getattr(torch, FLOATS[self.entry.dtype]))
-        row_bytes = math.prod(self.shape[1:]) * rows.itemsize
-        self._fill(rows.view(-1).view(torch.uint8).numpy().data, self.entry.offset + start * row_bytes)
-        return rows
-
-    def _fill(self, buffer: memoryview, offset: int) -> None:
+        buffer = rows.view(-1).view(torch.uint8).numpy().data
         try:
             with self.entry.file.open("rb", buffering=0) as stream:
-                stream.seek(offset)
+                stream.seek(self.entry.offset + start * num_bytes(self.shape[1:], self.entry.dtype))
                 while buffer:
                     count = stream.readinto(buffer)
                     if not count:
@@ -134,34 +132,38 @@ class FileRows:
                     buffer = buffer[count:]
         except OSError as error:
             raise ModelLoadError(f"{self.entry.file}: {self.name} cannot be read: {error}") from None
+        return rows
 
 
 def find_files(directory: Path) -> list[Path]:
-    """The weight files of a model directory, sorted by name: packed ones, else those with Transformers' names."""
+    """Return the weight files of a directory, sorted by name: packed ones, else Transformers', else Mistral's.
+
+    Raises:
+        ModelLoadError: there are none, or an index does not fit its shards.
+    """
     if (directory / PACKED).is_file():
         return [directory / PACKED]
-    if (directory / SINGLE).is_file():
-        return [directory / SINGLE]
-    if (directory / INDEX).is_file():
-        return _shards(directory / INDEX)
-    if (directory / MISTRAL).is_file():
-        return [directory / MISTRAL]
-    if (directory / f"{MISTRAL}.index.json").is_file():
-        return _shards(directory / f"{MISTRAL}.index.json")
+    for single, index in ((SINGLE, INDEX), (MISTRAL, f"{MISTRAL}.index.json")):
+        if (directory / single).is_file():
+            return [directory / single]
+        if (directory / index).is_file():
+            return _shards(directory / index)
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
     if pickles:
         raise ModelLoadError(
             f"{directory}: {pickles[0]} is a pickle, and reading a pickle runs code from it; only safetensors are "
             f"read. Convert it with Transformers' save_pretrained"
         )
+    if (directory / ADAPTER).is_file():
+        raise ModelLoadError(f"{directory}: {ADAPTER} makes it {OTHER_KINDS['adapter_config.json']}")
     raise ModelLoadError(f"{directory}: no weights; it must hold {SINGLE}, or {INDEX} and its shards")
 
 
 def fingerprint(directory: Path) -> str:
-    """A short word for these weights, the same on every machine, without reading them all.
+    """Return a short hash of a directory's weights, the same on every machine, without reading them all.
 
-    A hash of each file's name, size, header (names, shapes, offsets) and 16 samples of 4 KiB spread evenly over it.
-    It tells checkpoints apart; it does not protect against somebody who changes a byte between the samples on purpose.
+    It covers each file's name, size, header (names, shapes, offsets) and 16 samples of 4 KiB spread evenly over it. It
+    distinguishes checkpoints; it does not reveal a byte that was changed on purpose between the samples.
     """
     digest = hashlib.sha256()
     for file in find_files(directory):
@@ -179,8 +181,8 @@ def fingerprint(directory: Path) -> str:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files an index names. Each must be there, hold the tensors it is said to hold, and be in the directory."""
-    weight_map = _read_json(index).get("weight_map")
+    """Return the files that an index names: plain names in its directory, each with the tensors listed for it."""
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index}: weight_map = {shown(weight_map)} must map tensors to files")
     for name in weight_map.values():
@@ -199,13 +201,13 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:
-    """Every tensor of a file, by name.
+    """Return every tensor of a file, by name.
 
     Raises:
-        ModelLoadError: the file cannot be read, or is no sound safetensors file.
+        ModelLoadError: the file cannot be read, or is not a sound safetensors file.
     """
     text = read_header(file)
-    header = _parse(file, lambda: json.loads(text, object_pairs_hook=_unique))
+    header = _parse(file, text)
     try:
         safe_open(file, framework="np")  # checks sizes and offsets; reads no tensor
     except (SafetensorError, OSError) as error:
@@ -222,21 +224,21 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """What a file says of itself."""
-    metadata = _parse(file, lambda: json.loads(read_header(file))).get("__metadata__", {})
+    """Return the metadata in a file's header.
+
+    Raises:
+        ModelLoadError: the header cannot be read.
+    """
+    metadata = _parse(file, read_header(file)).get("__metadata__", {})
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys differ; readers of the format disagree which of two equal ones counts."""
-    if len(result := dict(pairs)) == len(pairs):
-        return result
-    name = Counter(key for key, _ in pairs).most_common(1)[0][0]
-    raise ValueError(f"{shown(name)} stands there twice")
-
-
 def read_header(file: Path) -> bytes:
-    """The JSON at the beginning of a safetensors file, after its length in 8 bytes."""
+    """Return the JSON text at the beginning of a safetensors file.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or its length does not fit.
+    """
     try:
         with file.open("rb") as stream:
             start = stream.read(LENGTH_BYTES)
@@ -248,15 +250,19 @@ def read_header(file: Path) -> bytes:
         raise ModelLoadError(f"{file}: cannot be read: {error}") from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    return _parse(file, lambda: json.loads(file.read_bytes()))
-
-
-def _parse(file: Path, load: Callable[[], Any]) -> dict[str, Any]:
+def _parse(file: Path, text: bytes) -> dict[str, Any]:
     try:
-        value = load()
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{file}: cannot be read as JSON: {error}") from None
+        value = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file}: its header cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{file}: must hold an object")
+        raise ModelLoadError(f"{file}: its header must hold an object")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object, refusing duplicate keys: readers of the format disagree which of them counts."""
+    if len(result := dict(pairs)) == len(pairs):
+        return result
+    name = Counter(key for key, _ in pairs).most_common(1)[0][0]
+    raise ValueError(f"duplicate key {shown(name)}")

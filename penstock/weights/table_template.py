@@ -1,7 +1,7 @@
-"""What `penstock table` prints: the parameter table of a model, or a template to start a new one from. No torch.
+"""The text of `penstock table`: a model's parameter table, or a template for a new architecture. No torch.
 
-Of a checkpoint only the headers are read. A line says what is in a table of spec/table_rows.py; its comment, which
-type and shape the tensor has.
+Only the headers of a checkpoint are read. Each line is a row of a table (spec/table_rows.py), with the type and shape
+of the tensor in a comment.
 """
 
 import json
@@ -14,17 +14,18 @@ from typing import Any
 from penstock.errors import ModelLoadError
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import ARCHITECTURES, find_model
-from penstock.spec.config_file import has_config, read_config
+from penstock.spec.config_file import has_config, read_config, read_json
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, num_elements
-from penstock.spec.table_rows import Axis, Held, Row
+from penstock.spec.refined_web import modern_falcon
+from penstock.spec.table_rows import Held, Row
 from penstock.weights.safetensors import FLOATS, PACKED, Checkpoint, TensorEntry
 
 LINE = 120  # columns
 ROW_PARALLEL = re.compile(r"(^|\.)(o_proj|out_proj|c_proj|down_proj|dense|dense_4h_to_h|fc2|wo|w2)\.")
-LOOKUP = re.compile(r"embed|wte|wpe|norm|(^|\.)ln_")  # read row by row, or as a whole
+LOOKUP = re.compile(r"embed|wte|wpe|norm|(^|\.)ln_")  # read row by row, or replicated
 TYPES = FLOATS | {"U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool"}
-# Where config.json says a size, in the spellings that models of Transformers use.
+# Words of a table's shape -> the keys under which config.json files of Transformers' models have that size.
 SPELLINGS = {
     "vocab": ("vocab_size",),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -43,9 +44,9 @@ class Line:
 
     Attributes:
         fields: "shape: [hidden]" and so on.
-        axis: for a sharding map; a guess where nobody knows.
-        dtype: torch's name; "" where no such parameter is in the model.
-        remark: what else the comment says.
+        axis: for a sharding map; -1: replicated or unknown.
+        dtype: torch's name; "" if the model has no such parameter.
+        remark: added to the comment.
     """
 
     name: str
@@ -56,8 +57,9 @@ class Line:
     remark: str = ""
 
     def table(self) -> str:
-        comment = f"  # {self.dtype} {list(self.shape)}" if self.dtype else "  #"
-        comment += f"; {self.remark}" if self.remark and self.dtype else f" {self.remark}" if self.remark else ""
+        """Return the line of a parameter table; of a template, with the field `shard` left open."""
+        tensor = f"{self.dtype} {list(self.shape)}" if self.dtype else ""
+        comment = f"  # {'; '.join(filter(None, [tensor, self.remark]))}"
         fields = f"{{{', '.join(self.fields)}}}"
         if len(whole := f"{self.name}: {fields}{comment}") <= LINE:
             return whole
@@ -65,21 +67,25 @@ class Line:
         return f"{self.name}:{comment}\n" + "\n".join(f"  {line}" for line in lines)
 
     def sharding(self) -> str:
+        """Return the line of a sharding map."""
         shape = f"({', '.join(map(str, self.shape))}{',' if len(self.shape) == 1 else ''})"
         remark = f"; {self.remark}" if self.remark else ""
         return f"{self.name} : {self.axis} #  torch.{self.dtype} {shape}{remark}"
 
 
 def table_text(model: Path, *, sharding: bool = False) -> str:
-    """The table of a model directory or of a config.json, or as a sharding map: one axis a name.
+    """Return the table of a model directory or of a config.json, or its sharding map: one axis per name.
 
     Raises:
         ModelLoadError: there is neither a config.json of a known architecture nor a checkpoint.
     """
-    directory = model.parent if model.is_file() else model
-    config = _read_config(model) if model.is_file() else _config_of(directory)
+    directory, config = model, dict[str, Any]()
+    if model.is_file():
+        directory, config = model.parent, modern_falcon(read_json(model))
+    elif has_config(model):
+        config = read_config(model)
     names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    name = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
     if name in ARCHITECTURES:
         head, lines, end = _known(directory, config)
     else:
@@ -96,7 +102,7 @@ def _known(directory: Path, config: dict[str, Any]) -> tuple[list[str], list[Lin
     parameters = table.parameters(model)
     head = [
         f"# {model.architecture}: {model.num_hidden_layers} layers, {num_elements(parameters.values()):,} parameters",
-        "# A name stands for all layers (the first *) and experts (the second); the comments show the first of them.",
+        "# A name stands for all layers (the first *) and experts (the second); comments describe the first of them.",
     ]
     lines = [_known_line(row, model, parameters, entries) for row in table.rows]
     end = [f'prefix: "{table.prefix}"'] if table.prefix else []
@@ -120,61 +126,56 @@ def _known_line(
 
 
 def row_fields(row: Row) -> tuple[str, ...]:
-    """The fields of a table's row as they would be written."""
-    first, *others = row.held
-    own = Held((row.pattern,))
-    words = [f"shape: {_shape_words(row.shape)}"]
-    if first != own:
-        words.append(f"from: {_held_words(first, row.pattern)}")
-    if others and others != [own]:
-        words.append("or: [" + ", ".join(_held_words(held, row.pattern) for held in others if held != own) + "]")
-    values: dict[str, Any] = {"shard": row.shard, "unit": row.unit, "quant": row.quant or None}
-    values |= {"leaves": row.leaves if row.leaves != 1 else None, "tied_to": row.tied_to}
-    words += [f"{name}: {_scalar(value)}" for name, value in values.items() if value is not None]
-    if row.when:
-        words.append("when: {" + ", ".join(f"{name}: {_choices(value)}" for name, value in row.when.items()) + "}")
-    return tuple(words)
+    """Return the fields of a table's row as a file holds them."""
+    first, *others = (_held(item, row.pattern) for item in row.held)
+    own = (row.pattern,)
+    fields = {
+        "shape": row.shape,
+        "from": None if row.held[0] == Held(own) else first,
+        "or": tuple(item for item in others if item != own) or None,
+        "shard": row.shard,
+        "unit": row.unit,
+        "quant": row.quant or None,
+        "leaves": row.leaves if row.leaves != 1 else None,
+        "tied_to": row.tied_to,
+        "when": {name: values[0] if len(values) == 1 else values for name, values in row.when.items()} or None,
+    }
+    return tuple(f"{name}: {_value(value)}" for name, value in fields.items() if value is not None)
 
 
-def _held_words(held: Held, pattern: str) -> str:
+def _held(held: Held, pattern: str) -> tuple[str, ...] | dict[str, Any]:
+    """Return an entry of `from` or `or`: the names, in their short form if they have one, and what else it says."""
     parent, _, leaf = pattern.rpartition(".")
-    parent = parent.rpartition(".")[0]
-    short = re.compile(rf"{re.escape(parent)}\.([^.]+)\.{re.escape(leaf)}")
-    bare = [match[1] if (match := short.fullmatch(name)) else name for name in held.names]
-    names = "[" + ", ".join(bare) + "]"
-    more = [f"order: {held.order}"] if held.order else []
-    more += [f"{flag}: true" for flag in ("transposed", "stacked") if getattr(held, flag)]
-    return "{" + ", ".join([f"names: {names}", *more]) + "}" if more else names
+    short = re.compile(rf"{re.escape(parent.rpartition('.')[0])}\.([^.]+)\.{re.escape(leaf)}")
+    names = held.names
+    if names != (pattern,):
+        names = tuple(match[1] if (match := short.fullmatch(name)) else name for name in names)
+    more = {"order": held.order, "transposed": held.transposed, "stacked": held.stacked}
+    more = {name: value for name, value in more.items() if value}
+    return {"names": names, **more} if more else names
 
 
-def _shape_words(shape: Iterable[Axis]) -> str:
-    axes = [f"[{', '.join(map(str, axis))}]" if isinstance(axis, tuple) else str(axis) for axis in shape]
-    return f"[{', '.join(axes)}]"
-
-
-def _choices(values: tuple[Any, ...]) -> str:
-    return _scalar(values[0]) if len(values) == 1 else f"[{', '.join(map(_scalar, values))}]"
-
-
-def _scalar(value: Any) -> str:
-    """JSON is YAML; a plain word needs no quotes."""
-    plain = (
-        isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*", value) and value not in ("true", "false", "null")
-    )
-    return value if plain else json.dumps(value)
+def _value(value: Any) -> str:
+    """Return a value in YAML: JSON, except that plain words need no quotes."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_value(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.*]*", value)
+    return value if plain and value not in ("true", "false", "null") else json.dumps(value)
 
 
 def _unknown(directory: Path, config: dict[str, Any], name: Any) -> tuple[list[str], list[Line], list[str]]:
     entries = _entries(directory)
     if not entries:
         raise ModelLoadError(
-            f"{directory}: architectures = {name!s:.80} is not known here, and there is no checkpoint whose names a "
-            f"template could be made of; known are {', '.join(sorted(ARCHITECTURES))}"
+            f"{directory}: architectures = {name!s:.80} is not known, and there is no checkpoint to make a template "
+            f"from; known are {', '.join(sorted(ARCHITECTURES))}"
         )
     head = [
-        f"# {name or 'unknown architecture'}: a template, made of the names, types and shapes in the checkpoint.",
-        "# The first * stands for the layer, a second one for the expert. Fill in the axis to shard (-1: none) and,",
-        "# where they hold, other fields of spec/table_rows.py: quant, leaves, unit, tied_to, pieces of an axis.",
+        f"# {name or 'unknown architecture'}: a template, made from the names, types and shapes in the checkpoint.",
+        "# The first * stands for the layer, a second one for the expert. Fill in the axis to shard (-1: none) and",
+        "# the other fields of spec/table_rows.py that apply: quant, leaves, unit, tied_to, pieces of an axis.",
     ]
     sizes = size_words(config)
     patterns: dict[str, list[TensorEntry]] = {}
@@ -197,7 +198,7 @@ def _unknown_line(pattern: str, found: list[TensorEntry], sizes: Mapping[int, li
 
 
 def guess_axis(name: str, num_axes: int) -> int:
-    """Which axis tensor parallelism probably splits: the last of a product whose results are added, else the first."""
+    """Guess the axis that tensor parallelism splits: the last of a product whose results are summed, else the first."""
     if num_axes == 0 or (num_axes == 1 and (ROW_PARALLEL.search(name) or LOOKUP.search(name))):
         return -1
     if "norm" in name:
@@ -206,7 +207,7 @@ def guess_axis(name: str, num_axes: int) -> int:
 
 
 def size_words(config: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Size -> the words of a table's shape that stand for it, as far as config.json tells."""
+    """Return size -> the words of a table's shape that stand for it, as far as config.json gives them."""
     found = {word: _first(config, keys) for word, keys in SPELLINGS.items()}
     heads, hidden = _first(config, HEADS), found["hidden"]
     head = _first(config, ("head_dim",)) or (hidden // heads if heads and hidden else None)
@@ -221,32 +222,15 @@ def size_words(config: Mapping[str, Any]) -> dict[int, list[str]]:
 
 def _first(config: Mapping[str, Any], keys: Iterable[str]) -> int | None:
     values = (config.get(key) for key in keys)
-    return next(
-        (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
-    )
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _entries(directory: Path) -> dict[str, TensorEntry]:
-    """The tensors of a checkpoint, if there is one; of a hub name only its index may be."""
-    there = any(directory.glob("*.safetensors")) and not (directory / PACKED).is_file()
-    return Checkpoint(directory).entries if there else {}
-
-
-def _config_of(directory: Path) -> dict[str, Any]:
-    """Of a directory; nothing where there is none."""
-    return read_config(directory) if has_config(directory) else {}
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{file}: cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"{file}: must hold an object")
-    return config
+    """Return the tensors of a checkpoint if there is one; a hub name's directory may hold its index only."""
+    stored = any(directory.glob("*.safetensors")) and not (directory / PACKED).is_file()
+    return Checkpoint(directory).entries if stored else {}

@@ -72,6 +72,33 @@ def test_a_part_of_a_diffusion_model_is_refused_as_such(name: str, tmp_path: Pat
 
 
 @pytest.mark.covers("J5")
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [("LLaDAModelLM", "llada"), ("DreamModel", "Dream"), ("LLaDAMoEModelLM", "llada_moe"), ("Mine", "dream")],
+)
+def test_a_diffusion_language_model_is_refused_as_such(name: str, model_type: str, tmp_path: Path) -> None:
+    """Guards against advice that does not help: to remove auto_map, which such a file has too, or to add a decoder."""
+    config = {"architectures": [name], "model_type": model_type, "auto_map": {"AutoModel": "modeling.Mine"}}
+    with pytest.raises(ModelLoadError, match=rf"{name}.*a diffusion language model: it refines all tokens.*at once"):
+        load_model_config(written(tmp_path, config))
+
+
+@pytest.mark.covers("J5")
+@pytest.mark.parametrize("with_config", [False, True])
+def test_an_adapter_is_refused_as_such(with_config: bool, tmp_path: Path) -> None:
+    """Guards against an error about a missing config.json or missing weights, which send a user looking for files that
+    an adapter never has."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    if with_config:
+        written(tmp_path, ONE_OF_EACH["LlamaForCausalLM"].config().to_dict())
+    with pytest.raises(
+        ModelLoadError, match=r"makes it a LoRA adapter; give the base model's directory.*not supported yet"
+    ):
+        LLM(model=str(tmp_path))
+
+
+@pytest.mark.covers("J5")
 def test_a_whole_pipeline_is_refused_as_such(tmp_path: Path) -> None:
     """Guards against an error about config.json, which a pipeline's directory never has."""
     (tmp_path / "model_index.json").write_text("{}")

@@ -16,6 +16,7 @@ from penstock.kernels.cpu.library import LEVELS
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import Ops
 from penstock.layers.attention import alibi_slopes
+from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.sources import read_parameters
@@ -24,6 +25,7 @@ from tests.families.case import Case
 from tests.hf_models import hf_logprobs, random_ids
 from tests.kernels.packed import levels
 from tests.paged import PagedModel
+from tests.test_cli import penstock
 
 TOLERANCE = 1e-4
 KERNELS = ["reference", *(["cpu"] if levels() else [])]
@@ -218,3 +220,84 @@ def test_remote_code_is_refused_with_what_to_do(tmp_path: Path) -> None:
         load_model_config(directory)
     (directory / "config.json").write_text(json.dumps(config))
     assert load_model_config(directory).architecture == "FalconForCausalLM"
+
+
+# Falcon-40B's config.json as an accelerator's document prints it, without auto_map.
+PRINTED: dict[str, Any] = json.loads("""{
+  "_name_or_path": "tiiuae/falcon-40b-instruct", "alibi": false, "apply_residual_connection_post_layernorm": false,
+  "architectures": ["FalconForCausalLM"], "attention_dropout": 0.0, "batch_users": false, "bias": false,
+  "bos_token_id": 11, "efficient_40b": true, "eos_token_id": 11, "flash_decode": true, "fracture_vocab": true,
+  "hidden_dropout": 0.0, "hidden_size": 8192, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+  "model_type": "RefinedWeb", "n_head": 128, "n_head_kv": 8, "n_layer": 60, "new_decoder_architecture": true,
+  "num_kv_heads": 8, "padded_lmh": true, "parallel_attn": true, "split_mq": false, "torch_dtype": "bfloat16",
+  "transformers_version": "4.33.2", "use_cache": true, "user_rows": 32, "vocab_size": 65024
+}""")
+FIRST = {"alibi", "apply_residual_connection_post_layernorm", "attention_dropout", "bias", "bos_token_id",
+         "eos_token_id", "hidden_dropout", "hidden_size", "initializer_range", "layer_norm_epsilon", "torch_dtype",
+         "use_cache", "vocab_size"}  # fmt: skip
+OLDER_NAMES = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "num_kv_heads": "n_head_kv"}
+
+
+def original(config: dict[str, Any], generation: str) -> dict[str, Any]:
+    """A config.json of Transformers with the keys of the first releases."""
+    kept = {OLDER_NAMES.get(key, key): value for key, value in config.items() if key in FIRST | set(OLDER_NAMES)}
+    kept["torch_dtype"] = config["dtype"]
+    if generation == "RefinedWebModel":
+        del kept["n_head_kv"]
+        kept |= {key: config[key] for key in ("multi_query", "parallel_attn")}
+    return kept | {"architectures": ["RWForCausalLM"], "model_type": generation}
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [("falcon-40b", "RefinedWeb"), ("falcon-7b", "RefinedWebModel"), ("falcon-rw", "RefinedWebModel")],
+)
+def test_the_first_releases_compute_as_transformers_does_today(name: str, generation: str, tmp_path: Path) -> None:
+    """Guards against refusing the files that Falcon was published with, and against reading the generation that their
+    model_type stands for as another: the same weights under FalconForCausalLM have the same log-probabilities."""
+    hf_model, directory = BY_NAME[name].make(tmp_path, tie_word_embeddings=True, max_position_embeddings=2048)
+    file, ids = directory / "config.json", random_ids(40)
+    config = json.loads(file.read_text())
+    today = load_model_config(directory)
+    file.write_text(json.dumps(original(config, generation)))
+    assert load_model_config(directory) == today
+    found = PagedModel(directory).step({0: ids})[0]
+    torch.testing.assert_close(found, hf_logprobs(hf_model, ids), atol=TOLERANCE, rtol=0)
+
+
+def test_the_printed_file_of_40b_is_read(tmp_path: Path) -> None:
+    """Guards against one key of that file, which names the accelerator's settings too, making it unreadable."""
+    (tmp_path / "config.json").write_text(json.dumps(PRINTED))
+    config = load_model_config(tmp_path)
+    assert (config.architecture, config.model_type) == ("FalconForCausalLM", "falcon")
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (128, 8, 64)
+    assert (config.num_hidden_layers, config.num_parallel_norms, config.dtype) == (60, 2, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("generation", "fields", "named"),
+    [
+        ("RefinedWeb", {"new_decoder_architecture": False}, "new_decoder_architecture = False"),
+        ("RefinedWeb", {"parallel_attn": False}, "parallel_attn = False"),
+        ("RefinedWeb", {"num_kv_heads": 4}, "num_kv_heads = 4 .* the same as n_head_kv = 8"),
+        ("RefinedWebModel", {"new_decoder_architecture": None}, "multi_query is missing; it must be true or false"),
+        ("RefinedWebModel", {"multi_query": True}, "new_decoder_architecture = True"),
+        ("RefinedWeb", {"auto_map": {"AutoModel": "x"}}, "auto_map asks for Python code"),
+        ("RefinedWeb", {"unheard_of": 1}, "unheard_of = 1 is unknown"),
+    ],
+)
+def test_the_first_files_are_read_as_strictly(
+    generation: str, fields: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    """Guards against a file that contradicts the generation its model_type stands for."""
+    (tmp_path / "config.json").write_text(json.dumps(PRINTED | {"model_type": generation} | fields))
+    with pytest.raises(ModelLoadError, match=named):
+        load_model_config(tmp_path)
+
+
+def test_the_multiple_that_pads_the_vocabulary_is_explained() -> None:
+    """Guards against the reading that 512 pads Falcon's vocabulary: 65024 is a multiple of it, 65536 takes 1024."""
+    vocab_size = PRINTED["vocab_size"]
+    assert [HeadLayout(pad_to=multiple).width(vocab_size) for multiple in (512, 1024)] == [65024, 65536]
+    shown = " ".join(penstock("serve", "--help").stdout.split())
+    assert "Falcon's 65024 become 65536 with 1024" in shown

@@ -56,10 +56,10 @@ def test_every_granularity(tmp_path: Path) -> None:
         (scales(layers__1__value_scale=None), r"layers.1.value_scale is missing"),
         (scales(layers__0__key_scale=torch.ones(D)), r"layers.0.key_scale is F32 \[8\]; it must be one number, \[2\]"),
         (scales(layers__0__key_scale=torch.ones(HKV, D, dtype=torch.int8)), r"layers.0.key_scale is I8"),
-        (scales(layers__0__key_scale=torch.zeros(HKV)), r"layers.0.key_scale must lie between"),
+        (scales(layers__0__key_scale=torch.zeros(HKV)), r"layers.0.key_scale must be between"),
         (scales(layers__0__value_scale=torch.tensor([1.0, torch.nan])), r"layers.0.value_scale is not finite"),
         (scales(layers__1__key_offset=torch.tensor(torch.inf)), r"layers.1.key_offset is not finite"),
-        (scales(layers__1__value_scale=torch.tensor(3e38)), r"layers.1.value_scale must lie between"),
+        (scales(layers__1__value_scale=torch.tensor(3e38)), r"layers.1.value_scale must be between"),
         (scales(layers__0__value_offset=torch.tensor(3e38)), r"layers.0.value_offset times its scale"),
     ],
 )

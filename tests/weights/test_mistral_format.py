@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from penstock import LLM, AsyncLLM
 from penstock.errors import ModelLoadError
 from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.spec.params_json import config_of
@@ -17,8 +18,9 @@ from penstock.weights.rewrite import rewrite_model
 from penstock.weights.safetensors import INDEX, MISTRAL, SINGLE
 from penstock.weights.table_template import table_text
 from tests.families.case import Case
-from tests.hf_models import TINY, hf_logprobs, make_mistral, random_ids
+from tests.hf_models import TINY, hf_logprobs, make_llama, make_mistral, random_ids
 from tests.paged import PagedModel
+from tests.test_cli import penstock
 
 PARAMS: dict[str, Any] = {
     "dim": TINY["hidden_size"],
@@ -197,3 +199,18 @@ def test_what_params_json_says_wrongly_is_named(change: dict[str, Any], said: st
     """Guards against an adapter or an image encoder that is left out without a word."""
     with pytest.raises(ModelLoadError, match=said):
         config_of(PARAMS | change)
+
+
+@pytest.mark.parametrize("file", ["tekken.json", "tokenizer.model"])
+def test_a_tokenizer_in_another_format_is_named_with_what_to_do(file: str, tmp_path: Path) -> None:
+    """Guards against a model that is served as one without a tokenizer, though its directory has one that
+    Transformers can convert."""
+    _, directory = make_llama(tmp_path)
+    (directory / file).write_text("{}")
+    for make in (LLM, AsyncLLM):
+        with pytest.raises(ModelLoadError, match=rf"there is only {file}. Make it once with Transformers"):
+            make(model=str(directory))
+    for command in (["generate", str(directory), "-p", "x"], ["serve", str(directory), "--port", "0"]):
+        done = penstock(*command)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"there is only {file}" in done.stderr

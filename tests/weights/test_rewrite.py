@@ -19,7 +19,7 @@ from penstock.spec.param_table import ParamTable
 from penstock.weights import convert, rewrite, rows
 from penstock.weights.destination import Destination
 from penstock.weights.rewrite import rewrite_model
-from penstock.weights.safetensors import INDEX, SINGLE, Checkpoint, TensorEntry
+from penstock.weights.safetensors import INDEX, SINGLE, Checkpoint, TensorEntry, num_bytes
 from penstock.weights.sources import CheckpointSource
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, random_ids
 from tests.kernels import packed
@@ -77,7 +77,7 @@ def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def bits(entry: TensorEntry) -> bytes:
-    return entry.file.read_bytes()[entry.offset : entry.offset + entry.num_bytes]
+    return entry.file.read_bytes()[entry.offset : entry.offset + num_bytes(entry.shape, entry.dtype)]
 
 
 def same_checkpoint(one: Path, other: Path) -> None:
@@ -235,7 +235,7 @@ def test_little_of_the_model_is_held_at_once(tmp_path: Path, monkeypatch: pytest
     """Guards against a conversion that needs the memory of the whole model: rows are read when they are written, in
     pieces."""
     _, made = make_llama(tmp_path)
-    monkeypatch.setattr("penstock.weights.checkpoint_writer.PIECE_BYTES", 1000)
+    monkeypatch.setattr("penstock.weights.rewrite.PIECE_BYTES", 1000)
     monkeypatch.setattr(rows, "PIECE_BYTES", 1000)
     held: list[int] = []
     write = rewrite.write_checkpoint

@@ -118,7 +118,7 @@ def test_an_index_without_its_files_is_no_checkpoint(tmp_path: Path) -> None:
 def test_what_cannot_be_told_is_an_error(tmp_path: Path) -> None:
     """Guards against an empty template."""
     (tmp_path / "config.json").write_text(json.dumps(STRANGER))
-    with pytest.raises(ModelLoadError, match=r"StrangeForCausalLM is not known here, and there is no checkpoint"):
+    with pytest.raises(ModelLoadError, match=r"StrangeForCausalLM is not known, and there is no checkpoint"):
         table_text(tmp_path)
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(ModelLoadError, match="JSON"):

@@ -1,0 +1,43 @@
+"""Falcon's original config.json, from before Transformers had the family, as the one that says the same today.
+
+    {"architectures": ["RWForCausalLM"], "model_type": "RefinedWeb", "n_head": 128, "n_head_kv": 8, "n_layer": 60, ...}
+
+RefinedWeb is 40B: parallel branches with a norm each, key/value groups. RefinedWebModel is 7B and RW, whose file says
+which branches and heads it has. The weights have today's names.
+"""
+
+from typing import Any
+
+from penstock.spec.config_reader import ConfigReader
+
+TYPES = ("RefinedWeb", "RefinedWebModel")
+# How one accelerator's implementation of 40B computes; its copies of the file list them, and no number depends on them.
+SETTINGS = ("batch_users", "efficient_40b", "flash_decode", "fracture_vocab", "padded_lmh", "split_mq", "user_rows")
+
+
+def modern_falcon(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config in today's keys; one of another model_type unchanged.
+
+    Raises:
+        ModelLoadError: a key that names the generation is missing or contradicts it.
+    """
+    kind = config.get("model_type")
+    if kind not in TYPES:
+        return config
+    read = ConfigReader(config, "config.json")
+    is_40b = kind == "RefinedWeb"
+    read.neutral({"new_decoder_architecture": is_40b} | ({"parallel_attn": True} if is_40b else {}))
+    for key in () if is_40b else ("multi_query", "parallel_attn"):
+        if not read.has(key):  # the original code and Transformers have different defaults
+            raise read.fail(key, f"true or false where model_type is {kind}")
+    heads, also = read.raw("n_head_kv"), read.raw("num_kv_heads")
+    if heads is not None and also not in (None, heads):
+        raise read.fail("num_kv_heads", f"the same as n_head_kv = {heads}, or absent")
+    kept = {key: value for key, value in config.items() if key not in ("n_head_kv", *SETTINGS)}
+    names = ["FalconForCausalLM"] if config.get("architectures") == ["RWForCausalLM"] else config.get("architectures")
+    return kept | {
+        "architectures": names,
+        "model_type": "falcon",
+        "num_kv_heads": also if heads is None else heads,
+        "new_decoder_architecture": is_40b,
+    }
