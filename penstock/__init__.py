@@ -5,8 +5,8 @@
     with LLM(model="demo") as llm:
         print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)
 
-This is the whole public surface. Importing it is cheap: a name's module is loaded when the name is first used, and
-only `LLM` brings torch in.
+These names are the whole public interface. Importing the package is cheap: a name's module is loaded on first use, and
+only `LLM` imports torch.
 """
 
 import importlib
@@ -55,7 +55,7 @@ _HOMES = {
     "register_model": "models.registry",
 }
 
-__all__ = [  # noqa: RUF022  (sorted by what a reader looks for, checked against _HOMES by a test)
+__all__ = [  # noqa: RUF022  (in the order a reader needs them; a test checks it against _HOMES)
     "LLM",
     "AsyncLLM",
     "SamplingParams",

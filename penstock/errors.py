@@ -2,19 +2,19 @@
 
     PenstockError
      +-- InvalidRequestError (also a ValueError)   a value that the caller gave is wrong; `param` names it
-     |    +-- NotSupportedError                    asked for something planned but not built
-     +-- ModelLoadError                            a model directory cannot be served, and why
+     |    +-- NotSupportedError                    a feature that is planned but not built
+     +-- ModelLoadError                            a model directory cannot be served
      +-- EngineError
           +-- EngineDeadError                      the engine process died; the request may be sent again
-          +-- EngineOverloadedError                the queue is full; try again after `retry_after_s`
-          +-- RequestFailedError                   this request's own computation failed; others go on
+          +-- EngineOverloadedError                the queue is full; retry after `retry_after_s`
+          +-- RequestFailedError                   the computation of this request failed; others continue
 
 User errors are these, never `assert`. Nothing here knows about HTTP: `server` maps the classes to statuses.
 """
 
 
 class PenstockError(Exception):
-    """Root of the tree."""
+    """The base class of every error below."""
 
 
 class InvalidRequestError(PenstockError, ValueError):
@@ -22,7 +22,7 @@ class InvalidRequestError(PenstockError, ValueError):
 
     Attributes:
         param: name of the offending field, as the caller spelt it, or None.
-        code: a short machine-readable word for the kind of mistake, or None.
+        code: a machine-readable name of the kind of mistake, or None.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -33,14 +33,14 @@ class InvalidRequestError(PenstockError, ValueError):
 
 
 class NotSupportedError(InvalidRequestError):
-    """The caller asked for something that is planned but not built; `code` is "not_implemented"."""
+    """A feature that is planned but not built; `code` is "not_implemented"."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param, code="not_implemented")
 
 
 class ModelLoadError(PenstockError):
-    """A model directory cannot be served; the message says which file and why."""
+    """A model directory cannot be served; the message names the file and the reason."""
 
 
 class EngineError(PenstockError):
@@ -48,14 +48,14 @@ class EngineError(PenstockError):
 
 
 class EngineDeadError(EngineError):
-    """The engine process died or has not come up; nothing is wrong with the request."""
+    """The engine process died or did not start; nothing is wrong with the request."""
 
 
 class EngineOverloadedError(EngineError):
-    """Too many requests are waiting already.
+    """The queue of waiting requests is full.
 
     Attributes:
-        retry_after_s: seconds after which a new try makes sense.
+        retry_after_s: seconds to wait before sending the request again.
     """
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
@@ -64,4 +64,4 @@ class EngineOverloadedError(EngineError):
 
 
 class RequestFailedError(EngineError):
-    """The computation of this one request failed; the engine and the other requests go on."""
+    """The computation of this request failed; the engine and the other requests continue."""

@@ -1,12 +1,12 @@
 """Attention against the machine's limits and torch's scaled_dot_product_attention: rows of bench.ops.
 
-attend_decode: each sequence has one new token after many cached ones, in blocks in any order. `gb_s` counts the cached
-keys and values (with their scales). One long sequence of a single kv head is measured with all threads and with one.
-attend_prefill: all tokens of one sequence are new; `gflop_s` counts four operations for each pair of a token and one
-that it sees, query head and element, `gb_s` the keys and values once.
+attend_decode: each sequence has one new token after many cached ones, in blocks in random order. `gb_s` counts the
+cached keys and values (with their scales). One long sequence of a single kv head is measured with all threads and with
+one. attend_prefill: all tokens of one sequence are new; `gflop_s` counts four operations per pair of tokens that see
+each other, query head and element, `gb_s` the keys and values once.
 
-Caches rotate over more memory than a processor's caches hold. torch gets what is best for it: keys and values of each
-sequence in one piece; grouped for decoding, a copy for each query head (made beforehand) for prefill.
+Caches rotate over more memory than a processor's caches hold. torch gets its best layout: keys and values of each
+sequence in one piece; grouped for decoding, one copy per query head (made beforehand) for prefill.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.bench.machine import MachineLimits
-from penstock.bench.turns import Turn, ring_length, take_turns
+from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns
 from penstock.kernels.attention.key import describe_key
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.ops import CpuOps
@@ -37,7 +36,7 @@ PREFILL_HEADS = (Heads(32, 4, 64), Heads(32, 8, 128))
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Sequences with so many cached and new tokens each; single: measured with one thread as well."""
+    """Sequences with `cached` and `new` tokens each; if `single`, measured with one thread as well."""
 
     op: str
     heads: Heads
@@ -49,31 +48,36 @@ class AttentionCase:
 
     @property
     def tokens(self) -> int:
-        """Of a sequence, cached or new: what the case is called after."""
+        """Tokens per sequence, cached or new, by which the case is named."""
         return self.cached or self.new
 
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of the operands of both sides and their results, roughly."""
+        torch_heads = self.heads.num_heads if self.cached == 0 else self.heads.num_kv_heads
+        tokens = self.seqs * (self.cached + self.new)
+        return 2 * self.heads.head_dim * tokens * (12 * self.heads.num_kv_heads + 4 * torch_heads)
+
     def measure(self, backends: dict[torch.dtype, CpuOps], limits: MachineLimits) -> Iterator[dict[str, Any]]:
+        """Yield one row per number of threads, without the fractions."""
         yield from SequencesUnderTest(self, backends[torch.bfloat16]).measure(limits)
 
 
 def decode_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[AttentionCase]:
-    """In the order of measuring."""
+    """Yield the cases in the order of measuring."""
+    cache_types = [dtype for dtype in DTYPES if dtype in dtypes]
     for shape in heads or DECODE_HEADS:
-        for dtype in _cache_types(dtypes):
+        for dtype in cache_types:
             yield AttentionCase("attend_decode", shape, dtype, DECODE_SEQS, DECODE_TOKENS, 1)
-    for dtype in _cache_types(dtypes):
+    for dtype in cache_types:
         yield AttentionCase("attend_decode", LONG_HEADS, dtype, 1, LONG_TOKENS, 1, single=True)
 
 
 def prefill_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[AttentionCase]:
-    """In the order of measuring."""
+    """Yield the cases in the order of measuring."""
     if "bf16" in dtypes:
         for shape in heads or PREFILL_HEADS:
             yield AttentionCase("attend_prefill", shape, "bf16", 1, 0, PREFILL_TOKENS)
-
-
-def _cache_types(dtypes: Sequence[str]) -> list[str]:
-    return [dtype for dtype in DTYPES if dtype in dtypes]
 
 
 class SequencesUnderTest:
@@ -98,12 +102,12 @@ class SequencesUnderTest:
         self._params = AttentionParams(scale=heads.head_dim**-0.5)
 
     def result(self) -> Tensor:
-        """[tokens, heads * head_dim] of our kernels."""
+        """Return [tokens, heads * head_dim] of our kernels."""
         self._call(self._ops, self._metadata(self._ops))(0)
         return self._out
 
     def measure(self, limits: MachineLimits) -> Iterator[dict[str, Any]]:
-        """Rows of the table, without the fraction of the bandwidth."""
+        """Yield rows of the table, without the fractions."""
         ring, case = len(self._caches), self._case
         ours = {self._ops.threads: self._ops}
         if case.single:
@@ -143,10 +147,7 @@ class SequencesUnderTest:
             "threads": threads,
             "slices": SLICES[case.dtype],
             "key": "" if meta.plan is None else describe_key(meta.plan.key),
-            "ms": 1e3 * seconds,
-            "gb_s": read / seconds / 1e9,
-            "gflop_s": 4e-9 * pairs * heads.num_heads * heads.head_dim / seconds,
-            "torch_ms": 1e3 * torch_seconds,
+            **rates(seconds, read, 4 * pairs * heads.num_heads * heads.head_dim, torch_seconds),
         }
 
     def _fill_caches(self) -> list[CpuKVCache]:
@@ -163,7 +164,7 @@ class SequencesUnderTest:
         return caches
 
     def _slots(self, positions: Tensor) -> Tensor:
-        """Of positions [seqs, n] -> [seqs * n]."""
+        """Return the cache slots [seqs * n] of positions [seqs, n]."""
         blocks = self._tables.long().gather(1, positions // BLOCK_SIZE)
         return (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).reshape(-1)
 
@@ -177,7 +178,7 @@ class SequencesUnderTest:
         )
 
     def _torch_operands(self) -> list[tuple[Tensor, Tensor]]:
-        """A ring of keys and values [seqs, heads, tokens, head_dim], old and new in one piece."""
+        """Return a ring of keys and values [seqs, heads, tokens, head_dim], cached and new in one piece."""
         case, heads = self._case, self._case.heads
         k, v = (
             torch.cat([self._split(old), self._split(new)], dim=2)
@@ -188,7 +189,7 @@ class SequencesUnderTest:
         return [(k.clone(), v.clone()) for _ in range(ring_length(2 * k.nbytes))]
 
     def torch_call(self) -> Callable[[int], Tensor]:
-        """The same with torch -> [seqs, heads, new, head_dim]."""
+        """Return torch's call, which returns [seqs, heads, new, head_dim]."""
         q = self._split(self._q)
         prefill = self._case.cached == 0
 
@@ -199,12 +200,12 @@ class SequencesUnderTest:
         return call
 
     def _split(self, x: Tensor) -> Tensor:
-        """[seqs * n, heads, D] -> [seqs, heads, n, D]."""
+        """Return [seqs * n, heads, D] as [seqs, heads, n, D]."""
         return x.view(self._case.seqs, -1, *x.shape[1:]).transpose(1, 2).contiguous()
 
 
 def _block_tables(case: AttentionCase) -> Tensor:
-    """[seqs, blocks] int32: blocks in any order, as a server's pool has them after a while."""
+    """Return [seqs, blocks] int32: blocks in random order, as in a server's pool after a while."""
     columns = -(-(case.cached + case.new) // BLOCK_SIZE)
     generator = torch.Generator().manual_seed(case.seqs)
     return torch.randperm(case.seqs * columns, generator=generator).int().view(case.seqs, columns)

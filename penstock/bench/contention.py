@@ -1,9 +1,9 @@
-"""What a decode step's products cost when another process takes one of the cores.
+"""The cost of a decode step's products when another process takes one of the cores.
 
 python -m penstock.bench.contention [--rows M ...]
 
-The products of a 1.1B Llama's decoder layers run alone, and beside a process that is pinned to one core and never
-rests, in turns; the same for torch's F.linear. Prints medians and their ratio, and whether the bits were the same.
+The products of a 1.1B Llama's decoder layers run alone and beside a process that keeps one core busy, in turns; the
+same for torch's F.linear. Prints medians and their ratio, and whether the bits were the same.
 """
 
 import argparse
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.bench.products import packed_copies
 from penstock.config import available_threads
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
-from penstock.spec.param_table import leaf_bounds
 
-LAYERS = 8  # 350 MB of weights, which no cache keeps
+LAYERS = 8  # 350 MB of weights, more than any cache
 PRODUCTS = ((2560, 2048, 1), (2048, 2048, REDUCTION_LEAVES), (11264, 2048, 1), (2048, 5632, REDUCTION_LEAVES))
 ROUNDS = 7
-STEPS = 12  # in one turn
+STEPS = 12  # per turn
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint('busy', flush=True)\nwhile True: pass"
 
 
@@ -41,9 +41,7 @@ class DecodeProducts:
         for n, k, leaves in PRODUCTS:
             weight = (torch.rand((n, k), generator=generator) - 0.5).bfloat16()
             x = (torch.rand((rows, k), generator=generator) - 0.5).bfloat16()
-            ends = [end for _, end in leaf_bounds(k, leaves)]
-            for _ in range(LAYERS):
-                packed = ops.pack_linear(weight, leaf_ends=ends)
+            for packed in packed_copies(ops, weight, "bf16", leaves=leaves, count=LAYERS):
                 self._work.append((x, packed, weight.clone(), torch.empty((rows, n))))
 
     def ours(self) -> None:
@@ -55,13 +53,13 @@ class DecodeProducts:
             functional.linear(x, weight)
 
     def results(self) -> list[Tensor]:
-        """What the last run of `ours` wrote, copied."""
+        """Return copies of the results of the last run of `ours`."""
         return [out.clone() for *_, out in self._work]
 
 
 @contextmanager
 def busy_process(core: int) -> Iterator[None]:
-    """A process that computes on that core, and no other, until the end."""
+    """Run a process that keeps that core busy."""
     with subprocess.Popen([sys.executable, "-c", BUSY, str(core)], stdout=subprocess.PIPE) as process:
         try:
             if process.stdout is not None:
@@ -72,7 +70,7 @@ def busy_process(core: int) -> Iterator[None]:
 
 
 def seconds(call: Callable[[], None]) -> list[float]:
-    """Seconds of each of STEPS calls."""
+    """Return the seconds of each of STEPS calls."""
     times = []
     for _ in range(STEPS):
         started = time.perf_counter()
@@ -82,6 +80,7 @@ def seconds(call: Callable[[], None]) -> list[float]:
 
 
 def compare(rows: int, threads: int) -> None:
+    """Measure and print one number of rows."""
     products = DecodeProducts(CpuOps(torch.bfloat16, threads=threads), rows)
     core = max(os.sched_getaffinity(0))
     calls = {"ours": products.ours, "torch": products.torchs}

@@ -1,9 +1,8 @@
-"""What the steps of a model read and multiply at the least: the numerators of the fractions that benchmarks print.
+"""What the steps of a model must read and multiply: the numerators of the fractions that benchmarks print.
 
-Weights count as packed, once a step, the head only where somebody samples. Attention counts the cached keys and values
-of every sequence, once a step, and four operations for each pair of a new token and a key, head and element; over an
-int8 cache as often as there are slices. Of a mixture of experts those count that some row of the step chose, with the
-rows that did: what the operation itself has counted.
+Weights count as packed, once per step; the LM head only if a token is sampled. Attention counts the cached keys and
+values of every sequence once per step, and four operations per pair of a new token and a key, head and element, times
+the slices over an int8 cache. Only the experts that some row of the step chose count, as counted by the kernels.
 """
 
 from collections import Counter
@@ -20,7 +19,7 @@ from penstock.layers.moe import MoE
 from penstock.planner.memory import cached_token_bytes
 from penstock.spec.model_config import ModelConfig
 
-KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}  # what multiplies, by kv_cache_dtype
+KINDS = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}  # type that multiplies, by kv_cache_dtype
 
 
 @dataclass(slots=True)
@@ -39,7 +38,7 @@ class ModelCosts:
     """Counts the work of a model's steps."""
 
     def __init__(self, model: nn.Module, model_config: ModelConfig, config: EngineConfig) -> None:
-        """Take a loaded model, its numbers, and the resolved config it was loaded with."""
+        """Take a loaded model, its config.json, and the resolved config it was loaded with."""
         dtype, kv_cache_dtype = config.numerics.dtype, config.cache.kv_cache_dtype
         self._body, self._head, self._expert = Work(), Work(), Work()
         mixtures = [layer for layer in model.modules() if isinstance(layer, MoE)]
@@ -57,7 +56,7 @@ class ModelCosts:
         self._pair_operations *= max(1, config.kv_cache_slices)
 
     def step(self, scheduler_output: SchedulerOutput) -> Work:
-        """The work of one step but for its experts: operations of its tokens, bytes read once."""
+        """Return the work of one step without its experts."""
         tokens = scheduler_output.num_tokens
         sampled = sum(item.num_samples for item in scheduler_output.scheduled)
         work = _times(self._body, tokens)
@@ -68,24 +67,23 @@ class ModelCosts:
         return work
 
     def experts(self, read: int, rows: int) -> Work:
-        """The work of mixtures of experts: experts that had to be read, and rows that went through one."""
-        operations = Counter({kind: count * rows for kind, count in self._expert.operations.items()})
-        return Work(read * self._expert.read_bytes, operations)
+        """Return the work of mixtures of experts: experts that were read, and pairs of a row and its expert."""
+        return Work(read * self._expert.read_bytes, _times(self._expert, rows).operations)
 
     def _attention(self, cached: int, new: int, window: int | None) -> Work:
-        """One layer, one sequence."""
+        """Return the work of one layer for one sequence."""
         seen = cached if window is None else min(cached, window - 1)
         keys = sum(min(cached + index + 1, window or cached + new) for index in range(new))
         return Work(seen * self._token_bytes, Counter({self._kind: keys * self._pair_operations}))
 
 
 def _products(*modules: nn.Module) -> Iterator[Linear]:
-    """Every product with a weight in these modules."""
+    """Yield every product with a weight in these modules."""
     return (layer for module in modules for layer in module.modules() if isinstance(layer, Linear))
 
 
 def _product(layer: Linear, dtype: str) -> Work:
-    """One row through one weight."""
+    """Return the work of one row through one weight."""
     n, k = layer.spec.shape
     scheme = layer.spec.scheme
     if scheme is not None and scheme.slices:
@@ -96,6 +94,6 @@ def _product(layer: Linear, dtype: str) -> Work:
 
 
 def _times(work: Work, rows: int) -> Work:
-    """Weights are read once for any number of rows, and not at all for none."""
+    """Return the work for a number of rows: weights are read once for any number, and not at all for none."""
     operations = Counter({kind: count * rows for kind, count in work.operations.items()})
     return Work(work.read_bytes if rows else 0, operations)

@@ -1,9 +1,9 @@
-"""What loading a model costs: memory at its peak, and the time from process start to the first token.
+"""The cost of loading a model: peak memory, and the time from process start to the first token.
 
 python -m penstock.bench.loading [--quantization int8] [--keep DIR]
 
-Writes a checkpoint of random weights shaped like a 1.1B Llama, loads it as it is and converted, each time in a process
-of its own, and prints the peak of its memory (VmHWM) beside the bytes of its packed weights.
+Writes a checkpoint of random weights shaped like a 1.1B Llama, loads it plain and converted, each time in a new
+process, and prints the peak memory (VmHWM) beside the bytes of the packed weights.
 """
 
 import argparse
@@ -34,12 +34,11 @@ CONFIG = {
     "eos_token_id": 2,
 }
 REPEATS = 5
-SHARD_BYTES = 500 * 2**20
+SHARD_TENSORS = 32
 
-# Runs in a process of its own. VmHWM is read once the weights are there, before the cache is used.
+# Runs in a new process. VmHWM is read when the weights are loaded, before the cache is used.
 CHILD = """
 import json, sys
-from penstock.models.config_json import load_model_config
 from penstock import LLM, SamplingParams
 options = json.loads(sys.argv[1])
 with LLM(max_num_seqs=4, max_model_len=256, **options) as llm:
@@ -52,7 +51,7 @@ with LLM(max_num_seqs=4, max_model_len=256, **options) as llm:
 
 
 def write_checkpoint(directory: Path) -> None:
-    """config.json and random bfloat16 weights in shards, named as in a Hugging Face checkpoint."""
+    """Write config.json and random bfloat16 weights in shards, named as in a Hugging Face checkpoint."""
     import torch
     from safetensors.torch import save_file
 
@@ -66,30 +65,26 @@ def write_checkpoint(directory: Path) -> None:
     sources = {name: shape for item in table.parameters(config).values() for name, shape in item.sources.items()}
     generator = torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        name = f"model-{len(set(weight_map.values())):05d}.safetensors"
-        save_file(shard, directory / name)
-        weight_map.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, shape in sources.items():
-        values = torch.rand(shape, generator=generator).sub_(0.5) * (1 if len(shape) == 1 else 3 / shape[-1] ** 0.5)
-        shard[name] = values.bfloat16()
-        if sum(tensor.numel() * 2 for tensor in shard.values()) > SHARD_BYTES:
-            flush()
-    flush()
+    names = list(sources)
+    for start in range(0, len(names), SHARD_TENSORS):
+        shard = {}
+        for name in names[start : start + SHARD_TENSORS]:
+            shape = sources[name]
+            values = torch.rand(shape, generator=generator).sub_(0.5) * (1 if len(shape) == 1 else 3 / shape[-1] ** 0.5)
+            shard[name] = values.bfloat16()
+        file = f"model-{start:05d}.safetensors"
+        save_file(shard, directory / file)
+        weight_map.update(dict.fromkeys(shard, file))
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def load_once(options: dict[str, str]) -> tuple[float, float, int]:
-    """Seconds until the model was loaded and until its first token, from process start, and VmHWM after loading."""
+    """Return the seconds from process start until the model is loaded and until its first token, and VmHWM in bytes."""
     started = time.perf_counter()
     command = [sys.executable, "-c", CHILD, json.dumps(options)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         if process.stdout is None:
-            raise RuntimeError("the child has no output")
+            raise RuntimeError("the child process has no standard output")
         loaded = json.loads(process.stdout.readline())
         loaded_s = time.perf_counter() - started
         json.loads(process.stdout.readline())
@@ -97,20 +92,21 @@ def load_once(options: dict[str, str]) -> tuple[float, float, int]:
     return loaded_s, token_s, loaded["loaded"]
 
 
-def report(what: str, options: dict[str, str], packed_bytes: int) -> None:
+def report(name: str, options: dict[str, str], packed_bytes: int) -> None:
+    """Load a model REPEATS times and print the medians."""
     runs = [load_once(options) for _ in range(REPEATS)]
     loaded_s, token_s, peak = (statistics.median(column) for column in zip(*runs, strict=True))
     beyond = f"{(peak - packed_bytes) / 1e6:,.0f} MB beyond them" if peak > packed_bytes else "which are mapped"
     print(
-        f"{what}: loaded after {loaded_s:.2f} s, first token after {token_s:.2f} s; peak while loading "
+        f"{name}: loaded after {loaded_s:.2f} s, first token after {token_s:.2f} s; peak while loading "
         f"{peak / 1e6:,.0f} MB, packed weights {packed_bytes / 1e6:,.0f} MB, {beyond}"
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Memory and time of loading a 1.1B-shaped model.")
-    parser.add_argument("--quantization", help="as the engine's option")
-    parser.add_argument("--keep", type=Path, help="write the models there and keep them")
+    parser.add_argument("--quantization", help="the engine's option")
+    parser.add_argument("--keep", type=Path, help="directory to write the models to and keep them in")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep or Path(temporary)

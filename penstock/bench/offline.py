@@ -1,40 +1,31 @@
 """Throughput and latency of an engine in this process, on random token ids.
 
-Every step is attributed to prefill (it computed prompt tokens, perhaps beside decodes) or decode (it did not).
-
-    bandwidth_fraction         bytes of weights and cache that had to be read, over the time, of the memory's bandwidth
-    compute_fraction           operations over the rate at which their type multiplies, of the time
-    python_overhead_fraction   of the time, what was spent outside the kernels
-
-The limits are measured right after the run, with the same threads. With reference kernels, which have no limits of
-their own, these are null, and `reason` says so.
+The machine's limits are measured right after the run, with the same threads.
 """
 
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from penstock import validation as check
 from penstock.bench.costs import ModelCosts, Work
-from penstock.bench.machine import KINDS, MachineLimits
+from penstock.bench.machine import KINDS, MachineLimits, Progress, no_progress
+from penstock.bench.phases import Run
 from penstock.build import BuiltEngine, build_engine
 from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
-from penstock.interface.step import Executor, SchedulerOutput, StepOutput
+from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.kernels.attention.key import describe_key
 from penstock.kernels.cpu.ops import CpuOps
 
-FRACTIONS = ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction")
-NO_LIMITS = "only native kernels (--kernels cpu) are timed and held against the machine's limits"
 LIMIT_PROBES = 5
 
 
@@ -52,57 +43,64 @@ class Workload:
             check.check_int(name, getattr(self, name), low, 10**6)
 
 
-@dataclass(slots=True)
-class _Phase:
-    """Time, tokens and work of the steps of one kind."""
+def measure_offline(
+    options: dict[str, Any],
+    workload: Workload,
+    *,
+    announce: Callable[[ModelInfo], None] = lambda info: None,
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """Build an engine from EngineConfig options, run the workload, return the figures.
 
-    seconds: float = 0.0
-    kernel_seconds: float = 0.0
-    steps: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    work: Work = field(default_factory=Work)
+    Args:
+        announce: called with the engine's description of its model before anything runs.
 
-    def figures(self, limits: MachineLimits | None) -> dict[str, Any]:
-        tokens = self.input_tokens + self.output_tokens
-        return {
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "input_tokens": self.input_tokens,
-            "output_tokens": self.output_tokens,
-            "output_tokens_per_s": _rate(self.output_tokens, self.seconds),
-            "total_tokens_per_s": _rate(tokens, self.seconds),
-            "step_ms": _rate(1000 * self.seconds, self.steps),
-            "python_overhead_ms": None
-            if limits is None
-            else _rate(1000 * (self.seconds - self.kernel_seconds), self.steps),
-            **_fractions(self, limits),
-        }
-
-
-def _rate(count: float, of: float) -> float | None:
-    """count / of; null where there is nothing."""
-    return count / of if of else None
-
-
-def _fractions(phase: _Phase, limits: MachineLimits | None) -> dict[str, float | None]:
-    """The three fractions of a phase."""
-    if limits is None or not phase.seconds:
-        return dict.fromkeys(FRACTIONS)
-    at_least = sum(count / 1e9 / limits.multiply_gop_s[kind] for kind, count in phase.work.operations.items())
-    values = (
-        phase.work.read_bytes / 1e9 / limits.read_gb_s / phase.seconds,
-        at_least / phase.seconds,
-        1 - phase.kernel_seconds / phase.seconds,
-    )
-    return dict(zip(FRACTIONS, values, strict=True))
+    Raises:
+        InvalidRequestError: an option is wrong, or the workload does not fit the context.
+    """
+    built = build_engine(EngineConfig.from_options(**options))
+    info = built.info
+    if workload.input_len + workload.output_len > info.max_model_len:
+        message = f"input_len + output_len exceed max_model_len = {info.max_model_len}"
+        raise InvalidRequestError(f"input_len: {message}", param="input_len")
+    announce(info)
+    meter = _MeteredExecutor(built)
+    client = InProcessClient(built.engine, info, None)
+    with progress("tokens", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
+        for index in range(workload.warmup + 1):
+            run = _run(client, meter, workload, index, advance)
+    peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    attention, limits = meter.attention(), meter.limits()
+    client.shutdown()
+    output_tokens = workload.num_prompts * workload.output_len
+    total_tokens = output_tokens + workload.num_prompts * workload.input_len
+    return {
+        "model": info.model,
+        "system_fingerprint": info.system_fingerprint,
+        "threads": built.config.numerics.threads,
+        "kv_cache_dtype": built.config.cache.kv_cache_dtype,
+        "num_prompts": workload.num_prompts,
+        "input_len": workload.input_len,
+        "output_len": workload.output_len,
+        "seconds": run.seconds,
+        "output_tokens_per_s": output_tokens / run.seconds,
+        "total_tokens_per_s": total_tokens / run.seconds,
+        **run.figures(limits),
+        "attention": attention,
+        "peak_rss_bytes": peak_rss_bytes,
+    }
 
 
-class _RecordingExecutor:
-    """Passes steps on to the real executor and keeps the last plan, to tell what a step was."""
+class _MeteredExecutor:
+    """Takes the place of an engine's executor, and counts the work of the last step and the time in kernels."""
 
-    def __init__(self, inner: Executor) -> None:
-        self._inner = inner
+    def __init__(self, built: BuiltEngine) -> None:
+        self._inner = built.engine.executor
+        built.engine.executor = self
+        self._ops = built.ops if isinstance(built.ops, CpuOps) else None
+        if isinstance(built.model, nn.Module):
+            self._costs = ModelCosts(built.model, built.model_config, built.config)
+        self._expert_counts = (0, 0) if self._ops is None else self._ops.expert_counts()
         self.last: SchedulerOutput | None = None
 
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
@@ -115,77 +113,12 @@ class _RecordingExecutor:
     def shutdown(self) -> None:
         self._inner.shutdown()
 
-
-@dataclass(slots=True)
-class _Run:
-    """What is observed of one run."""
-
-    prefill: _Phase = field(default_factory=_Phase)
-    decode: _Phase = field(default_factory=_Phase)
-    seconds: float = 0.0
-    first_token: dict[str, float] = field(default_factory=dict)  # request -> seconds from the start
-    last_token: dict[str, float] = field(default_factory=dict)
-    gaps: list[float] = field(default_factory=list)  # between the tokens of a request
-
-
-@contextmanager
-def no_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows nothing."""
-    yield lambda count: None
-
-
-def measure_offline(
-    options: dict[str, Any],
-    workload: Workload,
-    *,
-    announce: Callable[[ModelInfo], None] = lambda info: None,
-    progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]] = no_progress,
-) -> dict[str, Any]:
-    """Build an engine from EngineConfig options, run the workload, return the figures.
-
-    Args:
-        announce: called with what the engine says of its model, before anything runs.
-        progress: (what is counted, how many) -> a context that yields `advance(count)`.
-
-    Raises:
-        InvalidRequestError: an option is wrong, or the workload does not fit the context.
-    """
-    built = build_engine(EngineConfig.from_options(**options))
-    if workload.input_len + workload.output_len > built.info.max_model_len:
-        message = f"input_len + output_len exceed max_model_len = {built.info.max_model_len}"
-        raise InvalidRequestError(f"input_len: {message}", param="input_len")
-    announce(built.info)
-    recorder = _RecordingExecutor(built.engine.executor)
-    built.engine.executor = recorder
-    client = InProcessClient(built.engine, built.info, None)
-    meter = _Meter(built)
-    with progress("tokens", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
-        for index in range(workload.warmup):
-            _run(client, recorder, meter, workload, index, advance)
-        run = _run(client, recorder, meter, workload, workload.warmup, advance)
-    peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    attention = meter.attention()
-    limits = meter.limits()
-    client.shutdown()
-    figures = _figures(run, workload, built.info, built.config, limits)
-    return {**figures, "attention": attention, "peak_rss_bytes": peak_rss_bytes}
-
-
-class _Meter:
-    """Counts the work of steps, and what kernels took for it."""
-
-    def __init__(self, built: BuiltEngine) -> None:
-        self._ops = built.ops if isinstance(built.ops, CpuOps) else None
-        if isinstance(built.model, nn.Module):
-            self._costs = ModelCosts(built.model, built.model_config, built.config)
-        self._expert_counts = (0, 0) if self._ops is None else self._ops.expert_counts()
-
     def kernel_seconds(self) -> float:
         return 0.0 if self._ops is None else self._ops.kernel_seconds()
 
-    def work(self, step: SchedulerOutput | None) -> Work:
-        """Of the step that was just made."""
-        work = Work() if step is None else self._costs.step(step)
+    def work(self) -> Work:
+        """Return the work of the last step."""
+        work = Work() if self.last is None else self._costs.step(self.last)
         if self._ops is not None:
             counts, before = self._ops.expert_counts(), self._expert_counts
             self._expert_counts = counts
@@ -193,12 +126,12 @@ class _Meter:
         return work
 
     def attention(self) -> dict[str, int]:
-        """How attention was planned so far, warming up included, in words: steps of each kind and cache group."""
+        """Return how often each kind of attention plan was made, for every step and cache group, warmup included."""
         counts = {} if self._ops is None else self._ops.plan_counts
         return {describe_key(key): count for key, count in counts.items()}
 
     def limits(self) -> MachineLimits | None:
-        """What the machine can do, by the threads that have just computed."""
+        """Measure the machine's limits with the threads that have just computed; None for reference kernels."""
         if self._ops is None:
             return None
         limits = MachineLimits(self._ops)
@@ -208,14 +141,9 @@ class _Meter:
 
 
 def _run(
-    client: InProcessClient,
-    recorder: _RecordingExecutor,
-    meter: _Meter,
-    workload: Workload,
-    index: int,
-    advance: Callable[[int], None],
-) -> _Run:
-    """One run, on prompts of its own, so that no run finds another's prefixes."""
+    client: InProcessClient, meter: _MeteredExecutor, workload: Workload, index: int, advance: Callable[[int], None]
+) -> Run:
+    """Run the workload once, on its own prompts, so that no run finds another's prefixes in the cache."""
     rng = random.Random(index)
     params = SamplingParams(
         temperature=0.0,
@@ -224,7 +152,7 @@ def _run(
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-    run = _Run()
+    run = Run()
     started = time.perf_counter()
     for _ in range(workload.num_prompts):
         client.add_request(None, rng.choices(range(client.model_info.vocab_size), k=workload.input_len), params)
@@ -232,72 +160,21 @@ def _run(
         kernels_before, begun = meter.kernel_seconds(), time.perf_counter()
         outputs = client.step()
         now = time.perf_counter()
-        phase = _attribute(run, recorder, workload, now - begun, len(outputs))
+        prompt_tokens = sum(
+            max(0, min(item.num_new_tokens, workload.input_len - item.num_computed_tokens))
+            for item in (meter.last.scheduled if meter.last is not None else ())
+        )
+        phase = run.prefill if prompt_tokens else run.decode
+        phase.steps += 1
+        phase.seconds += now - begun
         phase.kernel_seconds += meter.kernel_seconds() - kernels_before
-        phase.work.add(meter.work(recorder.last))
+        phase.input_tokens += prompt_tokens
+        phase.output_tokens += len(outputs)
+        phase.work.add(meter.work())
         for output in outputs:
             if output.error is not None:
-                raise EngineError(f"a request failed, so there is nothing to measure: {output.error}")
-            _note_token(run, output.request_id, now - started)
+                raise EngineError(f"a request failed, so nothing was measured: {output.error}")
+            run.add_token(output.request_id, now - started)
         advance(len(outputs))
     run.seconds = time.perf_counter() - started
     return run
-
-
-def _attribute(run: _Run, recorder: _RecordingExecutor, workload: Workload, seconds: float, num_outputs: int) -> _Phase:
-    """Add a step to the phase that it belongs to, and return that."""
-    scheduled = recorder.last.scheduled if recorder.last is not None else []
-    prompt_tokens = sum(
-        max(0, min(item.num_new_tokens, workload.input_len - item.num_computed_tokens)) for item in scheduled
-    )
-    phase = run.prefill if prompt_tokens else run.decode
-    phase.seconds += seconds
-    phase.steps += 1
-    phase.input_tokens += prompt_tokens
-    phase.output_tokens += num_outputs
-    return phase
-
-
-def _note_token(run: _Run, request_id: str, at: float) -> None:
-    if request_id in run.last_token:
-        run.gaps.append(at - run.last_token[request_id])
-    else:
-        run.first_token[request_id] = at
-    run.last_token[request_id] = at
-
-
-def _figures(
-    run: _Run, workload: Workload, info: ModelInfo, config: EngineConfig, limits: MachineLimits | None
-) -> dict[str, Any]:
-    whole = _Phase(run.seconds, run.prefill.kernel_seconds + run.decode.kernel_seconds)
-    for phase in (run.prefill, run.decode):
-        whole.work.add(phase.work)
-    output_tokens = workload.num_prompts * workload.output_len
-    total_tokens = output_tokens + workload.num_prompts * workload.input_len
-    return {
-        "model": info.model,
-        "system_fingerprint": info.system_fingerprint,
-        "threads": config.numerics.threads,
-        "kv_cache_dtype": config.cache.kv_cache_dtype,
-        "num_prompts": workload.num_prompts,
-        "input_len": workload.input_len,
-        "output_len": workload.output_len,
-        "seconds": run.seconds,
-        "output_tokens_per_s": output_tokens / run.seconds,
-        "total_tokens_per_s": total_tokens / run.seconds,
-        "ttft_ms": _percentiles(list(run.first_token.values())),
-        "itl_ms": _percentiles(run.gaps),
-        **_fractions(whole, limits),
-        "reason": dict.fromkeys(FRACTIONS, NO_LIMITS) if limits is None else {},
-        "machine": None if limits is None else limits.figures(),
-        "prefill": run.prefill.figures(limits),
-        "decode": run.decode.figures(limits),
-    }
-
-
-def _percentiles(seconds: list[float]) -> dict[str, float | None]:
-    """p50 and p99 in milliseconds, by nearest rank; null where there is nothing to rank."""
-    ranked = sorted(seconds)
-    if not ranked:
-        return {"p50": None, "p99": None}
-    return {f"p{q}": 1000 * ranked[max(0, -(-len(ranked) * q // 100) - 1)] for q in (50, 99)}

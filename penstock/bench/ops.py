@@ -1,25 +1,23 @@
 """Each kernel against the machine's own limits, and against torch.
 
 Operands rotate over more memory than the caches hold, as the layers of a model do. Kernel, torch and the machine's
-limits take turns in the same run, so that what is compared was measured under the same conditions; times are medians,
-limits the best seen. products.py, experts.py and attention.py say what their figures count.
+limits take turns in one run; times are medians, limits the best seen. products.py, experts.py and attention.py say what
+their figures count.
 """
 
 import gc
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from penstock import validation as check
-from penstock.bench import attention, products, turns
+from penstock.bench import attention, machine, products
 from penstock.bench.attention import AttentionCase, decode_cases, prefill_cases
-from penstock.bench.experts import TORCH_COPIES, ExpertsCase, expert_cases
-from penstock.bench.machine import MachineLimits
-from penstock.bench.offline import no_progress
+from penstock.bench.experts import ExpertsCase, expert_cases
+from penstock.bench.machine import MachineLimits, Progress, no_progress
 from penstock.bench.products import DTYPES, ROWS, SHAPES, ProductCase, product_cases
 from penstock.config import available_threads
 from penstock.errors import InvalidRequestError
@@ -43,7 +41,7 @@ class Selection:
 
     Attributes:
         rows, shapes: of products; shapes are (n, k).
-        heads: of attention; none: those of bench.attention.
+        heads: of attention; empty for those of bench.attention.
     """
 
     ops: Sequence[str] = OPS
@@ -76,7 +74,7 @@ class Selection:
             raise InvalidRequestError(message, param="shape")
 
     def _check_memory(self) -> None:
-        largest = max((case_bytes(case) for case in self.cases()), default=0)
+        largest = max((case.operand_bytes for case in self.cases()), default=0) + 3 * machine.RING_BYTES
         free = free_memory_bytes()
         if largest > free:
             raise InvalidRequestError(
@@ -85,7 +83,7 @@ class Selection:
             )
 
     def cases(self) -> Iterator[Case]:
-        """In the order of measuring."""
+        """Yield the cases in the order of measuring."""
         if "linear" in self.ops:
             yield from product_cases(self.shapes, self.dtypes, self.rows)
         if "experts" in self.ops:
@@ -96,22 +94,8 @@ class Selection:
             yield from prefill_cases(self.dtypes, self.heads)
 
 
-def case_bytes(case: Case) -> int:
-    """Operands of two kinds and their results, roughly."""
-    if isinstance(case, ProductCase):
-        operands = 8 * case.n * case.k + max(case.rows) * 4 * (case.n + 2 * case.k)
-    elif isinstance(case, ExpertsCase):
-        results = max(case.rows) * case.top_k * (case.hidden + case.inner)
-        operands = 2 * (case.count + TORCH_COPIES + 2) * case.expert_elements + 12 * results
-    else:
-        heads, tokens = case.heads, case.seqs * (case.cached + case.new)
-        each_head = heads.num_heads if case.cached == 0 else heads.num_kv_heads  # torch's copies
-        operands = 2 * heads.head_dim * tokens * (12 * heads.num_kv_heads + 4 * each_head)
-    return operands + 3 * turns.RING_BYTES
-
-
 def model_shapes(model: str) -> list[tuple[int, int]]:
-    """(n, k) of every product with a weight in a model (a directory, a hub name or demo), each once."""
+    """Return the distinct (n, k) of a model's products with a weight; `model` is a directory, a hub name or demo."""
     config = load_model_config(resolve_model(model))
     parameters = find_model(config.architecture).read_table().parameters(config)
     shapes = ((item.shape[0], item.shape[1]) for item in parameters.values() if item.quant)
@@ -119,20 +103,16 @@ def model_shapes(model: str) -> list[tuple[int, int]]:
 
 
 def model_heads(model: str) -> list[Heads]:
-    """The heads of a model's attention."""
+    """Return the heads of a model's attention."""
     config = load_model_config(resolve_model(model))
     return [Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)]
 
 
-def measure_ops(
-    selection: Selection,
-    *,
-    progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]] = no_progress,
-) -> dict[str, Any]:
-    """Measure, and return the machine's limits and the rows of each case.
+def measure_ops(selection: Selection, *, progress: Progress = no_progress) -> dict[str, Any]:
+    """Measure the selection, and return the machine's limits and the rows of each case.
 
     Raises:
-        InvalidRequestError: there are no native kernels to measure, or not the memory for a case.
+        InvalidRequestError: there are no native kernels to measure.
     """
     level = chosen_level()
     if level is None:
@@ -148,29 +128,19 @@ def measure_ops(
             rows.extend(case.measure(backends, limits))
             gc.collect()
             advance(1)
-    machine = limits.figures()
     for row in rows:
-        row["bw_fraction"] = row["gb_s"] / machine["read_gb_s"]
-        row["flop_fraction"] = row["gflop_s"] * passes(row) / limits.multiply_gop_s[multiplies_in(row)]
+        passes = row.get("slices") or (2 if row["dtype"] == "int8-x2" else 1)  # once, or once per slice
+        row["bw_fraction"] = row["gb_s"] / limits.read_gb_s
+        row["flop_fraction"] = row["gflop_s"] * passes / limits.multiply_gop_s[products.MULTIPLIES_IN[row["dtype"]]]
     return {
-        "machine": {**machine, "level": level, "threads": threads, "processor": processor_name()},
+        "machine": {**limits.figures(), "level": level, "threads": threads, "processor": processor_name()},
         "torch": torch.__version__,
         "rows": rows,
     }
 
 
-def multiplies_in(row: dict[str, Any]) -> str:
-    """The type whose peak a row is held against, as bench.machine.KINDS."""
-    return products.MULTIPLIES_IN[row["dtype"]]
-
-
-def passes(row: dict[str, Any]) -> int:
-    """How often everything is multiplied: once, or once a slice."""
-    return row.get("slices") or (2 if row["dtype"] == "int8-x2" else 1)
-
-
 def processor_name() -> str:
-    """The processor's model name, as the system tells it."""
+    """Return the processor's model name, as the system reports it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             found = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)

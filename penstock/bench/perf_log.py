@@ -2,8 +2,8 @@
 
 python -m penstock.bench.perf_log ops.json docs/perf_log.md
 
-An entry names the processor, the level, the commit and the command, and puts each figure beside that of the last entry
-of the same processor and level, so that a change for the worse is seen as well as one for the better.
+An entry names the processor, the level, the commit and the command, and shows each figure beside that of the last entry
+of the same processor and level, so that regressions are seen.
 """
 
 import argparse
@@ -21,65 +21,47 @@ SMALL_UP, SMALL_DOWN = (5632, 2048), (2048, 5632)  # of a 1.1B
 ROW = re.compile(r"^\| (?P<figure>[^|]+) \| (?P<before>[^|]+) \| (?P<now>[^|]+) \|$")
 
 
-class Figures:
-    """Looks rows of the benchmark up by what they measure."""
-
-    def __init__(self, result: dict[str, Any]) -> None:
-        self._rows = {
-            (row["dtype"], row["n"], row["k"], row["leaves"], row["m"]): row
-            for row in result["rows"]
-            if row["op"] == "linear"
-        }
-        self._attention = [row for row in result["rows"] if row["op"].startswith("attend_")]
-
-    def lines(self) -> Iterator[tuple[str, str]]:
-        """(what, how much) for all that the run has measured."""
-        for (n, k), leaves in ((SMALL_UP, 1), (SMALL_DOWN, 8), (UP, 1), (DOWN, 8)):
-            shape = f"{n} x {k}" + (f", {leaves} leaves" if leaves > 1 else "")
-            for m in (1, 8, 32, 512):
-                row = self._rows.get(("bf16", n, k, leaves, m))
-                if row is not None:
-                    yield f"bf16 {shape}, M = {m}", _bf16(row)
-            for dtype in ("int8", "int8-x2", "int4", "int4-a16", "f32"):
-                for m in (1, 64, 512):
-                    row, plain = (self._rows.get((name, n, k, leaves, m)) for name in (dtype, "bf16"))
-                    if row is not None and plain is not None:
-                        yield f"{dtype} {shape}, M = {m}", _against(row, plain)
-        for row in self._attention:
+def figures(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (what, how much) for every figure of the log that the run has measured."""
+    keys = ("dtype", "n", "k", "leaves", "m")
+    linear = {tuple(row[key] for key in keys): row for row in result["rows"] if row["op"] == "linear"}
+    for (n, k), leaves in ((SMALL_UP, 1), (SMALL_DOWN, 8), (UP, 1), (DOWN, 8)):
+        shape = f"{n} x {k}" + (f", {leaves} leaves" if leaves > 1 else "")
+        for m in (1, 8, 32, 512):
+            row = linear.get(("bf16", n, k, leaves, m))
+            if row is not None:
+                yield f"bf16 {shape}, M = {m}", f"{_both_limits(row)}, {row['torch_ms'] / row['ms']:.2f} x torch"
+        for dtype in ("int8", "int8-x2", "int4", "int4-a16", "f32"):
+            for m in (1, 64, 512):
+                row, plain = (linear.get((name, n, k, leaves, m)) for name in (dtype, "bf16"))
+                if row is not None and plain is not None:
+                    yield f"{dtype} {shape}, M = {m}", f"{_both_limits(row)}, {plain['ms'] / row['ms']:.2f} x bf16"
+    for row in result["rows"]:
+        if row["op"].startswith("attend_"):
             heads = f"{row['heads']}/{row['kv_heads']} heads of {row['head_dim']}"
             threads = "" if row["speedup"] is None else f", {row['threads']} threads"
             yield f"{row['op']} {row['dtype']} {heads}, {row['seqs']} x {row['tokens']}{threads}", _attend(row)
 
 
-def _bf16(row: dict[str, Any]) -> str:
-    return (
-        f"{row['ms']:.3f} ms, {row['bw_fraction']:.0%} of reading, {row['flop_fraction']:.0%} of multiplying, "
-        f"{row['torch_ms'] / row['ms']:.2f} x torch"
-    )
+def _both_limits(row: dict[str, Any]) -> str:
+    return f"{row['ms']:.3f} ms, {row['bw_fraction']:.0%} of reading, {row['flop_fraction']:.0%} of multiplying"
 
 
 def _attend(row: dict[str, Any]) -> str:
-    """Decoding is held against reading, prefill against multiplying."""
+    """Return the figures of attention: decode is limited by reading, prefill by multiplying."""
     decode = row["op"] == "attend_decode"
     limit = f"{row['bw_fraction']:.0%} of reading" if decode else f"{row['flop_fraction']:.0%} of multiplying"
     return f"{row['ms']:.3f} ms, {limit}, {row['torch_ms'] / row['ms']:.2f} x torch"
 
 
-def _against(row: dict[str, Any], bf16: dict[str, Any]) -> str:
-    return (
-        f"{row['ms']:.3f} ms, {row['bw_fraction']:.0%} of reading, {row['flop_fraction']:.0%} of multiplying, "
-        f"{bf16['ms'] / row['ms']:.2f} x bf16"
-    )
-
-
 def machine_line(result: dict[str, Any]) -> str:
-    """The processor, threads and level that an entry belongs to."""
+    """Return the processor, threads and level that an entry belongs to."""
     machine = result["machine"]
     return f"{machine['processor']}, {machine['threads']} threads, kernels {machine['level']}"
 
 
 def last_values(log: str, machine: str) -> dict[str, str]:
-    """Figure -> value in the last entry of that machine; empty where there is none."""
+    """Return figure -> value of the last entry of that machine; empty if there is none."""
     for part in reversed(log.split("\n## ")[1:]):
         if machine in part:
             found = (ROW.match(line) for line in part.splitlines())
@@ -88,7 +70,7 @@ def last_values(log: str, machine: str) -> dict[str, str]:
 
 
 def entry(result: dict[str, Any], log: str, title: str) -> str:
-    """The text to append."""
+    """Return the text to append."""
     machine = machine_line(result)
     before = last_values(log, machine)
     limits = result["machine"]
@@ -102,12 +84,12 @@ def entry(result: dict[str, Any], log: str, title: str) -> str:
         "| figure | before | now |",
         "|---|---|---|",
     ]
-    lines += [f"| {figure} | {before.get(figure, '-')} | {now} |" for figure, now in Figures(result).lines()]
+    lines += [f"| {figure} | {before.get(figure, '-')} | {now} |" for figure, now in figures(result)]
     return "\n".join(lines) + "\n"
 
 
 def current_commit() -> str:
-    """The short name of the commit that is checked out, or "no commit" outside a repository."""
+    """Return the short name of the current commit, or "no commit" outside a repository."""
     found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "no commit"
 

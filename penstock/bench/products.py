@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.bench.machine import MachineLimits
-from penstock.bench.turns import Turn, ring_length, take_turns
+from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import empty
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
@@ -30,7 +29,7 @@ MULTIPLIES_IN = {"bf16": "bf16", "f32": "f32", "int8": "int8", "int8-x2": "int8"
 
 @dataclass(frozen=True, slots=True)
 class ProductCase:
-    """A weight [n, k] of a type, whose k is summed in so many leaves, at some numbers of rows."""
+    """A weight [n, k] of a type, whose k is summed in `leaves` leaves, multiplied with each number of rows."""
 
     n: int
     k: int
@@ -38,16 +37,38 @@ class ProductCase:
     leaves: int
     rows: Sequence[int]
 
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of the operands of both sides and their results, roughly."""
+        return 8 * self.n * self.k + max(self.rows) * 4 * (self.n + 2 * self.k)
+
     def measure(self, backends: dict[torch.dtype, CpuOps], limits: MachineLimits) -> Iterator[dict[str, Any]]:
-        weight = _Weight(self, backends[torch.float32 if self.dtype == "f32" else torch.bfloat16])
+        """Yield one row per number of rows, without the fractions."""
+        ops = backends[torch.float32 if self.dtype == "f32" else torch.bfloat16]
+        generator = torch.Generator().manual_seed(self.n + self.k)
+        weight = (torch.rand((self.n, self.k), generator=generator) - 0.5).to(ops.dtype)
+        packed = packed_copies(ops, weight, self.dtype, leaves=self.leaves)
+        plain = [weight.clone() for _ in range(ring_length(weight.nbytes))]
         for m in self.rows:
-            yield weight.measure(m, limits)
+            x = torch.rand((m, self.k)).sub_(0.5).to(ops.dtype)
+            out = torch.empty((m, self.n))
+
+            def ours(index: int, x: Tensor = x, out: Tensor = out) -> None:
+                ops.linear(x, packed[index % len(packed)], out=out)
+
+            def torchs(index: int, x: Tensor = x) -> None:
+                functional.linear(x, plain[index % len(plain)])
+
+            turns = [Turn(ours, len(packed)), Turn(torchs, len(plain))]
+            seconds, torch_seconds = take_turns(turns, limits, MULTIPLIES_IN[self.dtype])
+            shape = {"op": "linear", "dtype": self.dtype, "leaves": self.leaves, "m": m, "n": self.n, "k": self.k}
+            yield {**shape, **rates(seconds, packed[0].num_bytes, 2 * m * self.n * self.k, torch_seconds)}
 
 
 def product_cases(
     shapes: Sequence[tuple[int, int]], dtypes: Sequence[str], rows: Sequence[int]
 ) -> Iterator[ProductCase]:
-    """In the order of measuring."""
+    """Yield the cases in the order of measuring."""
     for n, k in shapes:
         for dtype in dtypes:
             yield ProductCase(n, k, dtype, 1, rows)
@@ -55,47 +76,16 @@ def product_cases(
                 yield ProductCase(n, k, dtype, REDUCTION_LEAVES, rows)
 
 
-class _Weight:
-    """Enough packed copies to defeat the caches, and torch's own."""
-
-    def __init__(self, case: ProductCase, ops: CpuOps) -> None:
-        self._case, self._ops = case, ops
-        shape = (case.n, case.k)
-        scheme = None if case.dtype in ("bf16", "f32") else Scheme.parse(case.dtype)
-        leaf_ends = [end for _, end in leaf_bounds(case.k, case.leaves)] if case.leaves > 1 else []
-        generator = torch.Generator().manual_seed(case.n + case.k)
-        weight = (torch.rand(shape, generator=generator) - 0.5).to(ops.dtype)
-        first = ops.pack_linear(weight, leaf_ends=leaf_ends, scheme=scheme)
-        self._num_bytes = first.num_bytes
-        self._packed: list[PackedLinear] = [first]
-        for _ in range(ring_length(first.num_bytes) - 1):
-            copy = {name: empty(tensor.shape, tensor.dtype).copy_(tensor) for name, tensor in first.state().items()}
-            self._packed.append(ops.restore_linear(shape, copy, leaf_ends=leaf_ends, scheme=scheme))
-        self._plain = [weight.clone() for _ in range(ring_length(weight.numel() * weight.element_size()))]
-
-    def measure(self, m: int, limits: MachineLimits) -> dict[str, Any]:
-        """One row of the table, without the fraction of the bandwidth."""
-        case = self._case
-        x = torch.rand((m, case.k)).sub_(0.5).to(self._ops.dtype)
-        out = torch.empty((m, case.n))
-
-        def ours(index: int) -> None:
-            self._ops.linear(x, self._packed[index % len(self._packed)], out=out)
-
-        def torchs(index: int) -> Tensor:
-            return functional.linear(x, self._plain[index % len(self._plain)])
-
-        turns = [Turn(ours, len(self._packed)), Turn(torchs, len(self._plain))]
-        seconds, torch_seconds = take_turns(turns, limits, MULTIPLIES_IN[case.dtype])
-        return {
-            "op": "linear",
-            "dtype": case.dtype,
-            "leaves": case.leaves,
-            "m": m,
-            "n": case.n,
-            "k": case.k,
-            "ms": 1e3 * seconds,
-            "gb_s": self._num_bytes / seconds / 1e9,
-            "gflop_s": 2e-9 * m * case.n * case.k / seconds,
-            "torch_ms": 1e3 * torch_seconds,
-        }
+def packed_copies(
+    ops: CpuOps, weight: Tensor, dtype: str, *, leaves: int = 1, gated: bool = False, count: int | None = None
+) -> list[PackedLinear]:
+    """Pack a weight [n, k] once and return copies of it: `count`, or as many as make a ring."""
+    scheme = None if dtype in ("bf16", "f32") else Scheme.parse(dtype)
+    leaf_ends = [end for _, end in leaf_bounds(weight.shape[1], leaves)] if leaves > 1 else []
+    shape = (weight.shape[0], weight.shape[1])
+    first = ops.pack_linear(weight, leaf_ends=leaf_ends, scheme=scheme, gated=gated)
+    copies = [first]
+    for _ in range(1, count or ring_length(first.num_bytes)):
+        state = {name: empty(tensor.shape, tensor.dtype).copy_(tensor) for name, tensor in first.state().items()}
+        copies.append(ops.restore_linear(shape, state, leaf_ends=leaf_ends, scheme=scheme, gated=gated))
+    return copies

@@ -1,4 +1,4 @@
-"""Prints the figures of a benchmark for people. Knows their names and nothing of how they came about."""
+"""Prints the figures of a benchmark as tables. It knows their names, not how they are measured."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ MEASURED = ("ms", "GB/s", "of read", "GFLOP/s", "of mult", "x torch")
 
 
 def print_offline(result: dict[str, Any]) -> None:
-    """The figures of bench.offline as a table: the whole run, prefill and decode."""
+    """Print the figures of bench.offline: the whole run, prefill and decode."""
     console = Console()
     table = Table(
         title=f"{result['model']}: {result['num_prompts']} x {result['input_len']} in, {result['output_len']} out"
@@ -25,15 +25,15 @@ def print_offline(result: dict[str, Any]) -> None:
     console.print(table)
     for name in ("ttft_ms", "itl_ms"):
         console.print(f"{name}: p50 {_number(result[name]['p50'])}, p99 {_number(result[name]['p99'])}")
-    for words, count in result["attention"].items():
-        console.print(f"attention, {count} times: {words}", style="dim", soft_wrap=True)
+    for plan, count in result["attention"].items():
+        console.print(f"attention, {count} times: {plan}", style="dim", soft_wrap=True)
     console.print(f"peak memory: {result['peak_rss_bytes'] / 2**20:.0f} MiB, threads: {result['threads']}")
     for name, reason in result["reason"].items():
-        console.print(f"{name} is not known: {reason}", style="dim")
+        console.print(f"{name} is unknown: {reason}", style="dim")
 
 
 def print_ops(result: dict[str, Any]) -> None:
-    """The figures of bench.ops as a table."""
+    """Print the figures of bench.ops."""
     console = Console()
     machine = result["machine"]
     console.print(
@@ -59,7 +59,7 @@ def _product_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _attention_table(rows: list[dict[str, Any]]) -> Table:
-    """A row is numbered, so that the notes below can name it."""
+    """Return the table; its rows are numbered for the notes below it."""
     table = Table("#", "attend", "cache", "tokens", "heads", "D", "thr", *MEASURED, box=None, padding=(0, 1, 0, 0))
     for number, row in enumerate(rows, start=1):
         table.add_row(
@@ -76,7 +76,7 @@ def _attention_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _print_attention_notes(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Why these kernels ran, and what more threads bring."""
+    """Print why these kernels ran, and the speed-up of more threads."""
     keys: dict[str, list[str]] = {}
     for number, row in enumerate(rows, start=1):
         keys.setdefault(row["key"], []).append(str(number))

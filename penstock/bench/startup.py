@@ -1,13 +1,13 @@
-"""How long a new user waits: `penstock --version`, and from process start to /health 200 with the demo model.
+"""Start-up times: `penstock --version`, and from process start to /health 200 with the demo model.
 
 python -m penstock.bench.startup
 """
 
+import contextlib
 import statistics
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 
 REPEATS = 5
@@ -15,17 +15,17 @@ TIMEOUT_S = 60.0
 
 
 def time_version() -> float:
-    """Seconds that `penstock --version` takes."""
+    """Return the seconds that `penstock --version` takes."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-m", "penstock", "--version"], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started
 
 
 def time_health() -> float:
-    """Seconds from process start until /health answers 200.
+    """Return the seconds from process start until /health answers 200.
 
     Raises:
-        TimeoutError: it did not within TIMEOUT_S.
+        TimeoutError: it took longer than TIMEOUT_S.
     """
     started = time.perf_counter()
     command = [sys.executable, "-m", "penstock", "serve", "demo", "--port", "0"]
@@ -34,23 +34,15 @@ def time_health() -> float:
         line = server.stdout.readline() if server.stdout else ""
         url = next((word for word in line.split() if word.startswith("http://")), None)
         while url is not None and time.perf_counter() - started < TIMEOUT_S:
-            if _healthy(f"{url}/health"):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1.0):
                 return time.perf_counter() - started
             time.sleep(0.005)
-        raise TimeoutError(f"no healthy server; its first line was {line!r}")
+        raise TimeoutError(f"the server did not become healthy; its first line was {line!r}")
     finally:
         server.terminate()
         server.wait()
         if server.stdout:
             server.stdout.close()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1.0) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, ConnectionError):
-        return False
 
 
 def main() -> int:

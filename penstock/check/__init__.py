@@ -1,10 +1,10 @@
-"""`penstock check`: a model beside Transformers' own class, layer by layer, and the engine's promises on it.
+"""`penstock check`: a model beside Transformers' own class, layer by layer, and the engine's guarantees on it.
 
-tiny      a config shrunk to seconds of work, with random weights that all matter
-twin      Transformers' model, and what its modules say        ours    our model, and what its layers say
-pairs     which of their modules is which of our layers, from the parameter table alone
-parity    the table of errors, and what the first one points to
-verify    the native kernels beside the reference, by the same hooks
-proofs    the engine's promises, with the real engine
+target    what is checked: a checkpoint, or a tiny random model that keeps every feature of a config
+twin      Transformers' model and the outputs of its modules        ours    our model and the outputs of its layers
+pairs     which of their modules computes which of our layers, from the parameter table alone
+parity    the table of errors: against Transformers, and of the native kernels against the reference
+cause     what the first difference points to
+proofs    the engine's guarantees, with the real engine
 run       all of it, and the certificate (penstock/models/certificate.py)
 """

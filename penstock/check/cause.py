@@ -16,12 +16,13 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon")  # what modules of Transformer
 
 
 def find_cause(found: Comparison) -> str | None:
-    """A line about the first row that failed; None if none did, or nothing is known."""
-    index = next((index for index, row in enumerate(found.rows) if not row.passed), None)
+    """Return a line about the first row that failed; None if no row failed."""
+    index = found.first_failed
     if index is None:
         return None
     if index == len(found.places):
-        return _head(found)
+        changed = _changed_weights(found, "lm_head")
+        return f"the final norm agrees: {changed or 'the product of the head, or a soft cap'}"
     place = found.places[index]
     if place.what == STREAM:
         return "both branches agree: they are added to the stream, or scaled, in another way"
@@ -39,7 +40,7 @@ def find_cause(found: Comparison) -> str | None:
 
 
 def _changed_weights(found: Comparison, layer: str) -> str | None:
-    """The first parameter in a layer of ours whose values are others in their model."""
+    """Describe the first parameter in one of our layers whose values differ from their model's."""
     ours = found.ours
     parameters = read_parameters(ours.config)
     source = open_source(ours.directory, ours.config, "auto")
@@ -56,7 +57,7 @@ def _changed_weights(found: Comparison, layer: str) -> str | None:
 
 
 def _source_of(parameter: Parameter, difference: Tensor) -> str:
-    """The checkpoint's name for where the first difference is."""
+    """Return the checkpoint's name of the tensor with the first difference."""
     layout = parameter.layouts[0]
     names = list(layout.sources)
     if len(names) == 1 or layout.join_axis != 0:
@@ -75,10 +76,9 @@ def _norm(found: Comparison, place: Place, ours: float) -> str:
 
 
 def _attention(found: Comparison, place: Place, attention: Attention) -> str:
-    """The first token sees only itself: no angle, mask or scale reaches it."""
-    wrong = (place.ours - place.theirs).square().mean(
-        dim=1
-    ).sqrt() > LAYER_TOLERANCE * place.theirs.square().mean().sqrt()
+    """Tell values from angles: the first token sees only itself, so no angle, mask or scale reaches it."""
+    errors = (place.ours - place.theirs).square().mean(dim=1).sqrt()
+    wrong = errors > LAYER_TOLERANCE * place.theirs.square().mean().sqrt()
     position = int(wrong.nonzero()[0]) if bool(wrong.any()) else 0
     if position == 0:
         return "the products for q, k and v agree, and attention differs from the first token on: values or heads"
@@ -90,7 +90,7 @@ def _attention(found: Comparison, place: Place, attention: Attention) -> str:
 
 
 def _same_angles(found: Comparison, attention: Attention) -> bool | None:
-    """Whether some rotary table of theirs is ours; None where there is none to compare."""
+    """Return whether one of their rotary tables equals ours; None if there is none to compare."""
     modules = found.twin.model.named_modules()
     names = {name for name, module in modules if type(module).__name__.endswith("RotaryEmbedding")}
     theirs = [call.outputs for call in found.their_trace.calls if call.name in names and len(call.outputs) == 2]
@@ -101,11 +101,6 @@ def _same_angles(found: Comparison, attention: Attention) -> bool | None:
 
 
 def _same_table(ours: Tensor, theirs: Tensor) -> bool:
-    """[positions, D / 2] of ours beside [.., T, D] of theirs, which repeats it."""
+    """Compare [positions, D / 2] of ours with [.., T, D] of theirs, which repeats it."""
     theirs = theirs.reshape(-1, theirs.shape[-1])[:, : ours.shape[1]]
     return theirs.shape[1] == ours.shape[1] and torch.allclose(ours[: len(theirs)], theirs, atol=1e-4)
-
-
-def _head(found: Comparison) -> str:
-    changed = _changed_weights(found, "lm_head")
-    return f"the final norm agrees: {changed or 'the product of the head, or a soft cap'}"

@@ -1,11 +1,12 @@
-"""Our side of a comparison: a loaded model, and one pass of a whole prompt through it with every layer watched.
+"""Our side of a comparison: a loaded model, and one recorded pass of a whole prompt.
 
-The caches are paged, as in the engine. The pass is never a recorded one, for then no Python would run.
+The caches are paged, as in the engine. The pass never replays a recorded graph: hooks need the Python code to run.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.check.trace import Call, Trace, float_tensors, replaced, watching
 from penstock.kernels.backends import load_ops
-from penstock.kernels.metadata import AttentionMetadata, Heads, KVCache
+from penstock.kernels.metadata import AttentionMetadata, Heads
 from penstock.kernels.ops import Ops
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
@@ -25,13 +26,12 @@ from penstock.planner.memory import free_memory_bytes
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import load_model
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OurModel:
-    """A model of ours with its weights."""
+    """One of our models with its weights."""
 
     directory: Path
     config: ModelConfig
@@ -40,19 +40,19 @@ class OurModel:
 
     @classmethod
     def load(cls, directory: Path, *, dtype: str, kernels: str, tokens: int) -> "OurModel":
-        """The model, for a prompt of so many tokens.
+        """Load the model for a prompt of so many tokens.
 
         Raises:
             ModelLoadError, InvalidRequestError: as load_model.
         """
         config = load_model_config(directory)
-        ops = load_ops(kernels, DTYPES[dtype])
+        ops = load_ops(kernels, getattr(torch, dtype))
         model = load_model(directory, config, ops, max_model_len=tokens, free_memory=free_memory_bytes)
         return cls(directory, config, ops, cast(nn.Module, model))
 
     @torch.inference_mode()
     def run(self, ids: list[int], follow: Trace | None = None) -> tuple[Trace, Tensor]:
-        """One pass over a prompt -> what its layers said, and the logits after each token, [T, V] float32.
+        """Run one pass over a prompt; return its trace and the logits after each token, [T, V] float32.
 
         follow: another pass, as in `watching`.
         """
@@ -64,37 +64,34 @@ class OurModel:
         return trace, logits.clone()
 
     def _context(self, tokens: int) -> ForwardContext:
-        """A prompt alone, from position 0, with a block table as long as it."""
-        config = self.config
+        """Return the context of one prompt, from position 0, in blocks 0, 1, 2, ..."""
+        config, ops = self.config, self.ops
         num_blocks = -(-tokens // BLOCK_SIZE)
         caches = tuple(
-            self.ops.new_kv_cache(num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, self.ops.dtype)
+            ops.new_kv_cache(num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, ops.dtype)
             for _ in range(config.num_hidden_layers)
         )
-        groups = config.cache_groups()
-        metadata = tuple(self._metadata(tokens, num_blocks, window, caches[layers[0]]) for layers, window in groups)
-        layer_group = [0] * config.num_hidden_layers
-        for index, (layers, _) in enumerate(groups):
+        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        metadata, layer_group = [], [0] * config.num_hidden_layers
+        for index, (layers, window) in enumerate(config.cache_groups()):
+            meta = AttentionMetadata(
+                query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
+                seq_lens=torch.tensor([tokens], dtype=torch.int32),
+                block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
+                slot_mapping=torch.arange(tokens),
+                block_size=BLOCK_SIZE,
+                sliding_window=window,
+            )
+            metadata.append(ops.plan(meta, heads, caches[layers[0]]))
             for layer in layers:
                 layer_group[layer] = index
-        return ForwardContext(torch.arange(tokens, device=self.ops.device), caches, metadata, tuple(layer_group))
-
-    def _metadata(self, tokens: int, num_blocks: int, window: int | None, cache: KVCache) -> AttentionMetadata:
-        meta = AttentionMetadata(
-            query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
-            seq_lens=torch.tensor([tokens], dtype=torch.int32),
-            block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
-            slot_mapping=torch.arange(tokens),
-            block_size=BLOCK_SIZE,
-            sliding_window=window,
-        )
-        config = self.config
-        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        return self.ops.plan(meta, heads, cache)
+        return ForwardContext(torch.arange(tokens, device=ops.device), caches, tuple(metadata), tuple(layer_group))
 
     def _add_head_norms(self, trace: Trace, positions: Tensor) -> None:
-        """The norms of q and k are no calls of their own: they are done with the rotation. Here they are done again
-        without it, and written down behind the product of q, k and v."""
+        """Add the norms of q and k to the trace, after the product of q, k and v.
+
+        They are fused with the rotation and so are no calls of their own; here they are computed without it.
+        """
         for name, module in self.model.named_modules():
             product = trace.of(f"{name}.qkv_proj")
             if not isinstance(module, Attention) or module.q_norm is None or module.k_norm is None or product is None:
@@ -109,34 +106,31 @@ class OurModel:
 
 
 def weight_layers(model: nn.Module) -> dict[str, WeightLayer]:
-    """Every layer that owns parameters, by its name."""
+    """Return every layer that owns parameters, by its name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, WeightLayer)}
 
 
 @contextmanager
 def _watching(model: nn.Module, follow: Trace | None) -> Iterator[Trace]:
-    """As `watching`. A norm that adds a branch first is called by its method `add`, which no hook sees."""
-    with watching(model, follow) as trace:
-        norms = {name: norm for name, norm in weight_layers(model).items() if isinstance(norm, RMSNorm | LayerNorm)}
-        for name, norm in norms.items():
-            norm.add = _watched_add(trace, name, norm, follow)  # type: ignore[method-assign]
-        try:
-            yield trace
-        finally:
-            for norm in norms.values():
-                del norm.add
+    """Do as `watching`, and also record the norms' method `add`, which hooks do not see."""
+    with watching(model, follow) as trace, ExitStack() as stack:
+        for name, norm in weight_layers(model).items():
+            if isinstance(norm, RMSNorm | LayerNorm):
+                norm.add = partial(_recorded_add, norm.add, trace, name, follow)  # type: ignore[method-assign]
+                stack.callback(delattr, norm, "add")
+        yield trace
 
 
-def _watched_add(  # type: ignore[no-untyped-def]
-    trace: Trace, name: str, norm: RMSNorm | LayerNorm, follow: Trace | None
-):
-    original = norm.add
-
-    def add(x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        total, normed = original(x, h)
-        if h is not None:  # else it called itself, and the hook saw it
-            trace.calls.append(Call(name, float_tensors(total), float_tensors(normed)))
-            normed = replaced(normed, name, follow)
-        return total, normed
-
-    return add
+def _recorded_add(
+    add: Callable[..., tuple[Tensor, Tensor]],
+    trace: Trace,
+    name: str,
+    follow: Trace | None,
+    x: Tensor,
+    h: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    total, normed = add(x, h)
+    if h is not None:  # otherwise it called itself, and the hook recorded it
+        trace.calls.append(Call(name, float_tensors(total), float_tensors(normed)))
+        normed = replaced(normed, name, follow)
+    return total, normed

@@ -1,8 +1,8 @@
-"""Which of Transformers' modules is which of our layers, from the parameter table alone.
+"""Which of Transformers' modules computes which of our layers, from the parameter table alone.
 
-The table says under which names checkpoints of Transformers hold each parameter, and these are its modules' names. So
-a layer of ours corresponds to one of theirs, or, where a product of ours joins several, to one for each piece of its
-columns. A block corresponds to whatever holds the modules of its layers.
+The table has the checkpoint names of every parameter, and these are the names of Transformers' modules. So one of our
+layers corresponds to one of theirs or, where our product joins several, to one per piece of its columns. A decoder
+block corresponds to the common parent of the modules of its layers.
 """
 
 import re
@@ -24,12 +24,12 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A module of theirs that does what a layer of ours, or some of its output columns, does.
+    """A module of theirs that computes the same as one of our layers, or as some of its output columns.
 
     Attributes:
         module: its name.
-        rows: of our weight, and so columns of our output, where it joins several.
-        layout: how they hold it.
+        rows: rows of our weight, and so columns of our output, if it joins several pieces.
+        layout: how a checkpoint holds the weight.
     """
 
     module: str
@@ -41,11 +41,11 @@ class Piece:
         return len(self.layout.sources) > 1
 
     def of_ours(self, columns: Tensor) -> Tensor:
-        """The columns of our output [T, N] that their module makes."""
+        """Return the columns of our output [T, N] that their module computes."""
         return columns[:, self.rows] if self.is_part else columns
 
     def in_our_order(self, columns: Tensor) -> Tensor:
-        """Their output [T, N], with one piece after the other where they interleave them."""
+        """Return their output [T, N] with interleaved pieces one after the other."""
         layout = self.layout
         if layout.groups == 1:
             return columns
@@ -59,9 +59,9 @@ class Pairs:
     """How two models correspond.
 
     Attributes:
-        pieces: for each of our layers with parameters that has a counterpart.
-        blocks: our decoder blocks -> theirs.
-        branches: our modules whose parameters have no module of their own (experts) -> theirs.
+        pieces: our layer -> their modules, for each layer with parameters that has a counterpart.
+        blocks: our decoder block -> theirs.
+        branches: our module whose parameters have no module of their own (experts) -> theirs.
         experts: the same modules of ours -> those parameters.
     """
 
@@ -72,7 +72,7 @@ class Pairs:
 
 
 def find_pairs(parameters: Mapping[str, Parameter], ours: nn.Module, theirs: nn.Module) -> Pairs:
-    """Match the modules of a model of ours and of Transformers'."""
+    """Match the modules of our model and Transformers'."""
     their_modules = dict(theirs.named_modules())
     our_modules = dict(ours.named_modules())
     pieces: dict[str, tuple[Piece, ...]] = {}
@@ -93,19 +93,18 @@ def find_pairs(parameters: Mapping[str, Parameter], ours: nn.Module, theirs: nn.
 
 
 def their_values(parameter: Parameter, state: Mapping[str, Tensor]) -> Tensor | None:
-    """A parameter as their model has it in memory, laid out as ours; None where it is not there under a known name."""
-    for layout in parameter.layouts:
-        if all(name in state for name in layout.sources):
-            rows = parameter_rows(
-                layout, lambda name, index: TensorRows(state[name] if index is None else state[name][index])
-            )
-            return rows.read(0, rows.shape[0]).float() if rows.shape == parameter.shape else None
-    return None
+    """Return a parameter of their model in memory, laid out as ours; None if no known name holds it."""
+
+    def find(name: str, index: int | None) -> TensorRows:
+        return TensorRows(state[name] if index is None else state[name][index])
+
+    layout = next((layout for layout in parameter.layouts if all(name in state for name in layout.sources)), None)
+    rows = None if layout is None else parameter_rows(layout, find)
+    return None if rows is None or rows.shape != parameter.shape else rows.read(0, rows.shape[0]).float()
 
 
 def _pieces(layer: str, parameter: Parameter, modules: Mapping[str, nn.Module]) -> tuple[Piece, ...]:
-    """The modules that hold the parameter, in the first of its layouts that Transformers has in memory; none where it
-    has no module of its own."""
+    """Return the modules that hold the parameter in its first layout that they have; () if it has no own module."""
     for layout in parameter.layouts:
         names = [source.removesuffix(WEIGHT) for source in layout.sources]
         if layout.index is not None or not all(name in modules for name in names):
@@ -119,7 +118,7 @@ def _pieces(layer: str, parameter: Parameter, modules: Mapping[str, nn.Module]) 
 
 
 def _blocks(pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, str]:
-    """Each block of ours, and what is common to the names of their modules in it."""
+    """Return our decoder blocks -> the common parent of their modules in it."""
     inside: dict[str, list[str]] = {}
     for layer, found in pieces.items():
         if (match := BLOCK.match(layer)) is not None:
@@ -139,9 +138,9 @@ def _branches(
     our_modules: Mapping[str, nn.Module],
     their_modules: Mapping[str, nn.Module],
 ) -> dict[str, str]:
-    """Parameters without a module of theirs are experts: what is compared is the branch that they are in.
+    """Return the branches that hold parameters without a module of their own (experts); these are compared whole.
 
-    It is the module of ours just below the block; theirs is the one that holds the router, whose counterpart is known.
+    Ours is the module just below the block; theirs is the parent of the router, whose counterpart is known.
     """
     result: dict[str, str] = {}
     for parameter in lost:

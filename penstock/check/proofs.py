@@ -1,8 +1,8 @@
-"""The engine's promises, tried on one model with the real engine: however a request is computed, it says the same.
+"""The engine's guarantees, tested on one model with the real engine: the answer does not depend on how it is computed.
 
-A few prompts are asked one by one, each in one piece, with nothing cached. Then they are asked in every other way, and
-what comes must be the same: bit for bit with the native kernels, within a tolerance with the reference, which is plain
-torch and promises no more. What is stored in int8 says something else, within a bound.
+A few prompts are run one by one, each in one piece, with nothing cached, and then in every other way. The answers must
+be equal: bit for bit with the native kernels, within a tolerance with the reference, which is plain torch. int8 weights
+and caches give other answers, within a bound.
 """
 
 import math
@@ -23,25 +23,25 @@ from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 
 NUM_TOKENS = 8  # generated after each prompt
-CHUNK = 13  # tokens a step, where prompts are cut
-# Largest difference of a log-probability with the reference kernels. In bfloat16 a sum in another order may round the
-# other way, and the difference grows from layer to layer.
+CHUNK = 13  # tokens per step, where prompts are chunked
+# Largest difference of a log-probability with the reference kernels. In bfloat16 a sum in another order may round
+# differently, and the difference grows from layer to layer.
 REFERENCE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
-# Median difference of a log-probability against the same model unquantised, over the spread of log-probabilities.
-# int8 weights and activations make a product wrong by about 1 % of its size each. Measured are 0.006 to 0.022, of the
-# demo model and of random ones alike, 0.03 where there are experts. int8 keys and values: 0.001 to 0.007.
+# Median difference of a log-probability from the unquantised model, over the spread of log-probabilities. int8 weights
+# and activations each change a product by about 1 % of its size. Measured: 0.006 to 0.022 for the demo model and random
+# ones alike, 0.03 with experts; int8 keys and values: 0.001 to 0.007.
 INT8_WEIGHTS, INT8_CACHE = 0.04, 0.015
 SPREAD = "median difference of a log-probability, over their spread"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one prompt.
+    """The result of one prompt.
 
     Attributes:
-        ids, logprobs: generated.
-        prompt_logprobs: of each prompt token but the first, where they were asked for.
-        num_cached_tokens: found, not computed.
+        ids, logprobs: of the generated tokens.
+        prompt_logprobs: of each prompt token but the first, if requested.
+        num_cached_tokens: prompt tokens found in the cache.
     """
 
     ids: list[int]
@@ -52,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all engines of one check have in common."""
+    """The options that all engines of one check share."""
 
     directory: Path
     dtype: str
@@ -70,7 +70,7 @@ class Setting:
 
     @contextmanager
     def engine(self, **options: Any) -> Iterator[BuiltEngine]:
-        """An engine that reuses no prefix and cuts no prompt, unless the options say so."""
+        """Build an engine without prefix caching and chunked prompts, unless the options say so."""
         given = {
             "model": str(self.directory),
             "dtype": self.dtype,
@@ -88,7 +88,7 @@ class Setting:
 
 
 def make_prompts(count: int, vocab_size: int, seed: int = 0) -> tuple[list[int], ...]:
-    """Random prompts, the first of `count` tokens; one begins like it and goes on differently."""
+    """Return random prompts, the first of `count` tokens; another one shares its prefix and continues differently."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [count, max(1, count // 3), 1, max(1, count // 2)]
     first, *others = [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
@@ -96,7 +96,7 @@ def make_prompts(count: int, vocab_size: int, seed: int = 0) -> tuple[list[int],
 
 
 def prove(setting: Setting) -> Iterator[Proof]:
-    """Every promise, one after the other."""
+    """Test every guarantee, one after the other."""
     exact = "bit for bit" if setting.kernels == "cpu" else "largest difference of a log-probability"
     indices = range(len(setting.prompts))
     with setting.engine() as built:
@@ -108,35 +108,30 @@ def prove(setting: Setting) -> Iterator[Proof]:
         rescored = _rescore(built.engine, setting, alone)
         yield Proof("one pass over the answer = its steps", rescored, setting.allowed, exact)
         yield proof("batch = solo", ask(built.engine, setting, indices))
-    with setting.engine(max_num_batched_tokens=CHUNK, max_num_seqs=3) as built:
-        yield proof(f"chunks of {CHUNK} = whole", ask(built.engine, setting, indices))
-    with setting.engine(block_size=4 * BLOCK_SIZE_UNIT) as built:
-        yield proof("blocks of 64 = blocks of 16", ask(built.engine, setting, indices))
-    with setting.engine(block_size=setting.max_model_len) as built:
-        yield proof("user rows and rings = blocks", ask(built.engine, setting, indices))
-    with setting.engine(enable_prefix_caching=True) as built:
-        ask(built.engine, setting, indices, prompt_logprobs=False)
-        warm = ask(built.engine, setting, indices, prompt_logprobs=False)
-        yield _warm_proof(setting, warm, alone, exact)
-    for name, bound, options in (
-        ("int8 weights", INT8_WEIGHTS, {"quantization": "int8"}),
-        ("int8 cache", INT8_CACHE, {"kv_cache_dtype": "int8"}),
+    for name, options in (
+        (f"chunks of {CHUNK} = whole", {"max_num_batched_tokens": CHUNK, "max_num_seqs": 3}),
+        ("blocks of 64 = blocks of 16", {"block_size": 4 * BLOCK_SIZE_UNIT}),
+        ("user rows and rings = blocks", {"block_size": setting.max_model_len}),
     ):
         with setting.engine(**options) as built:
+            yield proof(name, ask(built.engine, setting, indices))
+    with setting.engine(enable_prefix_caching=True) as built:  # a cache hit is part of the proof
+        ask(built.engine, setting, indices, prompt_logprobs=False)
+        warm = ask(built.engine, setting, indices, prompt_logprobs=False)
+        hit = any(answer.num_cached_tokens for answer in warm.values())
+        error = max(_generated_difference(warm[index], alone[index]) for index in alone) if hit else math.inf
+        yield Proof("cached prefix = computed", error, setting.allowed, exact)
+    for name, bound, option, value in (
+        ("int8 weights", INT8_WEIGHTS, "quantization", "int8"),
+        ("int8 cache", INT8_CACHE, "kv_cache_dtype", "int8"),
+    ):
+        with setting.engine(**{option: value}) as built:
             found = ask(built.engine, setting, indices)
         yield Proof(name, _median_error(found, alone), bound, SPREAD)
 
 
-def _warm_proof(setting: Setting, warm: dict[int, Answer], alone: dict[int, Answer], exact: str) -> Proof:
-    """Nobody scores a prompt that was found in the cache, so only what was generated is compared. That something was
-    found is part of the proof."""
-    worst = max(_parting(warm[index], alone[index]) for index in alone)
-    found = any(answer.num_cached_tokens for answer in warm.values())
-    return Proof("cached prefix = computed", worst if found else math.inf, setting.allowed, exact)
-
-
 def ask(engine: Engine, setting: Setting, indices: Iterable[int], *, prompt_logprobs: bool = True) -> dict[int, Answer]:
-    """What the engine answers to these prompts, asked together. Odd ones are sampled, the others greedy."""
+    """Return the engine's answers to these prompts, run together. Odd ones are sampled, the others greedy."""
     requests = [
         _request(str(index), setting.prompts[index], temperature=0.8 * (index % 2), prompt_logprobs=prompt_logprobs)
         for index in indices
@@ -145,21 +140,21 @@ def ask(engine: Engine, setting: Setting, indices: Iterable[int], *, prompt_logp
 
 
 def difference(found: Answer, expected: Answer) -> float:
-    """The largest difference of a log-probability; where the ids part, only up to there and there."""
-    return max(_largest(found.prompt_logprobs, expected.prompt_logprobs), _parting(found, expected))
+    """Return the largest difference of a log-probability, up to and including the first token that differs."""
+    return max(_largest(found.prompt_logprobs, expected.prompt_logprobs), _generated_difference(found, expected))
 
 
-def _parting(found: Answer, expected: Answer) -> float:
+def _generated_difference(found: Answer, expected: Answer) -> float:
     worst = 0.0
     for own, other, ours, theirs in zip(found.ids, expected.ids, found.logprobs, expected.logprobs, strict=True):
         worst = max(worst, _largest([ours], [theirs]))
-        if own != other:  # another token, though the log-probability may be the same
+        if own != other:  # a difference even if the log-probabilities are equal
             return worst or math.inf
     return worst
 
 
 def _rescore(engine: Engine, setting: Setting, alone: dict[int, Answer]) -> float:
-    """Prompt and answer once more, as one prompt: the answer's log-probabilities must be those of its steps."""
+    """Score prompt and answer as one prompt: the answer's log-probabilities must be those of its steps."""
     worst = 0.0
     for index, answer in alone.items():
         whole = _run(engine, [_request("again", setting.prompts[index] + answer.ids, max_tokens=1)])["again"]
@@ -167,23 +162,10 @@ def _rescore(engine: Engine, setting: Setting, alone: dict[int, Answer]) -> floa
     return worst
 
 
-def _request(
-    name: str,
-    prompt: list[int],
-    *,
-    temperature: float = 0.0,
-    max_tokens: int = NUM_TOKENS,
-    prompt_logprobs: bool = True,
-) -> EngineRequest:
-    params = SamplingParams(
-        temperature=temperature,
-        seed=3,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        logprobs=0,
-        prompt_logprobs=0 if prompt_logprobs else None,
-    )
-    return EngineRequest(name, prompt, params)
+def _request(name: str, prompt: list[int], *, prompt_logprobs: bool = True, **params: Any) -> EngineRequest:
+    scored = 0 if prompt_logprobs else None
+    fixed = {"seed": 3, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": scored, "max_tokens": NUM_TOKENS}
+    return EngineRequest(name, prompt, SamplingParams(**fixed | params))
 
 
 def _run(engine: Engine, requests: list[EngineRequest]) -> dict[str, Answer]:
@@ -193,7 +175,7 @@ def _run(engine: Engine, requests: list[EngineRequest]) -> dict[str, Answer]:
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:
-                raise RequestFailedError(f"the engine failed at a prompt of the check: {output.error}")
+                raise RequestFailedError(f"the engine failed on a prompt of the check: {output.error}")
             outputs[output.request_id].append(output)
     return {name: _answer(found) for name, found in outputs.items()}
 
@@ -206,15 +188,17 @@ def _answer(outputs: list[EngineOutput]) -> Answer:
 
 
 def _largest(found: list[float], expected: list[float]) -> float:
-    """Infinite where there are not as many, or one is no number."""
+    """Return the largest difference; infinite if the lengths differ or a value is not finite."""
     if len(found) != len(expected) or not all(map(math.isfinite, found)):
         return math.inf
     return max((abs(own - other) for own, other in zip(found, expected, strict=True)), default=0.0)
 
 
 def _median_error(found: dict[int, Answer], expected: dict[int, Answer]) -> float:
-    """Of the log-probability of each token of the prompts, over their standard deviation. The median, because where a
-    router's choice was close another expert may be chosen, which is no mistake."""
+    """Return the median error of the prompts' log-probabilities over their standard deviation.
+
+    The median, because where a router's choice is close another expert may be chosen, which is no mistake.
+    """
     pairs = [
         pair
         for index in expected

@@ -1,20 +1,20 @@
 """What a check has found, as plain values."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One place where two models were compared.
+    """One output that two models were compared by.
 
     Attributes:
         block: number of the decoder block; None outside of them.
-        name: our layer, and what of it.
-        theirs: their module; of a comparison of kernels, the other backend.
-        max_error: largest absolute difference; NaN counts as infinite.
-        relative_error: RMS of the difference over the RMS of theirs.
-        allowed: of the relative error; of the absolute one where `absolute`.
+        name: our layer, and which of its outputs.
+        theirs: their module, or the other backend.
+        max_error: largest absolute difference; infinite for NaN.
+        relative_error: RMS of the difference over the RMS of their output.
+        allowed: bound of the relative error, or of max_error if `absolute`.
     """
 
     block: int | None
@@ -32,10 +32,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One promise of the engine, tried.
+    """One guarantee of the engine, tested.
 
     Attributes:
-        error, allowed: the worst one, and the bound: 0 means bit for bit. What it measures stands in `meaning`.
+        error, allowed: the largest error and its bound; 0 means bit for bit.
+        meaning: how the error is measured.
     """
 
     name: str
@@ -50,13 +51,13 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that one check found.
+    """All findings of one check.
 
     Attributes:
         rows: in the order of computation.
         cause: what the first failing row points to.
-        certificate: file of the certificate; None where none was written.
-        remarks: what the user should know besides.
+        certificate: the certificate's file; None if none was written.
+        remarks: what this check did not reach.
     """
 
     model: str
@@ -70,7 +71,7 @@ class Report:
     proofs: tuple[Proof, ...] = ()
     cause: str | None = None
     certificate: str | None = None
-    remarks: tuple[str, ...] = field(default=())
+    remarks: tuple[str, ...] = ()
 
     @property
     def first_difference(self) -> Row | None:
@@ -81,7 +82,7 @@ class Report:
         return self.first_difference is None and all(proof.passed for proof in self.proofs)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as values for JSON."""
         first = self.first_difference
         return asdict(self) | {
             "passed": self.passed,

@@ -1,9 +1,10 @@
-"""One check, from what the user typed to a Report and, where everything passed, a certificate."""
+"""One check, from the user's options to a Report and, if everything passed, a certificate."""
 
+import contextlib
 import inspect
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,12 +14,11 @@ from penstock import __version__
 from penstock import validation as check
 from penstock.check.cause import find_cause
 from penstock.check.ours import OurModel
-from penstock.check.parity import LOGPROBS, compare, differs_in_attention
+from penstock.check.parity import LOGPROBS, compare, verify
 from penstock.check.proofs import NUM_TOKENS, Setting, make_prompts, prove
 from penstock.check.report import Report, Row
 from penstock.check.target import Target, find_target
 from penstock.check.twin import ATTENTIONS, Twin, transformers
-from penstock.check.verify import verify
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.cpu.library import chosen_level
@@ -33,7 +33,7 @@ from penstock.weights.hub import resolve_model
 from penstock.weights.memory import check_memory
 from penstock.weights.sources import read_parameters
 
-SHORTEST = 8  # tokens of a prompt
+SHORTEST = 8  # tokens of the prompt
 Announce = Callable[[str], None]
 
 
@@ -43,10 +43,10 @@ class Options:
 
     Attributes:
         model: a directory, a hub name, "demo", a config.json, or the name of an architecture.
-        against: a directory whose model of Transformers is compared with ours of `model`; None: of the same.
-        tiny: a random model with the shrunk config, though there are weights.
-        verify: the native kernels beside the reference, and nothing else.
-        dtype: of the engine's promises, and of `verify`. Transformers' layers are compared in float32.
+        against: directory of the Transformers model to compare with; None takes that of `model`.
+        tiny: check a random model with the shrunk config even if there are weights.
+        verify: only compare the native kernels with the reference.
+        dtype: type for the engine's guarantees and `verify`; Transformers' layers are compared in float32.
         prompt_len: tokens of the prompt.
     """
 
@@ -69,7 +69,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is checked, and how: the options with nothing left open."""
+    """What is checked, and how: the options with every choice made."""
 
     options: Options
     target: Target
@@ -79,7 +79,7 @@ class Subject:
 
     @property
     def prompt(self) -> list[int]:
-        """Random ids. Another number of them where there are as many heads, so that nobody takes one for the other."""
+        """Random ids; not as many as there are heads, so that tokens and heads cannot be confused in a shape."""
         heads = {self.config.num_attention_heads, self.config.num_key_value_heads}
         length = next(n for n in range(self.options.prompt_len, 0, -1) if n not in heads)
         return make_prompts(length, self.config.vocab_size)[0]
@@ -99,50 +99,53 @@ class Subject:
         )
 
     def _remarks(self) -> tuple[str, ...]:
-        """What a prompt as short as this one does not reach."""
+        """Return what the prompt is too short to test."""
         length, rope = len(self.prompt), self.config.rope
         beyond = sorted({window for window in self.config.layer_windows if window is not None and window >= length})
-        said = [f"windows of {size} tokens hide nothing from a prompt of {length}" for size in beyond]
+        remarks = [f"windows of {size} tokens hide nothing from a prompt of {length}" for size in beyond]
         if rope is not None and rope.rope_type in ("dynamic", "longrope"):
             context = rope.original_max_position_embeddings
             if length <= context < self.config.context:
-                said.append(f"a prompt of {length} tokens does not reach beyond the original context of {context}")
-        return tuple(f"not compared: {remark}; --prompt-len makes it longer" for remark in said)
+                remarks.append(f"a prompt of {length} tokens does not reach beyond the original context of {context}")
+        return tuple(f"not compared: {remark}; a longer --prompt-len tests it" for remark in remarks)
 
 
 def check_model(options: Options, announce: Announce = lambda line: None) -> Report:
-    """Check one model. `announce` gets a line at each step.
+    """Check one model.
+
+    Args:
+        announce: called with a line at each step.
 
     Raises:
-        ModelLoadError: the model cannot be loaded by one of both, or Transformers is not there.
+        ModelLoadError: one of both sides cannot load the model, or Transformers is missing.
         InvalidRequestError: an option does not fit the model or the machine.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-check-") as scratch:
-        subject = _settle(options, find_target(options.model, Path(scratch), tiny=options.tiny))
+        subject = _find_subject(options, find_target(options.model, Path(scratch), tiny=options.tiny))
         if options.verify:
-            return _verified(subject, announce)
-        report = _compared(subject, announce)
+            return _compare_kernels(subject, announce)
+        report = _compare_models(subject, announce)
         if options.against is not None:
             return report
         if report.passed:
-            announce(f"the engine's promises, in {subject.dtype}")
+            announce(f"the engine's guarantees, in {subject.dtype}")
             prompts = make_prompts(options.prompt_len, subject.config.vocab_size)
             setting = Setting(subject.target.directory, subject.dtype, subject.kernels, prompts)
             report = replace(report, proofs=tuple(prove(setting)))
-        return _certified(report, subject)
+        return _certify(report, subject)
 
 
-def _settle(options: Options, target: Target) -> Subject:
+def _find_subject(options: Options, target: Target) -> Subject:
     config = load_model_config(target.directory)
     if target.is_tiny:
-        torch.set_num_threads(1)  # sharing products as small as these costs more than it brings
+        torch.set_num_threads(1)  # such small products gain nothing from more
     numerics = EngineConfig.from_options(dtype=options.dtype, kernels=options.kernels).resolve(config).numerics
     longest = config.max_position_embeddings - NUM_TOKENS - 1
     check.check_int("prompt_len", options.prompt_len, SHORTEST, longest)
     return Subject(options, target, config, numerics.kernels, numerics.dtype)
 
 
-def _verified(subject: Subject, announce: Announce) -> Report:
+def _compare_kernels(subject: Subject, announce: Announce) -> Report:
     if subject.kernels != "cpu":
         raise InvalidRequestError("verify: it compares the native kernels with the reference; --kernels must be cpu")
     announce(f"the native kernels beside the reference, in {subject.dtype}")
@@ -150,69 +153,55 @@ def _verified(subject: Subject, announce: Announce) -> Report:
     return subject.report("the reference kernels", rows)
 
 
-def _compared(subject: Subject, announce: Announce) -> Report:
-    """Both models over one prompt, and what the first difference points to."""
+def _compare_models(subject: Subject, announce: Announce) -> Report:
+    """Compare both models over one prompt.
+
+    Raises:
+        InvalidRequestError: `against` holds another architecture.
+    """
     announce("every layer beside Transformers' module, in float32")
-    other, directory = subject.options.against, subject.target.directory
+    other, directory, prompt = subject.options.against, subject.target.directory, subject.prompt
     needed = 4 * num_elements(read_parameters(subject.config).values())
     check_memory({"float32 weights of Transformers' model": needed}, free_memory_bytes())
     theirs = directory if other is None else resolve_model(other)
-    _check_same_architecture(subject.config, load_model_config(theirs))
-    prompt = subject.prompt
+    architecture, expected = load_model_config(theirs).architecture, subject.config.architecture
+    if architecture != expected:
+        text = f"against: it holds a {architecture}; it must be a {expected}, as the model is"
+        raise InvalidRequestError(text, param="against")
     ours = OurModel.load(directory, dtype="float32", kernels=subject.kernels, tokens=len(prompt))
     found = compare(ours, Twin.load(theirs), prompt)
-    if differs_in_attention(found) and (other_twin := _other_twin(theirs)) is not None:
-        again = compare(ours, other_twin, prompt)
-        found = found if differs_in_attention(again) else again
+    if found.differs_in_attention:
+        with contextlib.suppress(ModelLoadError):  # not every model has a second attention, Gemma 2 for instance
+            again = compare(ours, Twin.load(theirs, ATTENTIONS[1]), prompt)
+            found = found if again.differs_in_attention else again
     against = f"Transformers {transformers().__version__} ({found.twin.attention})"
     return subject.report(against + ("" if other is None else f" with {other}"), found.rows, find_cause(found))
 
 
-def _check_same_architecture(ours: ModelConfig, theirs: ModelConfig) -> None:
-    """
-    Raises:
-        InvalidRequestError: two kinds of models have nothing that could be compared.
-    """
-    if theirs.architecture != ours.architecture:
-        text = f"against: it holds a {theirs.architecture}; it must be a {ours.architecture}, as the model is"
-        raise InvalidRequestError(text, param="against")
-
-
-def _other_twin(directory: Path) -> Twin | None:
-    """Their second implementation of attention. Not every model has one, Gemma 2 for instance."""
-    try:
-        return Twin.load(directory, ATTENTIONS[1])
-    except ModelLoadError:
-        return None
-
-
-def _certified(report: Report, subject: Subject) -> Report:
-    """Write the certificate of a passed check, or withdraw the one that a failed check has disproved."""
+def _certify(report: Report, subject: Subject) -> Report:
+    """Write the certificate of a passed check, or remove the one that a failed check has disproved."""
     if subject.target.config_file is None:
         return report
-    model = find_model(subject.config.architecture)
+    model = find_model(report.architecture)
     file = Path(inspect.getfile(model.model_class))
-    architecture = subject.config.architecture
-    basis = find_basis(architecture, file, model.table_file, subject.target.config_file, NUMERICS_VERSION)
+    basis = find_basis(report.architecture, file, model.table_file, subject.target.config_file, NUMERICS_VERSION)
     if not report.passed:
-        remove_certificate(basis.id, subject.target.weights)
+        remove_certificate(basis.id, report.weights)
         return report
-    layers = [row.relative_error for row in report.rows if not row.absolute]
-    logprobs = next(row.max_error for row in report.rows if row.name == LOGPROBS)
-    proofs = {"layers, relative": max(layers), LOGPROBS: logprobs}
+    largest = {
+        "layers, relative": max(row.relative_error for row in report.rows if not row.absolute),
+        LOGPROBS: next(row.max_error for row in report.rows if row.name == LOGPROBS),
+    }
     certificate = Certificate(
         id=basis.id,
+        **asdict(basis),
         architecture=report.architecture,
-        table=basis.table,
-        code=basis.code,
-        numerics=basis.numerics,
-        config=basis.config,
         weights=report.weights,
         kernels=report.kernels,
         dtypes=tuple(sorted({"float32", report.dtype})),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         penstock=__version__,
         transformers=transformers().__version__,
-        proofs=proofs | {proof.name: proof.error for proof in report.proofs},
+        proofs=largest | {proof.name: proof.error for proof in report.proofs},
     )
     return replace(report, certificate=str(write_certificate(certificate)))

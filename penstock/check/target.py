@@ -1,19 +1,46 @@
-"""What is checked: a checkpoint, or a tiny random model made after a config."""
+"""What is checked: a checkpoint, or a tiny random model that keeps every feature of a config."""
 
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from penstock.check.tiny import make_tiny
+import torch
+from torch import nn
+
 from penstock.check.twin import find_class, one_line, read_config
 from penstock.errors import ModelLoadError
 from penstock.models.certificate import RANDOM_TINY
+from penstock.models.config_json import parse_model_config
 from penstock.models.registry import ARCHITECTURES, find_architecture
+from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
 from penstock.weights.safetensors import INDEX, PACKED, SINGLE, find_files, fingerprint
 
 CONFIG = "config.json"
+VOCAB_SIZE = 199  # odd, as many real ones are
+HEAD_DIM = 16
+HIDDEN_SIZE = 48  # where it does not follow from the heads
+CONTEXT, OLD_CONTEXT = 512, 64  # positions now, and before a scaling of the rotary frequencies
+MAX_RATIO = 8  # query heads per kv head
+EMBEDDING_RMS = 0.2  # so small that the epsilon of the first norm matters
+
+# Sizes by their names in config files. Numbers that a config does not have, or leaves open, are not added.
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "intermediate_size": 96,
+    "ffn_hidden_size": 96,
+    "n_inner": 96,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 40,
+    "sliding_window": 16,
+    "max_position_embeddings": CONTEXT,
+    "original_max_position_embeddings": OLD_CONTEXT,
+    "query_pre_attn_scalar": 24,
+}
+KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+EXPERTS = ("num_local_experts", "num_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +48,8 @@ class Target:
     """A model directory that both sides load.
 
     Attributes:
-        directory: with a config.json and weights.
         weights: their fingerprint, or RANDOM_TINY.
-        config_file: what a certificate is about; None where there was no config.json, so nobody can serve it.
+        config_file: the config.json that a certificate is for; None if there was none, so it cannot be served.
     """
 
     directory: Path
@@ -36,9 +62,10 @@ class Target:
 
 
 def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
-    """The model of that name: a directory, a hub name, "demo", a config.json, or an architecture.
+    """Return the model of that name: a directory, a hub name, "demo", a config.json, or an architecture.
 
-    scratch: where a tiny model is made, if `tiny` asks for one or there are no weights.
+    Args:
+        scratch: directory for a tiny model, which is made if `tiny` asks for it or there are no weights.
 
     Raises:
         ModelLoadError: there is no such model, or Transformers does not know it.
@@ -47,28 +74,28 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
     if model in ARCHITECTURES and not named.exists():
         config = find_class(model).config_class(architectures=[model])
         config.save_pretrained(scratch / "default")
-        return Target(_make(scratch / "default", scratch), RANDOM_TINY, None)
+        return Target(_make_tiny_from(scratch / "default", scratch), RANDOM_TINY, None)
     if named.suffix == ".json" and named.is_file():
         (scratch / "given").mkdir()
         shutil.copyfile(named, scratch / "given" / CONFIG)
-        return Target(_make(scratch / "given", scratch), RANDOM_TINY, named)
+        return Target(_make_tiny_from(scratch / "given", scratch), RANDOM_TINY, named)
     if not named.exists() and re.fullmatch(r"\w+(For[A-Z]\w+|LMHeadModel)", model):
-        find_architecture(model)  # says why it is none of those that are served, and which one is meant
+        find_architecture(model)  # raises: not one of the architectures; the message names the nearest
     directory = resolve_model(model)
     if not tiny and (directory / PACKED).is_file():
         raise ModelLoadError(
-            f"{directory}: its weights are packed, and Transformers cannot read them; check the checkpoint that they "
-            f"were made from, or use --tiny"
+            f"{directory}: Transformers cannot read packed weights; check the checkpoint that they come from, or use "
+            f"--tiny"
         )
     if not tiny and any(directory.glob("*.bin")):
-        find_files(directory)  # refuses a pickle; random weights in its place would prove nothing about it
+        find_files(directory)  # refuses a pickle: random weights in its place would prove nothing about it
     if tiny or not any((directory / name).is_file() for name in (SINGLE, INDEX)):
-        return Target(_make(directory, scratch), RANDOM_TINY, directory / CONFIG)
+        return Target(_make_tiny_from(directory, scratch), RANDOM_TINY, directory / CONFIG)
     return Target(directory, fingerprint(directory), directory / CONFIG)
 
 
-def _make(source: Path, scratch: Path) -> Path:
-    """A random model with the config of a directory, shrunk.
+def _make_tiny_from(source: Path, scratch: Path) -> Path:
+    """Make a tiny model from the config of a directory, and return its directory.
 
     Raises:
         ModelLoadError: Transformers cannot make it.
@@ -79,3 +106,104 @@ def _make(source: Path, scratch: Path) -> Path:
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
         raise ModelLoadError(f"{source}: Transformers cannot make a small model like it: {one_line(error)}") from error
     return scratch / "tiny"
+
+
+def make_tiny(config: Any, model_class: Any, directory: Path, seed: int = 0) -> None:
+    """Save a random model of Transformers' class with this config, shrunk, to the directory."""
+    small = type(config).from_dict(shrink(config.to_dict() | {"architectures": [model_class.__name__]}, config))
+    small._attn_implementation = "eager"
+    model = model_class(small).eval()
+    randomise(model, seed)
+    model.save_pretrained(directory)
+
+
+def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return a Transformers config with small sizes, one layer of each kind, and the same ratio of query to kv heads.
+
+    Args:
+        values: the config as a dictionary.
+        config: the same as an object, for its own spelling of common names.
+    """
+    numbers = parse_model_config(values)
+    spelling = getattr(config, "attribute_map", {})
+    result = dict(values)
+
+    def put(name: str, value: Any) -> None:
+        key = spelling.get(name, name)
+        if result.get(key) is not None:
+            result[key] = value
+
+    for name, size in SMALL.items():
+        old = result.get(spelling.get(name, name))
+        put(name, min(old, size) if isinstance(old, int) else size)
+    head_dim = _shrink_heads(numbers, values, put)
+    if "head_dim" in result:  # also if it is null
+        result["head_dim"] = head_dim
+    _shrink_layers(numbers, result, put)
+    for name in EXPERTS:
+        put(name, min(numbers.num_experts, max(4, numbers.num_experts_per_tok + 1)))
+    for key in ("rope_parameters", "rope_scaling"):  # one mapping, or one per kind of layer
+        if isinstance(rope := result.get(key), dict):
+            result[key] = {name: _shrink_rope(value) for name, value in _shrink_rope(rope).items()}
+    for key, value in result.items():  # special tokens that the vocabulary has
+        ids = value if isinstance(value, list) else [value]
+        if key.endswith("_token_id") and any(isinstance(item, int) and item >= VOCAB_SIZE for item in ids):
+            result[key] = {"bos_token_id": 1, "eos_token_id": 2}.get(key)
+    return result | {"dtype": "float32"}
+
+
+def _shrink_heads(numbers: ModelConfig, values: dict[str, Any], put: Any) -> int:
+    """Shrink the heads and what follows from them, and return the new head_dim."""
+    ratio = numbers.num_attention_heads // numbers.num_key_value_heads
+    kv_heads = min(numbers.num_key_value_heads, 4 if ratio == 1 else 2)
+    heads = kv_heads * (ratio if ratio <= MAX_RATIO else MAX_RATIO - ratio % 2)
+    head_dim = min(numbers.head_dim, HEAD_DIM)
+    put("num_attention_heads", heads)
+    for name in KV_HEADS:  # some files repeat the number of query heads where there is one kv head
+        put(name, heads if values.get(name) == numbers.num_attention_heads else kv_heads)
+    follows = numbers.hidden_size == numbers.num_attention_heads * numbers.head_dim
+    put("hidden_size", heads * head_dim if follows else HIDDEN_SIZE)
+    return head_dim
+
+
+def _shrink_layers(numbers: ModelConfig, result: dict[str, Any], put: Any) -> None:
+    """Keep the first layer of each kind, at least two, in their order."""
+    count = numbers.num_hidden_layers
+    sparse = numbers.sparse_layers or (False,) * count
+    kinds = list(zip(numbers.layer_windows, sparse, strict=True))
+    chosen = sorted({kinds.index(kind) for kind in kinds})
+    chosen = sorted({*chosen, *range(min(count, 2))}) if len(chosen) < 2 else chosen
+    for key, value in result.items():
+        if isinstance(value, list) and len(value) == count:
+            result[key] = [value[index] for index in chosen]
+    put("num_hidden_layers", len(chosen))
+    if "mlp_only_layers" in result:
+        result["mlp_only_layers"] = [at for at, index in enumerate(chosen) if not sparse[index]]
+        result["decoder_sparse_step"] = 1
+    windows = [numbers.layer_windows[index] is not None for index in chosen]
+    put("max_window_layers", windows.index(True) if any(windows) else len(chosen))
+
+
+def _shrink_rope(rope: Any) -> Any:
+    """Shrink the context before a scaling, so that the prompt reaches beyond it."""
+    old = "original_max_position_embeddings"
+    return rope | {old: min(rope[old], OLD_CONTEXT)} if isinstance(rope, dict) and rope.get(old) else rope
+
+
+def randomise(model: nn.Module, seed: int) -> None:
+    """Draw every parameter anew: activations stay near 1, logits a few units apart, and every change has an effect.
+
+    Norms are off 1, biases off 0, embeddings small. With an initialisation for training all tokens would be almost
+    equally likely, and most mistakes invisible.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if id(parameter) in embeddings:
+                parameter.copy_(EMBEDDING_RMS * noise)
+            elif parameter.ndim < 2:  # a norm's weight is made as 1, or 0 where 1 is added to it; a bias as 0
+                parameter.copy_(parameter.mean().round() + (0.2 if name.endswith("weight") else 0.3) * noise)
+            else:
+                parameter.copy_(noise * (2 if "head" in name else 1) / parameter.shape[-1] ** 0.5)

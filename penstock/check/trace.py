@@ -1,4 +1,4 @@
-"""Trace: what went into the modules of a model during one pass, and what came out."""
+"""Trace: the inputs and outputs of a model's modules during one pass."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +12,7 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One call of a module.
-
-    Attributes:
-        name: the module's.
-        inputs, outputs: copies of the float tensors among the arguments and results, in their order.
-    """
+    """One call of a module: its name, and copies of the float tensors among its arguments and results, in order."""
 
     name: str
     inputs: Tensors
@@ -31,17 +26,17 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
 
     def of(self, name: str) -> Call | None:
-        """The last call of the module of that name."""
+        """Return the last call of the module of that name."""
         return next((call for call in reversed(self.calls) if call.name == name), None)
 
 
 @contextmanager
 def watching(model: nn.Module, follow: Trace | None = None) -> Iterator[Trace]:
-    """Write down every call of every module of the model.
+    """Record every call of every module of the model.
 
-    follow: a pass of a model with the same modules. What a module returned there takes the place of its own result,
-        once that is written down: so each module computes from what the same module computed from there, and no
-        difference is carried on.
+    Args:
+        follow: a trace of a model with the same modules. After a call is recorded, its result is replaced by the one
+            in that trace, so each module computes from the other model's values and no difference is carried on.
     """
     trace = Trace()
     handles: list[Any] = []
@@ -57,7 +52,7 @@ def watching(model: nn.Module, follow: Trace | None = None) -> Iterator[Trace]:
 
 
 def _hooks(trace: Trace, name: str, follow: Trace | None) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """Inputs are copied before the call: a layer may write into them, and buffers are used again."""
+    """Return the hooks of one module. Inputs are copied before the call: a layer may write into them."""
     pending: list[Tensors] = []
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -71,17 +66,18 @@ def _hooks(trace: Trace, name: str, follow: Trace | None) -> tuple[Callable[...,
 
 
 def replaced(result: Any, name: str, follow: Trace | None) -> Any:
-    """A result, tensor or tuple, with the values that the module of that name returned in another pass."""
+    """Return a result, tensor or tuple, with the values that the module of that name returned in another pass."""
     call = None if follow is None else follow.of(name)
     if call is None or not call.outputs:
         return result
+    others = iter(call.outputs)
     several = result if isinstance(result, tuple) else (result,)
-    values = tuple(value.to(own.dtype, copy=True) for own, value in zip(several, call.outputs, strict=True))
+    values = tuple(next(others).to(own.dtype, copy=True) if isinstance(own, Tensor) else own for own in several)
     return values if isinstance(result, tuple) else values[0]
 
 
 def float_tensors(value: Any) -> Tensors:
-    """Copies of the float tensors in a value, in float32; of nested tuples and lists too."""
+    """Return float32 copies of the float tensors in a value, also in nested tuples and lists."""
     if isinstance(value, Tensor):
         return (value.detach().float().clone(),) if value.is_floating_point() else ()
     if isinstance(value, tuple | list):

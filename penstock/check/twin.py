@@ -1,6 +1,6 @@
-"""Transformers' side of a comparison: its own class for an architecture, its weights, and one watched pass.
+"""Transformers' side of a comparison: its own class for an architecture, its weights, and one recorded pass.
 
-Transformers is an optional dependency and is imported nowhere else (but for the training of the demo model).
+Transformers is an optional dependency and is imported nowhere else, except to train the demo model.
 """
 
 from collections.abc import Iterator
@@ -16,38 +16,31 @@ from penstock.check.trace import Trace, watching
 from penstock.errors import ModelLoadError
 from penstock.models.config_json import load_model_config
 
-INSTALL = "check: Transformers is not installed, and it is what a model is compared with; pip install 'penstock[check]'"
+INSTALL = "check: the comparison needs Transformers, which is not installed; pip install 'penstock[check]'"
 
-# Plain torch first. For some models the two disagree; then the one counts that agrees with us, and the report names it.
+# Plain torch first. For some models the two differ; then the one that agrees with us counts, and the report names it.
 ATTENTIONS = ("eager", "sdpa")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Twin:
-    """A model of Transformers, in float32.
-
-    Attributes:
-        attention: which of its implementations computes it, one of ATTENTIONS.
-    """
+    """A model of Transformers in float32, and which of ATTENTIONS computes it."""
 
     model: nn.Module
     attention: str
 
     @classmethod
     def load(cls, directory: Path, attention: str = ATTENTIONS[0]) -> "Twin":
-        """The checkpoint of a directory.
+        """Load the checkpoint of a directory.
 
         Raises:
             ModelLoadError: Transformers is missing, has no such class, or cannot read it.
         """
         model_class = find_class(load_model_config(directory).architecture)
+        options = {"local_files_only": True, "use_safetensors": True}
         try:
             model = model_class.from_pretrained(
-                directory,
-                dtype=torch.float32,
-                attn_implementation=attention,
-                local_files_only=True,
-                use_safetensors=True,
+                directory, dtype=torch.float32, attn_implementation=attention, **options
             )
         except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
             raise ModelLoadError(f"{directory}: Transformers cannot load it: {one_line(error)}") from error
@@ -55,16 +48,15 @@ class Twin:
 
     @torch.inference_mode()
     def run(self, ids: list[int]) -> tuple[Trace, Tensor]:
-        """One pass over a prompt -> what its modules said, and the logits after each token, [T, V] float32."""
-        with _nothing_rounded(), watching(self.model) as trace:
+        """Run one pass over a prompt; return its trace and the logits after each token, [T, V] float32."""
+        with _no_bfloat16_rounding(), watching(self.model) as trace:
             logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
         return trace, logits.float()
 
 
 @contextmanager
-def _nothing_rounded() -> Iterator[None]:
-    """Some models round constants to bfloat16 whatever their own type is, the slopes of alibi for instance. The twin is
-    the mathematics in float32, so here such a rounding does nothing."""
+def _no_bfloat16_rounding() -> Iterator[None]:
+    """Turn Tensor.bfloat16 into a no-op: some models round constants (alibi's slopes) in a float32 model too."""
     rounding = torch.Tensor.bfloat16
     torch.Tensor.bfloat16 = torch.Tensor.float  # type: ignore[method-assign]
     try:
@@ -74,7 +66,7 @@ def _nothing_rounded() -> Iterator[None]:
 
 
 def transformers() -> Any:
-    """The package.
+    """Return the package.
 
     Raises:
         ModelLoadError: it is not installed; the message says how to.
@@ -89,7 +81,7 @@ def transformers() -> Any:
 
 
 def find_class(architecture: str) -> Any:
-    """Transformers' class of that name.
+    """Return Transformers' class of that name.
 
     Raises:
         ModelLoadError: it has none, so there is nothing to compare with.
@@ -97,17 +89,17 @@ def find_class(architecture: str) -> Any:
     found = getattr(transformers(), architecture, None)
     if found is None:
         raise ModelLoadError(
-            f"check: Transformers {transformers().__version__} has no {architecture}, so there is no twin; "
-            f"--verify compares the kernels without one"
+            f"check: Transformers {transformers().__version__} has no {architecture} to compare with; "
+            f"--verify compares the kernels without it"
         )
     return found
 
 
 def read_config(directory: Path) -> Any:
-    """Transformers' reading of a config.json.
+    """Return Transformers' config object for a directory.
 
     Raises:
-        ModelLoadError: it cannot read it.
+        ModelLoadError: Transformers cannot read config.json.
     """
     config_class = find_class(load_model_config(directory).architecture).config_class
     try:
@@ -117,5 +109,5 @@ def read_config(directory: Path) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    """What an error of another package says."""
+    """Return an error message of another package on one line."""
     return " ".join(str(error).split())

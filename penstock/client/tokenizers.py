@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from penstock.tokenizer.hf import load_tokenizer
-from penstock.tokenizer.instance import adopt_tokenizer
+from penstock.tokenizer.hf import adopt_tokenizer, load_tokenizer
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.weights.hub import resolve_model
 

@@ -1,4 +1,4 @@
-"""Logits processors of a user's own file: functions that change the logits of a request that names them.
+"""Logits processors: functions in a user's own file that change the logits of the requests that name them.
 
     @penstock.register_logits_processor("only_even")
     def only_even(logits, args):                      # logits [1, V] float32, one row
@@ -7,9 +7,9 @@
 
     SamplingParams(logits_processors=("only_even",))              # or {"only_even": args}, in this order
 
-A function with a third parameter also gets the token ids so far, prompt and answer. It runs on each row by itself,
-before masks, bias, penalties and temperature; log-probabilities are of what the model said. That a row's answer does
-not depend on the others is then up to the function: it must keep nothing between calls.
+A function with a third parameter also gets the token ids so far, prompt and answer. It runs on one row at a time,
+before masks, bias, penalties and temperature; log-probabilities are those of the unchanged logits. It must keep no
+state between calls: otherwise the answer of one request could depend on the others.
 
 The engine of AsyncLLM and `penstock serve` is another process, which gets the file by the engine option `imports`.
 """
@@ -24,16 +24,16 @@ from penstock.validation import check_str
 
 LogitsProcessor = TypeVar("LogitsProcessor", bound=Callable[..., Any])
 MAX_NAME_LENGTH = 64
-WITHOUT_IDS, WITH_IDS = 2, 3  # parameters of a function
+WITHOUT_IDS, WITH_IDS = 2, 3  # number of parameters
 
 PROCESSORS: dict[str, Callable[..., Any]] = {}
 
 
 def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsProcessor]:
-    """Decorator: this function is the logits processor of that name.
+    """Return a decorator that registers a function as the logits processor of that name.
 
     Raises:
-        InvalidRequestError: another function has the name, or it takes something else than (logits, args) or (logits,
+        InvalidRequestError: another function has the name, or the parameters are neither (logits, args) nor (logits,
             args, token_ids).
     """
     check_str("name", name, max_length=MAX_NAME_LENGTH)
@@ -41,7 +41,7 @@ def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsPr
     def decorate(function: LogitsProcessor) -> LogitsProcessor:
         known = PROCESSORS.get(name)
         if known is not None and _place(known) != _place(function):
-            raise InvalidRequestError(f"name: a logits processor {name!r} is registered already", param="name")
+            raise InvalidRequestError(f"name: another logits processor {name!r} is registered already", param="name")
         if _num_parameters(function) not in (WITHOUT_IDS, WITH_IDS):
             raise InvalidRequestError(
                 f"name: the logits processor {name!r} must take (logits, args) or (logits, args, token_ids)",
@@ -54,14 +54,15 @@ def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsPr
 
 
 def takes_ids(function: Callable[..., Any]) -> bool:
-    """Whether it wants the token ids."""
+    """Return whether the function takes the token ids."""
     return _num_parameters(function) == WITH_IDS
 
 
 def check_registered(names: Iterable[str]) -> None:
-    """
+    """Check that every name is registered.
+
     Raises:
-        InvalidRequestError: a name is nobody's; the message lists those there are.
+        InvalidRequestError: a name is not; the message lists the registered ones.
     """
     for name in names:
         if name not in PROCESSORS:
@@ -77,7 +78,7 @@ def _num_parameters(function: Callable[..., Any]) -> int:
 
 
 def _place(function: Callable[..., Any]) -> tuple[str, str]:
-    """File and name: a file that runs a second time, as a program and as an import, registers the same again."""
+    """Return file and name: a file that runs twice, as a program and as an import, registers the same functions."""
     code = getattr(function, "__code__", None)
     file = str(Path(code.co_filename).resolve()) if code is not None else ""
     return file, getattr(function, "__qualname__", repr(function))

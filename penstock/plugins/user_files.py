@@ -1,6 +1,6 @@
-"""Imports a user's own Python files, which register models and logits processors. Standard library only.
+"""Imports a user's own Python files, which register models and logits processors.
 
-A file is imported once a process, whoever asks again, and under a name of its own, so two files may be called alike.
+A file is imported once per process, under a module name made from its path, so two files may have the same name.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ OPTION = "imports"
 
 
 def import_files(files: Iterable[str]) -> None:
-    """Import each of them, in order.
+    """Import the files, in order.
 
     Raises:
-        InvalidRequestError: one is no Python file, or raised something; the message says where.
+        InvalidRequestError: a file is no Python file, or raises an error; the message names file and line.
     """
     for file in files:
         _import(Path(file).expanduser().resolve())
 
 
 def files_fingerprint(files: Iterable[str]) -> str:
-    """A short word for what the files hold."""
+    """Return a hash of the files' contents."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(hashlib.blake2b(Path(file).expanduser().read_bytes()).digest())
@@ -45,19 +45,19 @@ def _import(file: Path) -> None:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script that ends itself would end the engine without a word
+    except (Exception, SystemExit) as error:  # sys.exit() in a file must not end the engine silently
         del sys.modules[name]
-        raise InvalidRequestError(f"{OPTION}: {_where(file, error)}: {_what(error)}", param=OPTION) from error
+        raise InvalidRequestError(f"{OPTION}: {_line_of(file, error)}: {_message(error)}", param=OPTION) from error
 
 
-def _where(file: Path, error: BaseException) -> str:
-    """The last line of the file that led to the error."""
+def _line_of(file: Path, error: BaseException) -> str:
+    """Return the last line of the file in the error's traceback, as FILE:LINE."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f"{file}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     return f"{file}:{lines[-1]}" if lines else str(file)
 
 
-def _what(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, InvalidRequestError) else f"{type(error).__name__}: {text}"

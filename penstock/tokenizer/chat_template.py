@@ -26,7 +26,7 @@ RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Arith
 TOO_LARGE_ERRORS = (RecursionError, MemoryError)
 OWN_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # the first is the one that templates read
-MARK = "END_OF_FINAL_MESSAGE_MARK"  # followed by a space: whether that survives tells if the template trims
+MARK = "END_OF_FINAL_MESSAGE_MARK"  # a space follows it, which is lost if the template trims messages
 
 
 class ChatTemplate:
@@ -37,7 +37,8 @@ class ChatTemplate:
             "tool_use" with tools).
         special_tokens: names that the template sees (bos_token, ...).
 
-    Raises ModelLoadError where a template does not parse.
+    Raises:
+        ModelLoadError: a template does not parse.
     """
 
     def __init__(self, source: Any, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -56,16 +57,16 @@ class ChatTemplate:
         documents: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation. It begins with the special tokens that the model wants, so it is tokenised
-        with add_special_tokens=False.
+        """Return the prompt of a conversation, special tokens included: tokenise it with add_special_tokens=False.
 
         Args:
-            add_generation_prompt: end with the opening of the model's answer.
-            continue_final_message: end inside the last message, so that the model goes on with it; needs
+            add_generation_prompt: end with the header of the model's answer.
+            continue_final_message: end inside the last message, so that the model continues it; needs
                 add_generation_prompt=False.
-            template_kwargs: further names that the template sees.
+            template_kwargs: further variables of the template.
 
-        Raises InvalidRequestError with the template's own message where it refuses the conversation.
+        Raises:
+            InvalidRequestError: the template refuses the conversation; the message is the template's own.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
@@ -91,14 +92,14 @@ class ChatTemplate:
         try:
             return self._templates[name].render(values)
         except jinja2.UndefinedError as error:
-            raise _refused(f"messages: the chat template misses something: {error}") from error
+            raise _refused(f"messages: the chat template needs a value that is missing: {error}") from error
         except RENDER_ERRORS as error:
             raise _refused(str(error) or type(error).__name__) from error
         except TOO_LARGE_ERRORS as error:
             raise _refused("messages: too deep or too large for the chat template") from error
 
     def _run_to_final_message(self, name: str, values: dict[str, Any]) -> str:
-        """Mark the end of the final message and cut what the template writes from there on."""
+        """Mark the end of the final message and cut the rendered text there."""
         final = _mark_end(values["messages"][-1])
         if "content" not in self.sources[name]:
             raise _refused("messages: the chat template reads no content, so none can be continued")
@@ -120,7 +121,9 @@ def _named_sources(source: Any) -> dict[str, str]:
     if not isinstance(sources, dict) or not all(isinstance(item, str) for pair in sources.items() for item in pair):
         raise ModelLoadError("chat_template: must be a string, or a list of objects with name and template")
     if "default" not in sources:
-        raise ModelLoadError(f"chat_template: none is named 'default', only {', '.join(sorted(sources)) or 'none'}")
+        raise ModelLoadError(
+            f"chat_template: none is named 'default'; there are: {', '.join(sorted(sources)) or 'none'}"
+        )
     return dict(sources)
 
 
@@ -182,7 +185,7 @@ def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Append the mark to the message's last text and return that text as it was."""
+    """Append the mark to the message's last text and return the text without it."""
     holder, name = message, "content"
     if isinstance(message.get("content"), list):
         parts = [part for part in message["content"] if isinstance(part, dict) and "text" in part]
@@ -198,7 +201,7 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as chat templates know it."""
+    """Return Jinja with the settings, filters and functions that chat templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -213,7 +216,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} ... {% endgeneration %} marks the model's words for training; here it just renders them."""
+    """The block {% generation %} ... {% endgeneration %}, which marks text for training; here it is only rendered."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja's interface
 
@@ -227,7 +230,7 @@ class _GenerationBlock(Extension):
 
 
 class _DictMaker:
-    """`dict` as templates use it, without the class's own attributes."""
+    """`dict` for templates, without the class's own attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -270,5 +273,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
+    """Return JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

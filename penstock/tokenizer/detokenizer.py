@@ -1,12 +1,12 @@
-"""Token ids to text while they are still coming.
+"""Token ids to text while they are being generated.
 
-IncrementalDetokenizer shows text as soon as it can no longer change, never half a character, in linear time. It knows
-nothing of stop strings or requests. Joined, its pieces are the text that the ids add to the prompt:
+IncrementalDetokenizer returns text as soon as it can no longer change, never half a character, in linear time. It knows
+no stop strings or requests. Joined, its pieces are the text that the ids add to the prompt:
 
 - byte-level vocabularies: exactly decode(ids), for every sequence of ids;
 - vocabularies of pieces: decode(prompt + ids) without the leading decode(prompt), so that the first token keeps its
-  space. One exception: within one run of byte tokens (<0xE2>) decode() turns *all* bytes into U+FFFD when one is wrong,
-  also characters that were complete and shown before. Those stay here; the bytes after them become U+FFFD as there;
+  space. One exception: if one byte token (<0xE2>) of a run is invalid, decode() turns *all* bytes of the run into
+  U+FFFD, also complete characters that are shown here before; here only the bytes after them become U+FFFD;
 - clean_up_tokenization_spaces is not applied to streams.
 """
 
@@ -17,15 +17,15 @@ from typing import Protocol
 from penstock.tokenizer.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-CONTEXT_TOKENS = 4  # what stands before a token decides its leading space only
+CONTEXT_TOKENS = 4  # the tokens before a token only decide its leading space
 MAX_BYTES_OF_CHAR = 4
 
 
 class IncrementalDetokenizer:
-    """Text of one sequence of ids.
+    """The text of one sequence of ids.
 
     Args:
-        prompt_token_ids: what stands before the ids; its tail is the context of the first.
+        prompt_token_ids: the ids before; their tail is the context of the first id.
         skip_special_tokens, spaces_between_special_tokens: as in `Tokenizer.decode`.
     """
 
@@ -46,11 +46,11 @@ class IncrementalDetokenizer:
             self._reader = _PieceReader(tokenizer, tail, skip_special_tokens, spaces_between_special_tokens)
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take the next ids and return the text that became certain."""
+        """Take the next ids and return the text that can no longer change."""
         return "".join([self._reader.push(token_id) for token_id in ids if token_id not in self._skipped])
 
     def finish(self) -> str:
-        """The rest: what was held back as half a character. No push may follow."""
+        """Return what was held back as half a character. No push may follow."""
         return self._reader.finish()
 
 
@@ -61,7 +61,7 @@ class _Reader(Protocol):
 
 
 class _ByteReader:
-    """Tokens are bytes and nothing else: a streaming UTF-8 decoder does it all."""
+    """Reads tokens that are nothing but bytes, with a streaming UTF-8 decoder."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_to_bytes = tokenizer.token_to_bytes
@@ -75,25 +75,24 @@ class _ByteReader:
 
 
 class _PieceReader:
-    """Pieces of text, some of which may be single bytes.
+    """Reads tokens that are pieces of text, some of which may be single bytes.
 
         ids:   ... | context | pending |
                      shown      read, but its text may still change
 
-    Pending are the bytes of an unfinished character, or (for decoders of another kind) tokens that end in half a
-    character.
+    Pending are the bytes of an unfinished character, or (for other decoders) tokens that end in half a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int], skip_special: bool, spaces_between: bool) -> None:
         self._tokenizer = tokenizer
         self._options = {"skip_special_tokens": skip_special, "spaces_between_special_tokens": spaces_between}
         self._context = self._begin_after(prompt_tail)
-        self._context_text: str | None = None  # decode(context), once it is needed
+        self._context_text: str | None = None  # decode(context), when first needed
         self._pending: list[int] = []
-        self._broken_run = False  # a wrong byte came: the other bytes of this run are U+FFFD, as decode() has them
+        self._broken_run = False  # a byte was invalid: the rest of this run becomes U+FFFD, as in decode()
 
     def _begin_after(self, tail: list[int]) -> list[int]:
-        """The prompt's last tokens. Where it ends in bytes: its last whole character; failing that, no bytes at all."""
+        """Return the prompt's last tokens; if it ends in bytes, its last whole character or else no bytes at all."""
         is_byte = self._tokenizer.byte_fallback_ids.__contains__
         if not tail or not is_byte(tail[-1]):
             return tail[-CONTEXT_TOKENS:]
@@ -110,7 +109,7 @@ class _PieceReader:
         if token_id in self._tokenizer.byte_fallback_ids:
             return self._push_byte(token_id)
         if not self._tokenizer.token_to_bytes(token_id):
-            return ""  # no such id (rows that pad the model's vocabulary): it does not even end a run of bytes
+            return ""  # an id that pads the model's vocabulary: it does not even end a run of bytes
         rest = self._give_up_bytes()
         self._broken_run = False
         self._pending.append(token_id)
@@ -129,7 +128,7 @@ class _PieceReader:
         if self._broken_run:
             return before + self._give_up_bytes()
         state = self._state_of(self._pending)
-        if state == "wrong":
+        if state == "invalid":
             return before + self._give_up_bytes()
         return before if state == "unfinished" else before + self._show_pending()
 
@@ -137,7 +136,7 @@ class _PieceReader:
         return bool(self._pending) and self._pending[0] in self._tokenizer.byte_fallback_ids
 
     def _give_up_bytes(self) -> str:
-        """Pending bytes that are no character: one U+FFFD each."""
+        """Return one U+FFFD per pending byte, as they are no character."""
         if not self._pending_is_bytes():
             return ""
         text = REPLACEMENT * len(self._pending)
@@ -156,16 +155,16 @@ class _PieceReader:
         return text
 
     def _keep_as_context(self) -> None:
-        """Pending tokens are shown now. Of bytes, the context is the last character: never the end of one."""
+        """Make pending tokens the context. For bytes that is the last character, never only the end of one."""
         if self._pending:
             context = self._pending if self._pending_is_bytes() else self._context + self._pending
             self._context, self._context_text, self._pending = context[-CONTEXT_TOKENS:], None, []
 
 
 def _utf8_state(data: bytes) -> str:
-    """ "character", "unfinished" (more bytes may make it one) or "wrong"."""
+    """Return "character", "unfinished" (more bytes may make it one) or "invalid"."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         return "character" if decoder.decode(data) else "unfinished"
     except UnicodeDecodeError:
-        return "wrong"
+        return "invalid"

@@ -1,14 +1,13 @@
-"""A Hugging Face tokenizer directory, read with the `tokenizers` library alone.
+"""HFTokenizer: a Hugging Face tokenizer directory or object, read with the `tokenizers` library alone.
 
 In: tokenizer.json and the small files beside it (tokenizer_config.json, special_tokens_map.json, chat_template.jinja
 or .json). Out: a HFTokenizer whose ids and texts equal those of Transformers' PreTrainedTokenizerFast on the same
-directory. As there, tokenizer.json alone decides what `add_special_tokens` adds: add_bos_token and add_eos_token of
-tokenizer_config.json are history. Nothing here converts other formats (tokenizer.model, tiktoken).
+directory. As there, tokenizer.json alone decides what `add_special_tokens` adds; add_bos_token and add_eos_token of
+tokenizer_config.json have no effect. Other formats (tokenizer.model, tiktoken) are not converted.
 """
 
-import base64
 import json
-import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,36 +16,36 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.errors import ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.tokenizer.chat_template import ChatTemplate
-from penstock.tokenizer.tokenizer import check_unicode
+from penstock.tokenizer.tokenizer import Tokenizer, check_unicode
+from penstock.tokenizer.tokenizer_json import read_backend, read_text
 from penstock.tokenizer.vocabulary import TokenBytes
 from penstock.validation import shown
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# What `clean_up_tokenization_spaces` writes without its spaces, in this order.
+# Texts whose spaces `clean_up_tokenization_spaces` removes, in this order.
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 MAX_ID_DIGITS = 10
-MAX_CHARSMAP = 2**24  # characters of base64; the largest in use have 400,000
-PROBE = "a A1. \t\n\u00e9\ufb01\u2460\u4f60\U0001f642"  # letters, spaces, and what normalizers like to change
 
 
 class HFTokenizer:
-    """A `tokenizers` backend with what the files beside it say. Implements `Tokenizer`; safe to share by threads."""
+    """A `tokenizers` backend with the settings of the files beside it. Implements `Tokenizer`; thread-safe."""
 
     def __init__(
         self,
         backend: Backend,
         *,
         named_tokens: Mapping[str, str] | None = None,
-        chat_template: ChatTemplate | None = None,
+        template: Any = None,
         clean_up: bool = False,
     ) -> None:
+        """Take a backend, the special tokens by name, the source of a chat template, and whether to clean up spaces."""
         named = named_tokens or {}
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._clean_up = clean_up and type(backend.model).__name__ != "BPE"  # it would eat real spaces of a BPE text
+        self._clean_up = clean_up and type(backend.model).__name__ != "BPE"  # removes real spaces from BPE texts
         self._token_bytes = TokenBytes(backend)
         added = backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
@@ -55,11 +54,11 @@ class HFTokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.joins_bytes = self._token_bytes.joins
         self.byte_fallback_ids = self._token_bytes.fallback_ids
-        self.chat_template = chat_template
+        self.chat_template = None if template is None else ChatTemplate(template, named)
 
     @cached_property
     def vocab_size(self) -> int:
-        """Looked up when asked for: it takes 0.2 s for 128k tokens."""
+        """Number of ids, added tokens included; computed on first use, as it takes 0.2 s for 128k tokens."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def _id_of(self, token: str | None) -> int | None:
@@ -81,7 +80,7 @@ class HFTokenizer:
         return clean_up_spaces(text) if self._clean_up else str(text)
 
     def _tokens_with_joined_specials(self, ids: Sequence[int]) -> list[str]:
-        """The tokens' strings, where added tokens that follow each other are one string."""
+        """Return the tokens' strings, with neighbouring added tokens joined to one string."""
         tokens: list[str] = []
         after_added = False
         for token_id in ids:
@@ -103,7 +102,7 @@ class HFTokenizer:
 
 
 def clean_up_spaces(text: str) -> str:
-    """Undo the spaces that vocabularies of whole words put before punctuation."""
+    """Remove the spaces that vocabularies of whole words put before punctuation."""
     for spaced in SPACED:
         text = text.replace(spaced, spaced.strip())
     return text
@@ -112,103 +111,25 @@ def clean_up_spaces(text: str) -> str:
 def load_tokenizer(directory: str | Path) -> HFTokenizer:
     """Read the tokenizer of a model directory.
 
-    Raises ModelLoadError, which names the file that is missing or broken.
+    Raises:
+        ModelLoadError: a file is missing or damaged; the message names it.
     """
     folder = Path(directory)
-    backend = _read_backend(folder)
+    backend = read_backend(folder)
     config = _read_config(folder)
     _add_declared_tokens(backend, config)
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     named = {name: token.content for name, token in _named_tokens(config).items()}
-    source = _read_chat_template(folder, config)
     return HFTokenizer(
         backend,
         named_tokens=named,
-        chat_template=None if source is None else ChatTemplate(source, named),
+        template=_read_chat_template(folder, config),
         clean_up=bool(config.get("clean_up_tokenization_spaces", False)),
     )
 
 
-def _read_backend(folder: Path) -> Backend:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelLoadError(_what_is_missing(folder))
-    text = _read_text(path)
-    _check_charsmaps(path, text)
-    try:
-        backend = Backend.from_str(text)
-    except Exception as error:  # a malformed file: the library raises plain Exception, nothing narrower
-        raise ModelLoadError(f"{path}: is no tokenizer: {error}") from error
-    except BaseException as error:
-        raise _panic(path, error) from None
-    _probe(path, backend)
-    return backend
-
-
-def _probe(path: Path, backend: Backend) -> None:
-    """Encode once: a table that leads out of its own memory does so only then."""
-    try:
-        backend.encode(PROBE)
-    except Exception:  # a word outside the vocabulary, say: an error of that text, not of the file
-        return
-    except BaseException as error:
-        raise _panic(path, error) from None
-
-
-def _panic(path: Path, error: BaseException) -> BaseException:
-    """The library's panic, which is no Exception and can only be told by its name, as an error; others as they are."""
-    return ModelLoadError(f"{path}: is no tokenizer: {error}") if type(error).__name__ == "PanicException" else error
-
-
-def _check_charsmaps(path: Path, text: str) -> None:
-    """Refuse a `Precompiled` normalizer whose table is no table, because the library panics on it.
-
-    Checked: base64, size, the length it announces, UTF-8. What remains: a table whose entries lead out of it is found
-    by `_probe` if its text meets them, otherwise by the text that does; a regular expression may take very long.
-    """
-    if not re.search(r"precompiled_charsmap|\\u00[4-7]", text):  # letters may be escaped
-        return
-
-    def visit(pairs: list[tuple[str, Any]]) -> None:  # sees both of two equal keys, as the library does
-        for key, value in pairs:
-            if key == "precompiled_charsmap" and isinstance(value, str) and not _is_charsmap(value):
-                raise ModelLoadError(f"{path}: is no tokenizer: precompiled_charsmap = {shown(value)} is damaged")
-
-    try:
-        json.loads(text, object_pairs_hook=visit)
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path}: is no tokenizer: {error}") from error
-
-
-def _is_charsmap(text: str) -> bool:
-    """Four bytes of length, a table of that length in units of 4, then its texts."""
-    if len(text) > MAX_CHARSMAP:
-        return False
-    try:
-        content = base64.b64decode(text, validate=True)
-        length = int.from_bytes(content[:4], "little")
-        content[4 + length :].decode("utf-8")
-    except ValueError:
-        return False
-    return length % 4 == 0 and 4 <= length <= len(content) - 4
-
-
-def _what_is_missing(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder}: there is no such directory"
-    others = [
-        name for name in ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt") if (folder / name).is_file()
-    ]
-    if not others:
-        return f"{folder}: tokenizer.json is missing, and so the model's vocabulary"
-    return (
-        f"{folder}: tokenizer.json is missing; there is only {', '.join(others)}. Make it once with Transformers: "
-        f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-    )
-
-
 def _read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; special_tokens_map.json counts where that does not list the added tokens."""
+    """Return tokenizer_config.json, with special_tokens_map.json if it does not list the added tokens."""
     config = _read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= _read_json(folder / "special_tokens_map.json")
@@ -216,12 +137,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; {} if there is no such file."""
+    """Return the object in the file; {} if there is no such file."""
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: must hold a JSON object, not {type(value).__name__}")
@@ -229,14 +150,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """bos_token, eos_token, ... and a model's own (image_token), by name."""
+    """Return bos_token, eos_token, ... and a model's own tokens (image_token), by name."""
     own = [name for name in config if name.endswith("_token") and name not in NAMED_TOKENS]
     values = {name: config.get(name) for name in (*NAMED_TOKENS, *own)}
     return {name: _special(name, value) for name, value in values.items() if isinstance(value, str | dict)}
 
 
 def _add_declared_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
-    """Add the tokens that tokenizer.json itself does not have; those of added_tokens_decoder also change its flags."""
+    """Add the tokens that tokenizer.json does not have; those of added_tokens_decoder also change its flags."""
     listed = config.get("added_tokens_decoder") or {}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if not isinstance(listed, dict) or not isinstance(extra, dict | list):
@@ -277,17 +198,48 @@ def _token(name: str, content: str, **flags: bool) -> AddedToken:
 
 
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The template, or named templates: files before tokenizer_config.json before chat_template.json."""
+    """Return the template or named templates: files before tokenizer_config.json before chat_template.json."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-    named = {name: _read_text(path) for name, path in files.items() if path.is_file()}
+    named = {name: read_text(path) for name, path in files.items() if path.is_file()}
     if named:
         return named
     return config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error}") from error
+def adopt_tokenizer(given: Any) -> Tokenizer:
+    """Return a tokenizer object of Transformers as a HFTokenizer, without importing Transformers; ours is kept.
+
+    Its `tokenizers` backend is copied, because ours turns padding and truncation off. An object without one is saved
+    to a temporary directory and read from there.
+
+    Raises:
+        InvalidRequestError: the object is neither a Tokenizer nor one of Transformers.
+        ModelLoadError: it cannot be written as a tokenizer.json.
+    """
+    if callable(getattr(given, "token_to_bytes", None)):
+        ours: Tokenizer = given
+        return ours
+    if isinstance(getattr(given, "backend_tokenizer", None), Backend):
+        return _copy_backend(given)
+    if not callable(getattr(given, "save_pretrained", None)):
+        raise InvalidRequestError(
+            f"tokenizer: an object of type {type(given).__name__} is not supported; give a directory, a tokenizer of "
+            f"Transformers, or one with the methods of penstock.tokenizer.tokenizer.Tokenizer",
+            param="tokenizer",
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        given.save_pretrained(directory)
+        return load_tokenizer(directory)
+
+
+def _copy_backend(given: Any) -> HFTokenizer:
+    backend = Backend.from_str(given.backend_tokenizer.to_str())
+    backend.encode_special_tokens = bool(getattr(given, "split_special_tokens", False))
+    named = {name: str(getattr(given, name)) for name in NAMED_TOKENS if getattr(given, name, None) is not None}
+    return HFTokenizer(
+        backend,
+        named_tokens=named,
+        template=getattr(given, "chat_template", None),
+        clean_up=bool(getattr(given, "clean_up_tokenization_spaces", False)),
+    )

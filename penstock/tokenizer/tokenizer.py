@@ -1,6 +1,6 @@
-"""Tokenizer: text to ids and back. The engine never sees it.
+"""Tokenizer: the protocol for text to ids and back. The engine never sees it.
 
-This file knows no library: `hf` implements the protocol over tokenizer.json, tests implement it over bytes.
+`hf` implements it over tokenizer.json; tests implement it over bytes.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from penstock.errors import InvalidRequestError
 if TYPE_CHECKING:  # keeps Jinja out of processes that only talk to an engine
     from penstock.tokenizer.chat_template import ChatTemplate
 
-MAX_CHARS_PER_TOKEN = 8  # a longer text than this many characters for each token of context is not even tokenised
+MAX_CHARS_PER_TOKEN = 8  # a text with more characters per token of context is not even tokenised
 MAX_CHARS_SLACK = 64
 
 
@@ -19,12 +19,12 @@ class Tokenizer(Protocol):
     """Text to token ids and back.
 
     Attributes:
-        vocab_size: ids are below it (added tokens included).
+        vocab_size: all ids are below it (added tokens included).
         special_ids: ids that `skip_special_tokens` leaves out of texts.
-        joins_bytes: decode(ids) is the bytes of the tokens one after the other, read as UTF-8: nothing is added,
-            dropped or changed where two tokens meet (byte-level vocabularies).
-        byte_fallback_ids: tokens of a vocabulary of pieces that stand for one byte (<0xE2>).
-        chat_template: None where the model has none.
+        joins_bytes: decode(ids) is the tokens' bytes one after the other, read as UTF-8, with nothing added, dropped
+            or changed between two tokens (byte-level vocabularies).
+        byte_fallback_ids: tokens of a vocabulary of pieces that represent one byte (<0xE2>).
+        chat_template: None if the model has none.
     """
 
     bos_token_id: int | None
@@ -38,33 +38,33 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of the text, begun as the model was trained (with its BOS, say) if add_special_tokens.
+        """Return the ids of the text, with the special tokens of training (BOS, for instance) if add_special_tokens.
 
-        Raises InvalidRequestError where the text is no Unicode (a lone surrogate).
+        Raises:
+            InvalidRequestError: the text has a lone surrogate, which is no Unicode character.
         """
 
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """Text of the ids; bytes that are no UTF-8 become U+FFFD, ids that do not exist become nothing.
+        """Return the text of the ids; invalid UTF-8 becomes U+FFFD, ids that do not exist are left out.
 
-        spaces_between_special_tokens=False writes neighbouring added tokens without the space that decoders of
-        whole words put between tokens.
+        spaces_between_special_tokens=False joins neighbouring added tokens without the space that decoders of whole
+        words put between tokens.
         """
 
     def token_to_text(self, token_id: int) -> str:
-        """The text of a single token, for logprobs: special tokens by name, a leading space kept, half characters as
-        U+FFFD."""
+        """Return the text of a single token, for logprobs: special tokens by name, half characters as U+FFFD."""
 
     def token_to_bytes(self, token_id: int) -> bytes:
-        """The exact bytes of a single token, also where they are half a character; b"" for an id that does not
-        exist."""
+        """Return the bytes of a single token, which may be half a character; b"" for an id that does not exist."""
 
 
 def check_prompt_length(text: str, max_model_len: int, *, param: str = "prompt") -> None:
     """Refuse a text that cannot fit, before tokenising it costs time and memory.
 
-    Raises InvalidRequestError with code "context_length_exceeded".
+    Raises:
+        InvalidRequestError: with code "context_length_exceeded".
     """
     limit = MAX_CHARS_PER_TOKEN * max_model_len + MAX_CHARS_SLACK
     if len(text) > limit:
@@ -77,7 +77,7 @@ def check_prompt_length(text: str, max_model_len: int, *, param: str = "prompt")
 
 
 def check_unicode(text: str, *, param: str = "prompt") -> None:
-    """Refuse a text with a lone surrogate: that is no character, it can be neither tokenised nor sent anywhere."""
+    """Refuse a text with a lone surrogate, which can be neither tokenised nor encoded."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,6 +1,6 @@
-"""The bytes of single tokens, worked out from what a `tokenizers` backend says of its decoder.
+"""The bytes of single tokens, derived from the decoder of a `tokenizers` backend.
 
-Three kinds of vocabulary: byte-level (each character of a token stands for a byte), pieces with byte fallback (▁ is a
+Three kinds of vocabulary: byte-level (each character of a token represents a byte), pieces with byte fallback (▁ is a
 space, <0xE2> a byte) and plain pieces (##ing). This file does not decode sequences.
 """
 
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 
 def byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    """Return GPT-2's alphabet: printable bytes are themselves, the others the characters from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     table = {chr(byte): byte for byte in shown}
@@ -19,11 +19,11 @@ def byte_of_char() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Token id -> its bytes.
+    """Token id -> bytes.
 
     Attributes:
-        joins: decoding ids is joining these bytes (see `Tokenizer.joins_bytes`).
-        fallback_ids: tokens written <0xE2>, if the decoder reads them as bytes.
+        joins: decoding ids joins these bytes (see `Tokenizer.joins_bytes`).
+        fallback_ids: tokens like <0xE2>, if the decoder reads them as bytes.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -50,7 +50,7 @@ class TokenBytes:
         return token.removeprefix(self._word_prefix).encode()
 
     def _byte_level(self, token: str) -> bytes:
-        """A token with a character outside the alphabet stands for its own text."""
+        """Return the bytes of a token; one with a character outside the alphabet is its own text."""
         try:
             return bytes([self._alphabet[char] for char in token])
         except KeyError:
@@ -66,7 +66,7 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 
 
 def _replacements(step: dict[str, Any]) -> list[tuple[str, str]]:
-    """Texts that the decoder's step writes differently within any token."""
+    """Return (text, replacement) pairs that a step of the decoder applies within every token."""
     if step["type"] == "Metaspace":
         return [(step["replacement"], " ")]
     if step["type"] == "BPEDecoder":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench import experts, machine, ops, turns
+from penstock.bench import experts, machine, ops
 from penstock.bench.costs import ModelCosts, Work
 from penstock.bench.experts import ExpertsCase, LayerUnderTest
 from penstock.build import build_engine
@@ -24,8 +24,8 @@ TINY_CASE = {"HIDDEN": 64, "INNER": 96, "COUNT": 5, "TOP_K": 2}
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights and short turns: the figures mean nothing, but all code runs."""
-    monkeypatch.setattr(turns, "ROUNDS", 2)
-    monkeypatch.setattr(turns, "ROUND_SECONDS", 1e-3)
+    monkeypatch.setattr(machine, "ROUNDS", 2)
+    monkeypatch.setattr(machine, "ROUND_SECONDS", 1e-3)
     monkeypatch.setattr(machine, "READ_BYTES", 2**20)
     monkeypatch.setattr(machine, "MULTIPLY_SECONDS", 1e-3)
     for name, value in TINY_CASE.items():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench import attention, machine, ops, products, turns
+from penstock.bench import attention, machine, ops, products
 from penstock.cli.main import main
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.library import load_library
@@ -28,9 +28,9 @@ needs_library = pytest.mark.skipif(load_library() is None, reason="no native lib
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small rings and short turns: the figures mean nothing, but all code runs."""
-    monkeypatch.setattr(turns, "RING_BYTES", 2**16)
-    monkeypatch.setattr(turns, "ROUNDS", 2)
-    monkeypatch.setattr(turns, "ROUND_SECONDS", 1e-3)
+    monkeypatch.setattr(machine, "RING_BYTES", 2**16)
+    monkeypatch.setattr(machine, "ROUNDS", 2)
+    monkeypatch.setattr(machine, "ROUND_SECONDS", 1e-3)
     monkeypatch.setattr(products, "LEAF_SHAPES", ((64, 256),))
     monkeypatch.setattr(attention, "DECODE_TOKENS", 100)
     monkeypatch.setattr(attention, "LONG_TOKENS", 5000)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.bench.perf_log import Figures, entry, last_values, machine_line
+from penstock.bench.perf_log import entry, figures, last_values, machine_line
 
 
 def result(processor: str, ms: float) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def test_an_entry_shows_the_figure_before_it() -> None:
 
 def test_int8_is_held_against_bf16_of_the_same_shape() -> None:
     """Guards against: a speed-up that divides by the wrong row."""
-    assert dict(Figures(result("A", 0.8)).lines())["int8 5632 x 2048, M = 1"].endswith("2.00 x bf16")
+    assert dict(figures(result("A", 0.8)))["int8 5632 x 2048, M = 1"].endswith("2.00 x bf16")
 
 
 def test_attention_is_logged_by_its_own_limit() -> None:
@@ -45,7 +45,7 @@ def test_attention_is_logged_by_its_own_limit() -> None:
         "threads": 2, "speedup": 1.9, "ms": 0.5, "bw_fraction": 0.9, "flop_fraction": 0.1, "torch_ms": 5.0,
     }  # fmt: skip
     machine["rows"] += [row, {**row, "op": "attend_prefill", "seqs": 1, "tokens": 4096, "speedup": None}]
-    lines = dict(Figures(machine).lines())
+    lines = dict(figures(machine))
     assert (
         lines["attend_decode bf16 8/1 heads of 128, 1 x 32768, 2 threads"] == "0.500 ms, 90% of reading, 10.00 x torch"
     )

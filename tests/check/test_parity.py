@@ -9,7 +9,7 @@ from torch import nn
 from penstock.check.cause import EPSILONS, find_cause
 from penstock.check.ours import OurModel
 from penstock.check.pairs import BLOCK
-from penstock.check.parity import ATTENTION, Comparison, compare, differs_in_attention
+from penstock.check.parity import ATTENTION, Comparison, compare
 from penstock.check.proofs import NUM_TOKENS, Setting, ask, make_prompts
 from penstock.check.target import find_target
 from penstock.check.twin import ATTENTIONS, Twin
@@ -30,7 +30,7 @@ def load(case: Case, tmp_path: Path) -> tuple[OurModel, Twin]:
     ours = OurModel.load(directory, dtype="float32", kernels=KERNELS, tokens=len(IDS))
     twin = Twin.load(directory)
     # Transformers has two attentions, and for alibi only the second is the paper's.
-    return ours, Twin.load(directory, ATTENTIONS[1]) if differs_in_attention(compare(ours, twin, IDS)) else twin
+    return ours, Twin.load(directory, ATTENTIONS[1]) if compare(ours, twin, IDS).differs_in_attention else twin
 
 
 def first(found: Comparison) -> str:

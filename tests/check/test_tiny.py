@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MinistralConfig, Qwen3Config
 
-from penstock.check.tiny import make_tiny, randomise, shrink
+from penstock.check.target import make_tiny, randomise, shrink
 from penstock.models.config_json import parse_model_config
 from penstock.spec.model_config import ModelConfig
 from tests.hf_models import LLAMA3_ROPE

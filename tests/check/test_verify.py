@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.check.ours import OurModel
-from penstock.check.verify import compare_traces, verify
+from penstock.check.parity import compare_traces, verify
 from tests.families.case import Case, all_cases
 from tests.hf_models import make_qwen3, random_ids
 from tests.kernels.packed import levels

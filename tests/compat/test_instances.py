@@ -9,8 +9,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, PreTrainedM
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, ModelLoadError, NotSupportedError, SamplingParams
 from penstock.demo import MODEL_DIR
-from penstock.tokenizer.hf import load_tokenizer
-from penstock.tokenizer.instance import adopt_tokenizer
+from penstock.tokenizer.hf import adopt_tokenizer, load_tokenizer
 from tests.families.case import Case, all_cases
 from tests.hf_models import make_llama, random_ids
 
