@@ -1,4 +1,4 @@
-"""Composition root: from an EngineConfig to an engine with its executor. The only file that knows every part.
+"""Composition root: from an EngineConfig to an engine with its executor. The only file that imports every part.
 
 directory -> ModelConfig -> resolved EngineConfig -> backend -> model with weights -> cache plan -> worker -> engine
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# Before torch is loaded: threads that wait by spinning take the core from whoever they wait for as soon as another
-# process wants one (measured on 2 cores with one busy neighbour: 5 tokens/s spinning, 100 sleeping).
+# Before torch is loaded: threads that wait by spinning keep the core from the thread that they wait for as soon as
+# another process wants one (measured on 2 cores with one busy neighbour: 5 tokens/s spinning, 100 sleeping).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -44,14 +44,15 @@ from penstock.weights.loader import load_model
 from penstock.weights.safetensors import fingerprint
 from penstock.weights.sources import read_parameters
 
+Weights = Path | InstanceWeights
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine ready to work, its resolved config, and what it says of its model.
+    """An engine ready to work, its resolved config, and the description of its model for clients.
 
-    Model, its numbers and the backend are there for those who measure; they are the engine's own.
+    model, model_config and ops are the engine's own, for measurements.
     """
 
     engine: Engine
@@ -66,27 +67,22 @@ class BuiltEngine:
 def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltEngine:
     """Load the model and make its engine.
 
-    instance: a model object of Transformers, to be served instead of what config.model names. Its weights are packed
-        here and not looked at again.
+    Args:
+        instance: a model object of Transformers, served instead of the model that config.model names. Its weights are
+            copied and not read again.
 
     Raises:
         ModelLoadError: the model directory, or the object, cannot be served.
         InvalidRequestError: an option does not fit the model or the machine.
     """
     import_files(config.imports)
-    found = _find(config.model) if instance is None else ModelInstance.of(instance)
-    model_config = replace(found.config, model_impl=config.numerics.model_impl)
-    _check_defaults(model_config)
-    numerics, held = config.numerics, dict[str, str]()
-    if isinstance(found.weights, Path):
-        numerics, held = packed.fit(numerics, found.weights)
-    config = replace(config, numerics=numerics).resolve(model_config)
-    config, numerics = replace(config, reasons=config.reasons | held), config.numerics
-    config = _check_sharding(config, model_config)
+    model_config, weights = _find(config, instance)
+    config = _resolve(config, model_config, weights)
     kv_scales = _kv_scales(config, model_config)
+    numerics = config.numerics
     ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=numerics.threads or 1)
     model = load_model(
-        found.weights,
+        weights,
         model_config,
         ops,
         numerics.load_format,
@@ -99,48 +95,55 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
-    weights = "dummy" if numerics.load_format == "dummy" else _fingerprint(found)
-    info = replace(
-        _model_info(config, model_config, plan, weights),
-        certificate=_certificate(model_config, found.weights, weights),
-    )
     engine = _engine(config, model_config, plan, runner)
+    info = _model_info(config, model_config, plan, weights)
     return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops)
 
 
-@dataclass(frozen=True, slots=True)
-class _Directory:
-    """What a ModelInstance is for a model object."""
-
-    config: ModelConfig
-    weights: Path
+# --- the model and the options ---------------------------------------------------------------------------------------
 
 
-def _find(model: str) -> _Directory:
-    directory = resolve_model(model)
-    return _Directory(load_model_config(directory), directory)
+def _find(config: EngineConfig, instance: object | None) -> tuple[ModelConfig, Weights]:
+    """Return the numbers of the model and where its weights are, without reading them."""
+    weights: Weights
+    if instance is None:
+        weights = resolve_model(config.model)
+        model_config = load_model_config(weights)
+    else:
+        found = ModelInstance.of(instance)
+        model_config, weights = found.config, found.weights
+    try:  # requests without parameters get these
+        SamplingParams(**model_config.default_sampling)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"generation_config.json: {error}") from error
+    return replace(model_config, model_impl=config.numerics.model_impl), weights
 
 
-def _fingerprint(found: _Directory | ModelInstance) -> str:
-    return fingerprint(found.weights) if isinstance(found, _Directory) else found.weights.fingerprint()
+def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights) -> EngineConfig:
+    """Settle every option that was left open: by what a packed directory holds, the model and the machine."""
+    numerics, held = config.numerics, dict[str, str]()
+    if isinstance(weights, Path):
+        numerics, held = packed.fit(numerics, weights)
+    config = replace(config, numerics=numerics).resolve(model)
+    return replace(config, reasons=config.reasons | held | _check_sharding(config, model))
 
 
-def _check_sharding(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """A sharding file has to fit the model. The config comes back with what it is good for on one device.
+def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
+    """Return what a sharding file does on one device, for EngineConfig.reasons.
 
     Raises:
-        InvalidRequestError: it cannot be read, or does not fit.
+        InvalidRequestError: it cannot be read, or does not fit the model.
     """
     file = config.parallel.sharding_config
     if file is None:
-        return config
+        return {}
     try:
         axes = ShardingMap.from_file(Path(file)).resolve(read_parameters(model))
     except ModelLoadError as error:
         raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
     split = sum(axis is not None for axis in axes.values())
     reason = f"{file}: it fits, and splits {split} of {len(axes)} parameters; on one device nothing is split"
-    return replace(config, reasons=config.reasons | {"sharding_config": reason})
+    return {"sharding_config": reason}
 
 
 def _kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
@@ -148,14 +151,6 @@ def _kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...]
     if file is None:
         return None
     return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
-
-
-def _check_defaults(model_config: ModelConfig) -> None:
-    """Values that requests without parameters will get have to be ones that they could give."""
-    try:
-        SamplingParams(**model_config.default_sampling)
-    except InvalidRequestError as error:
-        raise ModelLoadError(f"generation_config.json: {error}") from error
 
 
 def _engine(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, runner: ModelRunner) -> Engine:
@@ -174,7 +169,35 @@ def _engine(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, ru
     )
 
 
-def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: str) -> ModelInfo:
+# --- the description for clients -------------------------------------------------------------------------------------
+
+
+def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: Weights) -> ModelInfo:
+    digest = _digest_of_weights(config, weights)
+    choices_made = {**config.reasons, "kv_cache_memory_bytes": plan.reason}
+    if model_config.ignored_generation:
+        choices_made["generation_config.json"] = f"{', '.join(model_config.ignored_generation)}: not applied"
+    return ModelInfo(
+        model=config.model,
+        max_model_len=config.scheduler.max_model_len or 0,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        dtype=config.numerics.dtype,
+        system_fingerprint=_system_fingerprint(config, model_config, digest),
+        default_sampling=dict(model_config.default_sampling),
+        choices_made=choices_made,
+        certificate=_certificate(model_config, weights, digest),
+    )
+
+
+def _digest_of_weights(config: EngineConfig, weights: Weights) -> str:
+    if config.numerics.load_format == "dummy":
+        return "dummy"
+    return fingerprint(weights) if isinstance(weights, Path) else weights.fingerprint()
+
+
+def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights: str) -> str:
+    """Name everything that can change a bit of an answer; `weights` is their fingerprint."""
     numerics, kv_scales = config.numerics, config.cache.kv_cache_scales
     kernels = f"cpu.{chosen_level()}" if numerics.kernels == "cpu" else numerics.kernels
     parts = [
@@ -187,24 +210,13 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         kernels,
         *([files_fingerprint(config.imports)] if config.imports else []),
     ]
-    quantization = [] if numerics.quantization is None else [numerics.quantization]
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()
-    return ModelInfo(
-        model=config.model,
-        max_model_len=config.scheduler.max_model_len or 0,
-        vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids,
-        dtype=numerics.dtype,
-        system_fingerprint="-".join(
-            ["penstock", str(NUMERICS_VERSION), kernels, numerics.dtype, *quantization, digest]
-        ),
-        default_sampling=dict(model_config.default_sampling),
-        choices_made={**config.reasons, "kv_cache_memory_bytes": plan.reason, **_not_applied(model_config)},
-    )
+    quantization = [] if numerics.quantization is None else [numerics.quantization]
+    return "-".join(["penstock", str(NUMERICS_VERSION), kernels, numerics.dtype, *quantization, digest])
 
 
-def _certificate(model_config: ModelConfig, place: Path | InstanceWeights, weights: str) -> dict[str, Any] | None:
-    """What has been proved about this model, if anything; weights are told apart by their fingerprint."""
+def _certificate(model_config: ModelConfig, place: Weights, weights: str) -> dict[str, Any] | None:
+    """Return what `penstock check` has proved about this model, and whether it was with these weights."""
     if not isinstance(place, Path):  # a model object has no config.json that a proof could rest on
         return None
     entry = find_model(model_config.architecture, model_config.model_impl)
@@ -216,10 +228,3 @@ def _certificate(model_config: ModelConfig, place: Path | InstanceWeights, weigh
         return None
     found = read_certificate(basis)
     return None if found is None else found | {"same_weights": found["weights"] == weights}
-
-
-def _not_applied(model_config: ModelConfig) -> dict[str, str]:
-    """What the model's author asked for and does not get, so that it is not ignored in silence."""
-    if not model_config.ignored_generation:
-        return {}
-    return {"generation_config.json": f"{', '.join(model_config.ignored_generation)}: not applied"}

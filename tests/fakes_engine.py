@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from penstock.engine.engine import Engine
-from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.messages import EngineOutput, EngineRequest, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     CacheGroup,
@@ -189,3 +189,8 @@ def run(engine: Engine, max_steps: int = 10_000) -> dict[str, list[EngineOutput]
 
 def token_ids(outputs: list[EngineOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
+
+
+def model_info(max_model_len: int, vocab_size: int) -> ModelInfo:
+    """What a client needs to know of a model, for tests without one."""
+    return ModelInfo("fake", max_model_len, vocab_size, (), "float32", "fp-fake")

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from penstock import LLM, EngineDeadError, InvalidRequestError, RequestOutputKind, SamplingParams
+from tests.server.fakes import FakeEngineClient
+from tests.server.harness import app_client
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -18,7 +20,7 @@ def llm():
 
 
 def test_prompts_of_every_kind_in_the_order_given(llm):
-    ids = llm.engine.tokenizer.encode("Once upon a time")
+    ids = llm.client.tokenizer.encode("Once upon a time")
     prompts = ["Once upon a time", {"prompt": "Once upon a time"}, {"prompt_token_ids": ids}, ids]
     outputs = llm.generate(prompts, GREEDY)
     assert len({output.outputs[0].text for output in outputs}) == 1
@@ -39,35 +41,36 @@ def test_one_params_for_each_prompt(llm):
 def test_a_wrong_prompt_among_good_ones_leaves_nothing_behind(llm):
     with pytest.raises(InvalidRequestError):
         llm.generate(["One day", ""], GREEDY)
-    assert not llm.engine.has_unfinished_requests()
-    assert llm.engine.engine.stats().kv_blocks_free == llm.engine.engine.stats().kv_blocks_total
+    assert not llm.client.has_unfinished_requests()
+    assert llm.client.engine.stats().kv_blocks_free == llm.client.engine.stats().kv_blocks_total
 
 
 def test_leaving_a_stream_aborts_the_rest(llm):
     params = SamplingParams(max_tokens=500, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     for _ in llm.stream(["One day", "Once"], params):
         break
-    assert not llm.engine.has_unfinished_requests()
+    assert not llm.client.has_unfinished_requests()
 
 
 def test_streams_do_not_steal_each_others_outputs(llm):
-    llm.engine.add_request("mine", "One day", GREEDY)
+    llm.client.add_request("mine", "One day", GREEDY)
     with pytest.raises(InvalidRequestError, match="under way"):
         llm.generate("Once", GREEDY)
-    assert llm.engine.abort("mine")
+    assert llm.client.abort("mine")
     assert llm.generate("Once", GREEDY)[0].finished
 
 
 def test_the_lower_level(llm):
-    llm.engine.add_request("a", "Once upon a time", GREEDY)
+    assert llm.engine is llm.client  # the name that scripts use
+    llm.client.add_request("a", "Once upon a time", GREEDY)
     with pytest.raises(InvalidRequestError, match="in use"):
-        llm.engine.add_request("a", "One day", GREEDY)
-    llm.engine.add_request("b", "One day", GREEDY)
-    assert llm.engine.abort("b")
-    assert not llm.engine.abort("b")
+        llm.client.add_request("a", "One day", GREEDY)
+    llm.client.add_request("b", "One day", GREEDY)
+    assert llm.client.abort("b")
+    assert not llm.client.abort("b")
     seen = []
-    while llm.engine.has_unfinished_requests():
-        seen += llm.engine.step()
+    while llm.client.has_unfinished_requests():
+        seen += llm.client.step()
     assert {output.request_id for output in seen} == {"a"}
     assert [output.finished for output in seen] == [False] * 11 + [True]
     assert seen[-1].outputs[0].text == llm.generate("Once upon a time", GREEDY)[0].outputs[0].text
@@ -110,9 +113,41 @@ def test_chat_also_inside_a_running_loop(llm):
         return llm.chat([conversation, conversation], GREEDY)
 
     assert [output.outputs[0].text for output in asyncio.run(notebook())] == [plain, plain]
-    for bad in ([], [{"role": "user"}], [{"content": "x"}], ["x"], "x", [{"role": "user", "content": 5}], None):
-        with pytest.raises(InvalidRequestError):
-            llm.chat(bad, GREEDY)
+
+
+def test_chat_with_parts_prompts_as_over_http(llm):
+    """Guards against parts that reach the model as Python text: [{'type': 'text', ..."""
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "3 + 4?"}]
+    outputs = llm.chat([[{"role": "user", "content": content}] for content in (parts, "What is\n3 + 4?")], GREEDY)
+    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
+    fake = FakeEngineClient()
+    fake.tokenizer = llm.client.tokenizer
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+    assert app_client(fake).post("/v1/chat/completions", json=body).status_code == 200
+    assert fake.seen[0][0] == outputs[0].prompt_token_ids
+
+
+TEXT = {"type": "text", "text": "x"}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        *([], [{"role": "user"}], [{"content": "x"}], ["x"], "x", None, [["x"]], [[["x"]]], [[]], [[[]]]),
+        [[{"role": "user", "content": "x"}], {"role": "user", "content": "x"}],
+        *([{"role": "user", "content": content}] for content in (5, None, [], {}, b"x", TEXT)),
+        *([{"role": "user", "content": [part]}] for part in ("x", ["x"], [["x"]], {}, None, {"type": "text"})),
+        *([{"role": "user", "content": [TEXT, {**TEXT, **extra}]}] for extra in ({"text": 5}, {"type": "smell"})),
+        *([{"role": "user", "content": [{**TEXT, **extra}]}] for extra in ({"type": []}, {"image_url": "x"})),
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}],
+    ],
+    ids=repr,
+)
+def test_what_is_no_conversation_is_refused(llm, messages):
+    """Guards against lists and pictures that are put into the prompt as Python writes them."""
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.chat(messages, GREEDY)
+    assert caught.value.param == "messages"
 
 
 def test_threads_take_turns(llm):

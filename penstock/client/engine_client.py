@@ -1,7 +1,7 @@
-"""What anyone who uses an engine sees of it, wherever it runs. The HTTP server knows an engine only through this.
+"""EngineClient: an engine as seen by its users, in whatever process it runs. All that the HTTP server knows of one.
 
-Text lives on this side: prompts are tokenised, ids become text and stop strings are found here, so that an engine
-that dies takes no text with it.
+Text lives on this side: prompts are tokenised, ids become text and stop strings are found here, so that no text is
+lost with an engine that dies.
 """
 
 from collections.abc import AsyncGenerator, Mapping
@@ -33,10 +33,10 @@ class EngineStatus:
     """A snapshot for /status, /health and /metrics.
 
     Attributes:
-        heartbeat_age_s: seconds since the engine was last heard of; None while there is none.
-        making_progress: ready, heard of lately, and no step has been running for too long.
-        journal_requests, journal_tokens: open requests and the tokens noted for them.
-        num_aborted_total: requests that ended because their caller went away.
+        heartbeat_age_s: seconds since the last frame of the engine; None without one.
+        making_progress: ready, heard from lately, and no step has been running for too long.
+        journal_requests, journal_tokens: open engine requests, and the tokens received for them.
+        num_aborted_total: requests that ended because their caller left.
     """
 
     state: EngineState
@@ -55,34 +55,34 @@ class EngineClient(Protocol):
 
     @property
     def model_info(self) -> ModelInfo:
-        """Raises EngineDeadError until the engine has been ready once, or why it cannot be built."""
+        """Raises EngineDeadError until the engine has been ready once, or the reason why it cannot be built."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Loaded in this process; there before the engine is ready. Raises ModelLoadError if there is none."""
+        """Loaded in this process, before the engine is ready. Raises ModelLoadError if the model has none."""
 
     async def attach(self) -> None:
         """Watch the engine from this event loop, without waiting for it. A second call does nothing."""
 
     def status(self) -> EngineStatus:
-        """Never blocks, never raises."""
+        """Return at once, without raising."""
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the request's outputs as SamplingParams.output_kind says; leaving the loop aborts the request.
 
-        The request is validated and handed over at the first `anext`. Each `anext` may come from another task.
+        The request is validated and sent at the first `anext`. Each `anext` may come from another task.
 
         Raises (inside the iteration):
             InvalidRequestError: the prompt or a parameter is wrong.
-            EngineDeadError: there is no engine, or it died under the request.
+            EngineDeadError: there is no engine, or it died during the request.
             EngineOverloadedError: the queue is full.
             RequestFailedError: the computation of this request failed.
         """
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new requests and wait until the open ones have ended, at most that long."""
+        """Take no new requests and wait until the open ones have ended, at most timeout_s seconds."""
 
     async def shutdown(self) -> None:
         """End the engine; open requests end with EngineDeadError."""

@@ -1,8 +1,8 @@
-"""The engine process: build, then loop. Started by `client.process` with one end of a socket pair; nothing else.
+"""The engine process: build an engine, then serve it. Started by client/child.py with one end of a socket pair.
 
-    reader thread: frames -> inbox; at the end of the connection the process ends at once, whatever it was doing,
+    reader thread: frames -> inbox; at the end of the connection the process exits at once, whatever it is doing,
                    so that no engine outlives its client
-    main thread:   take what is in the inbox, make a step, send its outputs
+    main thread:   take the frames in the inbox, compute a step, send its outputs
 
 The step loop itself sends the heartbeats, so that a heartbeat means progress.
 """
@@ -32,12 +32,11 @@ class EngineServer:
         self.epoch = epoch
         self.sock = sock
         self.inbox = inbox
-        self.stopping = False
         self._num_idle = 0  # heartbeats since the last step
 
     def run(self) -> None:
-        """Until told to stop."""
-        while not self.stopping:
+        """Serve until the reader thread ends the process."""
+        while True:
             was_idle = not self.engine.has_work
             self._take_frames(HEARTBEAT_S if was_idle else 0.0)
             if self.engine.has_work:
@@ -47,17 +46,13 @@ class EngineServer:
                 self._num_idle = 0
                 self._send(frames.Outputs(self.epoch, outputs, self.engine.stats()))
             else:
-                self._check_books()
+                self._num_idle += 1
+                if self._num_idle == HEARTBEATS_TO_CHECK:  # once per idle period, when no request waits for it
+                    self.engine.check_integrity()
                 self._send(frames.Heartbeat(self.epoch, self.engine.stats()))
 
-    def _check_books(self) -> None:
-        """Once each time the engine has been idle for a while, when nobody waits for it."""
-        self._num_idle += 1
-        if self._num_idle == HEARTBEATS_TO_CHECK:
-            self.engine.check_integrity()
-
     def _take_frames(self, wait_s: float) -> None:
-        """Everything that has arrived; waits for a first frame if there is none."""
+        """Handle every frame that has arrived; wait up to wait_s for a first one."""
         try:
             body = self.inbox.get(timeout=wait_s) if wait_s else self.inbox.get_nowait()
             while True:
@@ -77,17 +72,15 @@ class EngineServer:
             case frames.Abort(request_ids):
                 for request_id in request_ids:
                     self.engine.abort(request_id)
-            case frames.Shutdown():
-                self.stopping = True
             case frames.Start():
-                raise PenstockError("a second Start frame")
+                raise PenstockError("received a second Start frame")
 
     def _send(self, frame: frames.FromEngine) -> None:
         self.sock.sendall(frames.pack(frame))
 
 
 def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
-    """Reader thread. The client's end means ours: at once, even in the middle of a step."""
+    """Reader thread: put frames into the inbox; exit the process with the client, even in the middle of a step."""
     try:
         while (body := frames.receive(sock)) is not None:
             inbox.put(body)
@@ -96,7 +89,7 @@ def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
 
 
 def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServer | None:
-    """Build what the first frame asks for; None, with the reason sent, where that is not possible."""
+    """Build the engine that the first frame asks for; if it cannot be built, send the reason and return None."""
     first = frames.unpack_to_engine(inbox.get())
     if not isinstance(first, frames.Start):
         raise PenstockError("the first frame is not Start")
@@ -115,18 +108,17 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
 
 
 def main(argv: list[str]) -> int:
-    """argv[0] is the number of the inherited socket."""
+    """Serve on the inherited socket whose file descriptor is argv[0]. Returns only if the engine cannot be built."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole group they are for the client, which then drains
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group, they are for the client, which drains
     sock = socket.socket(fileno=int(argv[0]))
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), name="frames", daemon=True).start()
     server = _start(sock, inbox)
-    if server is None:
-        return EXIT_CANNOT_START
-    server.run()
-    return 0
+    if server is not None:
+        server.run()
+    return EXIT_CANNOT_START
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))  # nothing to tidy up: the client holds all state that matters
+    os._exit(main(sys.argv[1:]))  # no clean-up: the client holds all state that matters

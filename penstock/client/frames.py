@@ -1,27 +1,29 @@
-"""The frames between a client and its engine process: typed msgpack, each preceded by its length. No pickle.
+"""Frames between a client and its engine process: typed msgpack, each preceded by its length. No pickle.
 
-    client -> engine    Start, AddRequest, Abort, Shutdown
-    engine -> client    Ready or Failed, then Outputs, Rejected, Heartbeat
+    client -> engine    Start, then AddRequest and Abort
+    engine -> client    Ready or Failed, then Outputs, Rejected and Heartbeat
 
-Every frame of the engine carries the epoch it was started with: the client drops what an engine says whose time is
-over. Outputs carry the index of their first token (EngineOutput.start_index), so that nothing is counted twice.
+Frames of the engine carry the epoch that it was started with, so that those of an engine that was replaced are
+dropped. Outputs carry the index of their first token (EngineOutput.start_index), so that no token counts twice.
 """
 
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from penstock.errors import EngineError
+from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats, ModelInfo
 
-MAX_FRAME_BYTES = 256 * 2**20  # a longer one is garbage
+MAX_FRAME_BYTES = 256 * 2**20  # a longer one is invalid
 _LENGTH = struct.Struct("<I")
+HEADER_BYTES = _LENGTH.size
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """First frame: who the engine is. `options` are EngineConfig.from_options' own."""
+    """The first frame. `options` are for EngineConfig.from_options."""
 
     epoch: int
     options: dict[str, Any]
@@ -35,10 +37,6 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     request_ids: list[str]
 
 
-class Shutdown(msgspec.Struct, tag=True, frozen=True):
-    """Stop now. The end of the connection means the same."""
-
-
 class Ready(msgspec.Struct, tag=True, frozen=True):
     epoch: int
     info: ModelInfo
@@ -46,13 +44,17 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The engine cannot be built, and a second try would not help: a wrong option or an unreadable model."""
+    """The engine cannot be built: a wrong option (user_error) or an unreadable model. Trying again would not help."""
 
     epoch: int
     message: str
     param: str | None
     code: str | None
     user_error: bool
+
+    def as_error(self) -> InvalidRequestError | ModelLoadError:
+        wrong_option = InvalidRequestError(self.message, param=self.param, code=self.code)
+        return wrong_option if self.user_error else ModelLoadError(self.message)
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
@@ -62,7 +64,7 @@ class Outputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):
-    """A request was not taken."""
+    """The engine did not accept a request."""
 
     epoch: int
     request_id: str
@@ -70,62 +72,54 @@ class Rejected(msgspec.Struct, tag=True, frozen=True):
     param: str | None
     code: str | None
 
+    def as_error(self) -> InvalidRequestError:
+        return InvalidRequestError(self.message, param=self.param, code=self.code)
+
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """The step loop turns, with nothing to do."""
+    """The step loop is running and has nothing to do."""
 
     epoch: int
     stats: EngineStats
 
 
-ToEngine = Start | AddRequest | Abort | Shutdown
+ToEngine = Start | AddRequest | Abort
 FromEngine = Ready | Failed | Outputs | Rejected | Heartbeat
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
-_from_engine = msgspec.msgpack.Decoder(FromEngine)
-
-HEADER_BYTES = _LENGTH.size
+_encode = msgspec.msgpack.Encoder().encode
+# From the body of a frame; they raise msgspec.DecodeError.
+unpack_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+unpack_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
 
 
 def pack(frame: ToEngine | FromEngine) -> bytes:
-    """The frame as it travels."""
-    body = _encoder.encode(frame)
+    """Return the frame with its header."""
+    body = _encode(frame)
     return _LENGTH.pack(len(body)) + body
 
 
 def body_length(header: bytes) -> int:
-    """Length of the body that follows. Raises EngineError where it cannot be one."""
+    """Return the length of the body that follows. Raises EngineError if it is above MAX_FRAME_BYTES."""
     length = int(_LENGTH.unpack(header)[0])
     if length > MAX_FRAME_BYTES:
-        raise EngineError(f"a frame of {length} bytes is announced; the connection is broken")
+        raise EngineError(f"the header announces a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
     return length
 
 
-def unpack_to_engine(body: bytes) -> ToEngine:
-    frame: ToEngine = _to_engine.decode(body)
-    return frame
-
-
-def unpack_from_engine(body: bytes) -> FromEngine:
-    frame: FromEngine = _from_engine.decode(body)
-    return frame
-
-
 def receive(sock: socket.socket) -> bytes | None:
-    """The next frame's body from a blocking socket, or None at the end of the connection."""
+    """Return the body of the next frame from a blocking socket; None at the end of the connection."""
     header = _receive_exactly(sock, HEADER_BYTES)
     return None if header is None else _receive_exactly(sock, body_length(header))
 
 
 def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
+    received = bytearray()
+    while len(received) < count:
         try:
-            part = sock.recv(min(count - len(parts), 2**20))
+            part = sock.recv(min(count - len(received), 2**20))
         except ConnectionResetError:
             return None
         if not part:
             return None
-        parts += part
-    return bytes(parts)
+        received += part
+    return bytes(received)

@@ -27,9 +27,7 @@ class InProcessClient:
         self.engine = engine
         self.model_info = model_info
         self.tokenizer = tokenizer
-        self._inputs = InputProcessor(
-            tokenizer, max_model_len=model_info.max_model_len, vocab_size=model_info.vocab_size, seed=seed
-        )
+        self._inputs = InputProcessor(tokenizer, model_info, seed=seed)
         self._requests = OpenRequests(tokenizer)
         self._closed = False
 
@@ -42,7 +40,6 @@ class InProcessClient:
         """
         if self._closed:
             raise EngineDeadError("the engine was shut down")
-        params = params or SamplingParams(**self.model_info.default_sampling)
         prepared = self._inputs.process(prompt, params, request_id)
         self._requests.open(prepared)
         try:

@@ -1,8 +1,9 @@
-"""A user's prompt and SamplingParams to what an engine takes: checked, tokenised, one EngineRequest a choice.
+"""InputProcessor: a user's prompt and SamplingParams to what an engine takes: checked, tokenised, one EngineRequest
+per choice.
 
-In: text or ids as a user gives them. Out: a PreparedRequest, in which nothing is left open: ids, lengths and seed are
-settled, so the same PreparedRequest gives the same tokens on any engine. It knows no engine and keeps no request;
-`process` may run in several threads at once (tokenising a long text takes a while).
+A PreparedRequest leaves nothing open: ids, lengths and seed are settled, so it gives the same tokens on any engine.
+Knows no engine and keeps no request; `process` may run in several threads at once, since tokenising a long text takes
+a while.
 """
 
 import itertools
@@ -13,7 +14,7 @@ from typing import Any
 
 from penstock import validation as check
 from penstock.errors import InvalidRequestError
-from penstock.interface.messages import EngineRequest
+from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
 
@@ -26,10 +27,10 @@ class PreparedRequest:
     """One user's request, ready to run.
 
     Attributes:
-        request_id: the user's, or one made up; unique among the open ones is the caller's concern.
-        prompt: the text, where one was given.
+        request_id: the user's, or a new one; whether it is in use is checked by OpenRequests.
+        prompt: the text, if one was given.
         params: as the user gave them (stop strings included), with max_tokens and seed settled.
-        engine_requests: one a choice, in order. Their ids are never used twice, even if a request_id is.
+        engine_requests: one per choice, in order. Their ids are never used twice, even if a request_id is.
     """
 
     request_id: str
@@ -38,97 +39,98 @@ class PreparedRequest:
     params: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
 
-    @property
-    def seed(self) -> int | None:
-        return self.params.seed
-
 
 class InputProcessor:
     """Makes PreparedRequests for one model.
 
     Args:
         tokenizer: None takes prompts as ids only.
-        seed: the engine's; requests without a seed of their own get one from it and their arrival number.
+        info: the model that they are for.
+        seed: of the engine; a request without a seed gets one from it and its arrival number.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, max_model_len: int, vocab_size: int, seed: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, info: ModelInfo, *, seed: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self._info = info
         self._seed = seed
         self._arrivals = itertools.count()
         self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
-    def process(self, prompt: Any, params: SamplingParams, request_id: str | None = None) -> PreparedRequest:
+    def process(
+        self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> PreparedRequest:
         """Check and prepare a request.
 
         Args:
             prompt: a text, a list of ids, or a mapping with `prompt` or `prompt_token_ids`; with both, the ids are
-                the prompt and the text only names them in the output.
+                the prompt and the text is only repeated in the output.
+            params: None takes the model's defaults.
+            request_id: None makes one.
 
-        Raises InvalidRequestError; code "context_length_exceeded" where the prompt leaves no room for an answer.
+        Raises:
+            InvalidRequestError: a value is wrong; code "context_length_exceeded" if the prompt leaves no room for an
+                answer.
         """
         if request_id is not None:
             check.check_str("request_id", request_id, max_length=MAX_REQUEST_ID_LENGTH)
             check_unicode(request_id, param="request_id")
+        params = SamplingParams(**self._info.default_sampling) if params is None else params
         check_params(params)
-        params.check_vocabulary(self._vocab_size)
+        params.check_vocabulary(self._info.vocab_size)
         if params.stop and self._tokenizer is None:
-            raise InvalidRequestError("stop: stop strings need a tokenizer, and there is none", param="stop")
+            raise InvalidRequestError("stop: stop strings need a tokenizer, and the model has none", param="stop")
         text, ids = self._read_prompt(prompt)
         arrival = next(self._arrivals)
         request_id = request_id or f"request-{arrival}"
         params = self._settle(params, len(ids), arrival)
-        return PreparedRequest(request_id, text, ids, params, self._choices(f"{request_id}#{arrival}", ids, params))
+        return PreparedRequest(request_id, text, ids, params, _choices(f"{request_id}#{arrival}", ids, params))
 
-    # ---- the prompt
+    # --- the prompt ------------------------------------------------------------------------------------------------
 
     def _read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """Return its text, if it has one, and its ids."""
         if isinstance(prompt, str):
             return prompt, self._ids_of_text(prompt)
-        if isinstance(prompt, Mapping):
-            return self._read_mapping(prompt)
-        return None, self._checked_ids("prompt", prompt)
-
-    def _read_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, Mapping):
+            return None, self._checked_ids("prompt", prompt)
         unknown = [key for key in prompt if key not in PROMPT_KEYS]
         if unknown or not prompt:
             raise check.fail("prompt", unknown[0] if unknown else {}, f"a mapping with {' or '.join(PROMPT_KEYS)}")
-        text = prompt.get("prompt")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise check.fail("prompt", text, "a text")
-        if prompt.get("prompt_token_ids") is None:
+        if ids is None:
             return text, self._ids_of_text(text or "")
         if text is not None:
             check_unicode(text, param="prompt")
-        return text, self._checked_ids("prompt_token_ids", prompt["prompt_token_ids"])
+        return text, self._checked_ids("prompt_token_ids", ids)
 
     def _ids_of_text(self, text: str) -> list[int]:
         if self._tokenizer is None:
-            raise InvalidRequestError("prompt: there is no tokenizer, so the prompt must be token ids", param="prompt")
+            raise InvalidRequestError("prompt: the model has no tokenizer; give token ids", param="prompt")
         if not text:
             raise check.fail("prompt", text, "a text of at least one character")
-        check_prompt_length(text, self._max_model_len)
+        check_prompt_length(text, self._info.max_model_len)
         check_unicode(text, param="prompt")
         return self._checked_ids("prompt", self._tokenizer.encode(text))
 
     def _checked_ids(self, name: str, ids: Any) -> list[int]:
         if not isinstance(ids, list | tuple) or not ids:
             raise check.fail(name, ids, "a text, or a list of at least one token id")
-        if len(ids) >= self._max_model_len:
+        if len(ids) >= self._info.max_model_len:
             raise InvalidRequestError(
-                f"{name}: {len(ids)} tokens are too many; the context of {self._max_model_len} tokens must hold the "
-                "prompt and at least one token of the answer",
+                f"{name}: {len(ids)} tokens are too many; the context of {self._info.max_model_len} tokens must hold "
+                "the prompt and at least one token of the answer",
                 param=name,
                 code="context_length_exceeded",
             )
-        check.check_ids(name, ids, self._vocab_size)
+        check.check_ids(name, ids, self._info.vocab_size)
         return list(ids)
 
-    # ---- the parameters
+    # --- the parameters --------------------------------------------------------------------------------------------
 
     def _settle(self, params: SamplingParams, num_prompt_tokens: int, arrival: int) -> SamplingParams:
-        room = self._max_model_len - num_prompt_tokens
+        room = self._info.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         if params.min_tokens > max_tokens:
             raise check.fail("min_tokens", params.min_tokens, f"at most the {max_tokens} tokens there is room for")
@@ -137,11 +139,11 @@ class InputProcessor:
         return params.settled(max_tokens=max_tokens, seed=seed, bad_words_token_ids=words)
 
     def _ids_of_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is written at the start of a text and after a space. The prompts of a call share them."""
+        """Return the ids of each word at the start of a text and after a space. Prompts of one call share them."""
         known, ids = self._last_bad_words
         if known != words:
             ids = self._encode_bad_words(words)
-            self._last_bad_words = (words, ids)  # at once, for other threads
+            self._last_bad_words = (words, ids)  # one assignment, for other threads
         return ids
 
     def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -154,25 +156,26 @@ class InputProcessor:
                 found[tuple(self._tokenizer.encode(text, add_special_tokens=False))] = None
         return tuple(ids for ids in found if ids)
 
-    def _choices(self, prefix: str, ids: list[int], params: SamplingParams) -> tuple[EngineRequest, ...]:
-        """What the engine gets holds no text. The prompt's log-probabilities are computed for the first choice only."""
-        first = params.settled(stop=(), bad_words=())
-        later = first.settled(prompt_logprobs=None)
-        return tuple(
-            EngineRequest(f"{prefix}-{choice}", ids, later if choice else first, choice) for choice in range(params.n)
-        )
+
+def _choices(prefix: str, ids: list[int], params: SamplingParams) -> tuple[EngineRequest, ...]:
+    """Return one request per choice, without texts. Only the first computes the prompt's log-probabilities."""
+    first = params.settled(stop=(), bad_words=())
+    later = first.settled(prompt_logprobs=None)
+    return tuple(
+        EngineRequest(f"{prefix}-{choice}", ids, later if choice else first, choice) for choice in range(params.n)
+    )
 
 
 def check_params(params: Any) -> None:
-    """Users forget that a dict is no SamplingParams."""
+    """Raise InvalidRequestError unless it is a SamplingParams; a dict is a common mistake."""
     if not isinstance(params, SamplingParams):
         raise check.fail("sampling_params", params, "a SamplingParams")
 
 
 def assigned_seed(engine_seed: int, arrival: int) -> int:
-    """A number that looks random and repeats with the engine's seed and the order of arrival.
+    """Return a seed that looks random and repeats with the engine's seed and the order of arrival.
 
-    53 bits, so that a JSON reader which keeps numbers as doubles can send it back unchanged.
+    It has 53 bits, so that a JSON reader which keeps numbers as doubles can send it back unchanged.
     """
     digest = blake2b(f"{engine_seed}:{arrival}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11

@@ -19,7 +19,6 @@ from penstock.errors import (
     EngineDeadError,
     EngineError,
     EngineOverloadedError,
-    InvalidRequestError,
     ModelLoadError,
     PenstockError,
     RequestFailedError,
@@ -47,7 +46,7 @@ class ProcessClient:
     def __init__(self, options: dict[str, Any], tokenizer: Tokenizer | None, *, seed: int = 0) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
-        self._inputs: InputProcessor | None = None
+        self._inputs: InputProcessor | None = None  # made when the model is known
         self._requests = OpenRequests(tokenizer)
         self._supervisor = EngineSupervisor(options, on_frame=self._receive, on_loss=self._end_all)
         self._watch: asyncio.Task[None] | None = None
@@ -120,9 +119,9 @@ class ProcessClient:
         Leaving the loop aborts the request as soon as nothing refers to the stream any more; a program that keeps it
         in a variable closes it itself (`contextlib.aclosing`).
         """
-        info = await self.start()
+        await self.start()
         self._check_serving()
-        prepared = await self._prepare(info, prompt, params or SamplingParams(**info.default_sampling), request_id)
+        prepared = await self._prepare(prompt, params, request_id)
         self._check_serving()  # the engine may have died while the prompt was tokenised
         request = self._requests.open(prepared)
         try:
@@ -145,13 +144,9 @@ class ProcessClient:
         if self._requests.num_running >= MAX_OPEN_CHOICES:
             raise EngineOverloadedError(f"{self._requests.num_running} choices are running or waiting already")
 
-    async def _prepare(
-        self, info: ModelInfo, prompt: Prompt, params: SamplingParams, request_id: str | None
-    ) -> PreparedRequest:
+    async def _prepare(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None) -> PreparedRequest:
         if self._inputs is None:
-            self._inputs = InputProcessor(
-                self._tokenizer, max_model_len=info.max_model_len, vocab_size=info.vocab_size, seed=self._seed
-            )
+            self._inputs = InputProcessor(self._tokenizer, self.model_info, seed=self._seed)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > SLOW_PROMPT_CHARS:
             return await asyncio.to_thread(self._inputs.process, prompt, params, request_id)
@@ -179,7 +174,7 @@ class ProcessClient:
             return
         request = self._requests.owner(frame.request_id)
         if request is not None:
-            self._end(request, InvalidRequestError(frame.message, param=frame.param, code=frame.code))
+            self._end(request, frame.as_error())
 
     def _deliver(self, outputs: Iterable[EngineOutput]) -> None:
         for request, its_outputs in self._requests.by_request(outputs).items():

@@ -22,7 +22,7 @@ import msgspec
 from penstock.client import frames
 from penstock.client.child import EngineChild
 from penstock.client.engine_client import EngineState
-from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError, PenstockError
+from penstock.errors import EngineDeadError, EngineError, PenstockError
 from penstock.interface.messages import EngineStats, ModelInfo
 
 LOGGER = logging.getLogger("penstock")
@@ -134,9 +134,8 @@ class EngineSupervisor:
                 self.settled.set()
             case frames.Outputs() | frames.Rejected():
                 self._on_frame(frame)
-            case frames.Failed(message=message, param=param, code=code, user_error=user_error):
-                wrong_option = InvalidRequestError(message, param=param, code=code)
-                self._fail(wrong_option if user_error else ModelLoadError(message))
+            case frames.Failed():
+                self._fail(frame.as_error())
 
     async def _restart_after(self, code: int, was_ready: bool) -> None:
         """Report a death and start a new engine process, unless there were too many."""

@@ -1,4 +1,4 @@
-"""Finds the tokenizer that belongs to a model. Imports no torch."""
+"""Find the tokenizer that belongs to a model. Imports no torch."""
 
 from typing import Any
 
@@ -17,28 +17,21 @@ TOKENIZER_FILES = (
 
 
 def choose_tokenizer(given: Any, model: str | None) -> Tokenizer | None:
-    """What a user gave as tokenizer: an object (ours or of Transformers), a directory, or None for the model's own.
+    """Return the tokenizer that a user gave, or the model's own; None if there is none, so prompts must be token ids.
 
-    model: None where the model is an object, which has none.
+    Args:
+        given: an object (ours or of Transformers), a directory, a hub name, "demo", or None for the model's own.
+        model: a directory, a hub name or "demo"; None for a model object, which has no tokenizer.
 
     Raises:
-        ModelLoadError, InvalidRequestError: there is no such tokenizer, or it is of no use.
+        ModelLoadError, InvalidRequestError: it does not exist or cannot be used.
     """
     if given is not None and not isinstance(given, str):
         return adopt_tokenizer(given)
     source = given or model
-    return None if source is None else tokenizer_for(source)
-
-
-def tokenizer_for(model: str) -> Tokenizer | None:
-    """The tokenizer of a model directory, hub name or "demo"; None where the directory has no tokenizer file at all.
-
-    A model without one takes prompts as token ids and gives no text.
-
-    Raises:
-        ModelLoadError: there is no such model, or its tokenizer files are of no use.
-    """
-    directory = resolve_model(model)
+    if source is None:
+        return None
+    directory = resolve_model(source)
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
     return load_tokenizer(directory)

@@ -15,6 +15,7 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, RequestFailedError
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.tokenizer.message_content import text_of_content
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
 
 Message = Mapping[str, Any]
@@ -28,16 +29,17 @@ class LLM:
             print(outputs[0].outputs[0].text)
 
     Args:
-        model: a Hugging Face directory, a hub name, "demo", or a model object of Transformers, whose weights are packed
-            here and not looked at again.
-        tokenizer: instead of the one in the model's directory: another directory, or an object, ours or of
-            Transformers. A model object has none of its own: without this it takes token ids and gives no text.
-        options: EngineConfig.from_options' own: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
-            kv_cache_dtype, kv_cache_scales, kv_cache_memory_bytes, enable_prefix_caching, kernels, threads (all cores,
-            or 1 for a small model, unless it is given), seed, ...
+        model: a Hugging Face directory, a hub name, "demo", or a model object of Transformers, whose weights are copied
+            here and not read again.
+        tokenizer: replaces the one in the model's directory: another directory, or an object, ours or of Transformers.
+            A model object has none: without this argument it takes token ids and gives no text.
+        options: of EngineConfig.from_options: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
+            kv_cache_dtype, kv_cache_scales, kv_cache_memory_bytes, enable_prefix_caching, kernels, threads (default:
+            all cores, or 1 for a small model), seed, ...
 
     Attributes:
-        engine: the client below: add_request, step, abort.
+        client: the lower level: add_request, step, abort. Also found as `engine`.
+        config: the options, with every automatic choice made.
 
     Raises:
         InvalidRequestError: an option is unknown, wrong or does not fit the model.
@@ -52,23 +54,28 @@ class LLM:
         found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None)
         built = build_engine(config, None if isinstance(model, str) else model)
         self.config = built.config
+        self.client = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)
         self._lock = threading.Lock()
-        self.engine = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)
+
+    @property
+    def engine(self) -> InProcessClient:
+        """The client, under the name that scripts use: llm.engine.add_request, .step and .abort."""
+        return self.client
 
     def default_params(self, **fields: Any) -> SamplingParams:
-        """SamplingParams with the model's own defaults (its generation_config.json), then these fields."""
-        return SamplingParams(**{**self.engine.model_info.default_sampling, **fields})
+        """Return SamplingParams with the model's own defaults (its generation_config.json), changed by `fields`."""
+        return SamplingParams(**{**self.client.model_info.default_sampling, **fields})
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """One RequestOutput a prompt, in the order given.
+        """Return one RequestOutput per prompt, in the order given.
 
         Args:
             prompts: a string, a mapping with `prompt` or `prompt_token_ids`, or a list of these.
-            sampling_params: one for all, or one a prompt; None takes the model's defaults.
+            sampling_params: one for all, or one per prompt; None takes the model's defaults.
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong; nothing is generated then.
@@ -83,13 +90,13 @@ class LLM:
     def stream(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """(index of the prompt, output) whenever one moved, as its output_kind says. Leaving early aborts the rest.
+        """Yield (index of the prompt, output) as tokens arrive, as its output_kind says. Leaving early aborts the rest.
 
         Raises:
-            InvalidRequestError: a prompt or parameter is wrong, or other requests are under way: their outputs would
-                have nowhere to go.
+            InvalidRequestError: a prompt or parameter is wrong, or other requests are running, whose outputs would be
+                lost.
         """
-        if self.engine.has_unfinished_requests():
+        if self.client.has_unfinished_requests():
             raise InvalidRequestError(
                 "requests of llm.engine.add_request or of another stream are under way; finish or abort them first"
             )
@@ -97,16 +104,16 @@ class LLM:
         indices: dict[str, int] = {}
         try:
             for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True)):
-                indices[self.engine.add_request(None, prompt, choice)] = index
+                indices[self.client.add_request(None, prompt, choice)] = index
             while indices:
-                for output in self.engine.step():
+                for output in self.client.step():
                     index = indices[output.request_id]
                     if output.finished:
                         del indices[output.request_id]
                     yield index, output
         finally:
             for request_id in indices:
-                self.engine.abort(request_id)
+                self.client.abort(request_id)
 
     def chat(
         self,
@@ -117,31 +124,38 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, through the model's chat template.
 
+        Args:
+            messages: mappings with a role and a content, which is a string or a list of text parts
+                {"type": "text", "text": "..."}, as over HTTP.
+
         Raises:
             InvalidRequestError: the messages or parameters are wrong, or the model has no chat template.
         """
-        prompts = [self._chat_prompt(item, add_generation_prompt) for item in _conversations(messages)]
+        several = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
+        conversations: Sequence[Any] = messages if several else [messages]
+        prompts = [self._chat_prompt(item, add_generation_prompt) for item in conversations]
         return self.generate(prompts, sampling_params)
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
-        """The answer to a conversation, piece by piece. Leaving early aborts it.
+        """Yield the answer to a conversation, piece by piece. Leaving early aborts it.
 
         Raises:
             InvalidRequestError: as `chat`.
             RequestFailedError: the computation failed.
         """
         delta = replace(params, output_kind=RequestOutputKind.DELTA)
-        for _, output in self.stream([self._chat_prompt(_conversation(messages), True)], delta):
+        for _, output in self.stream([self._chat_prompt(messages, True)], delta):
             if output.error is not None:
                 raise RequestFailedError(output.error)
             yield output.outputs[0].text
 
-    def _chat_prompt(self, messages: list[Message], add_generation_prompt: bool) -> Prompt:
-        tokenizer = self.engine.tokenizer
+    def _chat_prompt(self, messages: Any, add_generation_prompt: bool) -> Prompt:
+        conversation = _conversation(messages)
+        tokenizer = self.client.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise InvalidRequestError("messages: the model has no chat template", param="messages")
-        text = tokenizer.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
-        check_prompt_length(text, self.engine.model_info.max_model_len, param="messages")
+        text = tokenizer.chat_template.render(conversation, add_generation_prompt=add_generation_prompt)
+        check_prompt_length(text, self.client.model_info.max_model_len, param="messages")
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -152,17 +166,17 @@ class LLM:
         if not isinstance(given, list | tuple):
             raise check.fail("sampling_params", given, "a SamplingParams, or a list of them")
         if len(given) != count:
-            message = f"sampling_params: {len(given)} for {count} prompts; give one, or one a prompt"
+            message = f"sampling_params: {len(given)} for {count} prompts; give one, or one per prompt"
             raise InvalidRequestError(message, param="sampling_params")
         return list(given)
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None where it has none."""
-        return self.engine.tokenizer
+        """Return the model's tokenizer; None if it has none."""
+        return self.client.tokenizer
 
     def shutdown(self) -> None:
         """Free the model. A second call does nothing."""
-        self.engine.shutdown()
+        self.client.shutdown()
 
     def __enter__(self) -> "LLM":
         return self
@@ -178,7 +192,7 @@ def _final(params: list[SamplingParams]) -> list[SamplingParams]:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list. A list of integers is one prompt."""
+    """Return one prompt, or several, as a list. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, list | tuple):
@@ -190,20 +204,12 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
-def _conversations(messages: Any) -> list[list[Message]]:
-    """One conversation, or several, as a list of them."""
-    if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple):
-        return [_conversation(item) for item in messages]
-    return [_conversation(messages)]
-
-
 def _conversation(messages: Any) -> list[Message]:
-    """Its messages, each with a role and a content. Which roles there are is the template's business."""
+    """Return the messages with each content as one text. Which roles exist is decided by the template."""
     if not isinstance(messages, list | tuple) or not messages:
         raise InvalidRequestError("messages: give a list of at least one message", param="messages")
     for message in messages:
-        known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not known or not isinstance(message.get("content"), str | list):
-            text = f"messages: {check.shown(message)} is no message; it must have a role and a content"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            text = f"messages: {check.shown(message)} is not a message; it must have a role and a content"
             raise InvalidRequestError(text, param="messages")
-    return list(messages)
+    return [{**message, "content": text_of_content(message.get("content"), message["role"])} for message in messages]

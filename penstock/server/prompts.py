@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import to_builtins
+
 from penstock import validation as check
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.messages import ModelInfo
@@ -15,17 +17,15 @@ from penstock.server.context import ServerContext
 from penstock.server.openai_requests import (
     ChatRequest,
     CompletionRequest,
-    ContentPart,
     Message,
     TokenizeRequest,
-    refusal,
     refuse_planned,
 )
+from penstock.tokenizer.message_content import text_of_content
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 MAX_MESSAGES = 4096
 MESSAGE_PLANNED = ("tool_calls", "tool_call_id", "function_call", "audio", "annotations", "refusal")
-PLANNED_PARTS = frozenset({"image_url", "input_audio", "file", "video_url"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,27 +157,9 @@ def _turn(message: Message) -> dict[str, str]:
         raise NotSupportedError(
             f"messages: the role {message.role} is not supported; tools are not built yet", param="messages"
         )
-    turn = {"role": "system" if message.role == "developer" else message.role, "content": _content(message)}
+    content = text_of_content(to_builtins(message.content), message.role)
+    turn = {"role": "system" if message.role == "developer" else message.role, "content": content}
     return turn if message.name is None else {**turn, "name": message.name}
-
-
-def _content(message: Message) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    if not message.content:
-        raise InvalidRequestError(f"messages: the content of the {message.role} message is missing", param="messages")
-    return "\n".join(_part_text(part) for part in message.content)
-
-
-def _part_text(part: ContentPart) -> str:
-    """The text of a part; nothing but text is ever fetched or read."""
-    if part.type in PLANNED_PARTS:
-        raise refusal("messages", {"type": part.type})
-    if part.type != "text" or part.text is None:
-        raise InvalidRequestError(
-            f"messages: {check.shown(part.type)}: a part must be a text with type text", param="messages"
-        )
-    return part.text
 
 
 async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from penstock.client.input_processor import InputProcessor, assigned_seed
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
+from tests.fakes_engine import model_info
 from tests.tokenizer import vocabularies as voc
 
 MAX_LEN = 64
@@ -15,7 +16,7 @@ MAX_LEN = 64
 @pytest.fixture
 def processor():
     tok = voc.make("byte_level")
-    return InputProcessor(tok, max_model_len=MAX_LEN, vocab_size=tok.vocab_size, seed=7)
+    return InputProcessor(tok, model_info(MAX_LEN, tok.vocab_size), seed=7)
 
 
 class TestPrompts:
@@ -66,7 +67,7 @@ class TestPrompts:
     @given(st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text()), st.lists))
     def test_anything(self, prompt):
         """Guards against any other exception than the user's error."""
-        processor = InputProcessor(voc.make("byte_level"), max_model_len=MAX_LEN, vocab_size=500)
+        processor = InputProcessor(voc.make("byte_level"), model_info(MAX_LEN, 500))
         try:
             made = processor.process(prompt, SamplingParams())
         except InvalidRequestError:
@@ -76,7 +77,7 @@ class TestPrompts:
 
     def test_without_a_tokenizer(self):
         """Guards against an AttributeError where an engine runs on ids alone."""
-        processor = InputProcessor(None, max_model_len=MAX_LEN, vocab_size=10)
+        processor = InputProcessor(None, model_info(MAX_LEN, 10))
         assert processor.process([1], SamplingParams(detokenize=False)).prompt_token_ids == [1]
         for prompt, params in (("x", SamplingParams()), ([1], SamplingParams(bad_words=["x"]))):
             with pytest.raises(InvalidRequestError):
@@ -103,7 +104,7 @@ class TestParameters:
 
     def test_seeds(self, processor):
         """Guards against seeds that differ between two runs of an engine, or repeat within one."""
-        seeds = [processor.process([1], SamplingParams()).seed for _ in range(50)]
+        seeds = [processor.process([1], SamplingParams()).params.seed for _ in range(50)]
         assert seeds == [assigned_seed(7, arrival) for arrival in range(50)]
         assert len(set(seeds)) == 50
         assert all(0 <= seed < 2**64 for seed in seeds)

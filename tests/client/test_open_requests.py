@@ -15,6 +15,7 @@ from penstock.interface.messages import EngineOutput
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.step import TokenLogprobs
+from tests.fakes_engine import model_info
 from tests.tokenizer import vocabularies as voc
 
 TOK = voc.make("byte_level")
@@ -34,7 +35,7 @@ class Session:
     """One OpenRequests with the requests that a test adds; finished ones are closed, as by a quick reader."""
 
     def __init__(self, tokenizer=TOK):
-        self.inputs = InputProcessor(tokenizer, max_model_len=1024, vocab_size=TOK.vocab_size)
+        self.inputs = InputProcessor(tokenizer, model_info(1024, TOK.vocab_size))
         self.requests = OpenRequests(tokenizer)
 
     def add(self, request_id="r", prompt="The fox", **params):
