@@ -13,8 +13,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from penstock.conventions import jetstream_model
-from penstock.conventions.jetstream import Environment
+from penstock.conventions import jetstream
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.kernels.ops import Ops, RowSource
 from penstock.layers.causal_lm import CausalLM
@@ -144,7 +143,7 @@ def load_model(
         fill(model, read_parameters(model_config), source, ops)
     make = _factory(model_config, ops, scheme, max_model_len, head)
     if _registered(model_config).convention == "jetstream":
-        model = jetstream_model.JetStreamModel(model, Environment(model_config, make.ops, make))
+        model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, make.ops, make))
     return cast(CausalLM, model.eval())
 
 
@@ -187,7 +186,7 @@ def empty_model(
     parameters = make.parameters
     entry = _registered(model_config)
     if entry.convention == "jetstream":
-        model = jetstream_model.build(entry.model_class, model_config, make)
+        model = jetstream.build(entry.model_class, model_config, make)
     else:
         model = entry.model_class(model_config, make)
     differing = set(parameters) ^ {name for name, _ in model.named_parameters(remove_duplicate=False)}
