@@ -22,6 +22,7 @@ from torch import Tensor
 
 from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import AttentionMetadata, KVCache, Ops
+from penstock.kernels.reference.attention import visible_keys
 from penstock.quant.kv import dequantize, quantize_tokens
 
 ABSENT = -1  # the position of a key or query that does not exist
@@ -40,9 +41,7 @@ def visible(queries: Tensor, keys: Tensor, window: int | None = None, num_sink_t
     Causal; within the window, which counts the token itself, or among the first num_sink_tokens. Keys may come in any
     order, so a ring need not be unrotated.
     """
-    query_at, key_at = queries[:, None, :, None], keys[:, None, None, :]
-    seen = (key_at >= 0) & (key_at <= query_at)
-    return seen if window is None else seen & ((key_at > query_at - window) | (key_at < num_sink_tokens))
+    return visible_keys(queries[:, None, :, None], keys[:, None, None, :], window, num_sink_tokens)
 
 
 class PagedCacheView:

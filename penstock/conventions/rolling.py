@@ -71,9 +71,9 @@ class RollingBuffer:
         seq_len: tokens stored so far.
     """
 
-    def __init__(self, window: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, window: int, num_kv_heads: int, head_dim: int) -> None:
         self.window = window
-        self.keys = torch.full((window, num_kv_heads, head_dim), float("nan"), dtype=dtype)
+        self.keys = torch.full((window, num_kv_heads, head_dim), float("nan"))
         self.values = self.keys.clone()
         self.seq_len = 0
 
