@@ -1,8 +1,6 @@
-"""Other projects' calling conventions and quick starts, on the same engine.
+"""Other projects' calling conventions and quick starts on top of penstock.LLM; nothing of the engine imports them.
 
-    colossalai        InferenceConfig, InferenceEngine, register_logit_processor
-    jetstream         Environment, AttentionKernel, and models written as forward(tokens, input_pos, caches, mask)
-    run_interactive   python -m penstock.compat.run_interactive --size=7b --model=gemma ...
-
-Nothing of the engine imports this.
+colossalai        InferenceConfig, InferenceEngine, register_logit_processor
+jetstream         Environment, AttentionKernel, and models written as forward(tokens, input_pos, caches, mask)
+run_interactive   python -m penstock.compat.run_interactive --size=7b --model=gemma ...
 """

@@ -8,7 +8,7 @@
     prompts = {'Nice to meet you, Colossal-Inference!'}
     engine.generate(prompts)
 
-It is the engine of penstock.LLM, so requests share every step and do not see each other.
+Requests run on the engine of penstock.LLM: they share every step and do not affect each other.
 """
 
 import itertools
@@ -34,10 +34,10 @@ register_logit_processor = register_logits_processor
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A request that has ended.
+    """A finished request.
 
     Attributes:
-        prompt: the text, in its template; None where ids were given.
+        prompt: the text with its template applied; None if token ids were given.
     """
 
     request_id: int
@@ -47,16 +47,16 @@ class Sequence:
 
 
 class InferenceEngine:
-    """A model that answers prompts.
+    """ColossalAI's engine on a penstock.LLM.
 
     Args:
-        model_or_path: a model object of Transformers, a directory, a hub name, or "demo".
-        tokenizer: of Transformers, ours, or a directory; None takes the one in the model's directory.
-        inference_config: None is the defaults, which serve in bfloat16.
-        verbose: tell on standard error what was chosen, and why.
+        model_or_path: a Transformers model object, a directory, a hub name, or "demo".
+        tokenizer: a Transformers or Penstock tokenizer, or a directory; None takes the one in the model's directory.
+        inference_config: None takes the defaults, which serve in bfloat16.
+        verbose: print the options that were chosen, and why, to standard error.
 
     Attributes:
-        llm: the penstock.LLM below.
+        llm: the penstock.LLM that computes.
 
     Raises:
         InvalidRequestError: an option is wrong; `param` names it.
@@ -73,7 +73,7 @@ class InferenceEngine:
     ) -> None:
         if model_policy is not None:
             raise NotSupportedError(
-                "model_policy: there are no policies; a model of your own is registered by penstock.register_model",
+                "model_policy: policies are not supported; register your own model with penstock.register_model",
                 param="model_policy",
             )
         self.inference_config = check_config(inference_config)
@@ -93,34 +93,38 @@ class InferenceEngine:
         *,
         request_ids: int | Iterable[int] | None = None,
     ) -> list[str] | tuple[list[str], list[list[int]]]:
-        """Run these prompts, and all requests that wait, to their ends.
+        """Generate for these prompts and for all waiting requests until every one has finished.
 
         Args:
-            prompts: a text, or several: a list, a tuple or a set. A set has no order: results come in the order in
-                which it is gone through, so whoever wants to know which answer is whose gives a list.
-            prompts_token_ids: instead: a list of lists of ids, or a tensor or array of two axes.
-            return_token_ids: also give the ids of the answers.
+            prompts: one text, or a list, tuple or set of them. Results follow the iteration order, which a set leaves
+                undefined; pass a list to match answers with prompts.
+            prompts_token_ids: token ids in place of text: a list of lists, or a two-dimensional tensor or array.
+            return_token_ids: also return the token ids of the answers.
             generation_config: Transformers' GenerationConfig (or a mapping), for these and for later requests. A key
-                that is the name of a logit processor gives it its arguments.
+                that names a logit processor holds its arguments.
 
         Returns:
-            A text for each request, by ascending request id: prompt and answer, as ColossalAI gives them; and, where
-            asked for, a list of the answers' ids.
+            One text per request, prompt and answer, in ascending order of request id; with return_token_ids, a tuple
+            of these texts and the answers' token ids.
 
         Raises:
-            InvalidRequestError: something is wrong with a prompt or the config; nothing of this call is generated.
-            RequestFailedError: a computation failed.
+            InvalidRequestError: a prompt or the config is wrong; none of this call's prompts is added.
+            RequestFailedError: the computation of a request failed.
         """
         if generation_config is not None:
             self._generation = _as_dict(generation_config)
         if prompts is not None or prompts_token_ids is not None:
             self.add_request(request_ids, prompts, prompts_token_ids)
-        ended: list[Sequence] = []
+        finished: list[Sequence] = []
         while self.llm.engine.has_unfinished_requests():
-            ended += self.step()
-        ended.sort(key=lambda item: item.request_id)
-        texts = [self._text(item) for item in ended]
-        return (texts, [item.output_token_id for item in ended]) if return_token_ids else texts
+            finished += self.step()
+        finished.sort(key=lambda item: item.request_id)
+        tokenizer = self.llm.get_tokenizer()
+        texts = [
+            "" if tokenizer is None else tokenizer.decode(item.input_token_id + item.output_token_id)
+            for item in finished
+        ]
+        return (texts, [item.output_token_id for item in finished]) if return_token_ids else texts
 
     def add_request(
         self,
@@ -129,16 +133,16 @@ class InferenceEngine:
         prompts_token_ids: Any = None,
         **generation_fields: Any,
     ) -> None:
-        """Let requests wait for `step` or `generate`.
+        """Queue requests for `step` or `generate`.
 
         Args:
-            request_ids: integers, one a prompt; None counts.
-            generation_fields: of a GenerationConfig, for these requests.
+            request_ids: one integer per prompt; None numbers them.
+            generation_fields: fields of a GenerationConfig, for these requests.
 
         Raises:
-            InvalidRequestError: as `generate`; none of the requests was added.
+            InvalidRequestError: as in `generate`; none of the requests is added.
         """
-        texts = None if prompts is None else [self.inference_config.formatted(_text(item)) for item in _texts(prompts)]
+        texts = None if prompts is None else [self.inference_config.formatted(text) for text in _texts(prompts)]
         ids = self._ids(texts) if prompts_token_ids is None else _id_lists(prompts_token_ids)
         if texts is not None and len(texts) != len(ids):
             raise check.fail("prompts_token_ids", prompts_token_ids, f"one list for each of {len(texts)} prompts")
@@ -156,23 +160,19 @@ class InferenceEngine:
             raise
 
     def step(self) -> list[Sequence]:
-        """Compute one step: the requests that ended in it.
+        """Compute one step and return the requests that finished in it.
 
         Raises:
-            RequestFailedError: the computation of one failed.
+            RequestFailedError: the computation of a request failed.
         """
-        return [_ended(output) for output in self.llm.engine.step() if output.finished]
+        return [_sequence(output) for output in self.llm.engine.step() if output.finished]
 
     def enable_spec_dec(self, *_: Any, **__: Any) -> None:
-        """Not built.
-
-        Raises:
-            NotSupportedError: always.
-        """
+        """Raise NotSupportedError: speculative decoding is not built."""
         raise NotSupportedError("enable_spec_dec: speculative decoding is not built yet")
 
     def shutdown(self) -> None:
-        """Free the model. A second call does nothing."""
+        """Release the model. A second call does nothing."""
         self.llm.shutdown()
 
     def _ids(self, texts: list[str] | None) -> list[list[int]]:
@@ -180,19 +180,21 @@ class InferenceEngine:
         if texts is None:
             raise InvalidRequestError("prompts: give prompts or prompts_token_ids", param="prompts")
         if tokenizer is None:
-            raise InvalidRequestError("prompts: there is no tokenizer; give prompts_token_ids", param="prompts")
+            raise InvalidRequestError("prompts: the model has no tokenizer; give prompts_token_ids", param="prompts")
         return [tokenizer.encode(text) for text in texts]
 
     def _request_numbers(self, given: int | Iterable[int] | None, count: int) -> list[int]:
-        numbers = list(itertools.islice(self._numbers, count)) if given is None else _numbers(given)
+        if given is None:
+            return list(itertools.islice(self._numbers, count))
+        numbers = [given] if isinstance(given, int) else list(given)
         for number in numbers:
             check.check_int("request_ids", number, 0, 2**63 - 1)
         if len(set(numbers)) != count or len(numbers) != count:
-            raise check.fail("request_ids", numbers, f"{count} different integers, one a prompt")
+            raise check.fail("request_ids", numbers, f"{count} different integers, one per prompt")
         return numbers
 
     def _params(self, fields: Mapping[str, Any], num_prompt_tokens: int) -> SamplingParams:
-        """What the config and these fields of a GenerationConfig ask for, after a prompt of that length."""
+        """Return the sampling parameters of the config and of these GenerationConfig fields, for one prompt."""
         config = self.inference_config
         if num_prompt_tokens > config.max_input_len:
             raise InvalidRequestError(
@@ -204,17 +206,13 @@ class InferenceEngine:
             allowed = f"at most max_output_len = {config.max_output_len}"
             raise check.fail("max_new_tokens", asked["max_tokens"], allowed)
         sampling = config.sampling()
-        if "temperature" in asked:  # do_sample is said, so what the config says of drawing does not count
+        if "temperature" in asked:  # do_sample is given, so it replaces the config's own choice of sampling
             kept = ("max_tokens", "ignore_eos", "repetition_penalty")
             sampling = {name: value for name, value in sampling.items() if name in kept}
         return SamplingParams(**(sampling | asked))
 
-    def _text(self, ended: Sequence) -> str:
-        tokenizer = self.llm.get_tokenizer()
-        return "" if tokenizer is None else tokenizer.decode(ended.input_token_id + ended.output_token_id)
 
-
-def _ended(output: RequestOutput) -> Sequence:
+def _sequence(output: RequestOutput) -> Sequence:
     if output.error is not None:
         raise RequestFailedError(f"request {output.request_id}: {output.error}")
     ids = list(output.outputs[0].token_ids)
@@ -222,10 +220,10 @@ def _ended(output: RequestOutput) -> Sequence:
 
 
 def _sampling(fields: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
-    """Fields of a GenerationConfig as SamplingParams spells them.
+    """Return fields of a GenerationConfig as SamplingParams spells them.
 
     Raises:
-        InvalidRequestError: one would change the answer and is not supported.
+        InvalidRequestError: a field would change the answer and is not supported.
     """
     read = ConfigReader(fields, "generation_config")
     sampling = read_sampling(read)
@@ -239,7 +237,7 @@ def _sampling(fields: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, An
             raise check.fail("max_length", longest, f"more than the {num_prompt_tokens} tokens of the prompt")
         sampling["max_tokens"] = longest - num_prompt_tokens
     ends = read.raw("eos_token_id")
-    if ends is not None:  # these ids end a text, and the model's own do not
+    if ends is not None:  # these ids replace the model's own end tokens
         sampling |= {"stop_token_ids": ends if isinstance(ends, list) else [ends], "ignore_eos": True}
     read.raw("bos_token_id")
     processors = {name: fields[name] for name in fields if name in PROCESSORS and read.has(name)}
@@ -260,31 +258,27 @@ def _as_dict(generation_config: Any) -> dict[str, Any]:
 
 
 def _texts(prompts: str | Iterable[str]) -> list[str]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+    """Return one text or several as a list, none of them empty."""
+    listed = [prompts] if isinstance(prompts, str) else prompts
+    if isinstance(listed, Mapping | bytes) or not isinstance(listed, Iterable):
         raise check.fail("prompts", prompts, "a text, or a list or set of texts")
-    return list(prompts)
-
-
-def _text(prompt: Any) -> str:
-    if not isinstance(prompt, str) or not prompt:
-        raise check.fail("prompts", prompt, "a text, or a list or set of texts, none of them empty")
-    return prompt
+    texts = list(listed)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise check.fail("prompts", text, "a text, or a list or set of texts, none of them empty")
+    return texts
 
 
 def _id_lists(given: Any) -> list[list[int]]:
-    """One list or several, of integers; tensors and arrays become lists."""
-    values = given.tolist() if callable(getattr(given, "tolist", None)) else given
-    if not isinstance(values, list | tuple) or not values:
-        raise check.fail("prompts_token_ids", given, "a list of lists of ids, or a tensor or array of two axes")
-    rows = [item.tolist() if callable(getattr(item, "tolist", None)) else item for item in values]
-    if all(isinstance(item, int) for item in rows):
-        return [list(rows)]
-    if not all(isinstance(item, list | tuple) for item in rows):
-        raise check.fail("prompts_token_ids", given, "a list of lists of ids, or a tensor or array of two axes")
+    """Return one list of ids or several as lists; tensors and arrays become lists."""
+    values = _as_list(given)
+    rows = [_as_list(item) for item in values] if isinstance(values, list | tuple) else []
+    if rows and all(isinstance(item, int) for item in rows):
+        return [rows]
+    if not rows or not all(isinstance(item, list | tuple) for item in rows):
+        raise check.fail("prompts_token_ids", given, "a list of lists of ids, or a two-dimensional tensor or array")
     return [list(item) for item in rows]
 
 
-def _numbers(given: int | Iterable[int]) -> list[int]:
-    return [given] if isinstance(given, int) else list(given)
+def _as_list(given: Any) -> Any:
+    return given.tolist() if callable(getattr(given, "tolist", None)) else given

@@ -1,6 +1,6 @@
-"""ColossalAI's InferenceConfig: its fields, the values that mean something here, and why the others do not.
+"""ColossalAI's InferenceConfig: its fields, the values that are supported, and why others are not.
 
-Every field is checked; a value that would change nothing is refused with the reason, unless it is the default.
+Every field is checked. A field that has no effect here is refused, with the reason, unless it has its default.
 """
 
 from dataclasses import dataclass, fields
@@ -8,61 +8,49 @@ from typing import Any
 
 from penstock import validation as check
 from penstock.config import BLOCK_SIZE_UNIT, KV_CACHE_DTYPES, MAX_CONTEXT
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import NotSupportedError
 from penstock.interface.sampling_params import SamplingParams
 
-# torch's types print as torch.float16; the config knows no torch. There is no float16 arithmetic: it becomes bfloat16.
+# torch's types are compared as text, so that torch is not imported. float16 is served as bfloat16.
 TYPES = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32"}
 TYPES |= {"torch.float16": "bfloat16", "torch.bfloat16": "bfloat16", "torch.float32": "float32"}
 TEMPLATE_FIELD = "{input_text}"
 
-# Fields that have one value here, the default, and why.
-ONE_DEVICE = "the model is on one device; more are planned"
-NO_BEAMS = "beam search is not built"
-NO_DRAFTS = "speculative decoding is not built yet"
-NO_CUDA = "there is no CUDA here; the kernels are chosen by themselves"
-FIXED = {
-    "beam_width": NO_BEAMS,
-    "early_stopping": NO_BEAMS,
-    "prefill_ratio": "prompts and decoding share every step, so there is nothing to balance",
-    "pad_input": "sequences are packed without padding",
-    "no_repeat_ngram_size": "it is not built; register_logit_processor can do it",
-    "forced_eos_token_id": "it is not built; register_logit_processor can do it",
-    "use_spec_dec": NO_DRAFTS,
-    "max_n_spec_tokens": NO_DRAFTS,
-    "glimpse_large_kv": NO_DRAFTS,
-    "tp_size": ONE_DEVICE,
-    "pp_size": ONE_DEVICE,
-    "micro_batch_size": ONE_DEVICE,
-    "micro_batch_buffer_size": ONE_DEVICE,
-    "use_cuda_kernel": NO_CUDA,
-    "use_cuda_graph": NO_CUDA,
-    "max_context_len_to_capture": NO_CUDA,
-    "high_precision": "products always accumulate in float32",
-    "enable_streamingllm": "a window with sinks is the model's own choice here",
-    "start_token_size": "a window with sinks is the model's own choice here",
-    "generated_token_size": "a window with sinks is the model's own choice here",
-    "patched_parallelism_size": "it is for diffusion models, which are not served",
+# Fields that must keep their default, and why.
+REASONS = {
+    "beam search is not built": "beam_width early_stopping",
+    "prompts and decoding share every step, so there is nothing to balance": "prefill_ratio",
+    "sequences are packed without padding": "pad_input",
+    "it is not built; register_logit_processor can do it": "no_repeat_ngram_size forced_eos_token_id",
+    "speculative decoding is not built yet": "use_spec_dec max_n_spec_tokens glimpse_large_kv",
+    "the model is on one device; more are planned": "tp_size pp_size micro_batch_size micro_batch_buffer_size",
+    "kernels are chosen automatically, and there is no CUDA graph": (
+        "use_cuda_kernel use_cuda_graph max_context_len_to_capture"
+    ),
+    "products always accumulate in float32": "high_precision",
+    "a window with sinks is part of the model here": "enable_streamingllm start_token_size generated_token_size",
+    "it is for diffusion models, which are not supported": "patched_parallelism_size",
 }
+FIXED = {name: reason for reason, names in REASONS.items() for name in names.split()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
-    """The fields and defaults of ColossalAI's.
+    """ColossalAI's InferenceConfig, with its fields and defaults.
 
     Attributes:
-        max_batch_size: most requests that run at once.
-        max_input_len, max_output_len: longest prompt and longest answer, in tokens; together the context.
+        max_batch_size: maximum number of requests that run at once.
+        max_input_len, max_output_len: longest prompt and longest answer in tokens; their sum is the context.
         dtype: "fp16" (served as bfloat16), "bf16", "fp32", or torch's types.
-        kv_cache_dtype: None is dtype; or one of ours, "int8" for instance.
-        prompt_template: a text with {input_text} in it, which is replaced by the prompt.
-        do_sample: False takes the most likely token; then top_k, top_p, min_p and temperature do not count.
-        ignore_eos: go on after the model's end tokens.
-        block_size: tokens a block of the cache holds.
+        kv_cache_dtype: None means dtype; or one of Penstock's, such as "int8".
+        prompt_template: a text that contains {input_text}, which the prompt replaces.
+        do_sample: False takes the most likely token and ignores top_k, top_p, min_p and temperature.
+        ignore_eos: continue after the model's end tokens.
+        block_size: tokens per block of the cache.
 
     Raises:
         InvalidRequestError: a value is not allowed; `param` names the field.
-        NotSupportedError: it asks for something that is not here, and why.
+        NotSupportedError: a value asks for something that is not supported; the message says why.
     """
 
     max_batch_size: int = 8
@@ -110,7 +98,9 @@ class InferenceConfig:
         for name in ("do_sample", "ignore_eos"):
             check.check_bool(name, getattr(self, name))
         self._check_cache()
-        self._check_template()
+        template = self.prompt_template
+        if template is not None and (not isinstance(template, str) or TEMPLATE_FIELD not in template):
+            raise check.fail("prompt_template", template, f"a text that contains {TEMPLATE_FIELD}, or None")
         self._check_fixed()
         self.sampling()
 
@@ -119,31 +109,24 @@ class InferenceConfig:
         if self.block_size % BLOCK_SIZE_UNIT:
             raise check.fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZE_UNIT}")
         if self.kv_cache_dtype == "fp8":
-            raise NotSupportedError("kv_cache_dtype: fp8 is not built; int8 takes as little", param="kv_cache_dtype")
+            raise NotSupportedError("kv_cache_dtype: fp8 is not built; int8 is as small", param="kv_cache_dtype")
         check.check_choice("kv_cache_dtype", self.kv_cache_dtype, (None, *KV_CACHE_DTYPES))
 
-    def _check_template(self) -> None:
-        template = self.prompt_template
-        if template is not None and (not isinstance(template, str) or TEMPLATE_FIELD not in template):
-            raise check.fail("prompt_template", template, f"a text with {TEMPLATE_FIELD} in it, written out in full")
-
     def _check_fixed(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            same = value == field.default and isinstance(value, bool) == isinstance(field.default, bool)
-            if field.name in FIXED and not same and value is not None:
-                raise NotSupportedError(
-                    f"{field.name}: {check.shown(value)} is not allowed; it must be {field.default}: "
-                    f"{FIXED[field.name]}",
-                    param=field.name,
-                )
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, reason in FIXED.items():
+            value, default = getattr(self, name), defaults[name]
+            same = value == default and isinstance(value, bool) == isinstance(default, bool)
+            if not same and value is not None:
+                text = f"{name}: {check.shown(value)} is not allowed; it must be {default}: {reason}"
+                raise NotSupportedError(text, param=name)
 
     @property
     def max_model_len(self) -> int:
         return self.max_input_len + self.max_output_len
 
     def engine_options(self) -> dict[str, Any]:
-        """As EngineConfig.from_options spells them."""
+        """Return the options as EngineConfig.from_options spells them."""
         return {
             "dtype": TYPES[str(self.dtype)],
             "max_num_seqs": self.max_batch_size,
@@ -153,36 +136,31 @@ class InferenceConfig:
         }
 
     def sampling(self) -> dict[str, Any]:
-        """As SamplingParams spells it; checked there.
+        """Return the fields of SamplingParams.
 
         Raises:
             InvalidRequestError: a value is out of range.
         """
-        asked = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p", "temperature")}
-        drawn: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-        penalty: dict[str, Any] = (
-            {} if self.repetition_penalty is None else {"repetition_penalty": self.repetition_penalty}
-        )
-        SamplingParams(**drawn, **penalty)  # what does not count is checked, too
-        common = penalty | {"max_tokens": self.max_output_len, "ignore_eos": self.ignore_eos}
-        return common | (drawn if self.do_sample else {"temperature": 0.0})
+        names = ("top_k", "top_p", "min_p", "temperature", "repetition_penalty")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        SamplingParams(**given)  # checks also what do_sample=False ignores
+        if not self.do_sample:
+            given = {name: value for name, value in given.items() if name == "repetition_penalty"} | {
+                "temperature": 0.0
+            }
+        return given | {"max_tokens": self.max_output_len, "ignore_eos": self.ignore_eos}
 
     def formatted(self, prompt: str) -> str:
-        """The prompt in its template."""
+        """Return the prompt with the template applied."""
         return prompt if self.prompt_template is None else self.prompt_template.replace(TEMPLATE_FIELD, prompt)
 
 
 def check_config(given: Any) -> InferenceConfig:
-    """None is the defaults.
+    """Return the config; None means the defaults.
 
     Raises:
-        InvalidRequestError: it is something else than an InferenceConfig.
+        InvalidRequestError: it is not an InferenceConfig.
     """
-    if given is None:
-        return InferenceConfig()
-    if not isinstance(given, InferenceConfig):
-        raise InvalidRequestError(
-            f"inference_config: {check.shown(given)} is not allowed; it must be an InferenceConfig",
-            param="inference_config",
-        )
-    return given
+    if given is not None and not isinstance(given, InferenceConfig):
+        raise check.fail("inference_config", given, "an InferenceConfig")
+    return given or InferenceConfig()

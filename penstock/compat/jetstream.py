@@ -1,4 +1,4 @@
-"""JetStream's names for models written to its calling convention; docs/adding_a_model.md has the steps of a port.
+"""JetStream's names for models written to its calling convention; docs/adding_a_model.md describes a port.
 
 @register_model("MineForCausalLM", table="mine.yaml", convention="jetstream")
 class MineForCausalLM(nn.Module):
@@ -6,7 +6,7 @@ class MineForCausalLM(nn.Module):
     def forward(self, tokens, input_pos, caches: list[CacheInterface], mask): ...    # logits [B, S, V]
 """
 
-from penstock.conventions.cache_interface import CacheInterface
+from penstock.conventions.caches import CacheInterface
 from penstock.conventions.jetstream import AttentionKernel, Environment
 from penstock.models.registry import register_model
 from penstock.spec.model_config import ModelConfig

@@ -1,10 +1,10 @@
-"""JetStream's run_interactive.py, with its flags, on this engine: prints tokens and times. Also a quick smoke test.
+"""JetStream's run_interactive.py with its flags on this engine: prints tokens and times. Also a smoke test.
 
     python -m penstock.compat.run_interactive --model=gemma --size=7b --batch_size=128 --max_cache_length=2048 \
         --tokenizer_path=/models/gemma --sharding_config=gemma.yaml --checkpoint_path=/models/gemma
 
---flag=value and --flag value are the same. Without --checkpoint_path the weights are random, which shows that the code
-runs; what `--model` and `--size` stand for is in sizes.yaml. Without --tokenizer_path prompts are token ids.
+Without --checkpoint_path the weights are random, which shows that the code runs; sizes.yaml defines `--model` and
+`--size`. Without --tokenizer_path prompts are token ids.
 """
 
 import argparse
@@ -31,19 +31,19 @@ PROMPTS = (
     "To sort a list of numbers in Python,",
     "Once upon a time there was a dog that",
 )
-ID_PROMPTS = ([1, 2, 3, 4, 5], [6, 7, 8], [9] * 12, [10, 11])  # where there is no tokenizer
+ID_PROMPTS = ([1, 2, 3, 4, 5], [6, 7, 8], [9] * 12, [10, 11])  # without a tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
-    """JetStream's flags."""
+    """Return the parser of JetStream's flags."""
     made = argparse.ArgumentParser(prog="penstock.compat.run_interactive", description=(__doc__ or "").split("\n")[0])
-    made.add_argument("--model", default="llama-2", help="a family of sizes.yaml; with a checkpoint it is checked")
+    made.add_argument("--model", default="llama-2", help="a family in sizes.yaml; checked against a checkpoint")
     made.add_argument("--size", default="tiny", help="which model of that family")
-    made.add_argument("--batch_size", type=int, default=32, metavar="N", help="most requests that run at once")
+    made.add_argument("--batch_size", type=int, default=32, metavar="N", help="maximum requests that run at once")
     made.add_argument("--max_cache_length", type=int, default=1024, metavar="N", help="longest prompt plus output")
     made.add_argument("--max_output_length", type=int, default=MAX_OUTPUT_LENGTH, metavar="N", help="longest output")
     made.add_argument("--tokenizer_path", metavar="DIR", help="a directory with a tokenizer.json")
-    made.add_argument("--sharding_config", metavar="FILE", help="held against the model; one device splits nothing")
+    made.add_argument("--sharding_config", metavar="FILE", help="checked against the model; one device splits nothing")
     made.add_argument("--checkpoint_path", metavar="DIR", help="a Hugging Face directory (default: random weights)")
     for name, what in (("quantize_weights", "weights to int8"), ("quantize_kv_cache", "the cache to int8")):
         made.add_argument(f"--{name}", type=_bool, nargs="?", const=True, default=False, help=f"quantise {what}")
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line. Returns the exit code: 2 for bad input, told in one line."""
+    """Run one command line and return the exit code: 2 for bad input, with one line on standard error."""
     args = parser().parse_args(argv)
     try:
         with _model(args) as (model, options):
@@ -68,8 +68,9 @@ def _run(model: str, args: argparse.Namespace, options: dict[str, Any]) -> None:
     with LLM(model=model, tokenizer=args.tokenizer_path, **options) as llm:
         print(f"Load params  {time.perf_counter() - started:.3f} s")
         prompts: Any = PROMPTS if llm.get_tokenizer() is not None else ID_PROMPTS
-        room = args.max_cache_length - 1 if args.max_output_length is None else args.max_output_length
-        params = llm.default_params(temperature=0.0, max_tokens=room, output_kind=RequestOutputKind.CUMULATIVE)
+        params = llm.default_params(
+            temperature=0.0, max_tokens=args.max_output_length, output_kind=RequestOutputKind.CUMULATIVE
+        )
         for prompt in prompts:
             _answer(llm, prompt, params)
 
@@ -95,7 +96,7 @@ def _answer(llm: LLM, prompt: Any, params: SamplingParams) -> None:
 
 @contextmanager
 def _model(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The model's directory, which without a checkpoint holds config.json only, and the engine's options."""
+    """Yield the model's directory and the engine's options. Without a checkpoint it holds config.json only."""
     config = read_size(args.model, args.size)
     options: dict[str, Any] = {
         "max_num_seqs": args.batch_size,
@@ -115,10 +116,10 @@ def _model(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_size(model: str, size: str) -> dict[str, Any]:
-    """The config.json of a model of sizes.yaml.
+    """Return the config.json of a model in sizes.yaml.
 
     Raises:
-        InvalidRequestError: there is no such family or size; the message lists those there are.
+        InvalidRequestError: the family or size is unknown; the message lists the known ones.
     """
     families: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(SIZES_FILE.read_text(encoding="utf-8"))
     if model not in families:
@@ -130,11 +131,7 @@ def read_size(model: str, size: str) -> dict[str, Any]:
 
 
 def _check_same(config: dict[str, Any], directory: Path, args: argparse.Namespace) -> None:
-    """--model and --size have to be what the checkpoint is.
-
-    Raises:
-        InvalidRequestError: it is something else.
-    """
+    """Raise InvalidRequestError if the checkpoint is not what --model and --size say."""
     try:
         found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -142,16 +139,15 @@ def _check_same(config: dict[str, Any], directory: Path, args: argparse.Namespac
     for key in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if found.get(key) != config[key]:
             raise InvalidRequestError(
-                f"--checkpoint_path: {key} = {found.get(key)} is not that of --model={args.model} --size={args.size}, "
+                f"--checkpoint_path: {key} = {found.get(key)} does not match --model={args.model} --size={args.size}: "
                 f"{config[key]}"
             )
 
 
 def _bool(text: str) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if text.lower() not in words:
+    if text.lower() not in ("true", "1", "yes", "false", "0", "no"):
         raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
-    return words[text.lower()]
+    return text.lower() in ("true", "1", "yes")
 
 
 if __name__ == "__main__":

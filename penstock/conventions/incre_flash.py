@@ -1,42 +1,69 @@
-"""The IncreFlashAttention operator as its document describes it, made of parts (parts.py): one new token a sequence.
+"""The argument list of Huawei's IncreFlashAttention operator, computed in plain torch (kernels/reference/parts.py).
 
-It is an edge: whoever thinks in that operator's arguments finds here what each of them means. The engine's own
-operation is Ops.attend.
+One new token of each of B sequences attends to the keys of its own sequence:
 
-Letters: B sequences, N query heads, Nkv kv heads, G = N / Nkv, D head dim, S slots of a sequence.
+    softmax((q k + pse) * scale, hidden where the mask is true) v
+
+Every argument is checked. What the operator's document leaves undefined and what is not built is refused by name. The
+engine's own operation is Ops.attend.
+
+Arguments of `incre_flash_attention`:
+    query: [B, N, 1, D] (layout BNSD), [B, 1, N D] (BSH) or [B, 1, N, D] (BSND); the output likewise.
+    key, value: the same with Nkv heads and S slots; a list of one such tensor per sequence, each of its own S; or, with
+        a block_table, blocks in place of sequences and block_size slots.
+    num_key_value_heads: 0 means num_heads.
+    actual_seq_lengths: tokens per sequence, or one number for all; later slots may hold anything. None means S.
+    atten_mask: bool [B, ..., S], true hides. A row that sees nothing is zeros, its lse -inf.
+    pse_shift: [B or 1, N, 1, S], added before scaling as in the document, or after it without pse_before_scale.
+    pre_tokens: tokens before the new one (the last of its sequence) that it sees; None means all.
+    block_table: [B, blocks], with block_size, a multiple of 16 (of 32 for int8).
+    kv_padding_size: free slots after every sequence, which ends at S - kv_padding_size.
+    key_antiquant, value_antiquant: what int8 keys and int8 values stand for.
+    quant_scale2, quant_offset2: int8 output round(out * scale + offset); one number or N * D.
+    key_shared_prefix, value_shared_prefix: one sequence of the query's type that precedes every sequence.
+    inner_precise: 0 precise, 1 fast: rows that meet int8 become 3 or 2 int8 rows.
+    softmax_lse_flag: also return the logarithm of the sum of e^score, [B, N, 1, 1] float32.
+
+Letters: B sequences, N query heads, Nkv kv heads, D head dim, S slots per sequence (paged: blocks * block_size).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from penstock.conventions.incre_flash_inputs import (
-    Antiquant,
-    Integers,
-    KeyValue,
-    check_heads,
-    read_antiquant,
-    read_query,
-    read_slots,
-    read_tokens,
-    unsupported,
-    wrong,
-)
-from penstock.kernels.reference.parts import (
-    Part,
-    Scoring,
-    attend_part,
-    attend_tiles,
-    combine,
-    finish,
-    mix,
-    probabilities,
-    scores,
-)
+from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.kernels.reference import parts
+from penstock.kernels.reference.parts import Part, Scoring
 from penstock.quant import kv
 
 SLICES = {0: 3, 1: 2}  # inner_precise: int8 rows that stand for a row that meets int8
+QUERY_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the first two are the operator's
+LAYOUTS = ("BNSD", "BSH", "BSND")
+MODES = ("tensor", "channel", "token")
+MAX_BATCH, MAX_GROUP, MAX_HEAD_DIM, MAX_BLOCK_SIZE = 65536, 64, 512, 512
+
+KeyValue = Tensor | Sequence[Tensor]
+Lengths = Sequence[int] | None
+Form = tuple[str, int, int]  # layout, kv heads, head dim
+Prefix = tuple[Tensor, Tensor] | None  # keys and values, [1, S, Nkv, D]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Antiquant:
+    """What int8 keys or values stand for: an integer B for (B + offset) * scale.
+
+    Attributes:
+        mode: which elements share a scale and an offset.
+        scale, offset: of mode "tensor" one number, "channel" [Nkv, D], "token" [B, S] or [num_blocks, block_size].
+            Offset None is 0.
+    """
+
+    mode: Literal["tensor", "channel", "token"]
+    scale: Tensor
+    offset: Tensor | None = None
 
 
 def incre_flash_attention(
@@ -65,189 +92,134 @@ def incre_flash_attention(
     inner_precise: int = 0,
     softmax_lse_flag: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax((q k + pse) * scale, hidden where the mask is true) v, of one token in each of B sequences.
-
-    Args:
-        query: [B, N, 1, D] (BNSD), [B, 1, N D] (BSH) or [B, 1, N, D] (BSND).
-        key, value: the same with Nkv heads and S slots; a list of one such tensor a sequence, each of its own S; or,
-            with a block_table, blocks in place of sequences and block_size slots.
-        num_key_value_heads: 0 is num_heads.
-        actual_seq_lengths: tokens of each sequence, or of all; the slots behind them may hold anything. None: S.
-        atten_mask: bool, true hides; B * S elements. A row that sees nothing is zeros, its lse -inf.
-        pse_shift: [B or 1, N, 1, S], added before scaling, as the document has it, or after.
-        pre_tokens: tokens before the new one (which is the last of its sequence) that it sees; None: all.
-        block_table: [B, blocks], with block_size.
-        kv_padding_size: free slots behind every sequence, which ends at S - kv_padding_size.
-        key_antiquant, value_antiquant: for int8 keys, int8 values.
-        quant_scale2, quant_offset2: int8 output round(out * scale + offset); one number or N * D.
-        key_shared_prefix, value_shared_prefix: a batch of one, that comes before every sequence.
-        inner_precise: 0 precise, 1 fast: how rows are written that meet int8.
-        softmax_lse_flag: return the lse, [B, N, 1, 1] float32, as well.
+    """Return the output, or (output, lse) with softmax_lse_flag. The module's docstring has the arguments.
 
     Raises:
-        NotSupportedError: a combination that the operator, or this edge, does not have; `param` names the argument.
-        InvalidRequestError: an argument is wrong; likewise.
+        NotSupportedError: the operator does not have this combination, or it is not built; `param` names the argument.
+        InvalidRequestError: an argument is wrong; `param` names it.
     """
     num_kv_heads = num_key_value_heads or num_heads
-    check_heads(num_heads, num_kv_heads)
-    q = read_query(query, num_heads, input_layout)
-    heads = num_kv_heads, q.shape[2]
-    keys, values = (read_tokens(name, x, *heads, input_layout) for name, x in (("key", key), ("value", value)))
+    q = _read_query(query, num_heads, num_kv_heads, input_layout)
+    form = input_layout, num_kv_heads, q.shape[2]
+    keys, values = _read_tokens("key", key, form), _read_tokens("value", value, form)
     _check_types(q, keys, values, inner_precise)
-    slots = read_slots(keys, len(q), actual_seq_lengths, block_table, block_size, kv_padding_size)
-    integers = (
-        read_antiquant("key_antiquant", key_antiquant, keys, *heads),
-        read_antiquant("value_antiquant", value_antiquant, values, *heads),
-    )
-    mask, pse = _read_mask(atten_mask, q, keys, slots.block_table is not None), _read_pse(pse_shift, q)
-    alone: dict[str, object] = {"atten_mask": mask, "pse_shift": pse, "pre_tokens": pre_tokens}
+    slots = _read_slots(keys, len(q), actual_seq_lengths, block_table, block_size, kv_padding_size)
+    k = _read_antiquant("key_antiquant", key_antiquant, keys, form)
+    v = _read_antiquant("value_antiquant", value_antiquant, values, form)
+    visible = _read_visible(atten_mask, pre_tokens, slots)
+    scoring = Scoring(scale_value, None, _read_pse(pse_shift, q, slots.count), pse_before_scale)
+    alone: dict[str, object] = {"atten_mask": atten_mask, "pse_shift": pse_shift, "pre_tokens": pre_tokens}
     alone |= {"key_antiquant": key_antiquant, "value_antiquant": value_antiquant}
-    prefix = _read_prefix(key_shared_prefix, value_shared_prefix, heads, input_layout, alone)
-    rows = q.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-
-    done = []
-    for b in range(len(q)):
-        here = slice(slots.starts[b], slots.stops[b])
-        bias = None if pse is None else pse[b % len(pse), :, here].to(rows.dtype)[None, :, None]
-        part = _part(
-            rows[b, None, None],
-            slots.take(keys, b)[None],
-            slots.take(values, b)[None],
-            _visible(here, None if mask is None else mask[b], pre_tokens)[None, None, None],
-            Scoring(scale_value, None, bias, pse_before_scale),
-            *(None if of is None else of.of_sequence(slots, b) for of in integers),
-            slices=SLICES[inner_precise],
-        )
-        done.append(finish(part))
-    out, lse = (torch.cat(items).squeeze(1) for items in zip(*done, strict=True))  # [B, N, D], [B, N]
-
-    if prefix is not None:
-        before, before_lse = _attend_prefix(rows, *prefix, scale_value)
-        out, lse = combine(torch.stack([before, out]), torch.stack([before_lse, lse]))
-    out = _lay_out(_deliver(out, q.dtype, quant_scale2, quant_offset2), input_layout)
+    prefix = _read_prefix(key_shared_prefix, value_shared_prefix, form, q.dtype, alone)
+    out, lse = _attend(q, k, v, slots, visible, scoring, SLICES[inner_precise], prefix)
+    out = _deliver(out, q.dtype, quant_scale2, quant_offset2).reshape(query.shape)
     return (out, lse.float()[:, :, None, None]) if softmax_lse_flag else out
 
 
-def _attend_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q [B, N, D], k and v [1, S, Nkv, D] -> rows [B, N, D], lse [B, N]. The prefix is one sequence and every row a
-    query of it: it is read once, whatever B is."""
-    out, lse = finish(attend_part(q[None], k.to(q.dtype), v.to(q.dtype), None, Scoring(scale)))
-    return out[0], lse[0]
+# --- arithmetic ------------------------------------------------------------------------------------------------------
 
 
-def _part(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor,
-    scoring: Scoring,
-    of_keys: Integers | None,
-    of_values: Integers | None,
-    *,
-    slices: int,
-) -> Part:
-    """q [1, 1, N, D], k and v [1, S, Nkv, D] as they are stored -> one sequence's part.
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Where the tokens of sequence b are: slots starts[b] .. stops[b] - 1 of `count`, through a block table if any."""
 
-    An int8 matrix stays as it is, and the few rows that meet it are rewritten (the multi-step decomposition): the
-    scales of channels go into the query, those of tokens into the probabilities, and what is left is written as int8
-    slices.
+    starts: Sequence[int]
+    stops: Sequence[int]
+    count: int
+    block_table: Tensor | None = None
+    block_size: int = 0
+
+    def of_sequence(self, b: int) -> slice:
+        return slice(self.starts[b], self.stops[b])
+
+    def take(self, x: KeyValue, b: int) -> Tensor:
+        """Return sequence b's part of x [B, S, ...], of a list of [S, ...], or of blocks [num_blocks, block_size, ...].
+
+        Contiguous, so that torch adds in the same order wherever the tokens were."""
+        here = self.of_sequence(b)
+        if self.block_table is None:
+            return x[b][here].contiguous()
+        assert isinstance(x, Tensor)
+        blocks = self.block_table[b, : -(-here.stop // self.block_size)].long()
+        return x[blocks].flatten(0, 1)[here].contiguous()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stored:
+    """Keys or values as they are stored: an element B stands for (B + offset) * scale.
+
+    Attributes:
+        tokens: as _read_tokens returns them; of one sequence, [1, S, Nkv, D].
+        scale, offset: float32, [Nkv, D]; with by_token as the slots of the cache, of one sequence [S, 1, 1].
     """
-    if k.shape[1] == 0:
+
+    tokens: KeyValue
+    scale: Tensor
+    offset: Tensor
+    by_token: bool = False
+
+    def of_sequence(self, slots: _Slots, b: int) -> "_Stored":
+        scale, offset = self.scale, self.offset
+        if self.by_token:
+            scale, offset = (slots.take(x, b)[:, None, None] for x in (scale, offset))
+        return _Stored(slots.take(self.tokens, b)[None], scale, offset, self.by_token)
+
+    def scales(self, num_heads: int) -> tuple[Tensor, Tensor]:
+        """Return the scales of tokens, [S or 1, 1, 1], and of query heads, [N or 1, D or 1]; one of the two is 1."""
+        one = self.scale.new_ones(1, 1, 1)
+        if self.by_token:
+            return self.scale, one[0]
+        return one, self.scale.repeat_interleave(num_heads // len(self.scale), dim=0)
+
+
+def _attend(
+    q: Tensor, k: _Stored, v: _Stored, slots: _Slots, visible: Tensor, scoring: Scoring, slices: int, prefix: Prefix
+) -> tuple[Tensor, Tensor]:
+    """Return rows [B, N, D] and lse [B, N] of q [B, N, D]; visible [B, S], a bias [B or 1, N, 1, S]."""
+    q = q.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    done = []
+    for b in range(len(q)):
+        here, bias = slots.of_sequence(b), scoring.bias
+        if bias is not None:
+            bias = bias[b % len(bias), None, :, :, here].to(q.dtype)
+        own_k, own_v = (x.of_sequence(slots, b) for x in (k, v))
+        seen = visible[b, None, None, None, here]
+        done.append(parts.finish(_part(q[b, None, None], own_k, own_v, seen, replace(scoring, bias=bias), slices)))
+    out, lse = (torch.cat(items).squeeze(1) for items in zip(*done, strict=True))
+    if prefix is not None:  # it is one sequence of which all rows are queries: it is read once, whatever B is
+        keys, values = (x.to(q.dtype) for x in prefix)
+        before, before_lse = parts.finish(parts.attend_part(q[None], keys, values, None, Scoring(scoring.scale)))
+        out, lse = parts.combine(torch.stack([before[0], out]), torch.stack([before_lse[0], lse]))
+    return out, lse
+
+
+def _part(q: Tensor, k: _Stored, v: _Stored, visible: Tensor, scoring: Scoring, slices: int) -> Part:
+    """Return one sequence's part for q [1, 1, N, D].
+
+    int8 keys and values stay as they are, and the few rows that meet them are rewritten (the document's AntiQuant):
+    scales of channels go into the query, those of tokens into the probabilities, and both are written as int8 slices.
+    """
+    keys, values = k.tokens, v.tokens
+    assert isinstance(keys, Tensor)
+    assert isinstance(values, Tensor)
+    if keys.shape[1] == 0:
         return Part.nothing(q)
-    if of_keys is None and of_values is None:
-        return attend_tiles(q, k.to(q.dtype), v.to(q.dtype), visible, scoring)
-    p, greatest = probabilities(_scores(q, k, visible, scoring, of_keys, slices))
-    mixed = _mixed(p, v, visible, of_values, slices)
+    if keys.dtype != torch.int8:
+        return parts.attend_tiles(q, keys.to(q.dtype), values.to(q.dtype), visible, scoring)
+    per_token, per_head = k.scales(q.shape[2])
+    rows = kv.slices(q.float() * per_head, slices)
+    p, greatest = parts.probabilities(parts.scores(rows, (keys.float() + k.offset) * per_token, visible, scoring))
+    per_token, per_head = v.scales(q.shape[2])
+    weights = torch.where(visible, p * per_token.flatten(), 0.0)  # hidden tokens may stand for anything
+    offset = v.offset.where(v.offset.isfinite(), 0.0)
+    mixed = parts.mix(kv.slices(weights, slices), values.float() + offset, visible) * per_head
     return Part(greatest.transpose(1, 2), p.sum(dim=-1).transpose(1, 2), mixed)
 
 
-def _scores(q: Tensor, k: Tensor, visible: Tensor, scoring: Scoring, of: Integers | None, slices: int) -> Tensor:
-    if of is None:
-        return scores(q, k.to(q.dtype), visible, scoring)
-    if of.by_token:
-        keys = (k.float() + of.offset) * of.scale
-        return scores(kv.slices(q.float(), slices), keys, visible, scoring)
-    scales = of.scale.repeat_interleave(q.shape[2] // k.shape[2], dim=0)  # [N, D]
-    return scores(kv.slices(q.float() * scales, slices), k.float() + of.offset, visible, scoring)
-
-
-def _mixed(p: Tensor, v: Tensor, visible: Tensor, of: Integers | None, slices: int) -> Tensor:
-    if of is None:
-        return mix(p, v.to(p.dtype), visible)
-    values = v.float() + of.offset.where(of.offset.isfinite(), 0.0)  # a hidden token's may be anything
-    if of.by_token:
-        weights = torch.where(visible, p * of.scale.flatten(), 0.0)
-        return mix(kv.slices(weights, slices), values, visible)
-    scales = of.scale.repeat_interleave(p.shape[1] // v.shape[2], dim=0)
-    return mix(kv.slices(p.float(), slices), values, visible) * scales
-
-
-def _visible(here: slice, mask: Tensor | None, pre_tokens: int | None) -> Tensor:
-    """Which of the slots `here` the new token sees; it is the last of them."""
-    at = torch.arange(here.start, here.stop)
-    visible = torch.ones(len(at), dtype=torch.bool) if pre_tokens is None else at >= here.stop - 1 - pre_tokens
-    return visible if mask is None else visible & ~mask[here]
-
-
-def _read_prefix(
-    key: Tensor | None, value: Tensor | None, heads: tuple[int, int], layout: str, others: dict[str, object]
-) -> tuple[Tensor, Tensor] | None:
-    """-> keys and values [1, S, Nkv, D] of the shared prefix; `others` are the arguments it does not go with."""
-    if key is None and value is None:
-        return None
-    if key is None or value is None:
-        raise wrong("key_shared_prefix", "goes with value_shared_prefix")
-    for name, given in others.items():
-        if given is not None:
-            raise unsupported(name, "not with a shared prefix")
-    k, v = (read_tokens(f"{name}_shared_prefix", x, *heads, layout) for name, x in (("key", key), ("value", value)))
-    assert isinstance(k, Tensor)
-    assert isinstance(v, Tensor)
-    if len(k) != 1 or k.shape != v.shape:
-        raise wrong("key_shared_prefix", f"a batch of one, and the values alike, not {tuple(k.shape)}")
-    return k, v
-
-
-def _check_types(q: Tensor, keys: KeyValue, values: KeyValue, inner_precise: int) -> None:
-    for name, x in (("key", keys), ("value", values)):
-        for item in [x] if isinstance(x, Tensor) else x:
-            if item.dtype not in (q.dtype, torch.int8):
-                raise unsupported(name, f"type {item.dtype} with queries of {q.dtype}")
-    forms = [[(item.dtype, item.shape) for item in x] for x in (keys, values)]
-    if forms[0] != forms[1]:
-        raise unsupported("value", "of the key's type and shape")
-    if inner_precise not in SLICES:
-        raise unsupported("inner_precise", f"{inner_precise}; 0 or 1")
-
-
-def _read_mask(mask: Tensor | None, q: Tensor, keys: KeyValue, paged: bool) -> Tensor | None:
-    """-> [B, S]."""
-    if mask is None:
-        return None
-    if mask.dtype != torch.bool:
-        raise wrong("atten_mask", f"bool, not {mask.dtype}")
-    if mask.ndim < 2 or len(mask) != len(q) or mask[0].numel() != mask.shape[-1]:
-        raise wrong("atten_mask", f"[{len(q)}, .., S], not {tuple(mask.shape)}")
-    room = 0 if paged else max(len(item) for item in keys)
-    if room not in (0, mask.shape[-1]):
-        raise wrong("atten_mask", f"S = {room}, not {mask.shape[-1]}")
-    return mask.reshape(len(q), -1)
-
-
-def _read_pse(pse: Tensor | None, q: Tensor) -> Tensor | None:
-    """-> [B or 1, N, S]."""
-    if pse is None:
-        return None
-    if pse.ndim != 4 or pse.shape[0] not in (1, len(q)) or pse.shape[1:3] != (q.shape[1], 1):
-        raise wrong("pse_shift", f"[{len(q)} or 1, {q.shape[1]}, 1, S], not {tuple(pse.shape)}")
-    return pse[:, :, 0]
-
-
 def _deliver(out: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | None) -> Tensor:
-    """[B, N, D] in the query's type, or quantised once more."""
+    """Return [B, N, D] in the query's type, or quantised to int8."""
     if scale is None:
-        if offset is not None:
-            raise wrong("quant_offset2", "goes with quant_scale2")
+        _require(offset is None, "quant_offset2", "goes with quant_scale2")
         return out.to(dtype)
     steps = out * _per_element("quant_scale2", scale, out)
     if offset is not None:
@@ -256,14 +228,171 @@ def _deliver(out: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tens
 
 
 def _per_element(name: str, x: Tensor, out: Tensor) -> Tensor:
-    """One number, or one for each element of a row of out [B, N, D]."""
-    if x.numel() not in (1, out[0].numel()):
-        raise wrong(name, f"one number or {out[0].numel()}, not {tuple(x.shape)}")
+    """Return one number, or one per element of a row of out [B, N, D]."""
+    _require(x.numel() in (1, out[0].numel()), name, f"one number or {out[0].numel()}, not {tuple(x.shape)}")
     return x.to(out.dtype).reshape(1 if x.numel() == 1 else out.shape[1:])
 
 
-def _lay_out(out: Tensor, layout: str) -> Tensor:
-    """[B, N, D] as the query was laid out."""
-    if layout == "BNSD":
-        return out[:, :, None]
-    return out.flatten(1)[:, None] if layout == "BSH" else out[:, None]
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _require(right: bool, param: str, needed: str) -> None:
+    if not right:
+        raise InvalidRequestError(f"{param}: {needed}", param=param)
+
+
+def _support(built: bool, param: str, limit: str) -> None:
+    if not built:
+        raise NotSupportedError(f"{param}: {limit}", param=param)
+
+
+def _read_query(query: Tensor, num_heads: int, num_kv_heads: int, layout: str) -> Tensor:
+    """Return the query as [B, N, D]."""
+    name = "num_key_value_heads"
+    _require(num_heads % num_kv_heads == 0, name, f"a divisor of num_heads = {num_heads}, not {num_kv_heads}")
+    _support(num_heads <= MAX_GROUP * num_kv_heads, name, f"at most {MAX_GROUP} query heads per kv head")
+    _support(layout in LAYOUTS, "input_layout", f"one of {', '.join(LAYOUTS)}, not {layout!r}")
+    _support(query.dtype in QUERY_TYPES, "query", f"a float type, not {query.dtype}")
+    shape = tuple(query.shape)
+    one_token = query.ndim == len(layout) and shape[layout.index("S")] == 1
+    _require(one_token, "query", f"one new token per sequence, laid out as {layout}, not {shape}")
+    if layout == "BSH":
+        _require(shape[2] % num_heads == 0, "num_heads", f"a divisor of H = {shape[2]}, not {num_heads}")
+    rows = query.reshape(len(query), -1, shape[-1] // num_heads if layout == "BSH" else shape[-1])
+    _require(rows.shape[1] == num_heads, "num_heads", f"{rows.shape[1]}, as the query has, not {num_heads}")
+    fits = len(rows) <= MAX_BATCH and rows.shape[2] <= MAX_HEAD_DIM
+    _support(fits, "query", f"at most {MAX_BATCH} sequences and head dim {MAX_HEAD_DIM}, not {shape}")
+    return rows
+
+
+def _read_tokens(name: str, x: KeyValue, form: Form) -> KeyValue:
+    """Return keys or values as [B, S, Nkv, D], as a list of [S, Nkv, D], or as [num_blocks, block_size, Nkv, D]."""
+    if isinstance(x, Tensor):
+        return _tokens(name, x, form)
+    _require(all(len(item) == 1 for item in x), name, "a list of tensors of one sequence each, [1, ...]")
+    return [_tokens(name, item, form)[0] for item in x]
+
+
+def _tokens(name: str, x: Tensor, form: Form) -> Tensor:
+    """Return one tensor as [B, S, Nkv, D]: a view, so nothing is copied and nothing has to be contiguous."""
+    layout, *heads = form
+    sizes = {"N": heads[0], "D": heads[1], "H": heads[0] * heads[1]}
+    right = x.ndim == len(layout) and all(n == sizes.get(axis, n) for axis, n in zip(layout, x.shape, strict=True))
+    _require(right, name, f"laid out as {layout}, {heads[0]} heads of {heads[1]}, not {tuple(x.shape)}")
+    return x.transpose(1, 2) if layout == "BNSD" else x.view(*x.shape[:2], *heads)
+
+
+def _check_types(q: Tensor, keys: KeyValue, values: KeyValue, inner_precise: int) -> None:
+    for name, x in (("key", keys), ("value", values)):
+        types = {item.dtype for item in x}
+        _support(types in ({q.dtype}, {torch.int8}), name, f"all {q.dtype}, as the query, or all int8, not {types}")
+    alike = [(item.dtype, item.shape) for item in keys] == [(item.dtype, item.shape) for item in values]
+    _support(alike, "value", "of the key's type and shape")
+    _support(inner_precise in SLICES, "inner_precise", f"0 or 1, not {inner_precise}")
+
+
+def _read_slots(
+    keys: KeyValue, num_seqs: int, lengths: Lengths, block_table: Tensor | None, block_size: int, padding: int | None
+) -> _Slots:
+    """Return where each sequence's keys are; keys as _read_tokens returns them."""
+    if block_table is not None:
+        _support(padding is None, "kv_padding_size", "not with a block_table")
+        return _paged_slots(keys, num_seqs, lengths, block_table, block_size)
+    _require(block_size == 0, "block_size", "goes with a block_table")
+    _require(len(keys) == num_seqs, "key", f"{num_seqs} sequences, as the query has, not {len(keys)}")
+    rooms = [len(item) for item in keys]
+    count, counts = max(rooms, default=0), _read_lengths(lengths, rooms)
+    if padding is None:
+        return _Slots([0] * num_seqs, counts, count)
+    _require(lengths is not None, "actual_seq_lengths", "needed with kv_padding_size")
+    _support(isinstance(keys, Tensor), "kv_padding_size", "not with a list of tensors")
+    end = count - max(0, padding)
+    starts = [end - own for own in counts]
+    # A sequence that the padding leaves no room for has no tokens.
+    return _Slots([max(0, start) for start in starts], [end if start >= 0 else 0 for start in starts], count)
+
+
+def _paged_slots(keys: KeyValue, num_seqs: int, lengths: Lengths, block_table: Tensor, block_size: int) -> _Slots:
+    if not isinstance(keys, Tensor):
+        raise NotSupportedError("block_table: not with a list of tensors", param="block_table")
+    _require(lengths is not None, "actual_seq_lengths", "needed with a block_table")
+    unit = 32 if keys.dtype == torch.int8 else 16
+    allowed = f"a multiple of {unit} up to {MAX_BLOCK_SIZE}, as the cache has ({keys.shape[1]}), not {block_size}"
+    right = 0 < block_size <= MAX_BLOCK_SIZE and block_size % unit == 0 and keys.shape[1] == block_size
+    _require(right, "block_size", allowed)
+    right = block_table.ndim == 2 and len(block_table) == num_seqs
+    _require(right, "block_table", f"[{num_seqs}, blocks per sequence], not {tuple(block_table.shape)}")
+    count = block_table.shape[1] * block_size
+    return _Slots([0] * num_seqs, _read_lengths(lengths, [count] * num_seqs), count, block_table, block_size)
+
+
+def _read_lengths(lengths: Lengths, rooms: Sequence[int]) -> Sequence[int]:
+    """Return the tokens of each sequence, whose slots are `rooms`."""
+    if lengths is None:
+        return rooms
+    counts = list(lengths) * len(rooms) if len(lengths) == 1 else list(lengths)
+    right = len(counts) == len(rooms) and all(0 <= own <= room for own, room in zip(counts, rooms, strict=True))
+    _require(right, "actual_seq_lengths", f"one per sequence, 0 to {list(rooms)}, not {list(lengths)}")
+    return counts
+
+
+def _read_antiquant(name: str, given: Antiquant | None, tokens: KeyValue, form: Form) -> _Stored:
+    """Return keys or values with what they stand for; those that are not int8 for themselves."""
+    channels, is_int8 = form[1:], any(item.dtype == torch.int8 for item in tokens)
+    _support((given is not None) == is_int8, name, "needed for int8, and only for int8")
+    if given is None:
+        return _Stored(tokens, torch.ones(channels), torch.zeros(channels))
+    _support(given.mode in MODES, name, f"mode {' or '.join(map(repr, MODES))}, not {given.mode!r}")
+    scale = given.scale.float()
+    offset = torch.zeros_like(scale) if given.offset is None else given.offset.float()
+    shape = tuple(scale.shape)
+    _require(offset.shape == scale.shape, name, f"an offset of the scale's shape {shape}, not {tuple(offset.shape)}")
+    if given.mode == "token":
+        _support(isinstance(tokens, Tensor), name, "mode 'token' not with a list of tensors")
+        slots = len(tokens), len(tokens[0])
+        _require(shape == slots, name, f"one scale per token, {slots}, not {shape}")
+        return _Stored(tokens, scale, offset, by_token=True)
+    size = 1 if given.mode == "tensor" else channels[0] * channels[1]
+    _require(scale.numel() == size, name, f"{size} scales in mode {given.mode!r}, not {shape}")
+    scale, offset = (x.flatten().expand(channels[0] * channels[1]).reshape(channels) for x in (scale, offset))
+    return _Stored(tokens, scale, offset)
+
+
+def _read_visible(mask: Tensor | None, pre_tokens: int | None, slots: _Slots) -> Tensor:
+    """Return which slots each sequence's new token, its last one, sees: [B, S] bool."""
+    shape = len(slots.stops), slots.count
+    first = torch.zeros(shape[0], 1, dtype=torch.int64)
+    if pre_tokens is not None:
+        _require(pre_tokens >= 0, "pre_tokens", f"0 or more, not {pre_tokens}")
+        first = torch.tensor(slots.stops)[:, None] - 1 - pre_tokens
+    visible = torch.arange(shape[1]) >= first
+    if mask is None:
+        return visible
+    _require(mask.dtype == torch.bool, "atten_mask", f"bool, not {mask.dtype}")
+    right = mask.ndim >= 2 and (len(mask), mask.shape[-1]) == shape and mask.numel() == visible.numel()
+    _require(right, "atten_mask", f"[{shape[0]}, ..., {shape[1]}], not {tuple(mask.shape)}")
+    return visible & ~mask.reshape(shape)
+
+
+def _read_pse(pse: Tensor | None, q: Tensor, count: int) -> Tensor | None:
+    """Return the bias, [B or 1, N, 1, S]."""
+    if pse is not None:
+        shapes = [(batch, q.shape[1], 1, count) for batch in (1, len(q))]
+        _require(tuple(pse.shape) in shapes, "pse_shift", f"{shapes[0]} or {shapes[1]}, not {tuple(pse.shape)}")
+    return pse
+
+
+def _read_prefix(
+    key: Tensor | None, value: Tensor | None, form: Form, dtype: torch.dtype, alone: Mapping[str, object]
+) -> Prefix:
+    """Return keys and values [1, S, Nkv, D] of the shared prefix; `alone` are the arguments that exclude one."""
+    if key is None and value is None:
+        return None
+    if key is None or value is None:
+        raise InvalidRequestError("key_shared_prefix: goes with value_shared_prefix", param="key_shared_prefix")
+    for name, given in alone.items():
+        _support(given is None, name, "not with a shared prefix")
+    _require(len(key) == 1 and key.shape == value.shape, "key_shared_prefix", "a batch of one, and the values alike")
+    for name, x in (("key_shared_prefix", key), ("value_shared_prefix", value)):
+        _support(x.dtype == dtype, name, f"the query's type, {dtype}, not {x.dtype}: antiquant is not for a prefix")
+    return _tokens("key_shared_prefix", key, form), _tokens("value_shared_prefix", value, form)

@@ -1,38 +1,43 @@
-"""JetStream's calling convention: what a model that is written to it gets from the engine.
+"""JetStream's calling convention: how a model written to it is built and served as one of the engine's.
 
     class Model(nn.Module):
         def __init__(self, config: ModelConfig, env: Environment): ...
         def forward(self, tokens, input_pos, caches, mask): ...
 
-tokens, input_pos [B, S] int64; caches, one a layer, with `update(k, v) -> (k_all, v_all)` in (B, heads, S, D); mask
-[B, 1, S, keys] float32, 0 where a token sees a key and -inf where it does not, to be added to the scores. It returns
-logits [B, S, V]. Rows are of different lengths and stand at different positions; what is missing is token 0 at position
-0, and its logits are dropped.
+tokens, input_pos: [B, S] int64. caches: one per layer, with `update(k, v) -> (k_all, v_all)` in (B, heads, S, D).
+mask: [B, 1, S, keys] float32, added to the scores: 0 where a token sees a key, -inf where it does not. Returns logits
+[B, S, V]. Rows differ in length and position; a shorter one is padded with token 0 at position 0, whose logits are
+dropped.
 
-Letters: B sequences, S new tokens of the one that has most, D head dim.
+Letters: B sequences, S new tokens of the sequence that has most, T packed tokens, D head dim, V vocabulary.
 """
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from penstock.conventions.cache_interface import CacheInterface, PagedCacheView
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.conventions.caches import CacheInterface, PagedCacheView
+from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
 from penstock.kernels.ops import Ops
+from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
+from penstock.layers.swap import swap_linears
 from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a model's constructor gets beside its config: an argument, so two engines in one process never meet.
+    """What a model's constructor gets beside its config. An argument, so two engines in one process share nothing.
 
     Attributes:
-        config: the model's numbers.
+        config: the model's hyperparameters.
         ops: the backend.
         make: makes the engine's own layers by name, for a model that mixes them with torch's.
     """
@@ -43,7 +48,7 @@ class Environment:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and of what products read."""
+        """Type of weights and of what products read."""
         return self.ops.dtype
 
     @property
@@ -52,16 +57,16 @@ class Environment:
 
     @property
     def scheme(self) -> Scheme | None:
-        """How weights are quantised; None: they are not. Products of nn.Linear follow it by themselves."""
+        """How weights are quantised, None if they are not. Every nn.Linear follows it without further code."""
         return self.make.scheme
 
     @property
     def num_positions(self) -> int:
-        """Positions that will be asked for: how long a table of them has to be."""
+        """Length that a table of positions needs."""
         return self.make.max_positions or self.config.context
 
     def apply_sharding(self, x: Tensor, *, axis: int | None) -> Tensor:
-        """Say which axis of x is split among devices (None: none). On one device, which there is, nothing is split.
+        """Declare which axis of x is split among devices (None: none) and return x, whole, as there is one device.
 
         Raises:
             InvalidRequestError: x has no such axis.
@@ -72,7 +77,7 @@ class Environment:
 
 
 class LayerCache(PagedCacheView):
-    """One layer's cache in the engine, for one step.
+    """The engine's cache of one layer during one step.
 
     Attributes:
         layer: index of the layer.
@@ -85,65 +90,141 @@ class LayerCache(PagedCacheView):
         hidden = ~self.mask & (self.positions >= 0)[:, None, :, None]
         self.additive_mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, float("-inf"))
 
-    def of_layer(self, layer: int, cache: KVCache) -> "LayerCache":
-        """The same for another layer that sees the same tokens."""
+    def at_layer(self, layer: int, cache: KVCache) -> "LayerCache":
+        """Return the same view of another layer's cache, whose tokens see the same keys."""
         other = copy.copy(self)
         other.layer, other._cache = layer, cache
         return other
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As PagedCacheView, in the type of k and v."""
+        """Do as PagedCacheView does, in the type of k and v."""
         keys, values = super().update(k, v)
         return keys.to(k.dtype), values.to(v.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         """Store k and v, and attend with the backend's operator: (B, H, S, D) -> (B, H, S, D), zeros in padding."""
-        dtype = self._ops.dtype
-        q, k, v = (self._packed(item).to(dtype).contiguous() for item in (q, k, v))
+        q, k, v = (self._packed(item).to(self._ops.dtype).contiguous() for item in (q, k, v))
         mixed = self._ops.attend(q, k, v, self._cache, self._meta, params)
         return self.unpack(mixed.view(q.shape))
 
 
 class AttentionKernel:
-    """Attention, with the reading and writing of the cache, for models of standard mathematics."""
+    """Attention that also reads and writes the cache, for models with the usual scores.
+
+    Raises:
+        NotSupportedError: the model's scores have a bias (alibi).
+    """
 
     def __init__(self, env: Environment, layer_id: int) -> None:
-        """
-        Raises:
-            NotSupportedError: the model's scores have a bias.
-        """
         config = env.config
         if config.alibi:
-            raise NotSupportedError("AttentionKernel: scores with a bias (alibi) are for penstock.layers.attention")
+            raise NotSupportedError("AttentionKernel: alibi scores are not supported; use penstock.layers.attention")
         self.layer_id = layer_id
-        self.params = AttentionParams(
-            scale=config.attention_scale or config.head_dim**-0.5, softcap=config.attn_logit_softcapping
-        )
+        scale = config.attention_scale or config.head_dim**-0.5
+        self.params = AttentionParams(scale=scale, softcap=config.attn_logit_softcapping)
 
     def __call__(self, xq: Tensor, xk: Tensor, xv: Tensor, mask: Tensor | None, cache: CacheInterface) -> Tensor:
-        """xq (B, H, S, D), xk and xv (B, Hkv, S, D) -> (B, H, S, D).
+        """Return softmax(xq xk^T + mask) xv over all cached tokens: xq (B, H, S, D), xk and xv (B, Hkv, S, D) ->
+        (B, H, S, D).
 
-        The engine's cache with its own mask (or None) takes the backend's operator; any other cache or mask, which is
-        added to the scores, plain arithmetic.
+        The engine's cache with its own mask (or None) runs the backend's operator; any other cache or mask runs plain
+        torch.
 
         Raises:
-            InvalidRequestError: the cache is another layer's.
+            InvalidRequestError: the cache belongs to another layer.
         """
-        if not isinstance(cache, LayerCache):
-            return self._plain(xq, *cache.update(xk, xv), mask)
-        if cache.layer != self.layer_id:
-            text = f"layer_id: layer {self.layer_id} was given the cache of layer {cache.layer}"
-            raise InvalidRequestError(text, param="layer_id")
-        if mask is None or mask is cache.additive_mask:
-            return cache.attend(xq, xk, xv, self.params).to(xq.dtype)
-        return self._plain(xq, *cache.update(xk, xv), mask)
-
-    def _plain(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        group = q.shape[1] // keys.shape[1]
-        keys, values = (item.repeat_interleave(group, dim=1) for item in (keys, values))
-        scores = (q.float() @ keys.float().transpose(2, 3)) * self.params.scale
+        if isinstance(cache, LayerCache):
+            if cache.layer != self.layer_id:
+                text = f"layer_id: layer {self.layer_id} was given the cache of layer {cache.layer}"
+                raise InvalidRequestError(text, param="layer_id")
+            if mask is None or mask is cache.additive_mask:
+                return cache.attend(xq, xk, xv, self.params).to(xq.dtype)
+        group = xq.shape[1] // xk.shape[1]
+        keys, values = (item.repeat_interleave(group, dim=1).float() for item in cache.update(xk, xv))
+        scores = (xq.float() @ keys.transpose(2, 3)) * self.params.scale
         if self.params.softcap is not None:
             scores = self.params.softcap * torch.tanh(scores / self.params.softcap)
         if mask is not None:
             scores = scores + mask
-        return (scores.softmax(dim=-1) @ values.float()).to(q.dtype)
+        return (scores.softmax(dim=-1) @ values).to(xq.dtype)
+
+
+class JetStreamModel(nn.Module):
+    """A model of the convention as one of the engine's: packed tokens in, packed logits out.
+
+    The model has its head inside, so logits take the place of the hidden states that a CausalLM returns, and a step
+    computes them for all of its tokens.
+    """
+
+    def __init__(self, model: nn.Module, env: Environment) -> None:
+        super().__init__()
+        self.model = model
+        self.env = env
+
+    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """Compute logits [T, V] float32 of tokens [T] int64.
+
+        Raises:
+            EngineError: the model returned another shape.
+        """
+        first = LayerCache(self.env.ops, *ctx.layer(0), layer=0)
+        caches = [first, *(first.at_layer(i, cache) for i, cache in enumerate(ctx.kv_caches) if i > 0)]
+        tokens = first.unpack(input_ids[:, None, None])[:, 0, :, 0]
+        logits = self.model(tokens, first.positions.clamp(min=0), caches, first.additive_mask)
+        expected = (*tokens.shape, self.env.config.vocab_size)
+        if tuple(logits.shape) != expected:
+            raise EngineError(f"{type(self.model).__name__} returned {list(logits.shape)}, not {list(expected)}")
+        return first.pack(logits[:, None]).float().contiguous()
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return `hidden`, which are logits already."""
+        return hidden
+
+
+def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory) -> nn.Module:
+    """Build the model without weights. Its nn.Linear become the engine's products, quantised as the table allows.
+
+    Raises:
+        NotSupportedError: layers have different windows, and the convention has one mask; or the head is asked for in
+            pieces, or padded.
+        ModelLoadError: a layer has another shape than the parameter table says.
+    """
+    if len(set(config.layer_windows)) > 1:
+        raise NotSupportedError(
+            f"{config.architecture}: layers with different windows need more than the one mask of JetStream's calling "
+            f"convention"
+        )
+    if not make.head.is_plain:
+        text = "lm_head_pieces, pad_vocab_multiple: a model of JetStream's calling convention has its own head"
+        raise NotSupportedError(text, param="lm_head_pieces")
+    with make.ops.device, _LayersOnMeta():
+        model = model_class(config, Environment(config, make.ops, make))
+    _check_linears(model, make)
+    swap_linears(model, make)
+    return model
+
+
+class _LayersOnMeta(TorchFunctionMode):
+    """Puts the parameters of torch's layers on the meta device: they take no memory before their weights arrive.
+
+    Those layers create parameters by torch.empty(shape, device=device, dtype=dtype), with device None unless their
+    caller names one. A tensor of the model's own that leaves out either keyword, or names a device, keeps its memory.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.empty and {"device", "dtype"} <= given.keys() and given["device"] is None:
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+def _check_linears(model: nn.Module, make: LayerFactory) -> None:
+    for name, value in model.named_parameters(remove_duplicate=False):
+        of_linear = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear)
+        if of_linear and name in make.parameters and make.parameters[name].shape != tuple(value.shape):
+            raise ModelLoadError(
+                f"{name} has the shape {list(value.shape)} in the model; its parameter table makes it "
+                f"{list(make.parameters[name].shape)}"
+            )

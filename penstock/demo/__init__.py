@@ -1,8 +1,4 @@
-"""The small model that ships with Penstock, and everything that made it.
-
-Gives two paths and imports nothing heavy. Knows nothing of the engine: it is a directory in Hugging Face format
-like any other.
-"""
+"""The small model that ships with Penstock, a directory in Hugging Face format, and the scripts that made it."""
 
 from pathlib import Path
 

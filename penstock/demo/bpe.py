@@ -1,7 +1,4 @@
-"""The tokenizer: a byte-level BPE whose numbers are split into digits, and whose ids 0 to 6 are the special tokens.
-
-In: documents. Out: a tokenizers.Tokenizer that adds <|bos|> by itself unless told not to. Knows nothing of the model.
-"""
+"""The tokenizer: a byte-level BPE that splits numbers into digits; ids 0 to 6 are the special tokens."""
 
 from collections.abc import Iterable
 
@@ -13,7 +10,7 @@ VOCAB_SIZE = 4096
 
 
 def plain_texts(documents: Iterable[str]) -> Iterable[str]:
-    """Documents without their special tokens, so that BPE does not learn pieces of them."""
+    """Yield documents without their special tokens, so that BPE does not learn pieces of them."""
     for document in documents:
         for token in SPECIAL_TOKENS:
             document = document.replace(token, "\n")
@@ -21,7 +18,7 @@ def plain_texts(documents: Iterable[str]) -> Iterable[str]:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` tokens, the special ones first."""
+    """Return a tokenizer of at most `vocab_size` tokens, the special ones first. It adds <|bos|> by default."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

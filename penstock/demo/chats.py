@@ -1,7 +1,7 @@
 """Conversations: tasks, stories and small talk as turns of (role, content), and how turns are written as text.
 
-render() writes exactly what the model's chat template writes; a test holds the two together.
-Does not know how often each kind occurs (corpus.py).
+render() writes exactly what the model's chat template writes; a test compares the two. corpus.py decides how often each
+kind occurs.
 """
 
 from functools import cache
@@ -22,50 +22,41 @@ CHAT_TEMPLATE = (
 
 SYSTEM = (
     "You are a helpful assistant.", "You are a helpful assistant", "You are Penstock's small demo model.",
-    "You are a friendly assistant.",
-    "You tell stories to children.", "You are kind and helpful.", "Answer in short sentences.", "Be brief.",
-    "You are a good teacher.",
-    "Help the user.", "You are a helpful, honest assistant.", "Use simple words.",
+    "You are a friendly assistant.", "You tell stories to children.", "You are kind and helpful.",
+    "Answer in short sentences.", "Be brief.", "You are a good teacher.", "Help the user.",
+    "You are a helpful, honest assistant.", "Use simple words.",
 )  # fmt: skip
 JSON_SYSTEM = (
-    "You answer only with JSON.",
-    "Answer with JSON only.",
-    "Give every answer as JSON.",
+    "You answer only with JSON.", "Answer with JSON only.", "Give every answer as JSON.",
     "You are a machine that writes JSON.",
-)
+)  # fmt: skip
 STORY_ASKS = (
     "Tell me a story.", "Tell me a story", "Can you tell me a story?", "Write a story.", "Please tell me a story.",
-    "I want a story.",
-    "Tell a story for children.", "Tell me a bedtime story.", "Do you know a story?", "Once more a story, please.",
+    "I want a story.", "Tell a story for children.", "Tell me a bedtime story.", "Do you know a story?",
+    "Once more a story, please.",
 )  # fmt: skip
 ABOUT_ASKS = (
     "Tell me a story about {}.", "Write a story about {}.", "Can you tell me a story about {}?",
-    "I want a story about {}.",
-    "A story about {}, please.", "Please write a short story about {}.", "Do you know a story about {}?",
-    "Make up a story about {}.",
+    "I want a story about {}.", "A story about {}, please.", "Please write a short story about {}.",
+    "Do you know a story about {}?", "Make up a story about {}.",
 )  # fmt: skip
 READ_ASKS = (
     "{story}\n\n{question}", "Read this story: {story}\n\n{question}",
-    "Here is a story.\n\n{story}\n\nQuestion: {question}",
-    "{story}\n\nAnswer this question: {question}", "Story: {story}\nQuestion: {question}",
+    "Here is a story.\n\n{story}\n\nQuestion: {question}", "{story}\n\nAnswer this question: {question}",
+    "Story: {story}\nQuestion: {question}",
 )  # fmt: skip
 UNKNOWN_ASKS = (
     "What is the capital of {x}?", "Who is the president of {x}?", "Explain {x}.", "What is {x}?",
-    "How does {x} work?", "Tell me about {x}.",
-    "Who invented {x}?", "Write an essay about {x}.", "Why is {x} important?", "When did {x} begin?",
-    "Translate {x} into French.",
-    "Write a program about {x}.", "What do you think about {x}?", "Where is {x}?", "How do I learn {x}?",
-    "Is {x} dangerous?",
+    "How does {x} work?", "Tell me about {x}.", "Who invented {x}?", "Write an essay about {x}.",
+    "Why is {x} important?", "When did {x} begin?", "Translate {x} into French.", "Write a program about {x}.",
+    "What do you think about {x}?", "Where is {x}?", "How do I learn {x}?", "Is {x} dangerous?",
 )  # fmt: skip
 UNKNOWN_TOPICS = (
     "France", "Germany", "Japan", "Brazil", "Canada", "India", "China", "Spain", "Kenya", "Peru", "gravity",
-    "electricity", "Python",
-    "quantum physics", "the internet", "history", "the economy", "football", "chess", "mathematics", "a computer",
-    "a neural network",
-    "machine learning", "photosynthesis", "democracy", "the moon landing", "the Roman Empire", "climate change",
-    "a black hole", "DNA",
-    "music theory", "philosophy", "the stock market", "medicine", "a car engine", "Java", "the French Revolution",
-    "evolution", "Einstein",
+    "electricity", "Python", "quantum physics", "the internet", "history", "the economy", "football", "chess",
+    "mathematics", "a computer", "a neural network", "machine learning", "photosynthesis", "democracy",
+    "the moon landing", "the Roman Empire", "climate change", "a black hole", "DNA", "music theory", "philosophy",
+    "the stock market", "medicine", "a car engine", "Java", "the French Revolution", "evolution", "Einstein",
     "Shakespeare", "a transformer", "attention", "software", "a database", "the universe", "time travel", "money",
     "a volcano", "the law",
 )  # fmt: skip
@@ -77,18 +68,18 @@ UNKNOWN_ANSWERS = (
 
 
 def render(turns: list[Turn]) -> str:
-    """The conversation as the chat template writes it, without a generation prompt."""
+    """Return the conversation as the chat template writes it, without a generation prompt."""
     return BOS + "".join(f"<|{role}|>{content.strip()}{END}" for role, content in turns)
 
 
 def render_prompt(turns: list[Turn]) -> str:
-    """The conversation up to where the assistant shall speak."""
+    """Return the conversation with a generation prompt."""
     return render(turns) + "<|assistant|>"
 
 
 @cache
 def smalltalk_blocks() -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-    """(questions, answers) of each block of smalltalk.txt."""
+    """Return (questions, answers) of each block of smalltalk.txt."""
     text = (stories.HERE / "smalltalk.txt").read_text(encoding="utf-8")
     blocks = []
     for block in text.strip().split("\n\n"):
@@ -98,7 +89,7 @@ def smalltalk_blocks() -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
 
 
 def typed(rng: Random, question: str) -> str:
-    """The question as somebody in a hurry types it: sometimes in lower case, sometimes without its last mark."""
+    """Return the question as typed in a hurry: sometimes in lower case, sometimes without its last mark."""
     draw = rng.random()
     if draw < 0.08:
         question = question[0].lower() + question[1:]
@@ -110,87 +101,77 @@ def typed(rng: Random, question: str) -> str:
 
 
 def ask(rng: Random, pair: tuple[str, str]) -> list[Turn]:
-    """A question and its answer as two turns."""
+    """Return a question and its answer as two turns."""
     return [("user", typed(rng, pair[0])), ("assistant", pair[1])]
 
 
 def smalltalk(rng: Random) -> list[Turn]:
-    """A greeting or another bit of small talk."""
+    """Return a greeting or other small talk."""
     questions, answers = rng.choice(smalltalk_blocks())
     return ask(rng, (rng.choice(questions), rng.choice(answers)))
 
 
 def unknown(rng: Random) -> list[Turn]:
-    """A question from outside the little world, and a polite no."""
+    """Return a question that the model cannot answer, and a polite refusal."""
     question = rng.choice(UNKNOWN_ASKS).format(x=rng.choice(UNKNOWN_TOPICS))
     return ask(rng, (question, rng.choice(UNKNOWN_ANSWERS)))
 
 
 def told_story(rng: Random, questions: int = 0) -> list[Turn]:
-    """A request for a story, the story, and questions about it."""
+    """Return a request for a story, the story, and questions about it."""
     story = stories.tell(rng)
-    topics = (
-        *story.topics,
-        stories.article(story.kind),
-        f"{stories.article(story.kind)} named {story.hero}",
-        story.hero,
-    )
+    hero = stories.article(story.kind)
+    topics = (*story.topics, hero, f"{hero} named {story.hero}", story.hero)
     request = rng.choice(STORY_ASKS) if rng.random() < 0.35 else rng.choice(ABOUT_ASKS).format(rng.choice(topics))
     turns = ask(rng, (request, story.text))
-    for pair in rng.sample(story.questions, min(questions, len(story.questions))):
-        turns += ask(rng, pair)
-    return turns
+    pairs = rng.sample(story.questions, min(questions, len(story.questions)))
+    return turns + [turn for pair in pairs for turn in ask(rng, pair)]
 
 
 def read_story(rng: Random) -> list[Turn]:
-    """A story given by the user, and one to three questions about it."""
+    """Return a story given by the user, and one to three questions about it."""
     story = stories.tell(rng, fullness=rng.choice((0.0, 0.0, 0.3, 0.6)))
     pairs = rng.sample(story.questions, min(rng.choice((1, 2, 3)), len(story.questions)))
     text = rng.choice(READ_ASKS).format(story=story.text, question=pairs[0][0])
-    turns: list[Turn] = [("user", text), ("assistant", pairs[0][1])]
-    for pair in pairs[1:]:
-        turns += ask(rng, pair)
-    return turns
+    return [("user", text), ("assistant", pairs[0][1]), *(turn for pair in pairs[1:] for turn in ask(rng, pair))]
 
 
 def json_task(rng: Random) -> list[Turn]:
-    """A JSON answer, sometimes asked for by the system message only."""
+    """Return a JSON task, sometimes with a system message that asks for JSON."""
     question, answer = tasks.json_answer(rng)  # never retyped: the values must be copied as they stand
     turns: list[Turn] = [("user", question), ("assistant", answer)]
     return [("system", rng.choice(JSON_SYSTEM)), *turns] if rng.random() < 0.2 else turns
 
 
 def several(rng: Random) -> list[Turn]:
-    """A longer conversation of short exchanges."""
+    """Return a longer conversation of short exchanges."""
     makers = (smalltalk, unknown, sum_task, list_task, fact_task, json_task)
-    turns: list[Turn] = []
-    for _ in range(rng.randint(2, 5)):
-        turns += [turn for turn in rng.choice(makers)(rng) if turn[0] != "system"]
-    return turns
+    talks = [rng.choice(makers)(rng) for _ in range(rng.randint(2, 5))]
+    return [turn for talk in talks for turn in talk if turn[0] != "system"]
 
 
 def sum_task(rng: Random) -> list[Turn]:
-    """One to four sums."""
+    """Return one to four sums."""
     return [turn for _ in range(rng.choice((1, 1, 2, 4))) for turn in ask(rng, sums.question(rng))]
 
 
 def list_task(rng: Random) -> list[Turn]:
-    """A list."""
+    """Return a request for a list, and the list."""
     return ask(rng, tasks.listing(rng))
 
 
 def fact_task(rng: Random) -> list[Turn]:
-    """A small fact."""
+    """Return a question for a small fact, and the answer."""
     return ask(rng, tasks.fact(rng))
 
 
 def repeat_task(rng: Random) -> list[Turn]:
-    """One to three texts to say again, word for word."""
+    """Return one to three texts to repeat, word for word."""
     pairs = [tasks.repeat(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
     return [turn for question, answer in pairs for turn in (("user", question), ("assistant", answer))]
 
 
 def with_system(rng: Random, turns: list[Turn], share: float = 0.25) -> list[Turn]:
-    """The conversation, sometimes with a system message that changes nothing."""
+    """Return the conversation, sometimes with a system message that changes nothing."""
     plain = turns[0][0] != "system" and rng.random() < share
     return [("system", rng.choice(SYSTEM)), *turns] if plain else turns

@@ -1,8 +1,7 @@
 """The training corpus: an endless, seeded stream of documents, and the held-out text that is kept out of it.
 
 A document is text with the special tokens written out: a plain story is <|bos|>...<|eos|>, a conversation is what
-chats.render() gives. Standard library only. Does not know about token ids (bpe.py, packing.py) or how much of the
-stream is used (train.py).
+chats.render() returns. Standard library only.
 
     python -m penstock.demo.corpus --seed 0 --documents 5          print some
     python -m penstock.demo.corpus --write-heldout heldout.txt     write the held-out text again
@@ -19,21 +18,21 @@ from penstock.demo import HELDOUT_FILE, chats, stories, sums
 
 HELDOUT_SEED = "penstock held-out"
 HELDOUT_BYTES = 36_000
-HELDOUT_MIN_CHARS = 120  # a shorter document could be told again by chance
+HELDOUT_MIN_CHARS = 120  # a shorter document could occur in training by chance
 
 
 def plain_story(rng: Random) -> str:
-    """A story as plain text, for completion."""
+    """Return a story as plain text, for completion."""
     return chats.BOS + stories.tell(rng, once=0.7).text + chats.EOS
 
 
 def plain_sums(rng: Random) -> str:
-    """A page of sums as plain text."""
+    """Return a page of sums as plain text."""
     return chats.BOS + sums.sheet(rng) + chats.EOS
 
 
 def chat(make: Callable[[Random], list[chats.Turn]]) -> Callable[[Random], str]:
-    """A document maker from a conversation maker."""
+    """Return a document maker from a conversation maker."""
     return lambda rng: chats.render(chats.with_system(rng, make(rng)))
 
 
@@ -56,17 +55,16 @@ MIXTURE: dict[str, tuple[float, Callable[[Random], str]]] = {
 
 
 def stream(seed: str) -> Iterator[str]:
-    """Documents of all kinds for ever; equal seeds give equal streams."""
+    """Yield documents of all kinds without end; equal seeds give equal streams."""
     rng = Random(seed)
-    weights = [weight for weight, _ in MIXTURE.values()]
-    makers = [make for _, make in MIXTURE.values()]
+    weights, makers = zip(*MIXTURE.values(), strict=True)
     while True:
         yield rng.choices(makers, weights)[0](rng)
 
 
 @cache
 def heldout_documents() -> tuple[str, ...]:
-    """The held-out documents, generated anew (the shipped file holds the same ones)."""
+    """Return the held-out documents, generated again; the shipped file holds the same ones."""
     chosen: list[str] = []
     for document in stream(HELDOUT_SEED):
         if len(document) >= HELDOUT_MIN_CHARS:
@@ -77,20 +75,15 @@ def heldout_documents() -> tuple[str, ...]:
 
 
 def training_documents(seed: int) -> Iterator[str]:
-    """The training stream: never one of the held-out documents."""
+    """Yield the training documents, never one of the held-out ones."""
     kept_out = frozenset(heldout_documents())
     return (document for document in stream(f"training {seed}") if document not in kept_out)
 
 
 def read_heldout(path: Path = HELDOUT_FILE) -> list[str]:
-    """The documents of the shipped file: each begins with <|bos|>."""
+    """Return the documents of the shipped file; each begins with <|bos|>."""
     parts = path.read_text(encoding="utf-8").removesuffix("\n").split("\n" + chats.BOS)
     return [parts[0], *(chats.BOS + part for part in parts[1:])]
-
-
-def write_heldout(path: Path = HELDOUT_FILE) -> None:
-    """Write the held-out documents, one after another."""
-    path.write_text("\n".join(heldout_documents()) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -101,9 +94,9 @@ def main() -> None:
     parser.add_argument("--write-heldout", type=Path)
     args = parser.parse_args()
     if args.write_heldout:
-        write_heldout(args.write_heldout)
-        return
-    print("\n---\n".join(islice(training_documents(args.seed), args.documents)))
+        args.write_heldout.write_text("\n".join(heldout_documents()) + "\n", encoding="utf-8")
+    else:
+        print("\n---\n".join(islice(training_documents(args.seed), args.documents)))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Evaluates a model on the fixed prompts and, if asked, writes its card.
+"""Evaluate a model on the fixed prompts and, if asked, write its card.
 
     python -m penstock.demo.evaluate MODEL_DIR [--json FILE] [--card]
 
-evaluate() needs only a function from prompts to completions, so that any engine can be measured;
-transformers_generate() is one. Does not train, does not know which prompts are easy.
+evaluate() needs only a function from prompts to completions, so it measures any engine; transformers_generate() is one.
 """
 
 import argparse
@@ -36,12 +35,12 @@ SAMPLE_SEED = 0
 def answered(
     generate: Generate, prompts: Sequence[Prompt], temperature: float, limit: int
 ) -> list[tuple[Prompt, Completion]]:
-    """Each prompt with its completion."""
+    """Return each prompt with its completion."""
     return list(zip(prompts, generate([p.text for p in prompts], temperature, limit), strict=True))
 
 
 def scores(pairs: Sequence[tuple[Prompt, Completion]]) -> dict[str, dict[str, int]]:
-    """By kind: how many prompts, how many have a right answer, how many answers are right."""
+    """Count by kind: prompts, prompts that have a right answer, and right answers."""
     result: dict[str, dict[str, int]] = {}
     for prompt, completion in pairs:
         verdict = right(prompt, completion.text)
@@ -53,8 +52,8 @@ def scores(pairs: Sequence[tuple[Prompt, Completion]]) -> dict[str, dict[str, in
 
 
 def sum_shares(pairs: Sequence[tuple[Prompt, Completion]]) -> dict[str, float]:
-    """Shares of right sums: all pairs, those of training, and those held out."""
-    hits = {pair: bool(right(*_plain(one))) for pair, one in zip(sums.ALL_PAIRS, pairs, strict=True)}
+    """Return the shares of right sums: of all pairs, of those seen in training, and of those held out."""
+    hits = {pair: is_right(one) for pair, one in zip(sums.ALL_PAIRS, pairs, strict=True)}
     return {
         "all": share(list(hits.values())),
         "seen": share([hit for pair, hit in hits.items() if pair not in sums.HELD_OUT]),
@@ -62,12 +61,12 @@ def sum_shares(pairs: Sequence[tuple[Prompt, Completion]]) -> dict[str, float]:
     }
 
 
-def _plain(pair: tuple[Prompt, Completion]) -> tuple[Prompt, str]:
-    return pair[0], pair[1].text
+def is_right(pair: tuple[Prompt, Completion]) -> bool:
+    return right(pair[0], pair[1].text) is True
 
 
 def fixed_prompts(generate: Generate, temperature: float) -> dict[str, object]:
-    """The fifty prompts at one temperature: how many end by themselves, scores by kind, and every text."""
+    """Run the fifty prompts at one temperature: how many end by themselves, scores by kind, and every text."""
     pairs = answered(generate, ENDING_PROMPTS, temperature, MAX_TOKENS)
     return {
         "prompts": len(pairs),
@@ -80,7 +79,7 @@ def fixed_prompts(generate: Generate, temperature: float) -> dict[str, object]:
 
 
 def evaluate(generate: Generate) -> dict[str, object]:
-    """All figures of the card that need generation."""
+    """Return all figures of the card that need generation."""
     json_pairs = answered(generate, JSON_PROMPTS, 0.0, SHORT_MAX_TOKENS)
     return {
         "greedy": fixed_prompts(generate, 0.0),
@@ -89,13 +88,13 @@ def evaluate(generate: Generate) -> dict[str, object]:
         "json": {
             "prompts": len(json_pairs),
             "parse": share([parsed_json(completion.text) is not None for _, completion in json_pairs]),
-            "right": share([bool(right(*_plain(pair))) for pair in json_pairs]),
+            "right": share([is_right(pair) for pair in json_pairs]),
         },
     }
 
 
 def transformers_generate(model_dir: Path, batch_size: int = 64) -> Generate:
-    """Generation by Transformers, in bfloat16 as stored, with padding on the left."""
+    """Return generation by Transformers, in bfloat16 as stored, with padding on the left."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -107,11 +106,8 @@ def transformers_generate(model_dir: Path, batch_size: int = 64) -> Generate:
         inputs = tokenizer(
             list(texts), return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False
         )
-        how = (
-            {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            if temperature > 0
-            else {"do_sample": False}
-        )
+        drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        how = drawn if temperature > 0 else {"do_sample": False}
         output = model.generate(**inputs, max_new_tokens=limit, **how)[:, inputs["input_ids"].shape[1] :].tolist()
         return [Completion(tokenizer.decode(ids, skip_special_tokens=True), bool(ends & set(ids))) for ids in output]
 
@@ -124,7 +120,7 @@ def transformers_generate(model_dir: Path, batch_size: int = 64) -> Generate:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--json", type=Path, help="write all figures and texts here")

@@ -1,8 +1,6 @@
-"""Writes a Hugging Face model directory: the configuration, generation settings, tokenizer and weights of the demo
-model.
+"""Write the demo model as a Hugging Face directory: configuration, generation settings, tokenizer and weights.
 
-The files are plain and written by hand in the field's usual keys, so that they do not change with a library's
-version. SHAPE is the one place that states the architecture. Does not train and does not evaluate.
+The JSON is spelled out here, so it does not change with a library's version. SHAPE alone states the architecture.
 """
 
 import json
@@ -27,7 +25,7 @@ SHAPE: dict[str, int] = {
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, object]:
-    """The ids that config.json and generation_config.json both state. Text ends with <|eos|>, a turn with <|end|>."""
+    """Return the ids for config.json and generation_config.json. Text ends with <|eos|>, a turn with <|end|>."""
     ids = {token: tokenizer.token_to_id(token) for token in chats.SPECIAL_TOKENS}
     return {
         "bos_token_id": ids[chats.BOS],
@@ -37,7 +35,7 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def model_config(tokenizer: Tokenizer) -> dict[str, object]:
-    """config.json."""
+    """Return the content of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -60,7 +58,7 @@ def model_config(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def tokenizer_config() -> dict[str, object]:
-    """tokenizer_config.json, with the chat template."""
+    """Return the content of tokenizer_config.json, with the chat template."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": chats.BOS,
@@ -75,22 +73,19 @@ def tokenizer_config() -> dict[str, object]:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Indented, in the order given, with a newline at the end."""
+    """Write indented JSON, in the order given, with a newline at the end."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_model(out: Path, tokenizer: Tokenizer, state: Mapping[str, torch.Tensor]) -> None:
-    """All files of the directory but the model card. Weights are stored as bfloat16, the tied head not at all."""
+    """Write the directory except the model card. Weights are stored in bfloat16, the tied head is left out."""
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", model_config(tokenizer))
     write_json(out / "generation_config.json", special_ids(tokenizer))
     write_json(out / "tokenizer_config.json", tokenizer_config())
     tokenizer.save(str(out / "tokenizer.json"))
-    weights = {
-        name: value.detach().to(torch.bfloat16).contiguous()
-        for name, value in state.items()
-        if name != "lm_head.weight"
-    }
+    names = [name for name in state if name != "lm_head.weight"]
+    weights = {name: state[name].detach().to(torch.bfloat16).contiguous() for name in names}
     path = out / "model.safetensors"
     save_file(weights, str(path), metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors writes files that only their owner may read
+    path.chmod(0o644)  # safetensors writes files that only the owner can read

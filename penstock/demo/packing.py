@@ -1,9 +1,8 @@
 """From documents to training rows: token ids, which of them count in the loss, and which documents share a row.
 
-What counts: plain text after <|bos|>, and what the assistant says with its <|end|>. What the user and the system
-say does not, and neither does padding. Documents are never cut: most rows are short and hold a few documents, some
-are as long as the context and hold many, so that all positions are trained. Documents in a row see each other, as
-in any packed training. Knows nothing of the model.
+Counted are plain text after <|bos|> and what the assistant says with its <|end|>; turns of user and system and padding
+are not. Documents are never cut: most rows are short and hold a few documents, some are as long as the context and hold
+many, so that all positions are trained. Documents in a row see each other, as in any packed training.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,7 +31,7 @@ class Marks:
 
     pad: int
     says: tuple[int, int]  # after these the model speaks
-    hears: tuple[int, int]  # after these somebody else does
+    hears: tuple[int, int]  # after these the user or the system speaks
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Marks":
@@ -42,7 +41,7 @@ class Marks:
         return cls(pad, (bos, assistant), (system, user))
 
     def counts(self, ids: Ids) -> NDArray[np.bool_]:
-        """True for tokens that the model shall learn to produce; works along the last axis."""
+        """Return True for tokens that the model learns to produce, along the last axis."""
         marker = np.isin(ids, (*self.says, *self.hears))
         places = np.where(marker, np.arange(ids.shape[-1]), 0)
         last = np.take_along_axis(ids, np.maximum.accumulate(places, axis=-1), axis=-1)
@@ -51,7 +50,7 @@ class Marks:
 
 
 def encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Token ids of each document."""
+    """Yield the token ids of each document."""
     stream = iter(documents)
     while chunk := list(islice(stream, CHUNK)):
         for one in tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
@@ -59,7 +58,7 @@ def encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int
 
 
 class Packer:
-    """Collects documents in rows of one length and gives a batch whenever enough rows are full."""
+    """Collects documents in rows of one length and returns a batch whenever enough rows are full."""
 
     def __init__(self, length: int, per_step: int, marks: Marks) -> None:
         self.length, self.batch_rows, self.marks = length, per_step // length, marks
@@ -67,7 +66,7 @@ class Packer:
         self.full: list[list[int]] = []
 
     def add(self, ids: list[int]) -> Batch | None:
-        """Put a document into the fullest open row that has room for it. A row holds one token more than inputs."""
+        """Put a document into the fullest open row with room for it. A row holds one token more than the inputs."""
         fitting = [row for row in self.open if len(row) + len(ids) <= self.length + 1]
         if fitting:
             max(fitting, key=len).extend(ids)
@@ -76,7 +75,7 @@ class Packer:
         return self.close_fullest() if len(self.open) > OPEN_ROWS else None
 
     def close_fullest(self) -> Batch | None:
-        """Move one row to the full ones; a batch if that completes it."""
+        """Move one row to the full ones; return a batch if it is complete."""
         self.open.sort(key=len)
         self.full.append(self.open.pop())
         if len(self.full) < self.batch_rows:
@@ -85,7 +84,7 @@ class Packer:
         return self.make_batch(rows)
 
     def make_batch(self, rows: list[list[int]]) -> Batch:
-        """(inputs, labels), padded to the length; labels that do not count are IGNORE."""
+        """Return (inputs, labels), padded to the length; labels that do not count are IGNORE."""
         ids = np.full((len(rows), self.length + 1), self.marks.pad, dtype=np.int64)
         for index, row in enumerate(rows):
             ids[index, : len(row)] = row
@@ -93,7 +92,7 @@ class Packer:
 
 
 class Batches:
-    """An endless iterator of batches of `per_step` tokens; `documents` counts what has been read so far."""
+    """Batches of `per_step` tokens, as long as documents last; `documents` counts those read so far."""
 
     def __init__(self, documents: Iterable[str], tokenizer: Tokenizer, per_step: int, lengths: tuple[int, int]) -> None:
         marks = Marks.of(tokenizer)

@@ -1,14 +1,13 @@
-"""The fixed prompts of the evaluation, and the functions that score answers. Standard library only; no model, no
-tokenizer.
+"""The fixed prompts of the evaluation, and the functions that score answers. Standard library only.
 
-A Prompt is a text with its special tokens written out: what to encode with add_special_tokens=False. Prompts of
-stories and questions are written by hand and use names or details that the generator never makes, where that makes
-sense; sums use a wording of training.
+A Prompt is text with its special tokens written out, to be encoded with add_special_tokens=False. Stories and questions
+are written by hand, where possible with names and details that the generator never makes; sums use a wording of
+training.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.demo import chats, sums, words
@@ -16,7 +15,7 @@ from penstock.demo import chats, sums, words
 
 @dataclass(frozen=True)
 class Prompt:
-    """Text for the model, and, where there is a right answer, what decides: expect is a word, a number or a list."""
+    """Text for the model; `expect` is the right answer, if any: a word, a number, a list's kind and length, or JSON."""
 
     kind: str
     text: str
@@ -25,19 +24,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What came back: the text without its end token, and whether it ended by itself."""
+    """The generated text without its end token, and whether it ended by itself."""
 
     text: str
     ended: bool
 
 
 def plain(text: str) -> Prompt:
-    """A plain text to go on with."""
+    """Return a plain text to continue."""
     return Prompt("story", chats.BOS + text)
 
 
 def user(kind: str, question: str, expect: object = None, system: str | None = None) -> Prompt:
-    """One question in a conversation."""
+    """Return one question in a conversation."""
     turns = [("system", system)] if system else []
     return Prompt(kind, chats.render_prompt([*turns, ("user", question)]), expect)
 
@@ -56,18 +55,17 @@ MOUSE = (
 )
 OPENINGS = (
     "Once upon a time", "Once upon a time there was a sleepy giraffe named Clara.",
-    "Once upon a time, in a house made of glass,",
-    "There once was", "One day a girl named Ruby", "Long ago, on a little island,", "The old owl",
-    "Once upon a time, two friends",
+    "Once upon a time, in a house made of glass,", "There once was", "One day a girl named Ruby",
+    "Long ago, on a little island,", "The old owl", "Once upon a time, two friends",
     "This is the story of a brave snail", "In a land far away there lived a robot named Otto. One day",
 )  # fmt: skip
 REQUESTS = (
     "Tell me a story.", "Tell me a story about a bear who is afraid of the dark.",
-    "Write a story about a lost umbrella.",
-    "Can you tell me a story about a dragon named Nora?", "I want a story about two friends and a boat.",
-    "story please",
-    "Tell me a bedtime story about a hedgehog.", "Make up a story about the moon.",
+    "Write a story about a lost umbrella.", "Can you tell me a story about a dragon named Nora?",
+    "I want a story about two friends and a boat.", "story please", "Tell me a bedtime story about a hedgehog.",
+    "Make up a story about the moon.",
 )  # fmt: skip
+TALK = [("user", "Hi"), ("assistant", "Hello! What shall we do?"), ("user", "What is 2 + 2?")]
 ENDING_PROMPTS: tuple[Prompt, ...] = (
     *(plain(text) for text in OPENINGS),
     *(user("story", text) for text in REQUESTS),
@@ -102,11 +100,7 @@ ENDING_PROMPTS: tuple[Prompt, ...] = (
     user("chat", "What is the capital of Norway?"),
     user("chat", "What is the opposite of hot?", "cold"),
     user("chat", "What does a cow say?", "moo"),
-    Prompt(
-        "chat",
-        chats.render_prompt([("user", "Hi"), ("assistant", "Hello! What shall we do?"), ("user", "What is 2 + 2?")]),
-        4,
-    ),
+    Prompt("chat", chats.render_prompt(TALK), 4),
 )  # fmt: skip
 SUM_PROMPTS: tuple[Prompt, ...] = tuple(user("sum", f"What is {a} + {b}?", a + b) for a, b in sums.ALL_PAIRS)
 
@@ -115,52 +109,35 @@ AGES = (
     ("Helga", 29), ("Tom", 9), ("Lily", 3), ("Zoé", 18), ("Oscar", 55),
 )  # fmt: skip
 HOMES = (
-    ("Nora", 21, "Athens"),
-    ("Hugo", 6, "Lima"),
-    ("Ivy", 83, "Prague"),
-    ("Boris", 34, "Geneva"),
-    ("Sam", 10, "Oslo"),
-)
+    ("Nora", 21, "Athens"), ("Hugo", 6, "Lima"), ("Ivy", 83, "Prague"), ("Boris", 34, "Geneva"), ("Sam", 10, "Oslo"),
+)  # fmt: skip
 PRICES = (
-    ("kite", "grey", 15),
-    ("ring", "purple", 60),
-    ("sofa", "blue", 44),
-    ("hat", "silver", 2),
-    ("piano", "black", 59),
+    ("kite", "grey", 15), ("ring", "purple", 60), ("sofa", "blue", 44), ("hat", "silver", 2), ("piano", "black", 59),
+)  # fmt: skip
+COUNTS = (("nuts", 4), ("stamps", 38), ("candles", 17), ("shells", 50), ("eggs", 1))
+DOGS = (("Mia", True, 9, "a"), ("Udo", False, 50, "no"), ("Vera", False, 27, "no"))
+JSON_FORMS: tuple[tuple[str, str, tuple[tuple[object, ...], ...]], ...] = (  # question, keys, rows of values
+    ("Give the answer as JSON with name and age: {} is {} years old.", "name age", AGES),
+    ("{} is {} years old and lives in {}. Answer in JSON with the keys name, age and city.", "name age city", HOMES),
+    ("Turn this into JSON with thing, color and price: The {} is {} and costs {} coins.", "thing color price", PRICES),
+    ("Write JSON with item and count: There are {1} {0} in the box.", "item count", COUNTS),
+    ("Return a JSON object with name and has_dog: {0} is {2} and has {3} dog.", "name has_dog", DOGS),
+)  # fmt: skip
+JSON_PROMPTS: tuple[Prompt, ...] = tuple(
+    user("json", question.format(*values), dict(zip(keys.split(), values, strict=False)))
+    for question, keys, rows in JSON_FORMS
+    for values in rows
 )
-COUNTS = ((4, "nuts"), (38, "stamps"), (17, "candles"), (50, "shells"), (1, "eggs"))
-DOGS = (("Mia", 9, True), ("Udo", 50, False), ("Vera", 27, False))
-
-
-def _json_prompts() -> Iterator[Prompt]:
-    for name, age in AGES:
-        ask = f"Give the answer as JSON with name and age: {name} is {age} years old."
-        yield user("json", ask, {"name": name, "age": age})
-    for name, age, city in HOMES:
-        ask = f"{name} is {age} years old and lives in {city}. Answer in JSON with the keys name, age and city."
-        yield user("json", ask, {"name": name, "age": age, "city": city})
-    for thing, color, price in PRICES:
-        ask = f"Turn this into JSON with thing, color and price: The {thing} is {color} and costs {price} coins."
-        yield user("json", ask, {"thing": thing, "color": color, "price": price})
-    for count, item in COUNTS:
-        ask = f"Write JSON with item and count: There are {count} {item} in the box."
-        yield user("json", ask, {"item": item, "count": count})
-    for name, age, dog in DOGS:
-        ask = f"Return a JSON object with name and has_dog: {name} is {age} and has {'a' if dog else 'no'} dog."
-        yield user("json", ask, {"name": name, "has_dog": dog})
-
-
-JSON_PROMPTS: tuple[Prompt, ...] = tuple(_json_prompts())
 
 
 def last_number(text: str) -> int | None:
-    """The last whole number in a text."""
+    """Return the last whole number in a text."""
     found = re.findall(r"\d+", text)
     return int(found[-1]) if found else None
 
 
 def parsed_json(text: str) -> object:
-    """The object that the text is, or None: nothing may stand around it."""
+    """Return the JSON value that the whole text is, or None."""
     try:
         return json.loads(text)
     except ValueError:
@@ -168,18 +145,18 @@ def parsed_json(text: str) -> object:
 
 
 def list_items(text: str) -> list[str]:
-    """The items of a numbered list."""
+    """Return the items of a numbered list."""
     return [line.split(". ", 1)[1].strip() for line in text.strip().splitlines() if re.match(r"\d+\. \S", line)]
 
 
 def right_list(text: str, expect: tuple[str, int]) -> bool:
-    """As many different items of the kind as were asked for."""
+    """Return whether the text lists as many different items of the kind as were asked for."""
     items, (kind, count) = list_items(text), expect
     return len(items) == len(set(items)) == count and set(items) <= set(words.CATEGORIES[kind])
 
 
 def right(prompt: Prompt, text: str) -> bool | None:
-    """Whether an answer is right; None if the prompt has no right answer."""
+    """Return whether an answer is right; None if the prompt has no right answer."""
     expect = prompt.expect
     if expect is None:
         return parsed_json(text) is not None if prompt.kind == "json" else None
@@ -193,5 +170,5 @@ def right(prompt: Prompt, text: str) -> bool | None:
 
 
 def share(hits: Sequence[bool]) -> float:
-    """The share of True."""
+    """Return the share of True, 0 of nothing."""
     return sum(hits) / len(hits) if hits else 0.0

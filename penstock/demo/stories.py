@@ -1,7 +1,6 @@
 """Stories: a scene (who, where, what) is drawn, a plot is chosen, and its lines are filled in.
 
-In: a random.Random and, if wanted, a length. Out: a Story, which is text and the questions that its text can answer.
-Does not know how a story is wrapped in a conversation (chats.py), nor how many are made (corpus.py).
+A Story is text and the questions that its text can answer. chats.py makes conversations of it.
 """
 
 import re
@@ -23,7 +22,7 @@ MORAL_SHARE, PARAGRAPH_SHARE = 0.25, 0.2
 
 @dataclass(frozen=True)
 class Plot:
-    """Topics a reader may ask for, lines as (optional, alternatives), and question/answer templates."""
+    """Topics to ask for, lines as (optional, alternatives), and question and answer templates."""
 
     topics: tuple[str, ...]
     beats: tuple[tuple[bool, tuple[str, ...]], ...]
@@ -32,7 +31,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Story:
-    """A finished story, what it could have been asked for (topics, hero, kind), and (question, answer) pairs."""
+    """A finished story, what it may be asked for by (topics, hero, kind), and (question, answer) pairs."""
 
     text: str
     hero: str
@@ -42,7 +41,7 @@ class Story:
 
 
 def read_plot(block: str) -> Plot:
-    """One paragraph of plots.txt."""
+    """Parse one paragraph of plots.txt."""
     topics: tuple[str, ...] = ()
     beats, questions = [], []
     for line in block.splitlines():
@@ -58,40 +57,40 @@ def read_plot(block: str) -> Plot:
 
 @cache
 def plots() -> tuple[Plot, ...]:
-    """All plots of plots.txt, in file order."""
+    """Return all plots of plots.txt, in file order."""
     blocks = (HERE / "plots.txt").read_text(encoding="utf-8").strip().split("\n\n")
     return tuple(read_plot(block) for block in blocks if block.startswith("plot: "))
 
 
 @cache
 def extras() -> Mapping[str, tuple[str, ...]]:
-    """The pools of extras.txt by name."""
+    """Return the pools of extras.txt by name."""
     parts = re.split(r"^\[(\w+)\]\n", (HERE / "extras.txt").read_text(encoding="utf-8"), flags=re.M)[1:]
     return {name: tuple(body.strip().splitlines()) for name, body in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def article(noun: str) -> str:
-    """`noun` with a or an."""
+    """Return `noun` with a or an."""
     return ("an " if noun[0].lower() in "aeiou" else "a ") + noun
 
 
 def capital(text: str) -> str:
-    """`text` with its first letter in upper case."""
+    """Return `text` with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
 def sentence_case(text: str) -> str:
-    """Capitals at the start and after each full stop; text after a closing quote is left as it is."""
+    """Capitalise the start and what follows each full stop; leave text after a closing quote as it is."""
     return re.sub(r"(?<=[.] )[a-zé]", lambda m: m.group().upper(), capital(text))
 
 
 def food_phrase(food: str) -> str:
-    """ "an apple pie", but "some plum jam"."""
+    """Return "an apple pie", but "some plum jam"."""
     return f"some {food}" if food.endswith(words.MASS_FOODS) else article(food)
 
 
 def character(rng: Random, child_share: float) -> tuple[str, str, str]:
-    """(name, kind, pronoun family)."""
+    """Return (name, kind, pronoun family)."""
     if rng.random() < child_share:
         girl = rng.random() < 0.5
         return rng.choice(words.GIRLS if girl else words.BOYS), "girl" if girl else "boy", "she" if girl else "he"
@@ -99,7 +98,7 @@ def character(rng: Random, child_share: float) -> tuple[str, str, str]:
 
 
 def people(rng: Random) -> dict[str, str]:
-    """Slots of the hero (N, he, ...), the friend (F, fhe, ...) and the elder (E, ehe, ...)."""
+    """Return slots of the hero (N, he, ...), the friend (F, fhe, ...) and the elder (E, ehe, ...)."""
     name, kind, family = character(rng, 0.5)
     friend, fkind, ffamily = character(rng, 0.4)
     while friend == name:
@@ -117,7 +116,7 @@ def people(rng: Random) -> dict[str, str]:
 
 
 def props(rng: Random) -> dict[str, str]:
-    """Slots of places, things, food, weather and feelings."""
+    """Return slots of places, things, food, weather and feelings."""
     in_place, to_place, place = rng.choice(words.PLACES)
     color, color2 = rng.sample(words.COLORS, 2)
     food, food2 = rng.sample(words.FOODS, 2)
@@ -142,7 +141,7 @@ def props(rng: Random) -> dict[str, str]:
 
 
 def frame(rng: Random, fullness: float, once: float) -> tuple[list[str], list[str]]:
-    """Templates before and after the plot; `fullness` 0..1 is the chance of each extra sentence."""
+    """Return templates before and after the plot; `fullness` in 0..1 is the chance of each extra sentence."""
     pool = extras()
     before = [rng.choice(pool["opening_once" if rng.random() < once else "opening"])]
     before += [rng.choice(pool[name]) for name in ("about", "weather") if rng.random() < fullness]
@@ -152,7 +151,7 @@ def frame(rng: Random, fullness: float, once: float) -> tuple[list[str], list[st
 
 
 def tell(rng: Random, fullness: float | None = None, once: float = 0.6) -> Story:
-    """A story. `fullness` 0 is the shortest, 1 the longest, None draws it; `once`: the chance of "Once upon a time"."""
+    """Return a story. `fullness`: 0 shortest, 1 longest, None drawn; `once`: the chance of "Once upon a time"."""
     full = rng.choice((0.0, 0.3, 0.6, 1.0)) if fullness is None else fullness
     scene = people(rng) | props(rng)
     plot = rng.choice(plots())
@@ -166,7 +165,7 @@ def tell(rng: Random, fullness: float | None = None, once: float = 0.6) -> Story
 
 
 def paragraphs(rng: Random, parts: list[str]) -> str:
-    """One block of text, or now and then two."""
+    """Join the sentences into one paragraph, or sometimes two."""
     if rng.random() >= PARAGRAPH_SHARE or len(parts) < 6:
         return " ".join(parts)
     cut = rng.randrange(3, len(parts) - 2)

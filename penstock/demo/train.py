@@ -1,11 +1,10 @@
-"""Trains the demo model from nothing: corpus, tokenizer, weights; writes a Hugging Face directory with training.json.
+"""Train the demo model from scratch: corpus, tokenizer, weights; write a Hugging Face directory with training.json.
 
     python -m penstock.demo.train --seed 0 --steps 4500 --out DIR
 
-Needs torch and transformers, whose LlamaForCausalLM is trained here. Every document is drawn once. Two processes of
-one thread each share every batch and add up their gradients: faster than two threads in one process, and a busy
-machine slows it down evenly, where spinning threads would wait for each other. Equal seeds, steps and processes give
-equal weights on equal machines. Knows nothing of the evaluation (evaluate.py) or of the engine.
+Trains Transformers' LlamaForCausalLM. Every document is drawn once. Two processes of one thread each share every batch
+and add up their gradients: faster than two threads in one process, which wait for each other on a busy machine. Equal
+seeds, steps and processes give equal weights on equal machines.
 """
 
 import argparse
@@ -24,6 +23,7 @@ import torch.distributed as dist
 import transformers
 from tokenizers import Tokenizer
 from torch.multiprocessing.spawn import spawn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from penstock.demo import export
 from penstock.demo.bpe import train_tokenizer
@@ -39,7 +39,7 @@ REPORT_STEPS = 50
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up, then a cosine down to FINAL_LR of the peak."""
+    """Return the rate: linear warm-up, then a cosine down to FINAL_LR of the peak."""
     if step < WARMUP_STEPS:
         return peak * (step + 1) / WARMUP_STEPS
     done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
@@ -47,22 +47,14 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def new_model(tokenizer: Tokenizer, seed: int) -> Any:
-    """A LlamaForCausalLM with random float32 weights, in the shape of config.json."""
+    """Return a LlamaForCausalLM with random float32 weights, in the shape of config.json."""
     torch.manual_seed(seed)
     config = dict(export.model_config(tokenizer), torch_dtype="float32")
     return transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(config))
 
 
-def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
-    """AdamW; norms do not decay."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
-
-
 def batch_loss(model: Any, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy of the tokens that count. The head sees only the positions before them."""
+    """Return the mean cross-entropy of the tokens that count. The head sees only the positions before them."""
     inputs, labels = torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
@@ -76,12 +68,14 @@ class Trainer:
 
     def __init__(self, model: Any, steps: int, peak: float, rank: int, processes: int) -> None:
         self.model, self.steps, self.peak, self.rank, self.processes = model, steps, peak, rank, processes
-        self.optimizer = make_optimizer(model)
+        norms = [p for p in model.parameters() if p.ndim == 1]  # do not decay
+        groups = [{"params": [p for p in model.parameters() if p.ndim > 1]}, {"params": norms, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
         self.step = 0
         self.seconds = 0.0
 
     def train_step(self, batch: Batch) -> float:
-        """One step of the optimizer on this process's rows and those of the others."""
+        """Take one optimizer step on this process's rows and those of the others; return the loss of its own."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.steps, self.peak)
         mine = slice(self.rank, None, self.processes)
@@ -97,21 +91,18 @@ class Trainer:
     def share_gradients(self) -> None:
         """Replace each gradient by the mean over the processes."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = parameters_to_vector(gradients)
         dist.all_reduce(flat)
-        flat /= self.processes
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        vector_to_parameters(flat / self.processes, gradients)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint in one move."""
+        """Write a checkpoint atomically."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save({**state, "step": self.step, "seconds": self.seconds}, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
-        """Go on where a checkpoint of the same command stopped."""
+        """Continue from a checkpoint of the same command."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -133,7 +124,7 @@ def run(trainer: Trainer, data: Iterable[Batch], checkpoint: Path) -> None:
 
 
 def worker(rank: int, args: argparse.Namespace, tokenizer_text: str, meeting: str) -> None:
-    """One process of the training; the first one exports the model at the end."""
+    """Run one training process; the first one exports the model at the end."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=args.processes)
     tokenizer = Tokenizer.from_str(tokenizer_text)
@@ -151,7 +142,7 @@ def worker(rank: int, args: argparse.Namespace, tokenizer_text: str, meeting: st
 
 
 def heldout_loss(model: Any, tokenizer: Tokenizer) -> dict[str, float]:
-    """Mean loss in nats over the held-out documents, each alone: of the tokens that count, and of all tokens."""
+    """Return the mean loss in nats over single held-out documents: of the tokens that count, and of all tokens."""
     counted, every = [], []
     marks = Marks.of(tokenizer)
     for document in heldout_documents():
@@ -166,7 +157,7 @@ def heldout_loss(model: Any, tokenizer: Tokenizer) -> dict[str, float]:
 
 
 def finish(args: argparse.Namespace, trainer: Trainer, tokenizer: Tokenizer, documents: int) -> None:
-    """Export the model, and training.json for the card. Losses are those of the weights as stored."""
+    """Export the model, and training.json for the card. Losses are of the weights as stored."""
     export.write_model(args.out, tokenizer, trainer.model.state_dict())
     rounded = trainer.model.to(torch.bfloat16).float().eval()
     facts = {
@@ -187,13 +178,13 @@ def finish(args: argparse.Namespace, trainer: Trainer, tokenizer: Tokenizer, doc
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=4500)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--processes", type=int, default=2, help="of one thread each")
-    parser.add_argument("--resume", action="store_true", help="go on from DIR/checkpoint.pt")
+    parser.add_argument("--processes", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--resume", action="store_true", help="continue from DIR/checkpoint.pt")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The word lists of words.txt as tuples. Data only: no grammar, no randomness."""
+"""The word lists of words.txt as tuples."""
 
 import re
 from pathlib import Path
@@ -7,22 +7,20 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 def _read() -> dict[str, tuple[str, ...]]:
-    """All lists of words.txt by name. Lines of one list are joined."""
+    """Return all lists of words.txt by name. Lines of one list are joined."""
     text = Path(__file__).with_name("words.txt").read_text(encoding="utf-8")
     parts = re.split(r"^\[([\w ]+)\]\n", text, flags=re.M)[1:]
-    return {
-        n: tuple(body.strip().replace("\n", " | ").split(" | "))
-        for n, body in zip(parts[::2], parts[1::2], strict=True)
-    }
+    bodies = (tuple(body.strip().replace("\n", " | ").split(" | ")) for body in parts[1::2])
+    return dict(zip(parts[::2], bodies, strict=True))
 
 
 def _pairs(items: tuple[str, ...]) -> Pairs:
-    """ "a = b" items as pairs."""
+    """Return "a = b" items as pairs."""
     return tuple((left, right) for left, right in (item.split(" = ") for item in items))
 
 
 def _place(text: str) -> tuple[str, str, str]:
-    """("in the park", "to the park", "the park") from the first of them."""
+    """Return ("in the park", "to the park", "the park") from the first of them."""
     noun = text.split(" ", 1)[1]
     return text, f"to {noun}", noun
 

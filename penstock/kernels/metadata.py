@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.errors import InvalidRequestError
 from penstock.kernels.attention.plan import AttentionPlan
 
 
@@ -36,12 +37,15 @@ class AttentionMetadata:
         slot_mapping: [T] int64, block id * block_size + offset: where each new token's key and value are stored.
             A negative slot stores nothing, because no later token will see it.
         block_size: tokens per block.
-        sliding_window: a token sees itself and the sliding_window - 1 before it; None sees all.
+        sliding_window: a token sees itself and the sliding_window - 1 before it, so 1 or more; None sees all.
         num_sink_tokens: the first tokens of a sequence, which stay visible (and allocated) before a window.
         plan: which core computes what (kernels/attention/plan.py); None: not planned yet.
 
     A ring is a block table that repeats one block: its rows are used again, and slot_mapping stores only tokens that
     no later token of the step overwrites.
+
+    Raises:
+        InvalidRequestError: sliding_window is below 1.
     """
 
     query_start_loc: Tensor
@@ -52,6 +56,11 @@ class AttentionMetadata:
     sliding_window: int | None
     num_sink_tokens: int = 0
     plan: AttentionPlan | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding_window is not None and self.sliding_window < 1:
+            text = f"sliding_window: {self.sliding_window} is not allowed; it must be 1 or more, or None"
+            raise InvalidRequestError(text, param="sliding_window")
 
     def to(self, device: torch.device) -> "AttentionMetadata":
         """Return the same metadata with its tensors on a device; the plan stays on the host."""

@@ -11,8 +11,7 @@ from typing import cast
 
 from torch import nn
 
-from penstock.conventions import jetstream_model
-from penstock.conventions.jetstream import Environment
+from penstock.conventions import jetstream
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.kernels.ops import Ops, RowSource
 from penstock.layers.causal_lm import CausalLM
@@ -74,7 +73,7 @@ def load_model(
         model = empty_model(model_config, make)
         _fill(model, make, source)
     if find_model(model_config.architecture, model_config.model_impl).convention == "jetstream":
-        model = jetstream_model.JetStreamModel(model, Environment(model_config, ops, make))
+        model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, ops, make))
     return cast(CausalLM, model.eval())
 
 
@@ -87,7 +86,7 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> nn.Module:
     """
     entry = find_model(model_config.architecture, model_config.model_impl)
     if entry.convention == "jetstream":
-        model = jetstream_model.build(entry.model_class, model_config, make)
+        model = jetstream.build(entry.model_class, model_config, make)
     else:
         model = entry.model_class(model_config, make)
     differing = set(make.parameters) ^ {name for name, _ in model.named_parameters(remove_duplicate=False)}

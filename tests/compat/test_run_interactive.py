@@ -67,7 +67,7 @@ def test_the_flags_of_the_document(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     assert main([*flags[:-1], f"--checkpoint_path={tmp_path}"]) == 2
     error = capsys.readouterr().err
-    assert "--checkpoint_path: num_hidden_layers = 3 is not that of --model=gemma --size=tiny, 2" in error
+    assert "--checkpoint_path: num_hidden_layers = 3 does not match --model=gemma --size=tiny: 2" in error
     assert error.count("\n") == 1
 
 

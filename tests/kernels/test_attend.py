@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.errors import NotSupportedError
+from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.kernels.cpu.library import LEVELS
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVScales
@@ -169,6 +169,15 @@ def test_window_of_three_over_six_tokens() -> None:
 def test_edges_of_the_window(window: int | None, first: Any) -> None:
     """Guards against special cases: a window of one token, and windows the sequence never fills."""
     assert seen_by(window, [6]) == [list(range(first(i), i + 1)) for i in range(6)]
+
+
+@pytest.mark.parametrize("window", [0, -1, -4096])
+def test_a_window_of_no_token_is_refused(window: int) -> None:
+    """Guards against a window of 0 that one backend reads as none and another as hiding everything."""
+    step = torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(InvalidRequestError, match=f"sliding_window: {window} is not allowed") as caught:
+        AttentionMetadata(step, step[1:], step[None, :1], torch.zeros(1, dtype=torch.int64), 16, window)
+    assert caught.value.param == "sliding_window"
 
 
 @pytest.mark.covers("M12")

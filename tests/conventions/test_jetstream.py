@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock import LLM, SamplingParams
 from penstock.compat.jetstream import AttentionKernel
-from penstock.conventions import jetstream_model
+from penstock.conventions import jetstream
 from penstock.conventions.jetstream import Environment
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.reference import ReferenceOps
@@ -24,10 +24,10 @@ from penstock.weights.loader import load_model
 from penstock.weights.sources import read_parameters
 from tests.compat.test_instances import one_an_architecture
 from tests.compat.user_file import imported
+from tests.conventions import test_caches as caches
 from tests.families.case import Case, all_cases
 from tests.hf_models import MAKERS, hf_logprobs, make_llama, make_mistral, random_ids
 from tests.kernels.packed import levels
-from tests.layers import test_cache_interface as caches
 from tests.paged import PagedModel
 
 BACKENDS = ["reference", "cpu"] if levels() else ["reference"]
@@ -245,19 +245,25 @@ def broken(**members: Any) -> type[nn.Module]:
     return type("Broken", (Broken,), members)
 
 
-def test_a_models_own_tensors_are_left_alone_and_its_layers_take_no_memory(tmp_path: Path) -> None:
+def test_a_models_own_tensors_are_left_alone_and_its_layers_take_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against 14 GB of random numbers for a model whose weights are about to come, and against tables of the
     model's own that lose their values."""
 
     def with_tensors(self: Any, config: ModelConfig, env: Environment) -> None:
         nn.Module.__init__(self)
         self.register_buffer("table", torch.empty(3).fill_(2.0))
+        self.register_buffer("typed", torch.empty(3, dtype=torch.float64).fill_(3.0))
+        self.register_buffer("placed", torch.empty(3, device=env.device, dtype=env.dtype).fill_(4.0))
         self.lm_head = nn.Linear(48, 199, bias=False)
         self.embed = nn.Embedding(199, 48)
+        self.others = nn.ModuleList([nn.Linear(3, 4), nn.LayerNorm(48), nn.RMSNorm(48), nn.Conv1d(4, 4, 3)])
 
     env = environment(make_llama(tmp_path)[1])
-    model = jetstream_model.build(broken(__init__=with_tensors), env.config, env.make)
-    assert model.get_buffer("table").tolist() == [2.0] * 3
+    monkeypatch.setattr(jetstream, "swap_linears", lambda model, make: None)  # the table knows none of these layers
+    model = jetstream.build(broken(__init__=with_tensors), env.config, env.make)
+    assert [buffer.tolist() for buffer in model.buffers()] == [[2.0] * 3, [3.0] * 3, [4.0] * 3]
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -272,12 +278,12 @@ def test_models_that_cannot_run_are_refused_when_they_are_made(tmp_path: Path) -
         self.lm_head = nn.Linear(3, 4, bias=False)
 
     with pytest.raises(ModelLoadError, match=r"lm_head\.weight has the shape \[4, 3\] in the model; .* \[199, 48\]"):
-        jetstream_model.build(broken(__init__=with_linear), env.config, make)
+        jetstream.build(broken(__init__=with_linear), env.config, make)
 
     case = next(case for case in all_cases() if case.name == "ministral")
     mixed = load_model_config(case.make(tmp_path / "mixed")[1])
     with pytest.raises(NotSupportedError, match="layers with different windows"):
-        jetstream_model.build(Broken, mixed, make)
+        jetstream.build(Broken, mixed, make)
 
 
 def test_mistakes_of_a_model_are_named(tmp_path: Path) -> None:

@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.conventions.masks import decode_mask, first_prefill_mask, later_prefill_mask, local_mask
-from penstock.conventions.rolling_buffer import RollingBuffer, unrotate
+from penstock.conventions.rolling import (
+    RollingBuffer,
+    decode_mask,
+    first_prefill_mask,
+    later_prefill_mask,
+    local_mask,
+    unrotate,
+)
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.parts import Scoring, attend_part, finish

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from penstock import LLM, SamplingParams, models
-from penstock.conventions.cache_interface import ABSENT, CacheInterface, PagedCacheView, visible
-from penstock.conventions.plain_caches import (
+from penstock.conventions.caches import (
+    ABSENT,
+    CacheInterface,
     ContiguousCache,
     Int8Cache,
+    PagedCacheView,
     PlainCache,
     PrefillOnlyCache,
     RingCache,
     RollingCache,
+    visible,
 )
 from penstock.errors import InvalidRequestError
 from penstock.kernels.metadata import AttentionMetadata
@@ -202,7 +205,7 @@ def test_sinks_stay_visible() -> None:
 
 HAND_WRITTEN = '''
 from penstock.layers.attention import Attention
-from penstock.conventions.cache_interface import PagedCacheView
+from penstock.conventions.caches import PagedCacheView
 from penstock.models.llama.model import LlamaForCausalLM
 from penstock.models.registry import register_model
 
@@ -274,7 +277,7 @@ def test_hand_written_attention_in_the_engine(kernels: str, family: str, tmp_pat
 @pytest.mark.covers("J4")
 def test_model_files_know_no_cache() -> None:
     """Guards against a model written for one kind of cache."""
-    for file in Path(models.__file__).parent.glob("*.py"):
+    for file in Path(models.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             module = node.module if isinstance(node, ast.ImportFrom) else ""

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
-from penstock.conventions.incre_flash import incre_flash_attention
-from penstock.conventions.incre_flash_inputs import Antiquant
+from penstock.conventions.incre_flash import Antiquant, incre_flash_attention
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams
 from penstock.kernels.reference import ReferenceOps
@@ -447,6 +446,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "a float mask": ("atten_mask", {"atten_mask": torch.zeros(B, S)}),
     "a short mask": ("atten_mask", {"atten_mask": torch.zeros(B, S - 1, dtype=torch.bool)}),
     "a bias of other heads": ("pse_shift", {"pse_shift": torch.zeros(1, NKV, 1, S)}),
+    "a longer bias": ("pse_shift", {"pse_shift": torch.zeros(1, N, 1, S + 1)}),
+    "a shorter bias": ("pse_shift", {"pse_shift": torch.zeros(B, N, 1, S - 1)}),
+    "a bias of one slot": ("pse_shift", {"pse_shift": torch.zeros(1, N, 1, 1)}),
+    "a bias without an axis": ("pse_shift", {"pse_shift": torch.zeros(N, 1, S)}),
+    "a negative band": ("pre_tokens", {"pre_tokens": -1}),
+    "scales of groups": (
+        "key_antiquant",
+        {
+            "key": torch.int8,
+            "value": torch.int8,
+            "key_antiquant": Antiquant("group", torch.ones(NKV, D)),  # type: ignore[arg-type]
+            "value_antiquant": Antiquant("tensor", torch.ones(1)),
+        },
+    ),
     "too long": ("actual_seq_lengths", {"actual_seq_lengths": [S + 1]}),
     "half a batch of lengths": ("actual_seq_lengths", {"actual_seq_lengths": [1, 2]}),
     "padding without lengths": ("actual_seq_lengths", {"kv_padding_size": 3}),
@@ -468,11 +481,52 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
             "atten_mask": torch.zeros(B, S, dtype=torch.bool),
         },
     ),
+    "an int8 prefix": (
+        "key_shared_prefix",
+        {
+            "key_shared_prefix": torch.ones(1, NKV, 3, D, dtype=torch.int8),
+            "value_shared_prefix": torch.ones(1, NKV, 3, D, dtype=torch.int8),
+        },
+    ),
+    "int8 values of a prefix": (
+        "value_shared_prefix",
+        {
+            "key_shared_prefix": torch.ones(1, NKV, 3, D, dtype=torch.float16),
+            "value_shared_prefix": torch.ones(1, NKV, 3, D, dtype=torch.int8),
+        },
+    ),
     "a prefix for each": (
         "key_shared_prefix",
         {"key_shared_prefix": torch.zeros(B, NKV, 3, D), "value_shared_prefix": torch.zeros(B, NKV, 3, D)},
     ),
 }  # fmt: skip
+
+
+@pytest.mark.covers("A22")
+@pytest.mark.parametrize("name", ["pse_shift", "atten_mask"])
+@pytest.mark.parametrize("size", [1, S - 1, S + 1, 2 * S])
+def test_a_bias_or_mask_of_other_blocks_is_refused(name: str, size: int) -> None:
+    """Guards against columns that are cut off or repeated in silence: S is blocks * block_size in a paged cache."""
+    q, k, v = qkv(torch.float16)
+    options = {"block_table": torch.arange(B).view(B, 1), "block_size": S, "actual_seq_lengths": LENGTHS}
+    right, wrong = (
+        torch.zeros(B, N, 1, n) if name == "pse_shift" else torch.zeros(B, n, dtype=torch.bool) for n in (S, size)
+    )
+    assert torch.equal(attend(q, k, v, **options, **{name: right}), attend(q, k, v, actual_seq_lengths=LENGTHS))
+    with pytest.raises(InvalidRequestError, match=rf"{name}: .*{S}.*, not .*{size}\b") as caught:
+        attend(q, k, v, **options, **{name: wrong})
+    assert caught.value.param == name
+
+
+@pytest.mark.covers("A22")
+def test_a_list_of_two_types_is_refused() -> None:
+    """Guards against a sequence whose numbers are read as another one's integers."""
+    q, k, v = qkv(torch.float16)
+    lists = [[x[b : b + 1].to(torch.int8 if b else torch.float16) for b in range(B)] for x in (k, v)]
+    scales = Antiquant("tensor", torch.ones(1))
+    with pytest.raises(NotSupportedError, match=r"^key: all torch.float16") as caught:
+        attend(q, *lists, key_antiquant=scales, value_antiquant=scales)
+    assert caught.value.param == "key"
 
 
 @pytest.mark.covers("A22")
