@@ -1,10 +1,11 @@
 """Log-probabilities in the shapes of the three APIs: chat, legacy completions, and vLLM's prompt_logprobs.
 
-JSON has no infinities, so a log-probability below OpenAI's floor of -9999 is that floor.
+JSON has no infinities, so a log-probability below OpenAI's floor of -9999 becomes that floor.
 """
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
 from penstock.interface.outputs import Logprob, LogprobsAt
 from penstock.server.openai_responses import (
@@ -21,12 +22,12 @@ FLOOR = -9999.0
 
 
 def finite(logprob: float) -> float:
-    """The number itself, or the floor for what is below it (or is no number)."""
+    """Return the number itself, or FLOOR where it is lower or NaN."""
     return logprob if logprob > FLOOR else FLOOR
 
 
 class TokenNames:
-    """How tokens are written: their text, or `token_id:7` where the request asked for ids."""
+    """Names of tokens: their text, or `token_id:7` where the request asked for ids."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
         self.tokenizer = tokenizer
@@ -41,31 +42,22 @@ class TokenNames:
 
 
 def chat_logprobs(names: TokenNames, token_ids: Sequence[int], places: Sequence[LogprobsAt], top: int) -> ChatLogprobs:
-    """The chosen tokens, each with exactly the `top` most likely ones."""
-    return ChatLogprobs(
-        content=[_chat_token(names, token_id, at, top) for token_id, at in zip(token_ids, places, strict=False)]
-    )
+    """Return the chosen tokens, each with exactly the `top` most likely ones."""
 
+    def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        value, spelt = finite(logprob.logprob), list(names.tokenizer.token_to_bytes(token_id))
+        return {"token": names.name(token_id, logprob), "logprob": value, "bytes": spelt}
 
-def _chat_token(names: TokenNames, token_id: int, at: LogprobsAt, top: int) -> TokenLogprob:
-    best = sorted(at.items(), key=lambda item: -finite(item[1].logprob))[:top]
-    return TokenLogprob(
-        token=names.name(token_id, at[token_id]),
-        logprob=finite(at[token_id].logprob),
-        bytes=list(names.tokenizer.token_to_bytes(token_id)),
-        top_logprobs=[
-            TopLogprob(
-                token=names.name(other, entry),
-                logprob=finite(entry.logprob),
-                bytes=list(names.tokenizer.token_to_bytes(other)),
-            )
-            for other, entry in best
-        ],
-    )
+    content = []
+    for token_id, at in zip(token_ids, places, strict=False):
+        best = sorted(at.items(), key=lambda item: -finite(item[1].logprob))[:top]
+        tops = [TopLogprob(**entry(*item)) for item in best]
+        content.append(TokenLogprob(**entry(token_id, at[token_id]), top_logprobs=tops))
+    return ChatLogprobs(content=content)
 
 
 def cut(token_ids: Sequence[int], places: Sequence[LogprobsAt | None], top: int) -> list[LogprobsAt | None]:
-    """The prompt's log-probabilities with the `top` most likely tokens of each place and the prompt's own."""
+    """Return the prompt's log-probabilities, reduced to the `top` most likely tokens and the prompt's own."""
     return [
         None if at is None else {key: entry for key, entry in at.items() if key == token_id or (entry.rank or 0) <= top}
         for token_id, at in zip(token_ids, places, strict=False)
@@ -73,10 +65,10 @@ def cut(token_ids: Sequence[int], places: Sequence[LogprobsAt | None], top: int)
 
 
 class LegacyWriter:
-    """Writes the four parallel lists for one choice, piece by piece.
+    """The four parallel lists of one choice, written piece by piece.
 
-    text_offset counts the characters that the bytes of the tokens before it complete, so a character of several tokens
-    counts once, for the last of them. Special tokens that the text leaves out count nothing.
+    A token's text_offset is the number of characters that the bytes of the tokens before it complete: a character made
+    of several tokens counts once, at the last of them. Special tokens that the text leaves out count nothing.
     """
 
     def __init__(self, names: TokenNames, *, skip_special_tokens: bool) -> None:
@@ -86,7 +78,7 @@ class LegacyWriter:
         self._offset = 0
 
     def write(self, token_ids: Sequence[int], places: Sequence[LogprobsAt | None]) -> LegacyLogprobs:
-        """The lists for the next tokens. None stands for a prompt's first token, which nothing comes before."""
+        """Return the lists for the next tokens. The place of a prompt's first token is None: nothing predicted it."""
         lists = LegacyLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token_id, at in zip(token_ids, places, strict=False):
             lists.tokens.append(self._names.name(token_id, None if at is None else at[token_id]))
@@ -96,7 +88,7 @@ class LegacyWriter:
         return lists
 
     def _top(self, at: LogprobsAt) -> dict[str, float]:
-        """By name; of two tokens that are written alike the likelier one counts."""
+        """Return log-probabilities by name; of two tokens with the same name the more likely one counts."""
         found: dict[str, float] = {}
         for token_id, entry in at.items():
             name = self._names.name(token_id, entry)
@@ -111,22 +103,15 @@ class LegacyWriter:
 
 
 def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
-    """The lists of two pieces as one."""
-    return LegacyLogprobs(
-        tokens=first.tokens + second.tokens,
-        token_logprobs=first.token_logprobs + second.token_logprobs,
-        top_logprobs=first.top_logprobs + second.top_logprobs,
-        text_offset=first.text_offset + second.text_offset,
-    )
+    """Return the lists of two pieces as one."""
+    names = LegacyLogprobs.__struct_fields__
+    return LegacyLogprobs(**{name: getattr(first, name) + getattr(second, name) for name in names})
 
 
 def prompt_logprobs(names: TokenNames, places: Sequence[LogprobsAt | None]) -> PromptLogprobs:
-    """vLLM's shape: for each prompt token an object from token id to its log-probability."""
-    return [
-        None if at is None else {str(token_id): _prompt_entry(names, token_id, at) for token_id in at} for at in places
-    ]
+    """Return, in vLLM's shape, one object per prompt token from token id to log-probability."""
 
+    def shaped(token_id: int, entry: Logprob) -> PromptLogprob:
+        return PromptLogprob(logprob=finite(entry.logprob), rank=entry.rank, decoded_token=names.name(token_id, entry))
 
-def _prompt_entry(names: TokenNames, token_id: int, at: LogprobsAt) -> PromptLogprob:
-    entry = at[token_id]
-    return PromptLogprob(logprob=finite(entry.logprob), rank=entry.rank, decoded_token=names.name(token_id, entry))
+    return [None if at is None else {str(key): shaped(key, entry) for key, entry in at.items()} for at in places]

@@ -3,12 +3,10 @@
 A field of type `... | UnsetType` is left out of the JSON until it is set.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
-
-FinishWord = Literal["stop", "length"]
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -23,7 +21,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """vLLM's shape of one alternative of one prompt token."""
+    """One alternative for one prompt token, in vLLM's shape."""
 
     logprob: float
     rank: int | None
@@ -35,7 +33,7 @@ Seed = int | list[int | None] | None
 
 
 class Envelope(msgspec.Struct, kw_only=True):
-    """What every answer and every chunk carries."""
+    """Fields of every answer and every chunk."""
 
     id: str
     object: str
@@ -48,7 +46,7 @@ class Envelope(msgspec.Struct, kw_only=True):
 
 
 class LegacyLogprobs(msgspec.Struct, kw_only=True):
-    """Four parallel lists, one entry a token; text_offset counts characters of the choice's text."""
+    """Four parallel lists with one entry per token; text_offset counts characters of the choice's text."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -68,7 +66,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(Envelope, kw_only=True):
-    """A whole answer, or with stream one chunk of it: the legacy API gives both the same name."""
+    """A whole answer, or with `stream` one chunk of it: the legacy API gives both the same name."""
 
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
