@@ -6,10 +6,13 @@ Knows nothing of sockets or processes.
 import asyncio
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,12 +23,10 @@ from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.completions import create_chat_completion, create_completion
-from penstock.server.context import ServerContext, context_of, json_response, read_body
-from penstock.server.inputs import tokenize
-from penstock.server.metrics import CONTENT_TYPE, Metrics
+from penstock.server.context import Metrics, ServerContext, context_of, json_response, read_body
+from penstock.server.inputs import decode, tokenize
 from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, KeyMiddleware
 from penstock.server.openai_requests import DetokenizeRequest, TokenizeRequest
-from penstock.server.openai_responses import Detokenized, ModelCard, ModelList, Tokenized
 from penstock.server.options import ServerOptions
 from penstock.server.unsupported import UNSUPPORTED_ROUTES
 from penstock.tokenizer.tokenizer import MAX_CHARS_PER_TOKEN
@@ -79,19 +80,13 @@ def _middleware(options: ServerOptions, metrics: Metrics) -> list[Middleware]:
     """Return the layers from the outside in. CORS comes before the key: a browser's preflight carries none."""
     layers = [Middleware(BoundaryMiddleware, options=options, metrics=metrics)]
     if options.allowed_origins:
-        layers.append(_cors(options))
+        methods, headers = ["GET", "POST"], ["Authorization", "Content-Type", "X-Request-Id"]
+        origins = options.allowed_origins
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
+        layers.append(cors)
     if options.api_key is not None:
         layers.append(Middleware(KeyMiddleware, api_key=options.api_key))
     return [*layers, Middleware(BodyLimitMiddleware, options=options)]
-
-
-def _cors(options: ServerOptions) -> Middleware:
-    from starlette.middleware.cors import CORSMiddleware
-
-    headers = ["Authorization", "Content-Type", "X-Request-Id"]
-    return Middleware(
-        CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["GET", "POST"], allow_headers=headers
-    )
 
 
 # --- health and status ------------------------------------------------------------------------------------------------
@@ -157,7 +152,9 @@ async def status(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    return Response(context_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    """The metrics in the Prometheus text format."""
+    body = generate_latest(context_of(request).metrics.registry)
+    return Response(body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 # --- models and tokens ------------------------------------------------------------------------------------------------
@@ -165,7 +162,7 @@ async def metrics(request: Request) -> Response:
 
 async def list_models(request: Request) -> Response:
     context = context_of(request)
-    return json_response(ModelList(data=[_card(context, name) for name in context.model_names()]))
+    return json_response({"data": [_card(context, name) for name in context.model_names()], "object": "list"})
 
 
 async def retrieve_model(request: Request) -> Response:
@@ -173,11 +170,20 @@ async def retrieve_model(request: Request) -> Response:
     return json_response(_card(context, context.check_model(request.path_params["model"])))
 
 
-def _card(context: ServerContext, name: str) -> ModelCard:
+def _card(context: ServerContext, name: str) -> dict[str, Any]:
+    """Return OpenAI's description of a model, with vLLM's fields and the model's certificate."""
     info = context.known_info()
-    return ModelCard(
-        id=name, created=context.created, root=name, max_model_len=info.max_model_len, certificate=info.certificate
-    )
+    return {
+        "id": name,
+        "created": context.created,
+        "root": name,
+        "max_model_len": info.max_model_len,
+        "object": "model",
+        "owned_by": "penstock",
+        "parent": None,
+        "permission": [],
+        "certificate": info.certificate,
+    }
 
 
 async def create_tokens(request: Request) -> Response:
@@ -190,7 +196,7 @@ async def create_tokens(request: Request) -> Response:
     texts = None
     if body.return_token_strs:
         texts = [context.tokenizer().token_to_text(token_id) for token_id in tokens]
-    answer = Tokenized(count=len(tokens), max_model_len=info.max_model_len, tokens=tokens, token_strs=texts)
+    answer = {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens, "token_strs": texts}
     return json_response(answer)
 
 
@@ -204,7 +210,7 @@ async def create_text(request: Request) -> Response:
     if len(body.tokens) > limit:
         raise InvalidRequestError(f"tokens: {len(body.tokens)} are too many; at most {limit}", param="tokens")
     check.check_ids("tokens", body.tokens, info.vocab_size)
-    return json_response(Detokenized(prompt=await context.decode(body.tokens)))
+    return json_response({"prompt": await decode(context, body.tokens)})
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ request first, then from the model's defaults, then from OpenAI's; SamplingParam
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from penstock import validation as check
 from penstock.errors import InvalidRequestError, NotSupportedError
@@ -25,6 +26,8 @@ from penstock.server.openai_requests import (
 from penstock.server.unsupported import MAX_MESSAGES
 from penstock.tokenizer.tokenizer import check_prompt_length
 
+T = TypeVar("T")
+LONG_TEXT = 4096  # characters (or ids) above which tokenising leaves the event loop's thread
 # Body fields that are fields of SamplingParams under the same name.
 COPIED = tuple({field.name for field in dataclasses.fields(SamplingParams)} & {*GenerationRequest.__struct_fields__})
 
@@ -35,6 +38,30 @@ class EncodedPrompt:
 
     token_ids: list[int]
     text: str | None = None
+
+
+# --- tokenising ------------------------------------------------------------------------------------------------------
+
+
+async def encode(context: ServerContext, text: str, *, add_special_tokens: bool, total: int = 0) -> list[int]:
+    """Return the ids of a text; `total` is the number of characters of all texts of the call."""
+    tokenizer = context.tokenizer()
+    work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return await _tokenizing(context, work, max(len(text), total))
+
+
+async def decode(context: ServerContext, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+    """Return the text of the ids."""
+    work = partial(context.tokenizer().decode, ids, skip_special_tokens=skip_special_tokens)
+    return await _tokenizing(context, work, len(ids))
+
+
+async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) -> T:
+    """Return the result of `work`; of much work in a thread, so that streams go on."""
+    if size <= LONG_TEXT:
+        return work()
+    async with context.tokenizing:
+        return await asyncio.to_thread(work)
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -61,7 +88,7 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
             prompts.append(EncodedPrompt(ids, item))
         else:
             skip = body.skip_special_tokens is not False
-            text = await context.decode(item, skip_special_tokens=skip) if body.echo else None
+            text = await decode(context, item, skip_special_tokens=skip) if body.echo else None
             prompts.append(EncodedPrompt(item, text))
         await asyncio.sleep(0)
     return prompts
@@ -102,11 +129,11 @@ async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInf
         raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
     if body.messages is None:
         check_prompt_length(body.prompt or "", info.max_model_len)
-        return await context.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+        return await encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     add_generation = body.add_generation_prompt is not False
     text = _render(context, body.messages, info, add_generation_prompt=add_generation, continue_final=False)
     check_prompt_length(text, info.max_model_len, param="messages")
-    return await context.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    return await encode(context, text, add_special_tokens=bool(body.add_special_tokens))
 
 
 async def _encode(
@@ -115,7 +142,7 @@ async def _encode(
     if not text:
         raise check.fail(param, text, "a text of at least one character")
     check_prompt_length(text, info.max_model_len, param=param)
-    ids = await context.encode(text, add_special_tokens=add_special_tokens, total=total)
+    ids = await encode(context, text, add_special_tokens=add_special_tokens, total=total)
     if not ids:
         raise InvalidRequestError(f"{param}: the text has no tokens", param=param)
     if len(ids) >= info.max_model_len:

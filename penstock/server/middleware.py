@@ -17,9 +17,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.api_errors import ApiError, ClientGoneError, internal_error
-from penstock.server.context import RequestLog
+from penstock.server.context import Metrics, RequestLog
 from penstock.server.generation import EVENT_STREAM, sse_data
-from penstock.server.metrics import Metrics
 from penstock.server.options import ServerOptions
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
@@ -154,30 +153,18 @@ def _sent_key(header: str) -> bytes:
         return b""
 
 
-class BodyBudget:
-    """The bytes that the bodies of all open requests may still use together."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.left = max_bytes
-
-    def take(self, num_bytes: int) -> None:
-        if num_bytes > self.left:
-            message = "The server has too many large requests at the moment; try again later."
-            raise ApiError(503, message, code="server_busy", headers={"Retry-After": "1"})
-        self.left -= num_bytes
-
-
 class BodyLimitMiddleware:
     """Answers 413 for a body that is too long, announced or not, and 408 for one that does not arrive in time.
 
-    The rest of a refused body is left to the HTTP server, which drops it.
+    The bodies of all open requests share a budget; a request that exceeds it is answered with 503. The rest of a
+    refused body is left to the HTTP server, which drops it.
     """
 
     def __init__(self, app: ASGIApp, *, options: ServerOptions) -> None:
         self._app = app
         self.max_bytes = options.max_body_bytes
         self.timeout_s = options.receive_timeout_s
-        self.budget = BodyBudget(options.max_inflight_body_bytes)
+        self._budget = options.max_inflight_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = Headers(scope=scope).get("content-length", "0")
@@ -187,7 +174,14 @@ class BodyLimitMiddleware:
         try:
             await self._app(scope, body, send)
         finally:
-            self.budget.left += body.taken
+            self._budget += body.taken
+
+    def take(self, num_bytes: int) -> None:
+        """Take bytes from the common budget; the end of the request gives them back."""
+        if num_bytes > self._budget:
+            message = "The server has too many large requests at the moment; try again later."
+            raise ApiError(503, message, code="server_busy", headers={"Retry-After": "1"})
+        self._budget -= num_bytes
 
     def too_large(self) -> ApiError:
         return ApiError(413, f"The request body is larger than {self.max_bytes} bytes.", code="request_too_large")
@@ -218,7 +212,7 @@ class _LimitedBody:
         if self._size > self._limits.max_bytes:
             raise self._limits.too_large()
         more = max(0, self._size - FREE_BODY_BYTES - self.taken)
-        self._limits.budget.take(more)
+        self._limits.take(more)
         self.taken += more
         self._complete = not message.get("more_body", False)
         return message

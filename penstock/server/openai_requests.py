@@ -5,7 +5,6 @@ other name is an error. Every parameter may be null, which means "not given". Sa
 """
 
 import contextlib
-import reprlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, ClassVar, Literal, TypeVar, get_args
@@ -14,8 +13,9 @@ import msgspec
 
 from penstock.errors import InvalidRequestError
 from penstock.server.unsupported import strip_unsupported
+from penstock.validation import shown
 
-MAX_LABEL = 64  # characters of a label that the log shows
+MAX_LABEL, MAX_LABEL_ITEMS = 64, 4  # characters and items of a label that the log shows
 LABELS = ("user", "metadata", "safety_identifier", "session_id", "request_id", "prompt_cache_key")
 
 
@@ -220,22 +220,14 @@ def label_text(parsed: Any) -> str:
     return " ".join(f"{name}={_label(value)}" for name, value in given if value is not None)
 
 
-class _Glance(reprlib.Repr):
-    """repr() of the first few items only, unsorted: megabytes of labels must not cost the others their time."""
-
-    maxlevel = 2
-    maxlist = maxdict = 4
-    maxstring = maxother = MAX_LABEL
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        if level <= 0:
-            return "{...}"
-        items = (f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}" for key, value in x.items())
-        return "{" + ", ".join(islice(items, self.maxdict)) + ("}" if len(x) <= self.maxdict else ", ...}")
-
-    def repr_int(self, x: int, level: int) -> str:
-        return repr(x) if x.bit_length() <= MAX_LABEL else "..."
-
-
 def _label(value: Any) -> str:
-    return _Glance().repr(value).encode("ascii", "backslashreplace").decode()[:MAX_LABEL]
+    """Return a few flat items of a value: megabytes of labels must not delay other requests."""
+    if isinstance(value, dict):
+        short: Any = {key: _scalar(item) for key, item in islice(value.items(), MAX_LABEL_ITEMS)}
+    else:
+        short = _scalar(value)
+    return shown(short).encode("ascii", "backslashreplace").decode()[:MAX_LABEL]
+
+
+def _scalar(value: Any) -> Any:
+    return value if isinstance(value, str | int | float) else "..."

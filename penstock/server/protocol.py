@@ -28,16 +28,13 @@ FLUSH_CHECKS = 10  # per stall timeout, of whether the client still has to read
 logger = logging.getLogger("penstock.connection")
 
 
-class _QuietFilter(logging.Filter):
-    """Drops uvicorn's warning about each bad request, and its traceback for each task cancelled at shutdown."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return record.levelno >= logging.ERROR and not isinstance(error, asyncio.CancelledError)
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Drop uvicorn's traceback for each task that is cancelled at shutdown."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-logger.setLevel(logging.ERROR)
-logger.addFilter(_QuietFilter())
+logger.setLevel(logging.ERROR)  # uvicorn warns of each bad request
+logger.addFilter(_is_worth_logging)
 
 
 class GuardedProtocol(HttpToolsProtocol):

@@ -52,28 +52,27 @@ def open_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def run_server(client: EngineClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
+async def run_server(client: EngineClient, options: ServerOptions) -> int:
     """Serve until a signal or the engine's failure; return the process's exit code.
 
     Args:
         client: may still be starting; /health is 503 until it is ready.
-        sock: from `open_socket`, where the caller opened it before starting an engine.
 
     Raises InvalidRequestError or ModelLoadError where that is why the engine could not start.
     """
     started_at = time.monotonic() if options.started_at is None else options.started_at
     try:
-        listening = sock or open_socket(options.host, options.port)
+        sock = open_socket(options.host, options.port)
     except (OSError, UnicodeError) as exc:
         reason = getattr(exc, "strerror", None) or exc
         print(f"penstock: cannot listen on {options.host}:{options.port}: {reason}", file=sys.stderr)
         await client.shutdown()
         return EXIT_CANNOT_LISTEN
-    with listening:
-        return await Serving(client, options, listening, started_at).run()
+    with sock:
+        return await Serving(client, options, sock, started_at).run()
 
 
-def run(client: EngineClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
+def run(client: EngineClient, options: ServerOptions) -> int:
     """Run `run_server` in an event loop of its own, uvloop's except on Windows."""
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if sys.platform != "win32":
@@ -81,7 +80,7 @@ def run(client: EngineClient, options: ServerOptions, sock: socket.socket | None
 
         loop_factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(run_server(client, options, sock))
+        return runner.run(run_server(client, options))
 
 
 class Serving:

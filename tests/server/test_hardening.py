@@ -15,8 +15,10 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server.api_errors import ApiError
-from penstock.server.middleware import FREE_BODY_BYTES, BodyBudget
+from penstock.server.app import create_app
+from penstock.server.middleware import FREE_BODY_BYTES, BodyLimitMiddleware
 from penstock.server.openai_requests import ChatRequest, CompletionRequest, label_text, parse, to_request
+from penstock.server.options import ServerOptions
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import QUIET, RunningServer, app_client, running, wait_until
 from tests.server.test_sockets import post, raw, read_all
@@ -121,10 +123,10 @@ def test_labels_cost_little() -> None:
 
 def test_bodies_have_a_common_budget() -> None:
     """Guards against memory that grows with the number of large bodies; small ones are taken all the same."""
-    budget = BodyBudget(10)
-    budget.take(10)
+    limits = BodyLimitMiddleware(create_app(FakeEngineClient()), options=ServerOptions(max_inflight_body_bytes=10))
+    limits.take(10)
     with pytest.raises(ApiError) as caught:
-        budget.take(1)
+        limits.take(1)
     assert caught.value.headers == {"Retry-After": "1"}
     client = app_client(options=dataclasses.replace(QUIET, max_inflight_body_bytes=1000))
     large = {"prompt": "a", "max_tokens": 1, "user": "x" * (FREE_BODY_BYTES + 2000)}

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from penstock.server.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from penstock.server.openai_responses import Completion
 from penstock.server.unsupported import UNSUPPORTED
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import app_client
@@ -78,5 +77,4 @@ def test_still_right_afterwards(client: TestClient) -> None:
     """Guards against junk that leaves something behind."""
     response = client.post("/v1/completions", json={"prompt": "a", "seed": 1})
     fresh = app_client(FakeEngineClient(max_model_len=64)).post("/v1/completions", json={"prompt": "a", "seed": 1})
-    first, second = (msgspec.json.decode(answer.content, type=Completion) for answer in (response, fresh))
-    assert first.choices == second.choices
+    assert response.json()["choices"] == fresh.json()["choices"]
