@@ -1,47 +1,46 @@
-"""Builds the web application: the table of routes and the layers around it. Knows nothing of sockets or processes."""
+"""The web application: its table of routes, the layers around them, and the routes about the server itself.
 
+Knows nothing of sockets or processes.
+"""
+
+import asyncio
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.client.engine_client import EngineClient
-from penstock.errors import PenstockError
-from penstock.server import system
-from penstock.server.api_errors import ApiError, handle
-from penstock.server.chat import create_chat_completion
-from penstock.server.completions import create_completion
-from penstock.server.context import ServerContext
-from penstock.server.metrics import Metrics
-from penstock.server.middleware import BodyBudget, BodyLimitMiddleware, BoundaryMiddleware, KeyMiddleware
+from penstock import __version__
+from penstock import validation as check
+from penstock.client.engine_client import EngineClient, EngineState
+from penstock.errors import InvalidRequestError, PenstockError
+from penstock.server.api_errors import ApiError, handle, not_found, unavailable
+from penstock.server.completions import create_chat_completion, create_completion
+from penstock.server.context import Metrics, ServerContext, context_of, json_response, read_body
+from penstock.server.inputs import decode, tokenize
+from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, KeyMiddleware
+from penstock.server.openai_requests import DetokenizeRequest, TokenizeRequest
 from penstock.server.options import ServerOptions
+from penstock.server.unsupported import UNSUPPORTED_ROUTES
+from penstock.tokenizer.tokenizer import MAX_CHARS_PER_TOKEN
 
-ALL_METHODS = ["GET", "POST", "DELETE"]
-
-# Routes of OpenAI and vLLM that are planned, and answer so.
-PLANNED_PATHS = (
-    "/v1/embeddings",
-    "/v1/responses",
-    "/v1/responses/{id}",
-    "/v1/responses/{id}/cancel",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/completions/render",
-    "/v1/chat/completions/render",
-    "/v1/rerank",
-    "/rerank",
-    "/v1/score",
-    "/score",
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
-    "/load",
-    "/openapi.json",
-    "/docs",
+PAGE = Path(__file__).parent / "static" / "index.html"
+# The page loads nothing but itself and this server's answers; no other page may frame it.
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 
 def create_app(client: EngineClient, options: ServerOptions | None = None) -> Starlette:
-    """The application over an engine client; it neither starts nor ends the engine.
+    """Return the application over an engine client; it neither starts nor ends the engine.
 
     `app.state.context.draining = True` makes it refuse new requests.
     """
@@ -59,46 +58,176 @@ def create_app(client: EngineClient, options: ServerOptions | None = None) -> St
 
 def _routes() -> list[Route]:
     return [
-        Route("/", system.page),
+        Route("/", page),
         Route("/v1/completions", create_completion, methods=["POST"]),
         Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
-        Route("/v1/models", system.list_models),
-        Route("/v1/models/{model:path}", system.retrieve_model),
-        Route("/tokenize", system.create_tokens, methods=["POST"]),
-        Route("/detokenize", system.create_text, methods=["POST"]),
-        Route("/health", system.health),
-        Route("/ping", system.health, methods=["GET", "POST"]),
-        Route("/live", system.live),
-        Route("/ready", system.ready),
-        Route("/version", system.version),
-        Route("/status", system.status),
-        Route("/metrics", system.metrics),
-        *(Route(path, system.not_built, methods=ALL_METHODS) for path in PLANNED_PATHS),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{model:path}", retrieve_model),
+        Route("/tokenize", create_tokens, methods=["POST"]),
+        Route("/detokenize", create_text, methods=["POST"]),
+        Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/live", live),
+        Route("/ready", ready),
+        Route("/version", version),
+        Route("/status", status),
+        Route("/metrics", metrics),
+        *(Route(path, not_built, methods=["GET", "POST", "DELETE"]) for path in UNSUPPORTED_ROUTES),
     ]
 
 
 def _middleware(options: ServerOptions, metrics: Metrics) -> list[Middleware]:
-    """From the outside in. CORS comes before the key, since a browser's preflight carries none."""
+    """Return the layers from the outside in. CORS comes before the key: a browser's preflight carries none."""
     layers = [Middleware(BoundaryMiddleware, options=options, metrics=metrics)]
     if options.allowed_origins:
-        layers.append(_cors(options))
+        methods, headers = ["GET", "POST"], ["Authorization", "Content-Type", "X-Request-Id"]
+        origins = options.allowed_origins
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
+        layers.append(cors)
     if options.api_key is not None:
         layers.append(Middleware(KeyMiddleware, api_key=options.api_key))
-    layers.append(
-        Middleware(
-            BodyLimitMiddleware,
-            max_bytes=options.max_body_bytes,
-            timeout_s=options.receive_timeout_s,
-            budget=BodyBudget(options.max_inflight_body_bytes),
-        )
-    )
-    return layers
+    return [*layers, Middleware(BodyLimitMiddleware, options=options)]
 
 
-def _cors(options: ServerOptions) -> Middleware:
-    from starlette.middleware.cors import CORSMiddleware
+# --- health and status ------------------------------------------------------------------------------------------------
 
-    headers = ["Authorization", "Content-Type", "X-Request-Id"]
-    return Middleware(
-        CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["GET", "POST"], allow_headers=headers
-    )
+
+async def live(request: Request) -> Response:
+    """200 while this process answers at all."""
+    return Response()
+
+
+async def health(request: Request) -> Response:
+    """200 only while the engine makes progress; the error object of a 503 says why not."""
+    context = context_of(request)
+    now = context.client.status()
+    state = EngineState.DRAINING if context.draining else now.state
+    if state is not EngineState.READY:
+        raise unavailable(f"the engine is {state.value}")
+    if not now.making_progress:
+        raise unavailable("the engine is stuck")
+    return Response()
+
+
+async def ready(request: Request) -> Response:
+    """200 while a new request would be accepted."""
+    if context_of(request).draining:
+        raise unavailable("the server is shutting down")
+    return await health(request)
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+async def status(request: Request) -> Response:
+    """The engine's state and counters at this moment."""
+    context = context_of(request)
+    now = context.client.status()
+    stats = now.stats
+    draining = context.draining and now.state is not EngineState.FAILED
+    engine = {
+        "pid": now.pid,
+        "state": EngineState.DRAINING.value if draining else now.state.value,
+        "restarts": now.restarts,
+        "heartbeat_age_s": now.heartbeat_age_s,
+    }
+    answer = {
+        "engine": engine,
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "kv_blocks": {
+            "total": stats.kv_blocks_total,
+            "free": stats.kv_blocks_free,
+            "cached": stats.kv_blocks_cached,
+        },
+        "journal": {"requests": now.journal_requests, "tokens": now.journal_tokens},
+        "prompt_tokens_total": stats.num_prompt_tokens_total,
+        "cached_tokens_total": stats.num_cached_tokens_total,
+        "generated_tokens_total": stats.num_generated_tokens_total,
+        "preemptions_total": stats.num_preemptions_total,
+        "aborted_total": now.num_aborted_total,
+    }
+    return json_response(answer)
+
+
+async def metrics(request: Request) -> Response:
+    """The metrics in the Prometheus text format."""
+    body = generate_latest(context_of(request).metrics.registry)
+    return Response(body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+# --- models and tokens ------------------------------------------------------------------------------------------------
+
+
+async def list_models(request: Request) -> Response:
+    context = context_of(request)
+    return json_response({"data": [_card(context, name) for name in context.model_names()], "object": "list"})
+
+
+async def retrieve_model(request: Request) -> Response:
+    context = context_of(request)
+    return json_response(_card(context, context.check_model(request.path_params["model"])))
+
+
+def _card(context: ServerContext, name: str) -> dict[str, Any]:
+    """Return OpenAI's description of a model, with vLLM's fields and the model's certificate."""
+    info = context.known_info()
+    return {
+        "id": name,
+        "created": context.created,
+        "root": name,
+        "max_model_len": info.max_model_len,
+        "object": "model",
+        "owned_by": "penstock",
+        "parent": None,
+        "permission": [],
+        "certificate": info.certificate,
+    }
+
+
+async def create_tokens(request: Request) -> Response:
+    """POST /tokenize."""
+    context = context_of(request)
+    body = await read_body(request, TokenizeRequest)
+    info = context.info()
+    context.check_model(body.model)
+    tokens = await tokenize(context, body, info)
+    texts = None
+    if body.return_token_strs:
+        texts = [context.tokenizer().token_to_text(token_id) for token_id in tokens]
+    answer = {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens, "token_strs": texts}
+    return json_response(answer)
+
+
+async def create_text(request: Request) -> Response:
+    """POST /detokenize."""
+    context = context_of(request)
+    body = await read_body(request, DetokenizeRequest)
+    info = context.info()
+    context.check_model(body.model)
+    limit = MAX_CHARS_PER_TOKEN * info.max_model_len
+    if len(body.tokens) > limit:
+        raise InvalidRequestError(f"tokens: {len(body.tokens)} are too many; at most {limit}", param="tokens")
+    check.check_ids("tokens", body.tokens, info.vocab_size)
+    return json_response({"prompt": await decode(context, body.tokens)})
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+async def page(request: Request) -> Response:
+    """The web page: one file that loads nothing else."""
+    body = await asyncio.to_thread(_page)
+    headers = {"Content-Security-Policy": PAGE_POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+    return Response(body, media_type="text/html", headers=headers)
+
+
+@cache
+def _page() -> bytes:
+    return PAGE.read_bytes()
+
+
+async def not_built(request: Request) -> Response:
+    """A route that clients know and this server does not have yet."""
+    raise not_found(f"{request.scope['path'][:100]} is not built yet.", "not_implemented")

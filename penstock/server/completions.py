@@ -1,95 +1,198 @@
-"""POST /v1/completions: the legacy shape. Choice index = prompt index * n + choice of the prompt."""
+"""POST /v1/completions and /v1/chat/completions: one path from the request to the answer, two shapes."""
 
-from collections.abc import AsyncGenerator
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
-from penstock.server.context import context_of, read_body
-from penstock.server.disconnect import until_disconnect
-from penstock.server.generation import Generation
-from penstock.server.json_response import json_response
-from penstock.server.logprobs import LegacyWriter, TokenNames, cut, joined, prompt_logprobs
-from penstock.server.openai_requests import CompletionRequest, label_text
-from penstock.server.openai_responses import Completion, CompletionChoice, LegacyLogprobs, Usage
-from penstock.server.prompts import completion_prompts
-from penstock.server.request_log import log_of
-from penstock.server.sampling import completion_params
-from penstock.server.sse import EventStream
+from penstock.interface.sampling_params import SamplingParams
+from penstock.server import openai_responses as shapes
+from penstock.server.context import ServerContext, context_of, json_response, log_of, read_body
+from penstock.server.generation import EventStream, Generation, until_disconnect
+from penstock.server.inputs import EncodedPrompt, chat_params, chat_prompts, completion_params, completion_prompts
+from penstock.server.openai_requests import ChatRequest, CompletionRequest
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
 
 async def create_completion(request: Request) -> Response:
-    """Validate, run, answer."""
+    return await _answer(request, CompletionRequest, completion_params, completion_prompts, CompletionShape)
+
+
+async def create_chat_completion(request: Request) -> Response:
+    return await _answer(request, ChatRequest, chat_params, chat_prompts, ChatShape)
+
+
+async def _answer(
+    request: Request,
+    kind: type[Body],
+    params_of: Callable[[Body, ModelInfo], SamplingParams],
+    prompts_of: Callable[[ServerContext, Body, ModelInfo], Awaitable[list[EncodedPrompt]]],
+    shape: "type[Shape[Body]]",
+) -> Response:
+    """Validate the request, run it and send the answer, whole or as a stream."""
     context, log = context_of(request), log_of(request)
-    body = await read_body(request, CompletionRequest)
-    log.labels = label_text(body)
+    body = await read_body(request, kind)
     body.check()
     info = context.info()
-    model = context.check_model(body.model)
-    params = completion_params(body, info)
-    prompts = await completion_prompts(context, body, info)
-    generation = Generation(context, f"cmpl-{uuid4().hex}", prompts, params, log)
-    names = (
-        TokenNames(context.tokenizer(), as_ids=bool(body.return_tokens_as_token_ids)) if _names_needed(body) else None
-    )
-    envelope = {"created": context.now(), "model": model, "system_fingerprint": info.system_fingerprint}
-    answer = CompletionAnswer(body, generation, names, envelope)
+    envelope = {"model": context.check_model(body.model), "system_fingerprint": info.system_fingerprint}
+    params = params_of(body, info)
+    prompts = await prompts_of(context, body, info)
+    generation = Generation(context, f"{shape.id_prefix}-{uuid4().hex}", prompts, params, log)
+    names = None
+    if body.logprobs is not None or body.prompt_logprobs is not None:
+        names = shapes.TokenNames(context.tokenizer(), as_ids=bool(body.return_tokens_as_token_ids))
+    shaped = shape(body, generation, names, {"id": generation.id, "created": int(time.time()), **envelope})
     if body.stream:
-        return EventStream(answer.chunks(), stall_timeout_s=context.options.stall_timeout_s)
-    return json_response(await until_disconnect(request.receive, answer.whole()))
-
-
-def _names_needed(body: CompletionRequest) -> bool:
-    return body.logprobs is not None or body.prompt_logprobs is not None
-
-
-Held = tuple[RequestOutput, CompletionOutput]
+        return EventStream(shaped.chunks(), stall_timeout_s=context.options.stall_timeout_s)
+    return json_response(await until_disconnect(request.receive, shaped.whole()))
 
 
 @dataclass(slots=True)
-class CompletionAnswer:
-    """Shapes the outputs of one call, whole or in chunks. `names` is there whenever log-probabilities are wanted."""
+class Shape(ABC, Generic[Body]):
+    """Turns the outputs of one call into OpenAI's answer, or into its chunks.
 
-    body: CompletionRequest
+    Attributes:
+        names: present whenever log-probabilities are requested.
+        envelope: the fields that every answer and chunk of the call repeats.
+    """
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    body: Body
     generation: Generation
-    names: TokenNames | None
+    names: shapes.TokenNames | None
     envelope: dict[str, Any]
-    _writers: dict[int, LegacyWriter] = field(default_factory=dict)
-    _begun: set[int] = field(default_factory=set)
-    _prompt_logprobs: dict[int, list[LogprobsAt | None]] = field(default_factory=dict)  # a stream tells them once
-    _held: dict[int, list[Held]] = field(default_factory=dict)  # pieces that wait for them
+    _begun: set[int] = field(default_factory=set)  # choices of which a part has been shaped
 
-    async def whole(self) -> Completion:
+    @abstractmethod
+    def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> Any:
+        """Return a choice of prompt `index` in the API's shape."""
+
+    @abstractmethod
+    def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Answer]:
+        """Yield the chunks that an output of prompt `index` brings."""
+
+    async def whole(self) -> shapes.Answer:
         outputs = await self.generation.collect()
         choices = [
             self._choice(index, output, choice)
             for index, output in enumerate(outputs)
             for choice in sorted(output.outputs, key=lambda choice: choice.index)
         ]
-        return self._completion(choices, usage=self.generation.usage(), seed=self.generation.seed())
+        more = {"usage": self.generation.usage(), "seed": self.generation.seed(), **self._prompt_fields(outputs[0])}
+        return shapes.Answer(object=self.whole_object, choices=choices, **self.envelope, **more)
 
-    async def chunks(self) -> AsyncGenerator[Completion | None, None]:
-        async with aclosing(self.generation.outputs()) as moves:
-            async for move in moves:
-                if move is None:
+    async def chunks(self) -> AsyncGenerator[shapes.Answer | None, None]:
+        """Yield the chunks as they come; None after each silent keep-alive interval."""
+        async with aclosing(self.generation.outputs()) as outputs:
+            async for item in outputs:
+                if item is None:
                     yield None
                     continue
-                for output, choice in self._ready(*move):
-                    shaped = self._choice(move[0], output, choice)
-                    if self._says_something(shaped):
-                        yield self._chunk(shaped)
+                for chunk in self._chunks(*item):
+                    yield chunk
         if self.body.usage_at_end:
-            yield self._completion([], usage=self.generation.usage())
+            usage = self.generation.usage()
+            yield shapes.Answer(object=self.chunk_object, choices=[], usage=usage, **self.envelope)
 
-    def _ready(self, index: int, output: RequestOutput) -> list[Held]:
-        """The pieces of a prompt's choices to send now: an echo with log-probabilities waits until they are told."""
-        held = self._held.pop(index, []) + [(output, choice) for choice in output.outputs]
+    def _chunk(self, choice: Any, **more: Any) -> shapes.Answer:
+        """Return a chunk with one choice. Its usage is null where the usage comes at the end of the stream."""
+        usage: shapes.Usage | UnsetType | None = None if self.body.usage_at_end else UNSET
+        if self.body.usage_always:
+            usage = self.generation.usage()
+        return shapes.Answer(object=self.chunk_object, choices=[choice], usage=usage, **self.envelope, **more)
+
+    def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """Return what a whole answer says of the prompt outside its choices."""
+        return {}
+
+    def _ending(self, choice: CompletionOutput) -> dict[str, Any]:
+        reason = choice.finish_reason
+        return {"finish_reason": None if reason is None else reason.value, "stop_reason": choice.stop_reason}
+
+    def _token_ids(self, choice: CompletionOutput) -> list[int] | UnsetType:
+        return choice.token_ids if self.body.return_token_ids else UNSET
+
+
+@dataclass(slots=True)
+class ChatShape(Shape[ChatRequest]):
+    """Chat: per choice of a stream the role, the text as it comes, and an empty delta with the finish reason."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            fields["prompt_token_ids"] = self.generation.prompts[0].token_ids
+        if self.body.prompt_logprobs is not None and self.names is not None:
+            fields["prompt_logprobs"] = shapes.prompt_logprobs(self.names, output.prompt_logprobs or [])
+        return fields
+
+    def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> shapes.ChatChoice:
+        message = shapes.ChatMessage(role="assistant", content=choice.text)
+        return self._content(choice, message=message, **self._ending(choice))
+
+    def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Answer]:
+        for choice in output.outputs:
+            if choice.index not in self._begun:
+                self._begun.add(choice.index)
+                role = shapes.ChatChoice(index=choice.index, delta=shapes.Delta(role="assistant", content=""))
+                prompt_ids = self.generation.prompts[0].token_ids if self.body.return_token_ids else UNSET
+                yield self._chunk(role, prompt_token_ids=prompt_ids)
+            if choice.text or (choice.token_ids and self._shows_tokens()):
+                yield self._chunk(self._content(choice, delta=shapes.Delta(content=choice.text)))
+            if choice.finish_reason is not None:
+                last = shapes.ChatChoice(index=choice.index, delta=shapes.Delta(), **self._ending(choice))
+                yield self._chunk(last, seed=self.generation.seed())
+
+    def _shows_tokens(self) -> bool:
+        """Return whether a token that completes no text gets a chunk."""
+        return bool(self.body.logprobs or self.body.return_token_ids or self.body.usage_always)
+
+    def _content(self, choice: CompletionOutput, **more: Any) -> shapes.ChatChoice:
+        logprobs = None
+        if self.body.logprobs and self.names is not None:
+            places, top = choice.logprobs or [], self.body.top_logprobs or 0
+            logprobs = shapes.chat_logprobs(self.names, choice.token_ids, places, top)
+        return shapes.ChatChoice(index=choice.index, logprobs=logprobs, token_ids=self._token_ids(choice), **more)
+
+
+@dataclass(slots=True)
+class CompletionShape(Shape[CompletionRequest]):
+    """The legacy shape. A choice's index is its prompt's index * n + its index among the prompt's choices."""
+
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    _writers: dict[int, shapes.LegacyWriter] = field(default_factory=dict)
+    _prompt_logprobs: dict[int, list[LogprobsAt | None]] = field(default_factory=dict)  # sent once in a stream
+    _held: dict[int, list[CompletionOutput]] = field(default_factory=dict)  # pieces that wait for them
+
+    def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Answer]:
+        for choice in self._ready(index, output):
+            shaped = self._choice(index, output, choice)
+            shows_tokens = shaped.token_ids is not UNSET or shaped.logprobs is not None or self.body.usage_always
+            if shaped.text or shaped.finish_reason or shows_tokens:
+                seed = self.generation.seed() if shaped.finish_reason else UNSET
+                yield self._chunk(shaped, seed=seed)
+
+    def _ready(self, index: int, output: RequestOutput) -> list[CompletionOutput]:
+        """Return the choices to send now: an echo with log-probabilities waits until those of the prompt are known."""
+        held = self._held.pop(index, []) + output.outputs
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index] = output.prompt_logprobs
         waits = self.body.echo and self.body.logprobs is not None and index not in self._prompt_logprobs
@@ -98,52 +201,39 @@ class CompletionAnswer:
             return []
         return held
 
-    def _chunk(self, choice: CompletionChoice) -> Completion:
-        usage: Usage | UnsetType | None = None if self.body.usage_at_end else UNSET
-        if self.body.usage_always:
-            usage = self.generation.usage()
-        return self._completion([choice], usage=usage, seed=self.generation.seed() if choice.finish_reason else UNSET)
-
-    def _completion(self, choices: list[CompletionChoice], **more: Any) -> Completion:
-        return Completion(id=self.generation.id, object="text_completion", choices=choices, **self.envelope, **more)
-
-    def _says_something(self, choice: CompletionChoice) -> bool:
-        tokens = choice.token_ids is not UNSET or choice.logprobs is not None or self.body.usage_always
-        return bool(choice.text or choice.finish_reason or tokens)
-
-    def _choice(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> CompletionChoice:
-        """A choice, or the new part of it. The first part of each echoes the prompt where that is asked for."""
+    def _choice(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> shapes.CompletionChoice:
+        """Return a choice, or the new part of it. The first part echoes the prompt where that is requested."""
         index = prompt_index * self.generation.params.n + choice.index
         first = index not in self._begun
         self._begun.add(index)
         prompt = self.generation.prompts[prompt_index]
-        shaped = CompletionChoice(
+        echo = first and bool(self.body.echo)
+        shaped = shapes.CompletionChoice(
             index=index,
-            text=(prompt.text or "") + choice.text if first and self.body.echo else choice.text,
-            logprobs=self._logprobs(index, output, choice, echo=first and bool(self.body.echo)),
-            finish_reason=None if choice.finish_reason is None else choice.finish_reason.value,
-            stop_reason=choice.stop_reason,
+            text=(prompt.text or "") + choice.text if echo else choice.text,
+            logprobs=self._logprobs(index, output, choice, echo=echo),
+            token_ids=self._token_ids(choice),
+            prompt_token_ids=prompt.token_ids if first and self.body.return_token_ids else UNSET,
+            **self._ending(choice),
         )
-        if self.body.return_token_ids:
-            shaped.token_ids = choice.token_ids
-            shaped.prompt_token_ids = prompt.token_ids if first else UNSET
         if self.body.prompt_logprobs is not None and self.names is not None:
-            places = cut(prompt.token_ids, output.prompt_logprobs or [], self.body.prompt_logprobs)
-            shaped.prompt_logprobs = prompt_logprobs(self.names, places)
+            places = shapes.cut(prompt.token_ids, output.prompt_logprobs or [], self.body.prompt_logprobs)
+            shaped.prompt_logprobs = shapes.prompt_logprobs(self.names, places)
         return shaped
 
     def _logprobs(
         self, index: int, output: RequestOutput, choice: CompletionOutput, *, echo: bool
-    ) -> LegacyLogprobs | None:
+    ) -> shapes.LegacyLogprobs | None:
         if self.body.logprobs is None or self.names is None:
             return None
         if index not in self._writers:
             skip = self.generation.params.skip_special_tokens
-            self._writers[index] = LegacyWriter(self.names, skip_special_tokens=skip)
+            self._writers[index] = shapes.LegacyWriter(self.names, skip_special_tokens=skip)
         writer = self._writers[index]
-        prompt_lists = LegacyLogprobs()
-        if echo:
-            places = output.prompt_logprobs or self._prompt_logprobs.get(index // self.generation.params.n, [])
-            ids = output.prompt_token_ids
-            prompt_lists = writer.write(ids, cut(ids, places, self.body.logprobs))
-        return joined(prompt_lists, writer.write(choice.token_ids, choice.logprobs or []))
+        if not echo:
+            return writer.write(choice.token_ids, choice.logprobs or [])
+        prompt_index = index // self.generation.params.n
+        ids = self.generation.prompts[prompt_index].token_ids
+        places = output.prompt_logprobs or self._prompt_logprobs.get(prompt_index, [])
+        prompt_lists = writer.write(ids, shapes.cut(ids, places, self.body.logprobs))
+        return shapes.joined(prompt_lists, writer.write(choice.token_ids, choice.logprobs or []))

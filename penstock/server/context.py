@@ -1,34 +1,59 @@
-"""What every route needs: the engine client, the options, the metrics, and the few things that outlive a request.
+"""What every route needs: the state of the app with its metrics, the log of the request, its body, a JSON answer.
 
-One ServerContext belongs to one app; it is reached through the request (`context_of`), never through a global.
+One ServerContext belongs to one app and is reached through the request (`context_of`), never through a global. So does
+one registry of metrics: two servers in one process do not share counts.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.requests import Request
+from starlette.responses import Response
 
-from penstock.client.engine_client import EngineClient
+from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import ModelInfo
 from penstock.server.api_errors import ApiError, not_found, unavailable
-from penstock.server.decoding import Body, decode
-from penstock.server.metrics import Metrics
+from penstock.server.openai_requests import Body, label_text, parse, to_request
 from penstock.server.options import ServerOptions
 from penstock.tokenizer.tokenizer import Tokenizer
 
-LONG_TEXT = 4096  # characters (or ids) above which tokenising leaves the event loop's thread
+FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+# name, help, attribute of EngineStats
+GAUGES = (
+    ("penstock_requests_running", "Sequences in the current batch", "num_running"),
+    ("penstock_requests_waiting", "Sequences waiting for their first step or for blocks", "num_waiting"),
+    ("penstock_kv_blocks", "Blocks of the key/value cache", "kv_blocks_total"),
+    ("penstock_kv_blocks_free", "Free blocks, including those with cached content", "kv_blocks_free"),
+    ("penstock_kv_blocks_cached", "Free blocks with cached content", "kv_blocks_cached"),
+)
+COUNTERS = (
+    ("penstock_steps", "Steps of the engine", "num_steps_total"),
+    ("penstock_failed_steps", "Steps that failed", "num_failed_steps_total"),
+    ("penstock_prompt_tokens", "Prompt tokens received", "num_prompt_tokens_total"),
+    ("penstock_cached_tokens", "Prompt tokens found in the cache", "num_cached_tokens_total"),
+    ("penstock_generation_tokens", "Tokens generated", "num_generated_tokens_total"),
+    ("penstock_preemptions", "Sequences preempted for lack of blocks", "num_preemptions_total"),
+)
 
 
 @dataclass(slots=True)
 class ServerContext:
-    """The state of one app. `draining` is set once, when the server stops taking requests."""
+    """The state of one app. `draining` is set once, when the server stops accepting requests."""
 
     client: EngineClient
     options: ServerOptions
-    metrics: Metrics
+    metrics: "Metrics"
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     tokenizing: asyncio.Semaphore = field(init=False)
@@ -37,13 +62,13 @@ class ServerContext:
         self.tokenizing = asyncio.Semaphore(self.options.max_parallel_tokenizations)
 
     def info(self) -> ModelInfo:
-        """The model, or EngineDeadError (503) until the engine has been ready once; 503 too while draining."""
+        """Return the model; EngineDeadError (503) until the engine has been ready once, 503 too while draining."""
         if self.draining:
             raise unavailable("the server is shutting down")
         return self.known_info()
 
     def known_info(self) -> ModelInfo:
-        """The model, also while draining. An engine that could not be built is nothing the request did wrong."""
+        """Return the model, also while draining. An engine that could not be built is not the request's fault: 503."""
         try:
             return self.client.model_info
         except (InvalidRequestError, ModelLoadError):
@@ -52,12 +77,8 @@ class ServerContext:
     def model_names(self) -> Sequence[str]:
         return self.options.served_model_names or (self.known_info().model,)
 
-    def now(self) -> int:
-        """Unix time, for `created`."""
-        return int(time.time())
-
     def check_model(self, name: str | None) -> str:
-        """The name the answer carries, or 404 for a model that is not served."""
+        """Return the name that the answer carries; 404 for a model that is not served."""
         names = self.model_names()
         if name is not None and name not in names:
             message = f"The model {ascii(name)[:100]} does not exist; this server has {', '.join(names)}."
@@ -71,24 +92,87 @@ class ServerContext:
             message = "the model has no tokenizer, so texts cannot be used; send token ids"
             raise InvalidRequestError(message, param="prompt", code="no_tokenizer") from None
 
-    async def encode(self, text: str, *, add_special_tokens: bool, total: int = 0) -> list[int]:
-        """Ids of a text; a long one, or one of a call with many, is tokenised in a thread, so that other streams go on.
 
-        Args:
-            total: characters of all the call's texts.
-        """
-        encode = self.tokenizer().encode
-        if max(len(text), total) <= LONG_TEXT:
-            return encode(text, add_special_tokens=add_special_tokens)
-        async with self.tokenizing:
-            return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
+@dataclass(slots=True)
+class RequestLog:
+    """What one HTTP request leaves in the log and the metrics. The middleware creates it, the routes fill it.
 
-    async def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        decode = self.tokenizer().decode
-        if len(ids) <= LONG_TEXT:
-            return decode(ids, skip_special_tokens=skip_special_tokens)
-        async with self.tokenizing:
-            return await asyncio.to_thread(decode, ids, skip_special_tokens=skip_special_tokens)
+    Attributes:
+        request_id: the caller's X-Request-Id or a new one, for the log and the answer's header only.
+        labels: the body's labels (`user`, ...), ready to print.
+    """
+
+    request_id: str
+    started: float = field(default_factory=time.monotonic)
+    labels: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+
+    def age_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def tokens(self) -> str:
+        """Return the token counts as a piece of a log line; empty where none were counted."""
+        if not self.num_prompt_tokens:
+            return ""
+        return (
+            f"prompt={self.num_prompt_tokens} cached={self.num_cached_tokens} completion={self.num_completion_tokens}"
+        )
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(client))
+        self.requests = Counter(
+            "penstock_http_requests",
+            "HTTP requests by route and status; 499: the client disconnected",
+            ("route", "status"),
+            registry=self.registry,
+        )
+        self.outcomes = Counter(
+            "penstock_choices", "Finished choices by finish reason", ("finish_reason",), registry=self.registry
+        )
+        self.first_token = self._histogram("time_to_first_token", "From request to first token", FIRST_TOKEN_BUCKETS)
+        self.inter_token = self._histogram("inter_token_latency", "Between two tokens of a stream", TOKEN_BUCKETS)
+        self.request = self._histogram("e2e_request_latency", "From request to the end of the answer", REQUEST_BUCKETS)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        full_name = f"penstock_{name}_seconds"
+        return Histogram(full_name, f"{text}, in seconds", buckets=buckets, registry=self.registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's statistics at each scrape. Counters restart at 0 with a new engine, as Prometheus allows."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # registering must not ask the engine
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._client.status()
+        for name, text, attribute in GAUGES:
+            yield GaugeMetricFamily(name, text, value=getattr(status.stats, attribute))
+        for name, text, attribute in COUNTERS:
+            yield CounterMetricFamily(name, text, value=getattr(status.stats, attribute))
+        yield CounterMetricFamily(
+            "penstock_engine_restarts", "Engine processes restarted after a failure", value=status.restarts
+        )
+        aborted = status.num_aborted_total
+        yield CounterMetricFamily("penstock_aborted_requests", "Requests whose client disconnected", value=aborted)
+        yield GaugeMetricFamily(
+            "penstock_journal_tokens", "Tokens in the journal of open requests", value=status.journal_tokens
+        )
+        states = GaugeMetricFamily("penstock_engine_state", "1 for the engine's current state", labels=["state"])
+        for state in EngineState:
+            states.add_metric([state.value], float(state == status.state))
+        yield states
+        yield GaugeMetricFamily("penstock_healthy", "1 while the engine makes progress", value=status.making_progress)
 
 
 def context_of(request: Request) -> ServerContext:
@@ -96,16 +180,26 @@ def context_of(request: Request) -> ServerContext:
     return context
 
 
+def log_of(request: Request) -> RequestLog:
+    log: RequestLog = request.state.log
+    return log
+
+
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The JSON body as a `kind`. 415 where the request says that its body is something else."""
+    """Return the JSON body as a `kind` and log its labels; 415 where a header says that it is something else."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise ApiError(
-            415, f"Content-Encoding {ascii(encoding)[:40]}: only identity is taken", code="unsupported_encoding"
-        )
+        message = f"Content-Encoding {ascii(encoding)[:40]} is not supported; send the body uncompressed"
+        raise ApiError(415, message, code="unsupported_encoding")
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         shown = ascii(content_type)[:80] if content_type else "none"
         hint = 'send the header "Content-Type: application/json" (curl: -H "Content-Type: application/json")'
         raise ApiError(415, f"Content-Type is {shown}; {hint}", code="unsupported_media_type")
-    return decode(await request.body(), kind)
+    parsed = parse(await request.body(), kind)
+    log_of(request).labels = label_text(parsed)
+    return to_request(parsed, kind)
+
+
+def json_response(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

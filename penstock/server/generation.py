@@ -1,24 +1,38 @@
-"""Runs one call: a `generate` for each of its prompts, merged, counted, and aborted together. Knows no JSON.
+"""Runs one call and delivers what it gives: as one answer, or as server-sent events. Knows no shape of an answer.
 
-Nothing runs ahead of the consumer: the next output of a prompt is asked for when its last one has been taken.
+A call is one `generate` per prompt; they are merged, counted, and aborted together when the client disconnects.
+Nothing runs ahead of the consumer: a prompt's next output is requested when its last one has been taken, so while the
+client does not read, at most one event is held here.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from penstock.errors import RequestFailedError
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.errors import PenstockError, RequestFailedError
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
-from penstock.server.api_errors import unavailable
-from penstock.server.context import ServerContext
+from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, unavailable
+from penstock.server.context import RequestLog, ServerContext
+from penstock.server.inputs import EncodedPrompt
 from penstock.server.openai_responses import PromptTokensDetails, Seed, Usage
-from penstock.server.prompts import EncodedPrompt
-from penstock.server.request_log import RequestLog
 
-Indexed = tuple[int, RequestOutput]  # the prompt's index, and what moved
+Indexed = tuple[int, RequestOutput]  # a prompt's index, and an output of it
+Events = AsyncGenerator[msgspec.Struct | None, None]  # None: nothing came for the keep-alive interval
+T = TypeVar("T")
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+STREAM_HEADERS = ((b"content-type", EVENT_STREAM), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_END = msgspec.UNSET
 
 
 @dataclass(slots=True)
@@ -26,7 +40,7 @@ class Generation:
     """One call to the engine client and its running totals.
 
     Attributes:
-        id: our own; the X-Request-Id of the caller never gets here.
+        id: the answer's id; never the caller's X-Request-Id.
         seeds: the seed used for each prompt, once it is known.
     """
 
@@ -45,28 +59,28 @@ class Generation:
         self.log.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
 
     async def outputs(self) -> AsyncGenerator[Indexed | None, None]:
-        """Every output as it comes; None when nothing came for the keep-alive interval. Closing it aborts all."""
+        """Yield every output as it comes, and None after each silent keep-alive interval. Closing it aborts all."""
         streams = [self._generate(index) for index in range(len(self.prompts))]
-        async with aclosing(merged(streams, self.context.options.keep_alive_s)) as moves:
-            async for move in moves:
-                if move is not None:
-                    self._note(*move)
-                yield move
+        async with aclosing(merged(streams, self.context.options.keep_alive_s)) as outputs:
+            async for item in outputs:
+                if item is not None:
+                    self._note(*item)
+                yield item
         self.context.metrics.request.observe(self.log.age_s())
 
     async def collect(self) -> list[RequestOutput]:
-        """The final output of each prompt, in order."""
+        """Return the final output of each prompt, in order."""
         final: dict[int, RequestOutput] = {}
-        async with aclosing(self.outputs()) as moves:
-            async for move in moves:
-                if move is not None:
-                    final[move[0]] = move[1]
+        async with aclosing(self.outputs()) as outputs:
+            async for item in outputs:
+                if item is not None:
+                    final[item[0]] = item[1]
         if len(final) != len(self.prompts):
             raise RequestFailedError("the engine ended a request without an answer")
         return [final[index] for index in range(len(self.prompts))]
 
     def usage(self) -> Usage:
-        """The tokens so far."""
+        """Return the tokens so far."""
         log = self.log
         return Usage(
             prompt_tokens=log.num_prompt_tokens,
@@ -76,7 +90,7 @@ class Generation:
         )
 
     def seed(self) -> Seed:
-        """The seed that repeats the answer: one number, or one for each prompt of a list."""
+        """Return the seed that repeats the answer: one number, or for a list of prompts one per prompt."""
         return self.seeds[0] if len(self.seeds) == 1 else list(self.seeds)
 
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
@@ -84,32 +98,28 @@ class Generation:
         return self.context.client.generate(prompt, self.params, f"{self.id}-{index}")
 
     def _note(self, index: int, output: RequestOutput) -> None:
-        raise_failure(output)
+        _raise_failure(output)
         self.seeds[index] = output.seed
         self._cached[index] = output.num_cached_tokens
         self.log.num_cached_tokens = sum(self._cached)
         for choice in output.outputs:
-            self._note_choice((index, choice.index), choice)
+            self.log.num_completion_tokens += len(choice.token_ids)
+            if self.params.output_kind is RequestOutputKind.DELTA and choice.token_ids:
+                self._note_time((index, choice.index), choice)
+            if choice.finish_reason is not None:
+                self.context.metrics.outcomes.labels(choice.finish_reason.value).inc()
 
-    def _note_choice(self, key: tuple[int, int], choice: CompletionOutput) -> None:
-        metrics = self.context.metrics
-        self.log.num_completion_tokens += len(choice.token_ids)
-        if self.params.output_kind is RequestOutputKind.DELTA and choice.token_ids:
-            self._note_time(key, len(choice.token_ids))
-        if choice.finish_reason is not None:
-            metrics.outcomes.labels(choice.finish_reason.value).inc()
-
-    def _note_time(self, key: tuple[int, int], num_tokens: int) -> None:
+    def _note_time(self, key: tuple[int, int], choice: CompletionOutput) -> None:
         now = time.monotonic()
         if not self._last_token_at:
             self.context.metrics.first_token.observe(self.log.age_s())
         if key in self._last_token_at:
-            self.context.metrics.inter_token.observe((now - self._last_token_at[key]) / num_tokens)
+            self.context.metrics.inter_token.observe((now - self._last_token_at[key]) / len(choice.token_ids))
         self._last_token_at[key] = now
 
 
-def raise_failure(output: RequestOutput) -> None:
-    """A choice that did not end by itself ends the whole call."""
+def _raise_failure(output: RequestOutput) -> None:
+    """End the whole call where one choice failed or was aborted."""
     reasons = {choice.finish_reason for choice in output.outputs}
     if output.error is not None or FinishReason.ERROR in reasons:
         raise RequestFailedError(output.error or "the computation of this request failed")
@@ -120,12 +130,12 @@ def raise_failure(output: RequestOutput) -> None:
 async def merged(
     streams: Sequence[AsyncIterator[RequestOutput]], idle_s: float
 ) -> AsyncGenerator[Indexed | None, None]:
-    """The outputs of all streams as they come; None after idle_s of silence. The first error ends all of them."""
+    """Yield the outputs of all streams as they come; None after idle_s of silence. The first error ends all of them."""
     pending: dict[asyncio.Task[RequestOutput | None], int] = {}
     try:
         for index, stream in enumerate(streams):
             pending[_step(stream)] = index
-            await asyncio.sleep(0)  # one prompt is taken up at a time, and others come in between
+            await asyncio.sleep(0)  # starts one prompt at a time; other requests run in between
         while pending:
             done, _ = await asyncio.wait(pending, timeout=idle_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
@@ -141,7 +151,8 @@ async def merged(
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         for stream in streams:
-            await _close(stream)
+            if isinstance(stream, AsyncGenerator):  # would otherwise wait for the garbage collector
+                await stream.aclose()
 
 
 def _step(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutput | None]":
@@ -151,7 +162,69 @@ def _step(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutput |
     return asyncio.create_task(step())
 
 
-async def _close(stream: AsyncIterator[RequestOutput]) -> None:
-    """Leave the stream now; an async generator would otherwise wait for the garbage collector."""
-    if isinstance(stream, AsyncGenerator):
-        await stream.aclose()
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; cancel it, wait for its end and raise ClientGoneError when the client disconnects.
+
+    Starlette cancels nothing by itself, so a plain handler would run on. The request's body must have been read: every
+    message from here on says that the client has disconnected.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError("the client disconnected")
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def sse_data(body: bytes) -> bytes:
+    """Return one event. JSON has no line breaks, so one `data:` line holds it."""
+    return b"data: " + body + b"\n\n"
+
+
+class EventStream(Response):
+    """A response that streams events and cancels their source when the client disconnects.
+
+    The first event is awaited before the status line is sent, so a request that fails at once gets its real status.
+    After the keep-alive interval the status is 200, and a later failure is sent as `data: {"error": ...}`.
+    """
+
+    def __init__(self, events: Events, *, stall_timeout_s: float) -> None:
+        super().__init__()
+        self._events = events
+        self._stall_timeout_s = stall_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_disconnect(receive, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            event = await anext(events, _END)
+            await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
+            encode = msgspec.json.Encoder().encode
+            try:
+                while event is not _END:
+                    await self._send(send, KEEP_ALIVE if event is None else sse_data(encode(event)))
+                    event = await anext(events, _END)
+            except (PenstockError, ApiError) as exc:
+                await self._send(send, sse_data(from_exception(exc).body))
+            else:
+                await self._send(send, DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, body: bytes) -> None:
+        """Send one piece; the server makes this wait while the client does not read."""
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except TimeoutError:
+            raise ClientGoneError("the client stopped reading") from None

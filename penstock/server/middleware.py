@@ -1,7 +1,7 @@
-"""What every request passes through, as plain ASGI: the boundary (id, log, last resort), the key, the body limits.
+"""Layers that every request passes, as plain ASGI: the boundary (id, log, last resort), the key, the body limits.
 
-The key is asked for by default: only a path that is exactly one of OPEN_PATHS goes without, compared as the router
-compares it. Nothing here looks at the Host header or at a URL put together from it.
+The key is required by default: only a path that is exactly one of OPEN_PATHS needs none, compared as the router
+compares it. Nothing here reads the Host header or a URL built from it.
 """
 
 import asyncio
@@ -17,23 +17,22 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.api_errors import ApiError, ClientGoneError, internal_error
-from penstock.server.metrics import Metrics
+from penstock.server.context import Metrics, RequestLog
+from penstock.server.generation import EVENT_STREAM, sse_data
 from penstock.server.options import ServerOptions
-from penstock.server.request_log import RequestLog
-from penstock.server.sse import CONTENT_TYPE, data
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
-QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled all day: logged only when they fail
+QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled continuously: logged only when they fail
 MAX_REQUEST_ID = 128
-FREE_BODY_BYTES = 64 * 1024  # of each body are outside of the budget for all
-CLIENT_GONE = 499  # logged only; nobody is there to read it
+FREE_BODY_BYTES = 64 * 1024  # of each body are not counted against the common budget
+CLIENT_GONE = 499  # never sent, only logged
 
 access_logger = logging.getLogger("penstock.access")
 logger = logging.getLogger("penstock.server")
 
 
 class _SentResponse:
-    """Watches what goes out: the status, whether it streams, whether it ended. Adds the request id to the headers."""
+    """A `send` that notes the status, whether the response streams and whether it ended, and adds common headers."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -48,14 +47,14 @@ class _SentResponse:
             headers["X-Request-Id"] = self._request_id
             headers["X-Content-Type-Options"] = "nosniff"
             self.status = message["status"]
-            self.streams = headers.get("content-type") == CONTENT_TYPE.decode()
+            self.streams = headers.get("content-type") == EVENT_STREAM.decode()
         elif not message.get("more_body", False):
             self.ended = True
         await self._send(message)
 
 
 class BoundaryMiddleware:
-    """The outermost layer: gives the request an id, catches what nobody caught, writes the log line."""
+    """The outermost layer: gives the request an id, answers unexpected exceptions, writes the log line."""
 
     def __init__(self, app: ASGIApp, *, options: ServerOptions, metrics: Metrics) -> None:
         self._app = app
@@ -73,11 +72,11 @@ class BoundaryMiddleware:
             await self._app(scope, receive, sent)
             status = sent.status or CLIENT_GONE
         except (ClientGoneError, ClientDisconnect):
-            _cut_off(scope)
+            _abort_connection(scope)
         except Exception:
             status = 500
             logger.exception("%s %s failed", scope["method"], ascii(scope["path"])[:200])
-            await _last_words(sent, scope, receive)
+            await _report_failure(sent, scope, receive)
         finally:
             self._record(scope, status, log)
 
@@ -97,30 +96,30 @@ async def _refuse_websocket(scope: Scope, send: Send) -> None:
         await send({"type": "websocket.close", "code": 1008})
 
 
-def _cut_off(scope: Scope) -> None:
-    """Drop the connection at once, with what is still buffered for a client that does not read."""
+def _abort_connection(scope: Scope) -> None:
+    """Close the connection at once and discard what is still buffered for a client that does not read."""
     abort: Callable[[], None] | None = scope["state"].get("abort_connection")
     if abort is not None:
         abort()
 
 
-async def _last_words(sent: _SentResponse, scope: Scope, receive: Receive) -> None:
-    """Say that something went wrong, as far as the response still allows it."""
+async def _report_failure(sent: _SentResponse, scope: Scope, receive: Receive) -> None:
+    """Tell the client of an internal error, as far as the response has not been sent."""
     if sent.status is None:
         await internal_error().response()(scope, receive, sent)
     elif not sent.ended:
-        body = data(internal_error().body) if sent.streams else b""
+        body = sse_data(internal_error().body) if sent.streams else b""
         await sent({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def visible_request_id(given: str | None) -> str:
-    """The caller's id if it is visible ASCII, cut to MAX_REQUEST_ID characters; else a new one."""
+    """Return the caller's id, cut to MAX_REQUEST_ID characters, if it is visible ASCII; else a new one."""
     cut = (given or "")[:MAX_REQUEST_ID]
     return cut if cut and all("!" <= char <= "~" for char in cut) else uuid4().hex
 
 
 class KeyMiddleware:
-    """401 unless the request carries the key, as a bearer token or, for browsers, as a Basic password."""
+    """Answers 401 unless the request carries the key: as a bearer token or, for browsers, as a Basic password."""
 
     def __init__(self, app: ASGIApp, *, api_key: str) -> None:
         self._app = app
@@ -129,7 +128,7 @@ class KeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in OPEN_PATHS or self._is_right(Headers(scope=scope).getlist("authorization")):
             return await self._app(scope, receive, send)
-        # a browser asks its user for the key only where the page itself is refused
+        # Basic makes a browser ask its user for the key; only the page itself needs that
         challenge = 'Basic realm="penstock: the API key as password"' if scope["path"] == "/" else "Bearer"
         message = 'The API key is missing or wrong; send it as "Authorization: Bearer KEY".'
         error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
@@ -141,7 +140,7 @@ class KeyMiddleware:
 
 
 def _sent_key(header: str) -> bytes:
-    """The key in an Authorization header, b"" where there is none."""
+    """Return the key in an Authorization header, b"" where it has none."""
     scheme, _, value = header.partition(" ")
     sent = value.strip().encode("latin-1", "replace")
     if scheme.lower() == "bearer":
@@ -154,58 +153,48 @@ def _sent_key(header: str) -> bytes:
         return b""
 
 
-class BodyBudget:
-    """What the bodies of all open requests may hold together."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.left = max_bytes
-
-    def take(self, num_bytes: int) -> None:
-        if num_bytes > self.left:
-            message = "The server holds too many large requests at the moment."
-            raise ApiError(503, message, code="server_busy", headers={"Retry-After": "1"})
-        self.left -= num_bytes
-
-
 class BodyLimitMiddleware:
-    """413 for a body that is too long, announced or not; 408 for one that does not arrive in time.
+    """Answers 413 for a body that is too long, announced or not, and 408 for one that does not arrive in time.
 
-    The rest of a refused body is left to the server, which drops it.
+    The bodies of all open requests share a budget; a request that exceeds it is answered with 503. The rest of a
+    refused body is left to the HTTP server, which drops it.
     """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float, budget: BodyBudget) -> None:
+    def __init__(self, app: ASGIApp, *, options: ServerOptions) -> None:
         self._app = app
-        self._budget = budget
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
+        self.max_bytes = options.max_body_bytes
+        self.timeout_s = options.receive_timeout_s
+        self._budget = options.max_inflight_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = Headers(scope=scope).get("content-length", "0")
-        if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > self._max_bytes:
-            return await self._too_large().response()(scope, receive, send)
-        body = _LimitedBody(receive, self._max_bytes, self._timeout_s, self._too_large(), self._budget)
+        if not (length.isascii() and length.isdigit()) or len(length) > 18 or int(length) > self.max_bytes:
+            return await self.too_large().response()(scope, receive, send)
+        body = _LimitedBody(receive, self)
         try:
             await self._app(scope, body, send)
         finally:
-            self._budget.left += body.taken
+            self._budget += body.taken
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"The request body is larger than {self._max_bytes} bytes.", code="request_too_large")
+    def take(self, num_bytes: int) -> None:
+        """Take bytes from the common budget; the end of the request gives them back."""
+        if num_bytes > self._budget:
+            message = "The server has too many large requests at the moment; try again later."
+            raise ApiError(503, message, code="server_busy", headers={"Retry-After": "1"})
+        self._budget -= num_bytes
+
+    def too_large(self) -> ApiError:
+        return ApiError(413, f"The request body is larger than {self.max_bytes} bytes.", code="request_too_large")
 
 
 class _LimitedBody:
-    """A `receive` that counts and is impatient until the body has ended, and then lets everything pass."""
+    """A `receive` that applies the limits until the body has ended, and then passes every message on."""
 
-    def __init__(
-        self, receive: Receive, max_bytes: int, timeout_s: float, too_large: ApiError, budget: BodyBudget
-    ) -> None:
+    def __init__(self, receive: Receive, limits: BodyLimitMiddleware) -> None:
         self._receive = receive
-        self._budget = budget
+        self._limits = limits
         self._size = 0
         self.taken = 0  # of the budget
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
-        self._too_large = too_large
         self._deadline: float | None = None
         self._complete = False
 
@@ -213,17 +202,17 @@ class _LimitedBody:
         if self._complete:
             return await self._receive()
         if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().time() + self._timeout_s
+            self._deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
         self._size += len(message.get("body", b""))
-        if self._size > self._max_bytes:
-            raise self._too_large
+        if self._size > self._limits.max_bytes:
+            raise self._limits.too_large()
         more = max(0, self._size - FREE_BODY_BYTES - self.taken)
-        self._budget.take(more)
+        self._limits.take(more)
         self.taken += more
         self._complete = not message.get("more_body", False)
         return message

@@ -1,90 +1,28 @@
 """Request bodies as OpenAI and vLLM spell them, decoded strictly. Knows no engine.
 
-Every field may be null, which means "not given". A field that is not listed here is an error that names it; so is one
-that is listed under "planned" with anything but a value that changes nothing. Ranges are checked by SamplingParams.
+The structs hold what is built; `unsupported` lists the parameters that clients know and this server refuses. Any
+other name is an error. Every parameter may be null, which means "not given". SamplingParams checks the ranges.
 """
 
-import reprlib
+import contextlib
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import msgspec
 
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import InvalidRequestError
+from penstock.server.unsupported import strip_unsupported
 from penstock.validation import shown
 
-MAX_LABEL = 64  # characters of a label that the log shows
+MAX_LABEL, MAX_LABEL_ITEMS = 64, 4  # characters and items of a label that the log shows
+LABELS = ("user", "metadata", "safety_identifier", "session_id", "request_id", "prompt_cache_key")
 
 
 class Strict(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Base of all request bodies."""
+    """Base of all request bodies. `place` is its name in the table of `unsupported`."""
 
-
-class Labels(Strict, kw_only=True, frozen=True):
-    """Names for the request that only the log keeps; they change nothing."""
-
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    session_id: str | None = None
-    request_id: str | None = None
-    prompt_cache_key: str | None = None
-
-
-class Planned(Labels, kw_only=True, frozen=True):
-    """Known to clients and not built yet. Null, or a value in NEUTRAL, is accepted because it changes nothing."""
-
-    allowed_token_ids: Any = None
-    best_of: Any = None
-    cache_salt: Any = None
-    documents: Any = None
-    guided_choice: Any = None
-    guided_decoding_backend: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_whitespace_pattern: Any = None
-    kv_transfer_params: Any = None
-    length_penalty: Any = None
-    logprob_token_ids: Any = None
-    priority: Any = None
-    response_format: Any = None
-    service_tier: Any = None
-    store: Any = None
-    structured_outputs: Any = None
-    thinking_token_budget: Any = None
-    truncate_prompt_tokens: Any = None
-    truncation_side: Any = None
-    use_beam_search: Any = None
-    vllm_xargs: Any = None
-    # never taken from a request: a template is a program, and these reach into the model's own processing
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    media_io_kwargs: Any = None
-    mm_processor_kwargs: Any = None
-
-
-PLANNED = tuple(name for name in Planned.__struct_fields__ if name not in Labels.__struct_fields__)
-
-# Values of planned fields that mean the same as leaving them out.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "length_penalty": (1.0, 1),
-    "priority": (0,),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "use_beam_search": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "tool_calls": ([],),
-    "annotations": ([],),
-}
-REFUSED = frozenset({"chat_template", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs"})
+    place: ClassVar[str] = ""
 
 
 class StreamOptions(Strict, kw_only=True, frozen=True):
@@ -92,8 +30,8 @@ class StreamOptions(Strict, kw_only=True, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Planned, kw_only=True, frozen=True):
-    """What completions and chat completions share."""
+class GenerationRequest(Strict, kw_only=True, frozen=True):
+    """What completions and chat completions share. The LABELS come last: only the log shows them."""
 
     model: str | None = None
     stream: bool | None = None
@@ -122,10 +60,15 @@ class GenerationRequest(Planned, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+    prompt_cache_key: str | None = None
 
     def check(self) -> None:
-        """Raise InvalidRequestError for what types alone cannot say."""
-        refuse_planned(self)
+        """Raise InvalidRequestError for parameters that contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -141,27 +84,18 @@ class GenerationRequest(Planned, kw_only=True, frozen=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
-    """POST /v1/completions. The prompt's kinds are told apart in `prompts`."""
+    """POST /v1/completions. `inputs` checks which of the four kinds of prompt it is."""
+
+    place: ClassVar[str] = "completions"
 
     prompt: str | list[Any]
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Any = None
-    prompt_embeds: Any = None
-
-    def check(self) -> None:
-        super().check()
-        refuse_planned(self, "suffix", "prompt_embeds")
 
 
 class ContentPart(Strict, kw_only=True, frozen=True):
     type: str
     text: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
-    video_url: Any = None
-    refusal: Any = None
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -169,21 +103,17 @@ ROLES = get_args(Role)
 
 
 class Message(Strict, kw_only=True, frozen=True):
-    """One turn. The fields after `name` are what the openai client sends back of an answer."""
+    """One turn of a conversation."""
 
     role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    refusal: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    function_call: Any = None
-    audio: Any = None
-    annotations: Any = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     """POST /v1/chat/completions."""
+
+    place: ClassVar[str] = "chat"
 
     messages: list[Message]
     max_completion_tokens: int | None = None
@@ -191,22 +121,9 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    echo: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    function_call: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
 
     def check(self) -> None:
         super().check()
-        refuse_planned(self, *CHAT_PLANNED)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -214,24 +131,10 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
             raise InvalidRequestError(message, param="max_completion_tokens")
 
 
-CHAT_PLANNED = (
-    "echo",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "functions",
-    "function_call",
-    "reasoning_effort",
-    "verbosity",
-    "modalities",
-    "audio",
-    "prediction",
-    "web_search_options",
-)
-
-
 class TokenizeRequest(Strict, kw_only=True, frozen=True):
     """POST /tokenize: a prompt, or messages to render first."""
+
+    place: ClassVar[str] = "tokenize"
 
     model: str | None = None
     prompt: str | None = None
@@ -239,8 +142,6 @@ class TokenizeRequest(Strict, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
 
 
 class DetokenizeRequest(Strict, kw_only=True, frozen=True):
@@ -250,48 +151,83 @@ class DetokenizeRequest(Strict, kw_only=True, frozen=True):
     tokens: list[int]
 
 
-def refuse_planned(body: Strict, *names: str) -> None:
-    """Raise NotSupportedError for the first planned field that asks for something."""
-    for name in names or PLANNED:
-        value = getattr(body, name)
-        if value is not None and not _is_neutral(name, value):
-            raise refusal(name, value)
+# --- from bytes to a body ---------------------------------------------------------------------------------------------
+
+Body = TypeVar("Body", bound=Strict)
+MISSING = "Object missing required field `"
+UNKNOWN = "Object contains unknown field `"
 
 
-def _is_neutral(name: str, value: Any) -> bool:
-    return any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL.get(name, ()))
+def parse(data: bytes, kind: type[Strict]) -> Any:
+    """Return the JSON of a request for a `kind`; raise InvalidRequestError where it is none."""
+    with _naming_the_field():
+        try:
+            return msgspec.json.decode(data)
+        except msgspec.ValidationError:  # a number out of range: only the typed decoder knows in which field
+            return msgspec.json.decode(data, type=kind)
 
 
-def refusal(name: str, value: Any) -> InvalidRequestError:
-    """The error for a field that clients know and this server does not take."""
-    if name in REFUSED:
-        message = f"{name}: not accepted from a request; the model's own template and processing are used"
-        return InvalidRequestError(message, param=name, code="not_allowed")
-    return NotSupportedError(f"{name}: {shown(value)} is not supported; this is not built yet", param=name)
+def to_request(parsed: Any, kind: type[Body]) -> Body:
+    """Return what `parse` gave as a `kind`; raise InvalidRequestError, naming the field, where it is none."""
+    strip_unsupported(parsed, kind.place)
+    if isinstance(parsed, dict):
+        for name in parsed:
+            if name not in kind.__struct_fields__:
+                raise InvalidRequestError(f"{name}: unknown field", param=name, code="unknown_field")
+    with _naming_the_field():
+        return msgspec.convert(parsed, kind, str_keys=True)
 
 
-def label_text(body: Labels) -> str:
-    """The labels as a piece of a log line: printable, short, on one line."""
-    pairs = [(name, getattr(body, name)) for name in Labels.__struct_fields__]
-    return " ".join(f"{name}={_label(value)}" for name, value in pairs if value is not None)
+@contextlib.contextmanager
+def _naming_the_field() -> Iterator[None]:
+    """Turn msgspec's errors into InvalidRequestError."""
+    try:
+        yield
+    except msgspec.ValidationError as exc:
+        raise _invalid_field(str(exc)) from None
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise InvalidRequestError(f"the body is not valid JSON: {exc}", code="invalid_json") from None
 
 
-class _Glance(reprlib.Repr):
-    """repr() of the first few items only, unsorted: megabytes of labels must not cost the others their time."""
+def _invalid_field(message: str) -> InvalidRequestError:
+    """Turn "Expected `int`, got `str` - at `$.n`" into an error about n.
 
-    maxlevel = 2
-    maxlist = maxdict = 4
-    maxstring = maxother = MAX_LABEL
+    The path comes last; a name before it is the caller's and may look like a path.
+    """
+    what, found, path = message.rpartition("`$")
+    if not found:
+        what, path = message, ""
+    what = what.removesuffix(" - at `key` in ").removesuffix(" - at ")
+    path = path.removeprefix(".").removesuffix("`")
+    code, field = "invalid_type", ""
+    for start, name in ((UNKNOWN, "unknown_field"), (MISSING, "missing_field")):
+        if what.startswith(start):
+            code, field = name, what[len(start) :].removesuffix("`")
+    if path.endswith("role") and what.startswith("Invalid enum value"):
+        what += f"; it must be one of {', '.join(ROLES)}"
+    param = ".".join(part for part in (path, field) if part) or None
+    return InvalidRequestError(f"{param or 'the body'}: {what[0].lower()}{what[1:]}", param=param, code=code)
 
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        if level <= 0:
-            return "{...}"
-        shown = (f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}" for key, value in x.items())
-        return "{" + ", ".join(islice(shown, self.maxdict)) + ("}" if len(x) <= self.maxdict else ", ...}")
 
-    def repr_int(self, x: int, level: int) -> str:
-        return repr(x) if x.bit_length() <= MAX_LABEL else "..."
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+def label_text(parsed: Any) -> str:
+    """Return the labels of a parsed body as a piece of a log line: printable, short, on one line."""
+    given = [(name, parsed[name]) for name in LABELS if name in parsed] if isinstance(parsed, dict) else []
+    return " ".join(f"{name}={_label(value)}" for name, value in given if value is not None)
 
 
 def _label(value: Any) -> str:
-    return _Glance().repr(value).encode("ascii", "backslashreplace").decode()[:MAX_LABEL]
+    """Return a few flat items of a value: megabytes of labels must not delay other requests."""
+    if isinstance(value, dict):
+        short: Any = {key: _scalar(item) for key, item in islice(value.items(), MAX_LABEL_ITEMS)}
+    else:
+        short = _scalar(value)
+    return shown(short).encode("ascii", "backslashreplace").decode()[:MAX_LABEL]
+
+
+def _scalar(value: Any) -> Any:
+    return value if isinstance(value, str | int | float) else "..."

@@ -1,14 +1,19 @@
-"""Response bodies, exactly OpenAI's shapes, plus the fields vLLM adds. Knows no engine.
+"""Response bodies, exactly OpenAI's shapes, plus the fields vLLM adds; and how log-probabilities are written in them.
 
-A field of type `... | UnsetType` is left out of the JSON until it is set.
+Knows no engine. A field of type `... | UnsetType` is left out of the JSON until it is set.
 """
 
-from typing import Any, Literal
+import codecs
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-FinishWord = Literal["stop", "length"]
+from penstock.interface.outputs import Logprob, LogprobsAt
+from penstock.tokenizer.tokenizer import Tokenizer
+
+FLOOR = -9999.0  # OpenAI's lowest log-probability; JSON has no infinities
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -23,7 +28,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """vLLM's shape of one alternative of one prompt token."""
+    """One alternative for one prompt token, in vLLM's shape."""
 
     logprob: float
     rank: int | None
@@ -34,21 +39,8 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 Seed = int | list[int | None] | None
 
 
-class Envelope(msgspec.Struct, kw_only=True):
-    """What every answer and every chunk carries."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-
-# --- POST /v1/completions ---------------------------------------------------------------------------------------------
-
-
 class LegacyLogprobs(msgspec.Struct, kw_only=True):
-    """Four parallel lists, one entry a token; text_offset counts characters of the choice's text."""
+    """Four parallel lists with one entry per token; text_offset counts characters of the choice's text."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -57,6 +49,8 @@ class LegacyLogprobs(msgspec.Struct, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
+    """A choice of the legacy API, whole or the new part of it."""
+
     index: int
     text: str
     logprobs: LegacyLogprobs | None = None
@@ -65,17 +59,6 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
-
-
-class Completion(Envelope, kw_only=True):
-    """A whole answer, or with stream one chunk of it: the legacy API gives both the same name."""
-
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
-    seed: Seed | UnsetType = UNSET
-
-
-# --- POST /v1/chat/completions ----------------------------------------------------------------------------------------
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -93,27 +76,10 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
-class ChatAnswer(msgspec.Struct, kw_only=True):
+class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str
     refusal: None = None
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    index: int
-    message: ChatAnswer
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletion(Envelope, kw_only=True):
-    choices: list[ChatChoice]
-    usage: Usage
-    seed: Seed | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -121,48 +87,127 @@ class Delta(msgspec.Struct, kw_only=True):
     content: str | UnsetType = UNSET
 
 
-class ChunkChoice(msgspec.Struct, kw_only=True):
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """A choice of a chat answer with its `message`, or of a chunk with a `delta`."""
+
     index: int
-    delta: Delta
+    message: ChatMessage | UnsetType = UNSET
+    delta: Delta | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(Envelope, kw_only=True):
-    choices: list[ChunkChoice]
+class Answer(msgspec.Struct, kw_only=True):
+    """A whole answer of either API, or one chunk of it; `object` says which."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: Sequence[CompletionChoice | ChatChoice]
     usage: Usage | UnsetType | None = UNSET
     seed: Seed | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-# --- the other routes -------------------------------------------------------------------------------------------------
+# --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
-class ModelCard(msgspec.Struct, kw_only=True):
-    id: str
-    created: int
-    root: str
-    max_model_len: int
-    object: str = "model"
-    owned_by: str = "penstock"
-    parent: str | None = None
-    permission: list[str] = []
-    certificate: dict[str, Any] | None = None
+def finite(logprob: float) -> float:
+    """Return the number itself, or FLOOR where it is lower or NaN."""
+    return logprob if logprob > FLOOR else FLOOR
 
 
-class ModelList(msgspec.Struct, kw_only=True):
-    data: list[ModelCard]
-    object: str = "list"
+class TokenNames:
+    """Names of tokens: their text, or `token_id:7` where the request asked for ids."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        self.tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def name(self, token_id: int, logprob: Logprob | None = None) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        if logprob is not None and logprob.decoded_token is not None:
+            return logprob.decoded_token
+        return self.tokenizer.token_to_text(token_id)
 
 
-class Tokenized(msgspec.Struct, kw_only=True):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
+def chat_logprobs(names: TokenNames, token_ids: Sequence[int], places: Sequence[LogprobsAt], top: int) -> ChatLogprobs:
+    """Return the chosen tokens, each with exactly the `top` most likely ones."""
+
+    def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        value, spelt = finite(logprob.logprob), list(names.tokenizer.token_to_bytes(token_id))
+        return {"token": names.name(token_id, logprob), "logprob": value, "bytes": spelt}
+
+    content = []
+    for token_id, at in zip(token_ids, places, strict=False):
+        best = sorted(at.items(), key=lambda item: -finite(item[1].logprob))[:top]
+        tops = [TopLogprob(**entry(*item)) for item in best]
+        content.append(TokenLogprob(**entry(token_id, at[token_id]), top_logprobs=tops))
+    return ChatLogprobs(content=content)
 
 
-class Detokenized(msgspec.Struct, kw_only=True):
-    prompt: str
+def cut(token_ids: Sequence[int], places: Sequence[LogprobsAt | None], top: int) -> list[LogprobsAt | None]:
+    """Return the prompt's log-probabilities, reduced to the `top` most likely tokens and the prompt's own."""
+    return [
+        None if at is None else {key: entry for key, entry in at.items() if key == token_id or (entry.rank or 0) <= top}
+        for token_id, at in zip(token_ids, places, strict=False)
+    ]
+
+
+class LegacyWriter:
+    """The four parallel lists of one choice, written piece by piece.
+
+    A token's text_offset is the number of characters that the bytes of the tokens before it complete: a character made
+    of several tokens counts once, at the last of them. Special tokens that the text leaves out count nothing.
+    """
+
+    def __init__(self, names: TokenNames, *, skip_special_tokens: bool) -> None:
+        self._names = names
+        self._hidden = names.tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def write(self, token_ids: Sequence[int], places: Sequence[LogprobsAt | None]) -> LegacyLogprobs:
+        """Return the lists for the next tokens. The place of a prompt's first token is None: nothing predicted it."""
+        lists = LegacyLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token_id, at in zip(token_ids, places, strict=False):
+            lists.tokens.append(self._names.name(token_id, None if at is None else at[token_id]))
+            lists.token_logprobs.append(None if at is None else finite(at[token_id].logprob))
+            lists.top_logprobs.append(None if at is None else self._top(at))
+            lists.text_offset.append(self._advance(token_id))
+        return lists
+
+    def _top(self, at: LogprobsAt) -> dict[str, float]:
+        """Return log-probabilities by name; of two tokens with the same name the more likely one counts."""
+        found: dict[str, float] = {}
+        for token_id, entry in at.items():
+            name = self._names.name(token_id, entry)
+            found[name] = max(finite(entry.logprob), found.get(name, FLOOR))
+        return found
+
+    def _advance(self, token_id: int) -> int:
+        start = self._offset
+        if token_id not in self._hidden:
+            self._offset += len(self._decoder.decode(self._names.tokenizer.token_to_bytes(token_id)))
+        return start
+
+
+def joined(first: LegacyLogprobs, second: LegacyLogprobs) -> LegacyLogprobs:
+    """Return the lists of two pieces as one."""
+    names = LegacyLogprobs.__struct_fields__
+    return LegacyLogprobs(**{name: getattr(first, name) + getattr(second, name) for name in names})
+
+
+def prompt_logprobs(names: TokenNames, places: Sequence[LogprobsAt | None]) -> PromptLogprobs:
+    """Return, in vLLM's shape, one object per prompt token from token id to log-probability."""
+
+    def shaped(token_id: int, entry: Logprob) -> PromptLogprob:
+        return PromptLogprob(logprob=finite(entry.logprob), rank=entry.rank, decoded_token=names.name(token_id, entry))
+
+    return [None if at is None else {str(key): shaped(key, entry) for key, entry in at.items()} for at in places]

@@ -1,4 +1,4 @@
-"""ServerOptions: every knob of the HTTP side, checked when it is made. Knows no engine option."""
+"""ServerOptions: the options of the HTTP side, checked when constructed. Knows no engine option."""
 
 from dataclasses import dataclass
 
@@ -10,24 +10,24 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """How the server listens and what it refuses.
+    """Where the server listens and what it refuses.
 
     Attributes:
         port: 0 lets the system choose; the start-up line says which.
-        api_key: with a key, every route but /health, /ping, /live and /ready asks for it.
-        served_model_names: the names requests may use; the first is the one answers carry. None: the model as the
-            user named it.
+        api_key: if given, every route but /health, /ping, /live and /ready requires it.
+        served_model_names: the names that requests may use; answers carry the first. None: the model as the user
+            named it.
         max_body_bytes: a longer request body is refused with 413.
-        max_inflight_body_bytes: bodies of all open requests together; beyond it a request is refused with 503. Of each
-            body the first 64 KiB are free, so that a few large ones cannot keep the small ones out.
-        max_choices: most choices one call may ask for: prompts times n.
-        max_parallel_tokenizations: long texts that are tokenised at a time; more wait.
+        max_inflight_body_bytes: for the bodies of all open requests together; beyond it a request is refused with 503.
+            The first 64 KiB of each body are not counted, so that a few large ones cannot keep the small ones out.
+        max_choices: upper bound of prompts times n in one call.
+        max_parallel_tokenizations: long texts that are tokenised at the same time; more wait.
         receive_timeout_s: how long a client may take to send its headers, and again its body.
-        keep_alive_s: a stream that has been silent for so long sends a comment.
-        stall_timeout_s: a client that takes nothing of its stream, or not all of its answer, for so long is
-            cut off.
-        drain_timeout_s: how long open requests may go on after SIGTERM.
-        allowed_origins: web origins that may call from a browser page; none by default.
+        keep_alive_s: a stream that has been silent for this long sends a comment.
+        stall_timeout_s: a client that reads nothing of its stream, or not all of its answer, for this long is
+            disconnected.
+        drain_timeout_s: how long open requests may continue after SIGTERM.
+        allowed_origins: web origins whose pages may call the API; none by default.
         access_log: write one line per request to the logger `penstock.access`.
         started_at: time.monotonic() when the process began, for the "ready in" of the start-up line.
     """

@@ -1,8 +1,14 @@
 """uvicorn's HTTP/1.1 protocol with what it lacks: deadlines for receiving a request, and a cap on its head.
 
-A client that sends its headers, or then its body, too slowly is cut off, and so is one that does not take an answer
-that is complete. A head that is too large gets 431. Trailers after a chunked body are counted and dropped: they are no
-headers. What the parser refuses gets OpenAI's error object like everything else. Knows no route.
+A client that sends its headers, or then its body, too slowly is disconnected, and so is one that does not read a
+complete answer. A head that is too large gets 431. Trailers after a chunked body are counted and dropped: they must not
+pass for headers. What the parser refuses gets OpenAI's error object like every other failure. Knows no route.
+
+This subclasses a class that uvicorn does not document, because its public options cannot express any of it: Config has
+no deadline for receiving and none for writing, h11_max_incomplete_event_size bounds heads for h11 only, and the
+application is first called when the head is complete, so no middleware sees a slow or endless one. A protocol of our
+own in front of uvicorn's would have to parse every byte a second time. Whether a response is under way (`cycle`), and
+the parser callbacks, are what is used of the inside; tests/server/test_sockets.py fails if an update changes them.
 """
 
 import asyncio
@@ -16,40 +22,46 @@ from penstock.server.api_errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
-BODY_GRACE = 1.2  # the application answers a slow body with 408 first; this is for when nobody reads it
-FLUSH_LOOKS = 10  # how often an answer on its way is looked at before its client is cut off
+BODY_GRACE = 1.2  # the application answers a slow body with 408 first; this is for a body that no route reads
+FLUSH_CHECKS = 10  # per stall timeout, of whether the client still has to read
+
+logger = logging.getLogger("penstock.connection")
 
 
-class _QuietFilter(logging.Filter):
-    """uvicorn warns of each bad request, and prints a traceback for each task that the end of the server cancels."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return record.levelno >= logging.ERROR and not isinstance(error, asyncio.CancelledError)
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Drop uvicorn's traceback for each task that is cancelled at shutdown."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-LOGGER = logging.getLogger("penstock.connection")
-LOGGER.setLevel(logging.ERROR)
-LOGGER.addFilter(_QuietFilter())
+logger.setLevel(logging.ERROR)  # uvicorn warns of each bad request
+logger.addFilter(_is_worth_logging)
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. The two timeouts are set on a subclass by `guarded_protocol`."""
+    """One connection.
 
-    receive_timeout_s = 30.0
-    stall_timeout_s = 60.0
+    Args:
+        receive_timeout_s: how long the client may take to send its headers, and again its body.
+        stall_timeout_s: how long it may leave a complete answer unread.
+        uvicorn: the arguments that uvicorn constructs its protocols with.
+    """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.logger = LOGGER
+    def __init__(self, *, receive_timeout_s: float, stall_timeout_s: float, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self.logger = logger
+        self._receive_timeout_s = receive_timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
-        self._head_bytes = 0  # of the head; then of what has come, but is no body, since the last piece of the body
-        self._begun = False  # the first byte of a request has come, its last has not
-        self._in_head = True  # ... or its headers are not complete
+        self._head_bytes = 0  # of the head; after it, bytes since the last piece of the body that are no body
+        self._begun = False  # the first byte of a request has arrived, its last has not
+        self._in_head = True  # the request's headers are not complete
         self._saw_body = False
         self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._arm(self.receive_timeout_s)
+        self._arm(self._receive_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -63,21 +75,21 @@ class GuardedProtocol(HttpToolsProtocol):
         before = (self._begun, self._in_head)
         self._saw_body = False
         super().data_received(data)
-        # a whole piece was head, or trailers; a first piece is counted when the head is complete
+        # the whole piece was head, or trailers; a request's first piece is counted when its head is complete
         if before[0] and before == (self._begun, self._in_head) and not self._saw_body:
             self._head_bytes += len(data)
             self._check_head()
-        if self._deadline is None and not self._refused:  # bytes between two requests begin none by themselves
-            self._arm(self.receive_timeout_s)
+        if self._deadline is None and not self._refused:  # bytes between two requests do not begin one
+            self._arm(self._receive_timeout_s)
 
     def on_message_begin(self) -> None:
         self._begun = True
         self._head_bytes = 0
-        self._arm(self.receive_timeout_s)
+        self._arm(self._receive_timeout_s)
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; or a trailer, which nobody reads, and which must not pass for a header."""
+        """Keep a header; count a trailer and drop it, so that it cannot pass for a header."""
         if self._in_head:
             return super().on_header(name, value)
         self._head_bytes += len(name) + len(value)
@@ -91,7 +103,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         if self._refused:
             return
-        self._arm(self.receive_timeout_s * BODY_GRACE)
+        self._arm(self._receive_timeout_s * BODY_GRACE)
         self.scope["state"]["abort_connection"] = self.transport.abort
         super().on_headers_complete()
 
@@ -118,16 +130,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._watch_flush()
 
     def send_400_response(self, msg: str) -> None:
-        """For what the parser refuses."""
+        """Refuse what the parser cannot read, in OpenAI's shape instead of uvicorn's."""
         self._refuse(ApiError(400, "The request is not valid HTTP.", code="invalid_http"))
 
     def _check_head(self) -> None:
         if self._head_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_HEADERS:
-            message = f"The request head may have {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} headers."
+            message = f"The request head may have at most {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} headers."
             self._refuse(ApiError(431, message, code="request_head_too_large"))
 
     def _check_framing(self) -> None:
-        """What the parser lets pass and others on the way may read differently."""
+        """Refuse framing that the parser accepts and a proxy on the way may read differently."""
         names = [name for name, _ in self.headers]
         version = self.parser.get_http_version()
         if names.count(b"host") > 1 or (version == "1.1" and b"host" not in names):
@@ -136,7 +148,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, "HTTP/1.0 has no Transfer-Encoding.", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer without the application and close. A response under way is cut off instead."""
+        """Answer without the application and close; abort the connection where a response is under way."""
         self._disarm()
         if self._refused or self.transport.is_closing():
             return
@@ -145,7 +157,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.abort()
             return
-        if cycle is not None:  # the application may be waiting for the body: it must neither wait on nor answer
+        if cycle is not None:  # the application may be waiting for the body: wake it as for a disconnect
             cycle.disconnected = True
             cycle.message_event.set()
         self.transport.write(_raw_response(error))
@@ -155,17 +167,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
         self._watch_flush()
 
-    def _watch_flush(self, looks: int = 0) -> None:
-        """Cut the client off when it has not taken all that was written for it in stall_timeout_s."""
-        if looks == 0 and self._flush is not None:
-            return  # an earlier answer is on its way still
+    def _watch_flush(self, checks: int = 0) -> None:
+        """Disconnect a client that has not read all that was written for it within the stall timeout."""
+        if checks == 0 and self._flush is not None:
+            return  # an earlier answer is still being watched
         self._flush = None
         if self.transport.get_write_buffer_size() == 0:
             return
-        if looks >= FLUSH_LOOKS:
+        if checks >= FLUSH_CHECKS:
             self.transport.abort()
             return
-        self._flush = self.loop.call_later(self.stall_timeout_s / FLUSH_LOOKS, self._watch_flush, looks + 1)
+        self._flush = self.loop.call_later(self._stall_timeout_s / FLUSH_CHECKS, self._watch_flush, checks + 1)
 
     def _arm(self, seconds: float) -> None:
         self._disarm()
@@ -177,21 +189,21 @@ class GuardedProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _too_slow(self) -> None:
-        if self._client_waits_for_us():
-            self._arm(self.receive_timeout_s)
-        elif self._nothing_asked():
+        if self._answer_is_due():
+            self._arm(self._receive_timeout_s)
+        elif self._owes_no_answer():
             self._disarm()
             self._close()
         else:
             self._refuse(ApiError(408, "The request did not arrive in time.", code="request_timeout"))
 
-    def _client_waits_for_us(self) -> bool:
-        """A pipelined request may be half here while the answer to the one before it goes out."""
+    def _answer_is_due(self) -> bool:
+        """Return whether an answer is due first: to the request before a pipelined one that is half here."""
         before = self._in_head and self.cycle is not None and not self.cycle.response_complete
         return before or bool(self.pipeline) or self.flow.read_paused
 
-    def _nothing_asked(self) -> bool:
-        """No byte of a request came, or the rest of one that has its answer already."""
+    def _owes_no_answer(self) -> bool:
+        """Return whether no byte of a request came, or only the rest of one that has been answered."""
         return not self._begun or (not self._in_head and self.cycle is not None and self.cycle.response_complete)
 
 
@@ -201,9 +213,3 @@ def _raw_response(error: ApiError) -> bytes:
         f"content-type: application/json\r\ncontent-length: {len(error.body)}\r\nconnection: close\r\n\r\n"
     )
     return head.encode() + error.body
-
-
-def guarded_protocol(receive_timeout_s: float, stall_timeout_s: float) -> type[GuardedProtocol]:
-    """The protocol class with these deadlines; uvicorn makes the objects, so the values travel on the class."""
-    attributes: dict[str, Any] = {"receive_timeout_s": receive_timeout_s, "stall_timeout_s": stall_timeout_s}
-    return type("GuardedProtocol", (GuardedProtocol,), attributes)

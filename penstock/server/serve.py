@@ -1,10 +1,10 @@
-"""Runs the application under uvicorn: listen, say when ready, drain on a signal, and end with a meaningful code.
+"""Runs the application under uvicorn: listen, print a line when ready, drain on a signal, return an exit code.
 
     0   ended by SIGTERM or SIGINT after draining
     1   could not listen
-    70  the engine failed for good
+    70  the engine failed and cannot be restarted
 
-The engine client is the caller's; it is shut down here because nothing can be served without it afterwards.
+The caller's engine client has been shut down on return, in every case.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 
@@ -23,19 +24,19 @@ from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError, PenstockError
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
-from penstock.server.protocol import guarded_protocol
+from penstock.server.protocol import GuardedProtocol
 
 EXIT_OK = 0
 EXIT_CANNOT_LISTEN = 1
 EXIT_ENGINE_FAILED = 70
-WATCH_INTERVAL_S = 0.02  # how soon a ready, or failed, engine is noticed
-CLOSE_TIMEOUT_S = 3  # for connections to take the end of their answers
+WATCH_INTERVAL_S = 0.02  # between looks at whether the engine is ready or has failed
+CLOSE_TIMEOUT_S = 3  # for clients to read the end of their answers
 BACKLOG = 2048
 LOGGER = logging.getLogger("penstock")
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening address; OSError (UnicodeError for a name that is none) where it is taken or does not exist."""
+    """Return a listening socket; raise OSError where the address is taken or unknown, UnicodeError for a bad name."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -51,51 +52,39 @@ def open_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def run_server(client: EngineClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
-    """Serve until a signal or the engine's end; the exit code of the process.
+async def run_server(client: EngineClient, options: ServerOptions) -> int:
+    """Serve until a signal or the engine's failure; return the process's exit code.
 
     Args:
-        client: may still be starting; /health is 503 until it is ready. It has been shut down on return.
-        sock: from `open_socket`, where the caller wanted to know before it started an engine.
+        client: may still be starting; /health is 503 until it is ready.
 
-    Raises InvalidRequestError or ModelLoadError where the engine never came up for such a reason.
+    Raises InvalidRequestError or ModelLoadError where that is why the engine could not start.
     """
     started_at = time.monotonic() if options.started_at is None else options.started_at
     try:
-        listening = sock or open_socket(options.host, options.port)
+        sock = open_socket(options.host, options.port)
     except (OSError, UnicodeError) as exc:
         reason = getattr(exc, "strerror", None) or exc
         print(f"penstock: cannot listen on {options.host}:{options.port}: {reason}", file=sys.stderr)
         await client.shutdown()
         return EXIT_CANNOT_LISTEN
-    with listening:
-        return await Serving(client, options, listening, started_at).run()
+    with sock:
+        return await Serving(client, options, sock, started_at).run()
 
 
-def run(client: EngineClient, options: ServerOptions, sock: socket.socket | None = None) -> int:
-    """`run_server` in an event loop of its own: uvloop's where there is one."""
-    loop_factory = None if sys.platform == "win32" else _uvloop()
+def run(client: EngineClient, options: ServerOptions) -> int:
+    """Run `run_server` in an event loop of its own, uvloop's except on Windows."""
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    if sys.platform != "win32":
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(run_server(client, options, sock))
-
-
-def _uvloop() -> Callable[[], asyncio.AbstractEventLoop]:
-    import uvloop
-
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+        return runner.run(run_server(client, options))
 
 
 class Serving:
-    """One run of the server."""
+    """One run of the server. `stop` may be called from the event loop's thread at any time."""
 
     def __init__(self, client: EngineClient, options: ServerOptions, sock: socket.socket, started_at: float) -> None:
         self._client = client
@@ -103,16 +92,19 @@ class Serving:
         self._sock = sock
         self._started_at = started_at
         self._app = create_app(client, options)
-        self._server = _Server(self._config())
+        self._server = uvicorn.Server(self._config())
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._exit_code = EXIT_OK
         self._failure: PenstockError | None = None
 
     def _config(self) -> uvicorn.Config:
+        options = self._options
+        protocol = partial(
+            GuardedProtocol, receive_timeout_s=options.receive_timeout_s, stall_timeout_s=options.stall_timeout_s
+        )
         return uvicorn.Config(
             self._app,
-            http=guarded_protocol(self._options.receive_timeout_s, self._options.stall_timeout_s),
+            http=protocol,  # type: ignore[arg-type]  # uvicorn only calls it
             ws="none",
             lifespan="off",
             log_config=None,
@@ -127,9 +119,9 @@ class Serving:
         with self._signals():
             await self._client.attach()
             watcher = asyncio.create_task(self._watch_engine())
-            stopper = asyncio.create_task(self._stop_when_asked())
+            stopper = asyncio.create_task(self._stop_on_request())
             try:
-                await self._server.serve(sockets=[self._sock])
+                await self._serve()
             finally:
                 watcher.cancel()
                 stopper.cancel()
@@ -137,13 +129,23 @@ class Serving:
                 await self._client.shutdown()
         if isinstance(self._failure, InvalidRequestError | ModelLoadError):
             raise self._failure
-        if self._failure is not None:
-            print(f"penstock: {self._failure}", file=sys.stderr)
-        return self._exit_code
+        if self._failure is None:
+            return EXIT_OK
+        print(f"penstock: {self._failure}", file=sys.stderr)
+        return EXIT_ENGINE_FAILED
+
+    async def _serve(self) -> None:
+        """Run uvicorn's server step by step: its `serve` would install signal handlers that do not drain."""
+        server = self._server
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup(sockets=[self._sock])
+        await server.main_loop()
+        await server.shutdown(sockets=[self._sock])
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT drain; a second one stops waiting. Only the main thread can listen to them."""
+        """Drain on SIGTERM or SIGINT, and stop waiting on a second one. Works in the main thread only."""
         loop = asyncio.get_running_loop()
         caught: list[signal.Signals] = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -157,30 +159,27 @@ class Serving:
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Begin to drain, or, called again, end the drain."""
+        """Start draining; called again, end the drain."""
         (self._hurry if self._stop.is_set() else self._stop).set()
 
     async def _watch_engine(self) -> None:
-        """Say once that it is ready; end the server when the engine has failed for good."""
+        """Announce the first time that the engine is ready; stop the server when it has failed."""
         announced = False
-        while not self._stop.is_set():  # ending it on request is no failure
+        while not self._stop.is_set():  # after a signal, the engine's end is no failure
             state = self._client.status().state
             if state is EngineState.FAILED:
-                return self._engine_failed()
+                self._failure = self._reason()
+                self._server.should_exit = True
+                return
             if state is EngineState.READY and not announced:
                 self._announce()
                 announced = True
             await asyncio.sleep(WATCH_INTERVAL_S if not announced else 10 * WATCH_INTERVAL_S)
 
-    def _engine_failed(self) -> None:
-        self._failure = self._reason()
-        self._exit_code = EXIT_ENGINE_FAILED
-        self._server.should_exit = True
-
     def _reason(self) -> PenstockError:
-        """What the client says of it: an engine that was never ready has no model, but a reason why."""
+        """Return why: an engine that was never ready has no model_info, and reading it raises the reason."""
         try:
-            return EngineDeadError(f"the engine of {self._client.model_info.model} died too often")
+            return EngineDeadError(f"the engine of {self._client.model_info.model} died too often to be restarted")
         except PenstockError as exc:
             return exc
 
@@ -195,8 +194,8 @@ class Serving:
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
         return f"http://{host}:{self._sock.getsockname()[1]}"
 
-    async def _stop_when_asked(self) -> None:
-        """Refuse new requests, let the open ones end, then end the engine, which ends those that are left."""
+    async def _stop_on_request(self) -> None:
+        """Refuse new requests, wait for the open ones, then shut down the engine, which fails those that are left."""
         await self._stop.wait()
         self._app.state.context.draining = True
         drain = asyncio.create_task(self._client.drain(self._options.drain_timeout_s))
@@ -212,7 +211,7 @@ class Serving:
 
 
 def _log_to_stderr() -> None:
-    """Log lines go to stderr, unless the process has set up logging already."""
+    """Send log lines to stderr, unless the process has configured logging already."""
     if LOGGER.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler(sys.stderr)

@@ -15,9 +15,10 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server.api_errors import ApiError
-from penstock.server.decoding import decode
-from penstock.server.middleware import FREE_BODY_BYTES, BodyBudget
-from penstock.server.openai_requests import ChatRequest, CompletionRequest, label_text
+from penstock.server.app import create_app
+from penstock.server.middleware import FREE_BODY_BYTES, BodyLimitMiddleware
+from penstock.server.openai_requests import ChatRequest, CompletionRequest, label_text, parse, to_request
+from penstock.server.options import ServerOptions
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import QUIET, RunningServer, app_client, running, wait_until
 from tests.server.test_sockets import post, raw, read_all
@@ -34,7 +35,7 @@ def server() -> Iterator[RunningServer]:
 
 def failure(body: dict[str, Any], kind: Any = CompletionRequest) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as caught:
-        decode(json.dumps(body).encode(), kind)
+        to_request(parse(json.dumps(body).encode(), kind), kind)
     return caught.value
 
 
@@ -110,7 +111,7 @@ def test_framing_that_others_read_differently(server: RunningServer, data: bytes
 def test_labels_cost_little() -> None:
     """Guards against a log line for which megabytes of labels are printed, or sorted, first."""
     huge = {str(number): "x" for number in range(300_000)}
-    body = CompletionRequest(prompt="a", user="\n\u20ac" * 100, metadata={"a": huge, **huge})
+    body = {"prompt": "a", "user": "\n\u20ac" * 100, "metadata": {"a": huge, **huge}}
     begin = time.monotonic()
     for _ in range(1000):
         text = label_text(body)
@@ -122,10 +123,10 @@ def test_labels_cost_little() -> None:
 
 def test_bodies_have_a_common_budget() -> None:
     """Guards against memory that grows with the number of large bodies; small ones are taken all the same."""
-    budget = BodyBudget(10)
-    budget.take(10)
+    limits = BodyLimitMiddleware(create_app(FakeEngineClient()), options=ServerOptions(max_inflight_body_bytes=10))
+    limits.take(10)
     with pytest.raises(ApiError) as caught:
-        budget.take(1)
+        limits.take(1)
     assert caught.value.headers == {"Retry-After": "1"}
     client = app_client(options=dataclasses.replace(QUIET, max_inflight_body_bytes=1000))
     large = {"prompt": "a", "max_tokens": 1, "user": "x" * (FREE_BODY_BYTES + 2000)}

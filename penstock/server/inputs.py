@@ -1,0 +1,232 @@
+"""From a request body to what the engine takes: prompts as token ids, and SamplingParams.
+
+Lengths are checked before any text is tokenised, and ids before anything is computed for them. Values come from the
+request first, then from the model's defaults, then from OpenAI's; SamplingParams checks its own ranges.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from msgspec import to_builtins
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.interface.messages import ModelInfo
+from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams
+from penstock.server.context import ServerContext
+from penstock.server.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    TokenizeRequest,
+)
+from penstock.server.unsupported import MAX_MESSAGES
+from penstock.tokenizer.message_content import text_of_content
+from penstock.tokenizer.tokenizer import check_prompt_length
+
+T = TypeVar("T")
+LONG_TEXT = 4096  # characters (or ids) above which tokenising leaves the event loop's thread
+# Body fields that are fields of SamplingParams under the same name.
+COPIED = tuple({field.name for field in dataclasses.fields(SamplingParams)} & {*GenerationRequest.__struct_fields__})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as the engine takes it; the text only where the answer may repeat it."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+# --- tokenising ------------------------------------------------------------------------------------------------------
+
+
+async def encode(context: ServerContext, text: str, *, add_special_tokens: bool, total: int = 0) -> list[int]:
+    """Return the ids of a text; `total` is the number of characters of all texts of the call."""
+    tokenizer = context.tokenizer()
+    work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return await _tokenizing(context, work, max(len(text), total))
+
+
+async def decode(context: ServerContext, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+    """Return the text of the ids."""
+    work = partial(context.tokenizer().decode, ids, skip_special_tokens=skip_special_tokens)
+    return await _tokenizing(context, work, len(ids))
+
+
+async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) -> T:
+    """Return the result of `work`; of much work in a thread, so that streams go on."""
+    if size <= LONG_TEXT:
+        return work()
+    async with context.tokenizing:
+        return await asyncio.to_thread(work)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+async def completion_prompts(context: ServerContext, body: CompletionRequest, info: ModelInfo) -> list[EncodedPrompt]:
+    """Return the prompts of a call in order; `body.prompt` is a text, token ids, or a list of either."""
+    items = _split(body.prompt)
+    limit = context.options.max_choices
+    if len(items) * (body.n or 1) > limit:
+        name = "n" if len(items) == 1 else "prompt"
+        message = f"{name}: {len(items)} prompts times n = {body.n or 1} are too many; at most {limit} choices per call"
+        raise InvalidRequestError(message, param=name)
+    for item in items:
+        if not isinstance(item, str):
+            _check_ids(item, info)
+            await asyncio.sleep(0)  # lets other requests run in between
+    total = sum(len(item) for item in items if isinstance(item, str))
+    prompts = []
+    for item in items:
+        if isinstance(item, str):
+            special = body.add_special_tokens is not False
+            ids = await _encode(context, item, info, "prompt", add_special_tokens=special, total=total)
+            prompts.append(EncodedPrompt(ids, item))
+        else:
+            skip = body.skip_special_tokens is not False
+            text = await decode(context, item, skip_special_tokens=skip) if body.echo else None
+            prompts.append(EncodedPrompt(item, text))
+        await asyncio.sleep(0)
+    return prompts
+
+
+def _split(prompt: str | list[Any]) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str) or (prompt and type(prompt[0]) is int):
+        return [prompt]
+    kind = type(prompt[0]) if prompt else None
+    if kind not in (str, list) or set(map(type, prompt)) != {kind}:
+        raise check.fail(
+            "prompt", prompt, "a text, a list of texts, a list of token ids or a list of lists of token ids"
+        )
+    return prompt
+
+
+def _check_ids(ids: list[Any], info: ModelInfo) -> None:
+    if not ids:
+        raise check.fail("prompt", ids, "at least one token id")
+    if len(ids) >= info.max_model_len:
+        raise _too_long("prompt", len(ids), info)
+    check.check_ids("prompt", ids, info.vocab_size)
+
+
+async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInfo) -> list[EncodedPrompt]:
+    """Return the conversation, rendered by the model's own template, as the call's only prompt."""
+    continue_final = bool(body.continue_final_message)
+    add_generation = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
+    text = _render(context, body.messages, info, add_generation_prompt=add_generation, continue_final=continue_final)
+    return [
+        EncodedPrompt(await _encode(context, text, info, "messages", add_special_tokens=bool(body.add_special_tokens)))
+    ]
+
+
+async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:
+    """Return the ids for POST /tokenize. A text that is too long for a prompt is refused as a prompt would be."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
+    if body.messages is None:
+        check_prompt_length(body.prompt or "", info.max_model_len)
+        return await encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+    add_generation = body.add_generation_prompt is not False
+    text = _render(context, body.messages, info, add_generation_prompt=add_generation, continue_final=False)
+    check_prompt_length(text, info.max_model_len, param="messages")
+    return await encode(context, text, add_special_tokens=bool(body.add_special_tokens))
+
+
+async def _encode(
+    context: ServerContext, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool, total: int = 0
+) -> list[int]:
+    if not text:
+        raise check.fail(param, text, "a text of at least one character")
+    check_prompt_length(text, info.max_model_len, param=param)
+    ids = await encode(context, text, add_special_tokens=add_special_tokens, total=total)
+    if not ids:
+        raise InvalidRequestError(f"{param}: the text has no tokens", param=param)
+    if len(ids) >= info.max_model_len:
+        raise _too_long(param, len(ids), info)
+    return ids
+
+
+def _too_long(param: str, length: int, info: ModelInfo) -> InvalidRequestError:
+    message = (
+        f"{param}: {length} tokens are too many; the context of {info.max_model_len} tokens must hold the prompt and "
+        "at least one token of the answer"
+    )
+    return InvalidRequestError(message, param=param, code="context_length_exceeded")
+
+
+def _render(
+    context: ServerContext,
+    messages: list[Message],
+    info: ModelInfo,
+    *,
+    add_generation_prompt: bool,
+    continue_final: bool,
+) -> str:
+    """Return the prompt text of a conversation; raise an InvalidRequestError that names `messages`."""
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
+        raise InvalidRequestError(message, param="messages")
+    turns = [_turn(message) for message in messages]
+    check_prompt_length("".join(turn["content"] for turn in turns), info.max_model_len, param="messages")
+    template = context.tokenizer().chat_template
+    if template is None:
+        message = "messages: the model has no chat template; use /v1/completions"
+        raise InvalidRequestError(message, param="messages", code="no_chat_template")
+    return template.render(turns, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final)
+
+
+def _turn(message: Message) -> dict[str, str]:
+    """Return what the template sees. Templates know `system`, of which `developer` is the newer name."""
+    if message.role in ("tool", "function"):
+        raise NotSupportedError(
+            f"messages: the role {message.role} is not supported; tools are not built yet", param="messages"
+        )
+    content = text_of_content(to_builtins(message.content), message.role)
+    turn = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    return turn if message.name is None else {**turn, "name": message.name}
+
+
+# --- sampling parameters ----------------------------------------------------------------------------------------------
+
+
+def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParams:
+    """Return the SamplingParams of a completion; it generates 16 tokens by default.
+
+    `echo` with `logprobs` needs the prompt's log-probabilities too. Where `prompt_logprobs` asks for another number of
+    them, the larger number is computed and the answer shows each its own.
+    """
+    own: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.echo and body.logprobs is not None:
+        check.check_int("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+        own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return _params(body, info, own)
+
+
+def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
+    """Return the SamplingParams of a chat answer; it may fill the rest of the context by default.
+
+    max_completion_tokens is the newer name of max_tokens.
+    """
+    own: dict[str, Any] = {"max_tokens": info.default_sampling.get("max_tokens")}
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = getattr(body, name)
+        check.check_int(name, value, 1, MAX_TOKENS, optional=True)
+        own["max_tokens"] = own["max_tokens"] if value is None else value
+    check.check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, optional=True)
+    if body.logprobs:
+        own["logprobs"] = body.top_logprobs or 0
+    return _params(body, info, own)
+
+
+def _params(body: GenerationRequest, info: ModelInfo, own: dict[str, Any]) -> SamplingParams:
+    given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(**{**info.default_sampling, **given, **own, "output_kind": kind})
+    params.check_vocabulary(info.vocab_size)
+    return params

@@ -1,0 +1,139 @@
+"""What clients of OpenAI and vLLM know and this server refuses: parameters and routes.
+
+The table of parameters is applied to the decoded JSON before it becomes a request body, so that the bodies declare only
+what is built.
+"""
+
+from itertools import islice
+from typing import Any, NamedTuple
+
+from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.validation import shown
+
+MAX_MESSAGES = 4096  # of a conversation, and parts of a message, that are looked at; a longer conversation is refused
+INSIDE = {"chat": ("messages", "message"), "tokenize": ("messages", "message"), "message": ("content", "part")}
+
+
+class Unsupported(NamedTuple):
+    """How a parameter is refused.
+
+    Attributes:
+        places: where clients send it; elsewhere it is an unknown name.
+        neutral: values that mean the same as leaving it out. Like null, they are accepted.
+        forbidden: a request may never set it; otherwise it is planned.
+    """
+
+    places: str = "completions chat"
+    neutral: tuple[Any, ...] = ()
+    forbidden: bool = False
+
+
+UNSUPPORTED: dict[str, Unsupported] = {
+    "allowed_token_ids": Unsupported(),
+    "annotations": Unsupported("message", ([],)),
+    "audio": Unsupported("chat message"),
+    "best_of": Unsupported(neutral=(1,)),
+    "cache_salt": Unsupported(),
+    "chat_template": Unsupported("completions chat tokenize", forbidden=True),
+    "chat_template_kwargs": Unsupported("completions chat tokenize", forbidden=True),
+    "documents": Unsupported(),
+    "echo": Unsupported("chat"),
+    "file": Unsupported("part"),
+    "function_call": Unsupported("chat message", ("none", "auto")),
+    "functions": Unsupported("chat", ([],)),
+    "guided_choice": Unsupported(),
+    "guided_decoding_backend": Unsupported(),
+    "guided_grammar": Unsupported(),
+    "guided_json": Unsupported(),
+    "guided_regex": Unsupported(),
+    "guided_whitespace_pattern": Unsupported(),
+    "image_url": Unsupported("part"),
+    "input_audio": Unsupported("part"),
+    "kv_transfer_params": Unsupported(),
+    "length_penalty": Unsupported(neutral=(1, 1.0)),
+    "logprob_token_ids": Unsupported(),
+    "media_io_kwargs": Unsupported(forbidden=True),
+    "mm_processor_kwargs": Unsupported(forbidden=True),
+    "modalities": Unsupported("chat", (["text"],)),
+    "parallel_tool_calls": Unsupported("chat", (True, False)),
+    "prediction": Unsupported("chat"),
+    "priority": Unsupported(neutral=(0,)),
+    "prompt_embeds": Unsupported("completions"),
+    "reasoning_effort": Unsupported("chat"),
+    "refusal": Unsupported("message part"),
+    "response_format": Unsupported(neutral=({"type": "text"},)),
+    "service_tier": Unsupported(neutral=("auto", "default")),
+    "store": Unsupported(neutral=(False,)),
+    "structured_outputs": Unsupported(),
+    "suffix": Unsupported("completions"),
+    "thinking_token_budget": Unsupported(),
+    "tool_call_id": Unsupported("message"),
+    "tool_calls": Unsupported("message", ([],)),
+    "tool_choice": Unsupported("chat", ("none", "auto")),
+    "tools": Unsupported("chat", ([],)),
+    "truncate_prompt_tokens": Unsupported(),
+    "truncation_side": Unsupported(),
+    "use_beam_search": Unsupported(neutral=(False,)),
+    "verbosity": Unsupported("chat"),
+    "video_url": Unsupported("part"),
+    "vllm_xargs": Unsupported(),
+    "web_search_options": Unsupported("chat"),
+}
+
+UNSUPPORTED_ROUTES = (
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/responses/{id}",
+    "/v1/responses/{id}/cancel",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/completions/render",
+    "/v1/chat/completions/render",
+    "/v1/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/load",
+    "/openapi.json",
+    "/docs",
+)
+
+
+def strip_unsupported(body: Any, place: str) -> None:
+    """Remove from `body`, in place, the unsupported parameters that ask for nothing.
+
+    Args:
+        body: decoded JSON; what is no object is left to the typed decoding to refuse.
+        place: which column of the table applies: a route, "message" or "part".
+
+    Raises NotSupportedError for a planned parameter and InvalidRequestError for a forbidden one.
+    """
+    if not isinstance(body, dict):
+        return
+    if place == "part" and isinstance(kind := body.get("type"), str) and _applies(kind, place):
+        raise _refusal("messages", {"type": kind})
+    for name in sorted(UNSUPPORTED.keys() & body.keys()):
+        if _applies(name, place) and not _is_neutral(name, value := body.pop(name)):
+            raise _refusal(name, value)
+    key, inner = INSIDE.get(place, ("", ""))
+    items = body.get(key)
+    for item in islice(items, MAX_MESSAGES) if isinstance(items, list) else ():
+        strip_unsupported(item, inner)
+
+
+def _applies(name: str, place: str) -> bool:
+    return name in UNSUPPORTED and place in UNSUPPORTED[name].places.split()
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Compare with types: true is not 1."""
+    return value is None or any(value == same and type(value) is type(same) for same in UNSUPPORTED[name].neutral)
+
+
+def _refusal(name: str, value: Any) -> InvalidRequestError:
+    if name in UNSUPPORTED and UNSUPPORTED[name].forbidden:
+        message = f"{name}: not accepted from a request; the model's own template and processing are used"
+        return InvalidRequestError(message, param=name, code="not_allowed")
+    return NotSupportedError(f"{name}: {shown(value)} is not supported; this is not built yet", param=name)
