@@ -1,13 +1,7 @@
 """EngineSupervisor: starts the engine process, watches it, and starts another one when it dies. Knows no request.
 
-    start     one end of a socket pair goes to `python -m penstock.client.engine_process`, which alone imports torch
-    talk      typed frames (client/frames.py); those of the engine carry the epoch that it was started with
-    watch     the end of the connection is the process's death, noticed at once; a new process starts with the next
-              epoch, until deaths are too many (RestartLimit)
-    stop      closing our end of the connection ends the process
-
-The request side gets every output and rejection through `on_frame`, and learns through `on_loss` that all requests
-sent so far are lost.
+The end of the connection is the death of the process, noticed at once; the next process has the next epoch. The request
+side gets outputs and rejections through `on_frame`, and learns through `on_loss` that all requests sent are lost.
 """
 
 import asyncio
@@ -44,11 +38,11 @@ class EngineSupervisor:
         on_loss: called with the reason when the engine process has died or will not be started again.
 
     Attributes:
-        failure: why there is no engine any more; None while there is one or a new one is being started.
+        child: the current engine process.
+        restarts: processes started after the first; also the epoch of the current one.
         model_info: of the last engine that was ready.
-        restarts: engine processes started after the first; also the epoch of the current one.
-        liveness: what was last heard from the engine.
-        settled: set once the engine has been ready or has failed.
+        failure: why there will be no engine any more; None while there is hope.
+        settled: set once an engine has been ready, or there is a failure.
     """
 
     def __init__(
@@ -58,17 +52,17 @@ class EngineSupervisor:
         on_frame: Callable[[frames.Outputs | frames.Rejected], None],
         on_loss: Callable[[EngineDeadError], None],
     ) -> None:
-        self.failure: PenstockError | None = None
-        self.model_info: ModelInfo | None = None
+        self.child = EngineChild()
         self.restarts = 0
         self.liveness = Liveness()
+        self.model_info: ModelInfo | None = None
+        self.failure: PenstockError | None = None
         self.settled = asyncio.Event()
         self._options = options
         self._on_frame = on_frame
         self._on_loss = on_loss
         self._limit = RestartLimit()
         self._ready = False
-        self._child = EngineChild()
 
     @property
     def state(self) -> EngineState:
@@ -78,44 +72,31 @@ class EngineSupervisor:
             return EngineState.READY
         return EngineState.STARTING if self.model_info is None else EngineState.RECOVERING
 
-    @property
-    def pid(self) -> int | None:
-        """Of the current engine process; None between two of them."""
-        return self._child.pid
-
-    def send(self, frame: frames.ToEngine) -> None:
-        """Send a frame to the current engine process, without waiting."""
-        self._child.send(frame)
-
     async def run(self) -> None:
         """Serve one engine process after another until stopped or failed."""
         try:
             while self.failure is None:
                 was_ready = await self._talk()
-                code = await self._child.wait()
+                code = await self.child.wait()
                 if self.failure is None:
                     await self._restart_after(code, was_ready)
         except Exception as error:
             LOGGER.exception("the supervisor of the engine process failed")
             self._fail(EngineDeadError(f"the engine's supervisor failed: {error!r}"))
-            self._child.hang_up()
+            self.child.hang_up()
 
     def stop(self) -> None:
         """End the engine process and start no other. A second call does nothing."""
         if self.failure is None:
             self._fail(EngineDeadError("the engine was shut down"))
-        self._child.hang_up()
-
-    async def wait_for_exit(self) -> None:
-        """Wait for the current engine process to end, from any event loop."""
-        await self._child.wait()
+        self.child.hang_up()
 
     async def _talk(self) -> bool:
         """Receive frames until the connection ends. Returns whether the engine was ready."""
         try:
-            await self._child.connect()
-            self._child.send(frames.Start(self.restarts, self._options))
-            while (frame := await self._child.receive()) is not None:
+            await self.child.connect()
+            self.child.send(frames.Start(self.restarts, self._options))
+            while (frame := await self.child.receive()) is not None:
                 if frame.epoch == self.restarts:  # else it comes from an engine that was replaced
                     self._take(frame)
         except (EngineError, msgspec.DecodeError) as error:
@@ -123,7 +104,7 @@ class EngineSupervisor:
         finally:
             was_ready, self._ready = self._ready, False
             self.liveness.last_heard = None
-            self._child.hang_up()
+            self.child.hang_up()
         return was_ready
 
     def _take(self, frame: frames.FromEngine) -> None:
@@ -154,7 +135,7 @@ class EngineSupervisor:
             LOGGER.warning(
                 "restarting the engine process (restart %d of %d)", self._limit.num_recent_deaths, MAX_DEATHS - 1
             )
-            self._child = EngineChild()
+            self.child = EngineChild()
 
     def _fail(self, error: PenstockError) -> None:
         """Give up: there will be no engine any more."""
