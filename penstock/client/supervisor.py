@@ -22,7 +22,7 @@ from penstock.interface.messages import EngineStats, ModelInfo
 LOGGER = logging.getLogger("penstock")
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 60.0
 MAX_FAILED_STARTS = 3  # in a row, however long each took: the model may not fit
-BACK_OFF_S = 0.2  # before the second attempt to start, doubled before each further one
+BACK_OFF_S = 0.2  # times the number of failed starts, before the next one
 IDLE_STALL_S = 5.0  # an idle engine sends a heartbeat every half second
 FIRST_STEP_STALL_S = 60.0  # until a step has shown how long steps take
 STALL_STEPS = 20
@@ -61,7 +61,8 @@ class EngineSupervisor:
         self._options = options
         self._on_frame = on_frame
         self._on_loss = on_loss
-        self._limit = RestartLimit()
+        self._deaths: list[float] = []  # within the last DEATHS_WINDOW_S
+        self._failed_starts = 0  # in a row
         self._ready = False
 
     @property
@@ -119,22 +120,24 @@ class EngineSupervisor:
                 self._fail(frame.as_error())
 
     async def _restart_after(self, code: int, was_ready: bool) -> None:
-        """Report a death and start a new engine process, unless there were too many."""
+        """Report a death and start a new engine process, unless deaths are too many."""
         self.liveness.stats = EngineStats()
         self._on_loss(
             EngineDeadError(f"the engine process died (exit code {code}); send the request again in a moment")
         )
         LOGGER.warning("the engine process died (exit code %s); open requests have failed", code)
-        reason = self._limit.note_death(was_ready)
-        if reason is not None:
-            self._fail(EngineDeadError(reason))
-            return
-        await asyncio.sleep(self._limit.back_off_s)
-        if self.failure is None:
+        now = time.monotonic()
+        self._deaths = [death for death in self._deaths if now - death < DEATHS_WINDOW_S] + [now]
+        self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            self._fail(EngineDeadError(f"the engine process died {self._failed_starts} times before it was ready"))
+        elif len(self._deaths) >= MAX_DEATHS:
+            self._fail(EngineDeadError(f"the engine process died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s"))
+        else:
+            await asyncio.sleep(BACK_OFF_S * self._failed_starts)
+        if self.failure is None:  # neither given up nor stopped meanwhile
             self.restarts += 1
-            LOGGER.warning(
-                "restarting the engine process (restart %d of %d)", self._limit.num_recent_deaths, MAX_DEATHS - 1
-            )
+            LOGGER.warning("restarting the engine process (restart %d of %d)", len(self._deaths), MAX_DEATHS - 1)
             self.child = EngineChild()
 
     def _fail(self, error: PenstockError) -> None:
@@ -179,32 +182,3 @@ class Liveness:
             allowed = max(IDLE_STALL_S, STALL_STEPS * max(self._gaps)) if self._gaps else FIRST_STEP_STALL_S
         age = self.age_s
         return age is not None and age < allowed
-
-
-class RestartLimit:
-    """Counts deaths of the engine process and decides when to give up."""
-
-    def __init__(self) -> None:
-        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
-        self._failed_starts = 0  # in a row
-
-    def note_death(self, was_ready: bool) -> str | None:
-        """Count a death. Returns why there should be no restart; None if there should be one."""
-        self._deaths.append(time.monotonic())
-        self._failed_starts = 0 if was_ready else self._failed_starts + 1
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            return f"the engine process died {self._failed_starts} times before it was ready"
-        if self.num_recent_deaths == MAX_DEATHS:
-            return f"the engine process died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s"
-        return None
-
-    @property
-    def num_recent_deaths(self) -> int:
-        """Deaths within the last DEATHS_WINDOW_S seconds."""
-        now = time.monotonic()
-        return sum(now - death < DEATHS_WINDOW_S for death in self._deaths)
-
-    @property
-    def back_off_s(self) -> float:
-        """Seconds to wait before the next start."""
-        return BACK_OFF_S * 2 ** (self._failed_starts - 1) if self._failed_starts else 0.0

@@ -26,13 +26,6 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
 MIN_TEMPERATURE = 1e-5  # below it division by the temperature overflows float32; 0 means greedy
 FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
-BOOLS = (
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "spaces_between_special_tokens",
-)
 
 
 class RequestOutputKind(StrEnum):
@@ -108,8 +101,9 @@ class SamplingParams:
         self._normalise()
         self._check_numbers()
         self._check_bias()
-        for name in BOOLS:
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check.check_bool(name, getattr(self, name))
+        check.check_bool("spaces_between_special_tokens", self.spaces_between_special_tokens)
         for name in ("structured_outputs", "guided_decoding"):
             if getattr(self, name) is not None:
                 raise NotSupportedError(f"{name}: constrained decoding is not built yet", param=name)
