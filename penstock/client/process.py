@@ -69,7 +69,7 @@ class ProcessClient:
         engine = self._supervisor
         return EngineStatus(
             state=self._state,
-            pid=engine.pid,
+            pid=engine.child.pid,
             restarts=engine.restarts,
             heartbeat_age_s=engine.liveness.age_s,
             making_progress=engine.state is EngineState.READY and engine.liveness.making_progress,
@@ -126,7 +126,7 @@ class ProcessClient:
         request = self._requests.open(prepared)
         try:
             for engine_request in prepared.engine_requests:
-                self._supervisor.send(frames.AddRequest(engine_request))
+                self._supervisor.child.send(frames.AddRequest(engine_request))
             finished = False
             while not finished:
                 output = await request.mailbox.get()
@@ -164,7 +164,7 @@ class ProcessClient:
         self._supervisor.stop()
         if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
             await asyncio.wait([self._watch])
-        await self._supervisor.wait_for_exit()
+        await self._supervisor.child.wait()
 
     # --- what the supervisor calls ---------------------------------------------------------------------------------
 
@@ -202,4 +202,4 @@ class ProcessClient:
 
     def _abort(self, engine_request_ids: list[str]) -> None:
         if engine_request_ids:
-            self._supervisor.send(frames.Abort(engine_request_ids))
+            self._supervisor.child.send(frames.Abort(engine_request_ids))

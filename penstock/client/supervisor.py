@@ -1,13 +1,7 @@
 """EngineSupervisor: starts the engine process, watches it, and starts another one when it dies. Knows no request.
 
-    start     one end of a socket pair goes to `python -m penstock.client.engine_process`, which alone imports torch
-    talk      typed frames (client/frames.py); those of the engine carry the epoch that it was started with
-    watch     the end of the connection is the process's death, noticed at once; a new process starts with the next
-              epoch, until deaths are too many (RestartLimit)
-    stop      closing our end of the connection ends the process
-
-The request side gets every output and rejection through `on_frame`, and learns through `on_loss` that all requests
-sent so far are lost.
+The end of the connection is the death of the process, noticed at once; the next process has the next epoch. The request
+side gets outputs and rejections through `on_frame`, and learns through `on_loss` that all requests sent are lost.
 """
 
 import asyncio
@@ -28,7 +22,7 @@ from penstock.interface.messages import EngineStats, ModelInfo
 LOGGER = logging.getLogger("penstock")
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 60.0
 MAX_FAILED_STARTS = 3  # in a row, however long each took: the model may not fit
-BACK_OFF_S = 0.2  # before the second attempt to start, doubled before each further one
+BACK_OFF_S = 0.2  # times the number of failed starts, before the next one
 IDLE_STALL_S = 5.0  # an idle engine sends a heartbeat every half second
 FIRST_STEP_STALL_S = 60.0  # until a step has shown how long steps take
 STALL_STEPS = 20
@@ -44,11 +38,11 @@ class EngineSupervisor:
         on_loss: called with the reason when the engine process has died or will not be started again.
 
     Attributes:
-        failure: why there is no engine any more; None while there is one or a new one is being started.
+        child: the current engine process.
+        restarts: processes started after the first; also the epoch of the current one.
         model_info: of the last engine that was ready.
-        restarts: engine processes started after the first; also the epoch of the current one.
-        liveness: what was last heard from the engine.
-        settled: set once the engine has been ready or has failed.
+        failure: why there will be no engine any more; None while there is hope.
+        settled: set once an engine has been ready, or there is a failure.
     """
 
     def __init__(
@@ -58,17 +52,18 @@ class EngineSupervisor:
         on_frame: Callable[[frames.Outputs | frames.Rejected], None],
         on_loss: Callable[[EngineDeadError], None],
     ) -> None:
-        self.failure: PenstockError | None = None
-        self.model_info: ModelInfo | None = None
+        self.child = EngineChild()
         self.restarts = 0
         self.liveness = Liveness()
+        self.model_info: ModelInfo | None = None
+        self.failure: PenstockError | None = None
         self.settled = asyncio.Event()
         self._options = options
         self._on_frame = on_frame
         self._on_loss = on_loss
-        self._limit = RestartLimit()
+        self._deaths: list[float] = []  # within the last DEATHS_WINDOW_S
+        self._failed_starts = 0  # in a row
         self._ready = False
-        self._child = EngineChild()
 
     @property
     def state(self) -> EngineState:
@@ -78,44 +73,31 @@ class EngineSupervisor:
             return EngineState.READY
         return EngineState.STARTING if self.model_info is None else EngineState.RECOVERING
 
-    @property
-    def pid(self) -> int | None:
-        """Of the current engine process; None between two of them."""
-        return self._child.pid
-
-    def send(self, frame: frames.ToEngine) -> None:
-        """Send a frame to the current engine process, without waiting."""
-        self._child.send(frame)
-
     async def run(self) -> None:
         """Serve one engine process after another until stopped or failed."""
         try:
             while self.failure is None:
                 was_ready = await self._talk()
-                code = await self._child.wait()
+                code = await self.child.wait()
                 if self.failure is None:
                     await self._restart_after(code, was_ready)
         except Exception as error:
             LOGGER.exception("the supervisor of the engine process failed")
             self._fail(EngineDeadError(f"the engine's supervisor failed: {error!r}"))
-            self._child.hang_up()
+            self.child.hang_up()
 
     def stop(self) -> None:
         """End the engine process and start no other. A second call does nothing."""
         if self.failure is None:
             self._fail(EngineDeadError("the engine was shut down"))
-        self._child.hang_up()
-
-    async def wait_for_exit(self) -> None:
-        """Wait for the current engine process to end, from any event loop."""
-        await self._child.wait()
+        self.child.hang_up()
 
     async def _talk(self) -> bool:
         """Receive frames until the connection ends. Returns whether the engine was ready."""
         try:
-            await self._child.connect()
-            self._child.send(frames.Start(self.restarts, self._options))
-            while (frame := await self._child.receive()) is not None:
+            await self.child.connect()
+            self.child.send(frames.Start(self.restarts, self._options))
+            while (frame := await self.child.receive()) is not None:
                 if frame.epoch == self.restarts:  # else it comes from an engine that was replaced
                     self._take(frame)
         except (EngineError, msgspec.DecodeError) as error:
@@ -123,7 +105,7 @@ class EngineSupervisor:
         finally:
             was_ready, self._ready = self._ready, False
             self.liveness.last_heard = None
-            self._child.hang_up()
+            self.child.hang_up()
         return was_ready
 
     def _take(self, frame: frames.FromEngine) -> None:
@@ -138,23 +120,25 @@ class EngineSupervisor:
                 self._fail(frame.as_error())
 
     async def _restart_after(self, code: int, was_ready: bool) -> None:
-        """Report a death and start a new engine process, unless there were too many."""
+        """Report a death and start a new engine process, unless deaths are too many."""
         self.liveness.stats = EngineStats()
         self._on_loss(
             EngineDeadError(f"the engine process died (exit code {code}); send the request again in a moment")
         )
         LOGGER.warning("the engine process died (exit code %s); open requests have failed", code)
-        reason = self._limit.note_death(was_ready)
-        if reason is not None:
-            self._fail(EngineDeadError(reason))
-            return
-        await asyncio.sleep(self._limit.back_off_s)
-        if self.failure is None:
+        now = time.monotonic()
+        self._deaths = [death for death in self._deaths if now - death < DEATHS_WINDOW_S] + [now]
+        self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            self._fail(EngineDeadError(f"the engine process died {self._failed_starts} times before it was ready"))
+        elif len(self._deaths) >= MAX_DEATHS:
+            self._fail(EngineDeadError(f"the engine process died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s"))
+        else:
+            await asyncio.sleep(BACK_OFF_S * self._failed_starts)
+        if self.failure is None:  # neither given up nor stopped meanwhile
             self.restarts += 1
-            LOGGER.warning(
-                "restarting the engine process (restart %d of %d)", self._limit.num_recent_deaths, MAX_DEATHS - 1
-            )
-            self._child = EngineChild()
+            LOGGER.warning("restarting the engine process (restart %d of %d)", len(self._deaths), MAX_DEATHS - 1)
+            self.child = EngineChild()
 
     def _fail(self, error: PenstockError) -> None:
         """Give up: there will be no engine any more."""
@@ -198,32 +182,3 @@ class Liveness:
             allowed = max(IDLE_STALL_S, STALL_STEPS * max(self._gaps)) if self._gaps else FIRST_STEP_STALL_S
         age = self.age_s
         return age is not None and age < allowed
-
-
-class RestartLimit:
-    """Counts deaths of the engine process and decides when to give up."""
-
-    def __init__(self) -> None:
-        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
-        self._failed_starts = 0  # in a row
-
-    def note_death(self, was_ready: bool) -> str | None:
-        """Count a death. Returns why there should be no restart; None if there should be one."""
-        self._deaths.append(time.monotonic())
-        self._failed_starts = 0 if was_ready else self._failed_starts + 1
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            return f"the engine process died {self._failed_starts} times before it was ready"
-        if self.num_recent_deaths == MAX_DEATHS:
-            return f"the engine process died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s"
-        return None
-
-    @property
-    def num_recent_deaths(self) -> int:
-        """Deaths within the last DEATHS_WINDOW_S seconds."""
-        now = time.monotonic()
-        return sum(now - death < DEATHS_WINDOW_S for death in self._deaths)
-
-    @property
-    def back_off_s(self) -> float:
-        """Seconds to wait before the next start."""
-        return BACK_OFF_S * 2 ** (self._failed_starts - 1) if self._failed_starts else 0.0

@@ -1,8 +1,7 @@
-"""Engine: add, abort, step. Plans with the Scheduler, has an Executor do it, and commits what came back.
+"""Engine: add, abort, step. The Scheduler plans a step, an Executor computes it, and the engine commits the results.
 
-It knows token ids and never text; it imports no torch, so tests drive it with a scripted executor in milliseconds.
-State changes only when a step's results are in: a step that fails as a whole ends its own requests with an error
-and leaves the others untouched.
+Token ids only, no text; without torch, so that tests drive it with a scripted executor in milliseconds. State changes
+only with the results of a step: a step that fails as a whole ends its own requests with an error and no others.
 """
 
 from penstock import validation as check
@@ -17,22 +16,21 @@ from penstock.interface.step import (
     Executor,
     RequestStepOutput,
     ScheduledRequest,
-    SchedulerOutput,
     TokenLogprobs,
 )
 from penstock.plugins.logits_processors import check_registered
 
-MAX_FAILED_STEPS = 3  # in a row: then it is the engine that is broken, not a request
+MAX_FAILED_STEPS = 3  # in a row: then the engine is broken, not a request
 
 
 class Engine:
     """One model's requests.
 
     Args:
-        executor: carries steps out.
+        executor: computes the steps.
         groups: the cache groups that the executor was built with.
-        max_model_len: longest prompt plus output, in tokens.
-        vocab_size: ids of prompts are below it.
+        max_model_len: most tokens of prompt and output together.
+        vocab_size: token ids are below it.
         eos_token_ids: the model's own end tokens.
     """
 
@@ -63,7 +61,7 @@ class Engine:
         self._num_generated_tokens = 0
 
     def add_request(self, source: EngineRequest) -> None:
-        """Queue a request. With output_token_ids it goes on after them.
+        """Queue a request. It continues after its output_token_ids, if it has any.
 
         Raises:
             InvalidRequestError: it is empty, too long, has ids outside the vocabulary or no seed to sample with, its id
@@ -76,7 +74,7 @@ class Engine:
             message = f"prompt and output of up to {request.max_total_tokens} tokens do not fit the cache"
             raise InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
         ending = request.ending(self.eos_token_ids)
-        if ending is not None:  # it was resumed at its very end
+        if ending is not None:  # resumed after its last token
             self._early_outputs.append(self._output(request, [], None, ending=ending))
             return
         self._requests[request.request_id] = request
@@ -111,7 +109,7 @@ class Engine:
         return self.scheduler.has_work or bool(self._early_outputs)
 
     def step(self) -> list[EngineOutput]:
-        """Compute one step. Returns an output for every request that moved; those that ended have finish_reason.
+        """Compute one step. Return an output for each request with new tokens; finished ones have a finish_reason.
 
         Raises:
             EngineError: MAX_FAILED_STEPS steps in a row failed as a whole.
@@ -122,14 +120,15 @@ class Engine:
         plan = self.scheduler.schedule()
         try:
             results = self.executor.collect(self.executor.submit(plan)).results
-        except Exception as error:  # whatever went wrong in there must not reach the other requests
+        except Exception as error:  # must not reach the other requests
             self._count_failure(error)
             failure = RequestStepOutput([], error=f"{type(error).__name__}: {error}")
             results = {item.request_id: failure for item in plan.scheduled}
         else:
             self._failed_in_a_row = 0
         self._num_steps += 1
-        return outputs + self._commit(plan, results)
+        committed = (self._commit(item, results[item.request_id]) for item in plan.scheduled)
+        return outputs + [output for output in committed if output is not None]
 
     def _count_failure(self, error: Exception) -> None:
         self._num_failed_steps += 1
@@ -137,11 +136,7 @@ class Engine:
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             raise EngineError(f"{MAX_FAILED_STEPS} steps in a row failed; the last: {error}") from error
 
-    def _commit(self, plan: SchedulerOutput, results: dict[str, RequestStepOutput]) -> list[EngineOutput]:
-        outputs = (self._commit_one(item, results[item.request_id]) for item in plan.scheduled)
-        return [output for output in outputs if output is not None]
-
-    def _commit_one(self, item: ScheduledRequest, result: RequestStepOutput) -> EngineOutput | None:
+    def _commit(self, item: ScheduledRequest, result: RequestStepOutput) -> EngineOutput | None:
         request = self._requests[item.request_id]
         if result.error is not None:
             return self._finish(request, self._output(request, [], None, error=result.error))
@@ -164,8 +159,8 @@ class Engine:
     def _new_prompt_logprobs(
         self, request: Request, item: ScheduledRequest, found: list[TokenLogprobs] | None
     ) -> tuple[int, list[TokenLogprobs]]:
-        """Position of the first one not delivered yet, and those from there on."""
-        first = item.num_computed_tokens + 1  # the logits of a position speak of the next token
+        """Return the position of the first one not delivered yet, and those from there on."""
+        first = item.num_computed_tokens + 1  # the logits at a position are of the next token
         start = request.num_prompt_logprobs + 1
         fresh = (found or [])[max(0, start - first) :]
         request.num_prompt_logprobs += len(fresh)

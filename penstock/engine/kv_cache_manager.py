@@ -1,18 +1,17 @@
-"""KVCacheManager: which blocks hold which request's keys and values. Ids only; the memory is elsewhere.
+"""KVCacheManager: which blocks hold the keys and values of which request. Block ids only, no memory.
 
-Every cache group (layers that look equally far back) has its own pool and gives every request one block table:
+Every cache group (layers with the same sliding window) has its own pool and gives each request one block table:
 
     positions   0 ............................. num_computed ......... + num_new
     table       [ -1  -1 | block | block | block  | block | block ]
-                  behind   shared or own, full      filled in this step
+                  before   shared or own, full      filled in this step
                   window
 
-A table holds -1 where nothing is allocated: those are the blocks behind a sliding window, which go back to the pool
-as the window moves on. Whole blocks are found again by content hash (prefix reuse); a block is registered only after
-the step that filled it is known to have succeeded.
+Entries are -1 where nothing is allocated: blocks that the sliding window has passed, which were freed. Full blocks are
+found by content hash (prefix reuse), from the moment when the step that filled them has succeeded.
 
-A group may be a ring instead: a request has one block there, from its first step to its end, and writes over the rows
-that lie behind the window. What is in it depends on how long the request is by now, so nothing is found again.
+A group may be a ring instead: a request has one block there, from its first step to its end, and overwrites the rows
+that its window has passed. Its content depends on the length of the request, so no prefix can be reused.
 """
 
 from collections import Counter
@@ -28,7 +27,7 @@ from penstock.interface.step import CacheGroup
 class BlockTable:
     """One request's blocks in one group.
 
-    `num_sent` entries are known to the executor; `num_registered` leading ones have been offered to the prefix cache.
+    The executor knows `num_sent` entries; the first `num_registered` were offered to the prefix cache.
     """
 
     block_ids: list[int] = field(default_factory=list)
@@ -39,18 +38,18 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What the cache holds of a request.
+    """The cached blocks that a request could reuse.
 
     Attributes:
-        hashes: of the blocks that could be reused.
-        num_blocks: how many leading ones are there.
-        in_work: the next one is being computed by another request right now. Then it pays to wait: the choices of one
-            prompt, sent together, compute it once.
+        hashes: of every block that could be reused, cached or not.
+        num_blocks: how many leading ones are cached.
+        in_progress: another request is computing the next one. Then waiting pays: the choices of one prompt, sent
+            together, compute it once.
     """
 
     hashes: list[bytes]
     num_blocks: int
-    in_work: bool
+    in_progress: bool
 
 
 class KVCacheManager:
@@ -61,22 +60,22 @@ class KVCacheManager:
         if len(sizes) != 1:
             raise PenstockError("cache groups need one common block size")
         if enable_prefix_caching and any(group.ring for group in groups):
-            raise PenstockError("a ring holds no prefix that another request could reuse")
+            raise PenstockError("prefix caching is impossible with a ring; set enable_prefix_caching=False")
         self.groups = groups
         (self.block_size,) = sizes
         self.enable_prefix_caching = enable_prefix_caching
         self.pools = [BlockPool(group.num_blocks) for group in groups]
         self._tables: dict[str, list[BlockTable]] = {}
-        self._in_work: dict[bytes, str] = {}  # hash of a block being computed -> the request that computes it
+        self._in_progress: dict[bytes, str] = {}  # hash of a block being computed -> the request that computes it
 
     # --- looking up ------------------------------------------------------------------------------------------------
 
     def tables(self, request: Request) -> list[list[int]]:
-        """Copies of the request's block tables, one a group."""
+        """Return copies of the request's block tables, one per group."""
         return [list(table.block_ids) for table in self._tables[request.request_id]]
 
     def take_updates(self, request: Request) -> tuple[list[list[int]], list[int]]:
-        """Per group, the ids appended since the last call and the number of released leading entries."""
+        """Return, per group, the ids appended since the last call and the number of released leading entries."""
         tables = self._tables[request.request_id]
         new_ids = [table.block_ids[table.num_sent :] for table in tables]
         for table in tables:
@@ -84,11 +83,11 @@ class KVCacheManager:
         return new_ids, [table.num_released for table in tables]
 
     def fits_alone(self, num_tokens: int, chunk: int) -> bool:
-        """Whether a request that grows to num_tokens could run if it had the whole cache to itself."""
+        """Return whether a request that grows to num_tokens could run if it had the whole cache to itself."""
         return all(peak_blocks(group, num_tokens, chunk) <= group.num_blocks for group in self.groups)
 
     def _first_needed(self, group: CacheGroup, num_computed: int) -> int:
-        """Index of the first block that a token at position num_computed or later can still see."""
+        """Return the index of the first block that a token at position num_computed or later attends to."""
         if group.sliding_window is None or group.ring:
             return 0
         return max(0, num_computed - group.sliding_window + 1) // group.block_size
@@ -96,11 +95,12 @@ class KVCacheManager:
     # --- prefix reuse ----------------------------------------------------------------------------------------------
 
     def _hashes(self, request: Request) -> list[bytes]:
-        """Hashes of the blocks that could be reused: whole ones, leaving at least one token to compute."""
+        """Return the hashes of the blocks that could be reused: full ones, leaving at least one token to compute."""
         if not self.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return []
-        self._extend_hashes(request, (request.num_tokens - 1) // self.block_size)
-        return request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+        count = (request.num_tokens - 1) // self.block_size
+        self._extend_hashes(request, count)
+        return request.block_hashes[:count]
 
     def _extend_hashes(self, request: Request, count: int) -> None:
         hashes, size = request.block_hashes, self.block_size
@@ -109,7 +109,7 @@ class KVCacheManager:
             hashes.append(hash_block(parent, request.token_ids[index * size : (index + 1) * size]))
 
     def _reusable_blocks(self, hashes: list[bytes]) -> int:
-        """The largest number of leading blocks such that every group has those that its window still needs."""
+        """Return the largest number of leading blocks of which every group has those that its window still needs."""
         pairs = list(zip(self.groups, self.pools, strict=True))
         whole = [pool for group, pool in pairs if group.sliding_window is None]
         limit = len(hashes) if not whole else min(self._leading_blocks(pool, hashes) for pool in whole)
@@ -122,12 +122,12 @@ class KVCacheManager:
 
     @staticmethod
     def _leading_blocks(pool: BlockPool, hashes: list[bytes]) -> int:
-        """How many blocks are cached before the first that is not."""
+        """Return how many blocks are cached before the first that is not."""
         return next((index for index, block_hash in enumerate(hashes) if pool.lookup(block_hash) is None), len(hashes))
 
     @staticmethod
     def _cached_runs(pool: BlockPool, hashes: list[bytes]) -> list[int]:
-        """For each block, how many blocks up to and including it are cached without a gap."""
+        """Return, for each block, how many blocks up to and including it are cached without a gap."""
         runs, run = [], 0
         for block_hash in hashes:
             run = run + 1 if pool.lookup(block_hash) is not None else 0
@@ -135,19 +135,18 @@ class KVCacheManager:
         return runs
 
     def find_prefix(self, request: Request) -> Prefix:
-        """What the cache holds of a waiting request. Valid until a block is allocated, registered or released."""
+        """Look up a waiting request. The result is valid until a block is allocated, registered or released."""
         hashes = self._hashes(request)
         count = self._reusable_blocks(hashes)
-        in_work = count < len(hashes) and hashes[count] in self._in_work
-        return Prefix(hashes, count, in_work)
+        return Prefix(hashes, count, in_progress=count < len(hashes) and hashes[count] in self._in_progress)
 
     # --- admitting, growing, ending --------------------------------------------------------------------------------
 
     def admit(self, request: Request, prefix: Prefix, max_new_tokens: int) -> int | None:
-        """Give a waiting request its prefix as just found, and blocks for up to max_new_tokens more.
+        """Give a waiting request the prefix just found, and blocks for up to max_new_tokens more tokens.
 
-        Sets num_computed_tokens to the cached length. Returns how many tokens it may compute now, or None, with
-        nothing changed, where the blocks for all its tokens are not free.
+        Sets num_computed_tokens to the cached length. Returns how many tokens it may compute now; None, with nothing
+        changed, if too few blocks are free for all its tokens.
         """
         hashes, count = prefix.hashes, prefix.num_blocks
         shared = [self._shared(group, pool, hashes, count) for group, pool in zip(self.groups, self.pools, strict=True)]
@@ -162,27 +161,27 @@ class KVCacheManager:
             BlockTable(block_ids, num_released=block_ids.count(NO_BLOCK), num_registered=count) for block_ids in shared
         ]
         request.num_computed_tokens = count * self.block_size
-        self._in_work.update((block_hash, request.request_id) for block_hash in hashes[count:])
+        self._in_progress.update((block_hash, request.request_id) for block_hash in hashes[count:])
         num_new = min(max_new_tokens, request.num_missing_tokens)
         if not self.grow(request, num_new):
             raise PenstockError(f"request {request.request_id} was admitted without room")
         return num_new
 
     def _shared(self, group: CacheGroup, pool: BlockPool, hashes: list[bytes], count: int) -> list[int]:
-        """The reusable leading blocks as a table: -1 for those that lie behind the window."""
+        """Return the reusable leading blocks as a table, with -1 for those that the window has passed."""
         first = self._first_needed(group, count * self.block_size)
         found = [pool.lookup(block_hash) for block_hash in hashes[first:count]]
         return [NO_BLOCK] * first + [block_id for block_id in found if block_id is not None]
 
     def grow(self, request: Request, num_new_tokens: int) -> bool:
-        """Blocks for num_new_tokens after the computed ones; those behind the window go back first.
+        """Free the blocks that the window has passed, then allocate for num_new_tokens after the computed ones.
 
-        False, with nothing allocated, where a group has too few free.
+        False, with nothing allocated, if a group has too few free blocks.
         """
         tables = self._tables[request.request_id]
         num_tokens = request.num_computed_tokens + num_new_tokens
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
-            self._release_behind(table, pool, self._first_needed(group, request.num_computed_tokens))
+            self._release_passed(table, pool, self._first_needed(group, request.num_computed_tokens))
         needed = [table_length(group, num_tokens) for group in self.groups]
         missing = [max(0, count - len(table.block_ids)) for count, table in zip(needed, tables, strict=True)]
         if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
@@ -192,40 +191,39 @@ class KVCacheManager:
         return True
 
     @staticmethod
-    def _release_behind(table: BlockTable, pool: BlockPool, first_needed: int) -> None:
+    def _release_passed(table: BlockTable, pool: BlockPool, first_needed: int) -> None:
         for index in range(table.num_released, min(first_needed, len(table.block_ids))):
             pool.release([table.block_ids[index]])
             table.block_ids[index] = NO_BLOCK
             table.num_released = index + 1
 
     def commit(self, request: Request) -> None:
-        """The request's computed tokens are really in the cache: its whole blocks may be found from now on."""
+        """Register the request's full blocks for reuse: its computed tokens are in the cache now."""
         if not self.enable_prefix_caching:
             return
         num_full = request.num_computed_tokens // self.block_size
         self._extend_hashes(request, num_full)
-        for pool, table in zip(self.pools, self._tables[request.request_id], strict=True):
+        tables = self._tables[request.request_id]
+        self._end_progress(request, tables[0].num_registered, num_full)
+        for pool, table in zip(self.pools, tables, strict=True):
             for index in range(table.num_registered, num_full):
                 if table.block_ids[index] != NO_BLOCK:
                     pool.register(table.block_ids[index], request.block_hashes[index])
-        start = self._tables[request.request_id][0].num_registered
-        self._finish_work(request, start, num_full)
-        for table in self._tables[request.request_id]:
             table.num_registered = max(table.num_registered, num_full)
 
-    def _finish_work(self, request: Request, start: int, stop: int) -> None:
+    def _end_progress(self, request: Request, start: int, stop: int) -> None:
         for block_hash in request.block_hashes[start:stop]:
-            if self._in_work.get(block_hash) == request.request_id:
-                del self._in_work[block_hash]
+            if self._in_progress.get(block_hash) == request.request_id:
+                del self._in_progress[block_hash]
 
     def free(self, request: Request) -> None:
-        """Give everything back. The last blocks are reused first, so that prefixes live longest."""
+        """Free all blocks of a request. The last ones are reused first, so that prefixes live longest."""
         for pool, table in zip(self.pools, self._tables.pop(request.request_id), strict=True):
             pool.release(block_id for block_id in reversed(table.block_ids) if block_id != NO_BLOCK)
-        self._finish_work(request, 0, len(request.block_hashes))
+        self._end_progress(request, 0, len(request.block_hashes))
         request.num_computed_tokens = 0
 
-    # --- books -----------------------------------------------------------------------------------------------------
+    # --- counts ----------------------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -240,24 +238,24 @@ class KVCacheManager:
         return sum(pool.num_cached_blocks for pool in self.pools)
 
     def check_integrity(self) -> None:
-        """Raise PenstockError unless every block is either free or in exactly the tables that count it."""
+        """Raise PenstockError unless every block is either free or in as many tables as its pool counts."""
         for group, pool in enumerate(self.pools):
             ids = (i for tables in self._tables.values() for i in tables[group].block_ids if i != NO_BLOCK)
             pool.check_integrity(Counter(ids))
-        strangers = set(self._in_work.values()) - set(self._tables)
-        if strangers:
-            raise PenstockError(f"blocks are being computed for unknown requests: {sorted(strangers)}")
+        unknown = set(self._in_progress.values()) - set(self._tables)
+        if unknown:
+            raise PenstockError(f"blocks are being computed for unknown requests: {sorted(unknown)}")
 
 
 def table_length(group: CacheGroup, num_tokens: int) -> int:
-    """Entries of a block table that num_tokens need, released ones included. A ring has one for any number."""
+    """Return the entries of a block table that num_tokens need, released ones included; one for a ring."""
     return min(1, num_tokens) if group.ring else -(-num_tokens // group.block_size)
 
 
 def peak_blocks(group: CacheGroup, num_tokens: int, chunk: int) -> int:
-    """Most blocks of a group that a request of num_tokens holds at once, computed in chunks of that size.
+    """Return the most blocks of a group that a request of num_tokens holds at once, computed in chunks of `chunk`.
 
-    Behind a window of W tokens at most W - 1 old ones and the chunk count; they may straddle one block more.
+    With a window of W tokens, W - 1 earlier tokens and the chunk are needed, which may touch one block more.
     """
     blocks = table_length(group, num_tokens)
     if group.sliding_window is None or group.ring:

@@ -1,12 +1,12 @@
-"""Request: one choice of one user's request on its way through the engine. Token ids only; no text, no blocks.
+"""Request: one choice of one user's request inside the engine. Token ids only; no text, no blocks.
 
     token_ids:  [ prompt ............ | outputs ........ ]
                 0      num_prompt_tokens          num_tokens
     computed:   [ keys and values cached |  to be computed ]
                 0          num_computed_tokens
 
-There is no prefill phase and no decode phase: num_computed_tokens chases num_tokens. A decode is a request that is
-one token behind; a preempted one is all behind again.
+There is no prefill phase and no decode phase: num_computed_tokens catches up with num_tokens. A decode lacks one
+token; a preempted request lacks all of them again.
 """
 
 from penstock.interface.messages import EngineRequest
@@ -14,12 +14,12 @@ from penstock.interface.outputs import FinishReason
 
 
 class Request:
-    """State of one request. The engine appends tokens, the scheduler and its KVCacheManager move num_computed_tokens.
+    """State of one request. The engine appends tokens; the engine and the KVCacheManager set num_computed_tokens.
 
     Attributes:
         arrival: order of arrival; the youngest is preempted first.
-        max_output_tokens: outputs after which it ends with "length".
-        block_hashes: content hashes of the whole blocks among token_ids, as far as computed.
+        max_output_tokens: number of outputs at which it ends with "length".
+        block_hashes: content hashes of the leading full blocks of token_ids, as far as computed.
         num_cached_tokens: prompt tokens found in the cache at first admission; None before.
         num_prompt_logprobs: how many were delivered, so that a recomputed prompt delivers none twice.
     """
@@ -48,7 +48,7 @@ class Request:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens whose keys and values are not computed yet; the last one always is among them."""
+        """Tokens whose keys and values are not computed yet, at least the last one."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
@@ -56,7 +56,7 @@ class Request:
         return self.num_prompt_tokens + self.max_output_tokens
 
     def ending(self, eos_token_ids: frozenset[int]) -> tuple[FinishReason, int | None] | None:
-        """Why the request ends with its last output token, and the stop token if that is why; None if it goes on."""
+        """Return why the request ends with its last token, and the stop token if that is why; None if it continues."""
         count = self.num_output_tokens
         if count == 0:
             return None

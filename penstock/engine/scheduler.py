@@ -1,15 +1,15 @@
-"""Scheduler: who computes how many tokens in the next step. It knows tokens and blocks as numbers, nothing else.
+"""Scheduler: how many tokens of which requests the next step computes. Token counts and block ids, nothing else.
 
-One loop serves chunked prefill, prefix hits, decode and resumption: every request has num_computed_tokens chase
-num_tokens, and a step gives each some tokens within max_num_batched_tokens:
+One loop serves chunked prefill, prefix hits, decode and resumption: num_computed_tokens of every request catches up
+with num_tokens, and a step gives each some tokens within max_num_batched_tokens:
 
-  1. running requests that are one token behind (decodes), oldest first, so that a long prompt never stalls a stream;
-  2. running requests that are further behind (chunks of prompts), oldest first;
-  3. waiting requests, strictly in order, as far as rows, tokens and blocks go.
+  1. running requests that lack one token (decodes), oldest first, so that a long prompt never stalls a stream;
+  2. running requests that lack more (chunks of prompts), oldest first;
+  3. waiting requests, strictly in order, as far as rows, tokens and blocks suffice.
 
-When blocks run out, the youngest running request is preempted: its blocks go back, and it waits at the head of the
-queue to be recomputed. Nothing starves: the oldest request can take every block, and no waiting one is overtaken
-(but by those that another's prefix is not holding back).
+When blocks run out, the youngest running request is preempted: its blocks are freed, and it waits at the head of the
+queue to be recomputed. Nothing starves: the oldest request can take every block, and a waiting one is overtaken only
+while it waits for a prefix that another request computes.
 """
 
 from collections import deque
@@ -19,12 +19,12 @@ from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.request import Request
 from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
 
-MAX_HELD_BACK = 64  # waiting requests looked at in a step that wait for another's prefix
+MAX_HELD_BACK = 64  # waiting requests per step that may be skipped because another computes their prefix
 
 
 @dataclass(slots=True)
 class _Plan:
-    """A step while it is being put together."""
+    """A step while it is being planned."""
 
     budget: int
     tokens: dict[str, int] = field(default_factory=dict)  # request id -> tokens computed in this step
@@ -37,7 +37,7 @@ class Scheduler:
 
     Attributes:
         waiting: in order of arrival, preempted ones first.
-        running: hold blocks and a row each.
+        running: each holds blocks and a row.
         num_preemptions, num_prompt_tokens, num_cached_tokens: since the start; prompts count once, when admitted.
     """
 
@@ -48,17 +48,17 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = self.num_prompt_tokens = self.num_cached_tokens = 0
-        self._forgotten: list[str] = []  # since the last step, for the executor
+        self._forgotten: list[str] = []  # since the last step; the executor frees their rows
         self._next_step_id = 0
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """The request has ended, wherever it was."""
+        """Drop a request that has ended, running or waiting."""
         if request in self.running:
             self.running.remove(request)
-            self._give_up(request)
+            self._free(request)
         else:
             self.waiting.remove(request)
 
@@ -67,10 +67,10 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. Blocks are taken for it; num_computed_tokens moves only when it has succeeded."""
+        """Plan the next step. Its blocks are allocated; num_computed_tokens changes only when it has succeeded."""
         plan = _Plan(self.max_num_batched_tokens)
         for request in sorted(self.running, key=lambda item: (item.num_missing_tokens > 1, item.arrival)):
-            if request.request_id not in plan.preempted:  # by an older one, a moment ago
+            if request.request_id not in plan.preempted:  # by an older one in this loop
                 self._continue(request, plan)
         self._admit(plan)
         output = self._output(plan)
@@ -96,29 +96,29 @@ class Scheduler:
         self.preempt(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it waits at the head of the queue to be recomputed."""
+        """Free a running request's blocks; it waits at the head of the queue to be recomputed."""
         self.running.remove(request)
-        self._give_up(request)
+        self._free(request)
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def _give_up(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
         self.kv_cache.free(request)
         self._forgotten.append(request.request_id)
 
     def _admit(self, plan: _Plan) -> None:
-        """Take in waiting requests in order. None in a step that had to preempt: there is no room."""
+        """Start waiting requests in order; none in a step that had to preempt, for lack of blocks."""
         if plan.preempted:
             return
         held_back: list[Request] = []
-        held_hashes: set[bytes] = set()  # whole prompts that wait, so that their like is not looked up again
+        held_hashes: set[bytes] = set()  # of whole prompts that wait, so that equal ones are not looked up again
         while self.waiting and self._has_room(plan) and len(held_back) < MAX_HELD_BACK:
             request = self.waiting.popleft()
             if request.block_hashes and request.block_hashes[-1] in held_hashes:
                 held_back.append(request)
                 continue
             prefix = self.kv_cache.find_prefix(request)
-            if prefix.in_work:
+            if prefix.in_progress:
                 held_back.append(request)
                 held_hashes.add(request.block_hashes[-1])
                 continue
@@ -133,7 +133,7 @@ class Scheduler:
         return plan.budget > 0 and len(self.running) < self.max_num_seqs
 
     def _start(self, request: Request, num_new: int, plan: _Plan) -> None:
-        if request.num_cached_tokens is None:  # not when it comes back after a preemption
+        if request.num_cached_tokens is None:  # else it was preempted before
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self.num_cached_tokens += request.num_cached_tokens
             self.num_prompt_tokens += request.num_prompt_tokens

@@ -1,6 +1,6 @@
-"""What crosses between an engine and whoever uses it: token ids in, token ids out, no text.
+"""What crosses between an engine and its client: token ids in, token ids out, no text.
 
-These values cross the process edge as they are (`frames` encodes them), so they hold plain types only.
+The values cross the process boundary as they are (client/frames.py encodes them), so they hold plain types only.
 """
 
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ class EngineRequest:
     Attributes:
         request_id: unique among the open ones.
         prompt_token_ids: at least one.
-        params: with the seed resolved; n is not looked at, since every choice is an EngineRequest of its own.
+        params: with the seed settled; n is not used, since every choice is an EngineRequest of its own.
         choice: index among the choices of the prompt.
-        output_token_ids: tokens that were produced before (by a process that died, say). They count as outputs: for
-            penalties, lengths, noise positions and usage the request goes on as if it had never stopped.
+        output_token_ids: tokens generated before, by an engine that died for instance. They count as outputs: in
+            penalties, lengths, noise positions and usage the request continues as if never interrupted.
     """
 
     request_id: str
@@ -33,13 +33,13 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """What one step brought one request.
+    """What one step computed for one request.
 
     Attributes:
         start_index: position of new_token_ids[0] among the request's outputs, resumed ones counted.
         new_token_ids: may be empty (prompt logprobs alone, an error, an end without a token).
-        logprobs: one entry a new id, where asked for.
-        prompt_logprobs: for prompt tokens prompt_logprobs_start .., where asked for; they come in order, in pieces.
+        logprobs: one entry per new id, if requested.
+        prompt_logprobs: of the prompt tokens from prompt_logprobs_start on, if requested; in order, over several steps.
         finish_reason: set in the last output of the request.
         stop_reason: the stop token that ended it, if it was one of stop_token_ids.
         num_cached_tokens: prompt tokens found in the cache when the request was first admitted.
@@ -60,11 +60,10 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters and gauges at one moment. Counters (num_*_total) only grow within one engine's life.
+    """Gauges, and counters (num_*_total) since the engine's start. Blocks are summed over all cache groups.
 
     Attributes:
-        kv_blocks_total, kv_blocks_free, kv_blocks_cached: over all cache groups; cached ones are free ones whose
-            content can be found again.
+        kv_blocks_cached: free blocks whose content can be reused.
     """
 
     num_running: int = 0
@@ -82,7 +81,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What an engine says of its model once it is ready.
+    """An engine's description of its model, sent when it is ready.
 
     Attributes:
         model: as the user named it.
@@ -90,7 +89,7 @@ class ModelInfo:
         default_sampling: sampling fields set by the model's generation_config.json (temperature, top_p, ...).
         choices_made: option -> the automatic choice and its reason, for the start-up message.
         certificate: what `penstock check` has proved (models/certificate.py), and `same_weights`, whether it was with
-            these weights; None where nothing was proved.
+            these weights; None if nothing was proved.
     """
 
     model: str

@@ -9,7 +9,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the end of the context
-    ABORT = "abort"  # the caller went away
+    ABORT = "abort"  # the caller left
     ERROR = "error"  # the computation of this request failed
 
 
@@ -52,13 +52,13 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request's state when something moved. What it carries follows SamplingParams.output_kind.
+    """A request's state after a step: everything so far or what is new, as SamplingParams.output_kind says.
 
     Attributes:
-        prompt_logprobs: one entry a prompt token; the first is None, since nothing comes before it.
+        prompt_logprobs: one entry per prompt token; the first is None, since no token precedes it.
         num_cached_tokens: prompt tokens whose keys and values were found in the cache.
         seed: the seed that was used, given or assigned: sending it again repeats the answer.
-        error: what went wrong where a choice finished with "error".
+        error: what went wrong, if a choice finished with "error".
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """SamplingParams: how the tokens of one request are chosen, with vLLM's names, meanings and defaults.
 
-A frozen value: lists become tuples, everything is checked when it is made, and no field is accepted and ignored.
-Checks that need the model (is this id in the vocabulary?) are in `check_vocabulary`.
+A frozen value, checked when it is made: lists become tuples, and no field is accepted and ignored. `check_vocabulary`
+checks what depends on the model.
 """
 
 import copy
@@ -17,15 +17,15 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STRING_LENGTH = 256  # characters of a stop string or bad word
-MAX_WORD_IDS = 4 * MAX_STRING_LENGTH + 4  # ids of a bad word with a space before it: a token a byte at most
+MAX_WORD_IDS = 4 * MAX_STRING_LENGTH + 4  # ids of a bad word and a space before it: at most one token per byte
 MAX_ID_LISTS = 128  # ids in stop_token_ids
 MAX_BIASED_TOKENS = 1024
 MAX_PROCESSORS = 16
 MAX_ARGUMENT_DEPTH = 8  # lists and mappings in an argument of a logits processor
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
-FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 MIN_TEMPERATURE = 1e-5  # below it division by the temperature overflows float32; 0 means greedy
+FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 
 
 class RequestOutputKind(StrEnum):
@@ -41,29 +41,29 @@ class SamplingParams:
     """How to choose the tokens of one request.
 
     Attributes:
-        n: number of independent choices made from the prompt.
+        n: number of independent choices generated from the prompt.
         presence_penalty: subtracted once from the logit of every token that was generated before.
-        frequency_penalty: subtracted from a token's logit as often as it was generated before.
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or output.
+        frequency_penalty: subtracted from a token's logit as many times as it was generated before.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or output.
         temperature: divides the logits; 0 is greedy.
-        top_p: smallest set of most likely tokens whose probabilities reach this sum.
+        top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum.
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
         min_p: keeps tokens at least this likely relative to the most likely one.
-        seed: 64-bit; None takes one from the engine's seed and the arrival number. The output says which.
+        seed: 64-bit; None derives one from the engine's seed and the arrival number. RequestOutput.seed has it.
         stop: strings that end the text; not part of it unless include_stop_str_in_output.
         stop_token_ids: tokens that end the text besides the model's own end tokens.
         ignore_eos: the model's own end tokens do not end the text.
-        max_tokens: most tokens generated; None goes to the end of the context.
+        max_tokens: most tokens to generate; None goes to the end of the context.
         min_tokens: end tokens and stop_token_ids cannot be chosen before this many.
-        logprobs: report the log-probability of each generated token and of this many most likely ones,
-            of the raw distribution: before penalties, bias and temperature.
-        prompt_logprobs: the same for the tokens of the prompt; the prompt is then computed afresh.
+        logprobs: report the log-probability of each generated token and of this many most likely ones, in the raw
+            distribution: before penalties, bias and temperature.
+        prompt_logprobs: the same for the tokens of the prompt, which then reuses no cached prefix.
         detokenize: False leaves the text empty (and allows no stop strings).
         logit_bias: token id -> number added to its logit, -100 to 100.
-        bad_words: words that are never completed. The client fills bad_words_token_ids from them.
+        bad_words: words that are never completed. The client sets bad_words_token_ids from them.
         logits_processors: names of functions that a user has registered (plugins/logits_processors.py), or a mapping of
             names to their arguments, in the order in which they run.
-        output_kind: what a streamed RequestOutput carries.
+        output_kind: what each streamed RequestOutput carries.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of range; `param` names the field.
@@ -100,7 +100,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._normalise()
         self._check_numbers()
-        self._check_lengths()
+        self._check_bias()
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check.check_bool(name, getattr(self, name))
         check.check_bool("spaces_between_special_tokens", self.spaces_between_special_tokens)
@@ -111,7 +111,7 @@ class SamplingParams:
             raise InvalidRequestError("stop: stop strings need detokenize=True", param="stop")
 
     def _normalise(self) -> None:
-        """Lists become tuples and the enum is itself, so that equal parameters are equal values."""
+        """Make tuples of lists and an enum of output_kind, so that equal parameters are equal values."""
         limits = {"max_items": MAX_STOP_STRINGS, "max_length": MAX_STRING_LENGTH}
         self._set("stop", check.string_tuple("stop", self.stop, **limits))
         self._set("bad_words", check.string_tuple("bad_words", self.bad_words, **limits))
@@ -142,9 +142,12 @@ class SamplingParams:
         check.check_int("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
         check.check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         check.check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
-        self._check_bias()
+        check.check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS, optional=True)
+        check.check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise check.fail("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
         for name in FLOATS:
-            self._set(name, float(getattr(self, name)))  # a numpy number is one, too, and stays here
+            self._set(name, float(getattr(self, name)))  # a numpy number becomes a plain one
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:
@@ -158,20 +161,14 @@ class SamplingParams:
             check.check_float("logit_bias", bias, -100.0, 100.0)
         self._set("logit_bias", {int(token_id): float(bias) for token_id, bias in self.logit_bias.items()})
 
-    def _check_lengths(self) -> None:
-        check.check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS, optional=True)
-        check.check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise check.fail("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
-
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise InvalidRequestError where a token id lies outside the model's vocabulary."""
+        """Raise InvalidRequestError if a token id is outside the model's vocabulary."""
         for name in ("stop_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():
                 check.check_int(name, token_id, 0, vocab_size - 1)
 
     def settled(self, **fields: Any) -> "SamplingParams":
-        """A copy with fields that the client has settled (seed, max_tokens, ...): checked values, not checked again."""
+        """Return a copy with fields that the client has settled (seed, max_tokens, ...), without checking it again."""
         made = copy.copy(self)
         for name, value in fields.items():
             made._set(name, value)
@@ -183,10 +180,10 @@ class SamplingParams:
 
 
 def _processors(value: Any) -> dict[str, Any] | None:
-    """Name -> argument, None where there is none.
+    """Return name -> argument (None without one); None if there are no processors.
 
     Raises:
-        InvalidRequestError: it is something else, or an argument is no plain value.
+        InvalidRequestError: it is something else, or an argument is not a plain value.
     """
     named = value if isinstance(value, Mapping) else None
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):

@@ -1,7 +1,6 @@
-"""What crosses between planning a step and doing it: plain ints and lists, no torch, no text.
+"""What crosses between planning a step and computing it: plain ints and lists, no torch, no text.
 
-The engine's Scheduler fills a SchedulerOutput; an Executor carries it out and answers with a StepOutput. Three kinds
-of Executor exist: torch (production), the cost model's virtual clock, and the scripted one of the tests.
+The engine's Scheduler makes a SchedulerOutput; an Executor computes it and returns a StepOutput.
 """
 
 from dataclasses import dataclass, field
@@ -12,15 +11,15 @@ from penstock.interface.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share one block table, because they look equally far back.
+    """Layers that share one block table, because they have the same sliding window.
 
     Attributes:
         layers: indices of the decoder layers in this group.
-        sliding_window: a token sees itself and the sliding_window - 1 tokens before it; None sees everything.
-        num_blocks: blocks that every layer of the group has.
-        block_size: tokens a block holds, a multiple of 16.
-        ring: a request has one block of each layer, whose rows are used again: the token at position p is in row
-            p % block_size, which is not less than sliding_window. Nothing is released, and no prefix is reused.
+        sliding_window: a token attends to itself and the sliding_window - 1 tokens before it; None: to all before it.
+        num_blocks: blocks in each layer of the group.
+        block_size: tokens per block, a multiple of 16.
+        ring: a request has one block in each layer, whose rows are overwritten: the token at position p is in row
+            p % block_size; block_size is at least sliding_window. No block is released and no prefix is reused.
     """
 
     layers: tuple[int, ...]
@@ -32,13 +31,13 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that the executor does not know, or was told to forget (preempted): all there is to know.
+    """A request that is new to the executor, or was preempted and forgotten, as a whole.
 
     Attributes:
-        token_ids: the prompt, then the outputs so far (more than none after a preemption or a resumption).
-        params: with the seed resolved.
-        choice: index among the `n` choices of one prompt; a word of the noise counter.
-        block_tables: one list of block ids a cache group; -1 where nothing is allocated.
+        token_ids: the prompt, then the outputs so far (some after a preemption or a resumption).
+        params: with the seed settled.
+        choice: index among the `n` choices of one prompt; part of the noise counter.
+        block_tables: one list of block ids per cache group; -1 where nothing is allocated.
     """
 
     request_id: str
@@ -58,11 +57,11 @@ class ScheduledRequest:
 
     Attributes:
         new_block_ids: per cache group, ids appended to the block table since the request's last step
-            (empty in the step that also carries the request's NewRequest).
-        num_released_blocks: per cache group, how many leading table entries are -1 by now, counted from the start of
-            the table (blocks behind a sliding window).
-        num_samples: tokens to sample, after the last num_samples computed ones: 1 when the request has caught up,
-            0 in the middle of its prompt.
+            (none in the step that also has the request's NewRequest).
+        num_released_blocks: per cache group, how many leading entries of the table are -1 by now (blocks that the
+            sliding window has passed).
+        num_samples: tokens to sample, after the last num_samples computed ones: 1 at the end of token_ids, 0 in the
+            middle of the prompt.
     """
 
     request_id: str
@@ -75,14 +74,14 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: who computes how many tokens.
+    """One step: how many tokens of which requests to compute.
 
     Attributes:
         step_id: counts up from 0.
-        new_requests: to be learnt before the step; each is scheduled in this very step.
+        new_requests: to be added before the step; each is scheduled in this very step.
         scheduled: in the order in which their tokens are packed.
-        forgotten_request_ids: finished, aborted or preempted since the last step; their rows are free. They are
-            forgotten before new_requests are learnt, so an id may be in both (preempted and back at once).
+        forgotten_request_ids: finished, aborted or preempted since the last step; their rows are free. To be removed
+            before new_requests are added, so an id may be in both (preempted and admitted again).
     """
 
     step_id: int
@@ -97,7 +96,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one position: first the token itself, then the most likely ones, best first.
+    """Raw log-probabilities at one position: of the token itself, then of the most likely ones, best first.
 
     `rank` is the token's own rank; 1 is the most likely.
     """
@@ -109,14 +108,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestStepOutput:
-    """What a step did for one request.
+    """The results of a step for one request.
 
     Attributes:
         new_token_ids: sampled ids; a list because drafts may yield several. Empty in the middle of a prompt.
-        logprobs: one entry a new id, where the parameters ask for them.
-        prompt_logprobs: for the prompt tokens num_computed_tokens + 1 .. (the token after each computed position,
-            as far as it belongs to the prompt), where the parameters ask for them. Like logprobs it is None, not
-            empty, in a step that has nothing to report.
+        logprobs: one entry per new id, if requested; None if there are none in this step.
+        prompt_logprobs: of the prompt tokens from num_computed_tokens + 1 on (the token after each computed position,
+            if it belongs to the prompt), if requested; None if there are none in this step.
         error: why this request alone could not be computed; it has no new ids then.
     """
 
@@ -135,16 +133,18 @@ class StepOutput:
 
 
 class Executor(Protocol):
-    """Carries steps out, in the order submitted."""
+    """Computes steps, in the order submitted."""
 
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
-        """Start a step and return a handle for `collect`. May return before the step is done.
+        """Start a step and return a handle for `collect`, perhaps before the step is done.
 
-        Whatever else goes wrong, forgotten_request_ids are forgotten."""
+        forgotten_request_ids are removed even if the step fails."""
 
     def collect(self, handle: Any) -> StepOutput:
-        """Wait for the step and return its results. Raises what the step raised as a whole; after that the
-        executor still serves later steps, and the requests of the failed one have to be forgotten."""
+        """Wait for the step and return its results.
+
+        Raises what the step raised. Later steps are still computed; the requests of the failed one must be forgotten.
+        """
 
     def shutdown(self) -> None:
         """Free everything. No call may follow. A second call does nothing."""
