@@ -85,20 +85,22 @@ class SequencesUnderTest:
 
     def __init__(self, case: AttentionCase, ops: CpuOps) -> None:
         self._case, self._ops = case, ops
-        heads, tokens = case.heads, case.seqs * case.new
+        heads, lengths = case.heads, (case.seqs, case.cached + case.new)
         generator = torch.Generator().manual_seed(case.tokens + heads.head_dim)
 
         def random(*shape: int) -> Tensor:
             return torch.rand(shape, generator=generator).sub_(0.5).to(torch.bfloat16)
 
-        self._q = random(tokens, heads.num_heads, heads.head_dim)
-        self._k_new, self._v_new = (random(tokens, heads.num_kv_heads, heads.head_dim) for _ in range(2))
-        cached = case.seqs * case.cached
-        self._k_old, self._v_old = (random(cached, heads.num_kv_heads, heads.head_dim) for _ in range(2))
+        q = random(case.seqs, case.new, heads.num_heads, heads.head_dim)
+        k, v = (random(*lengths, heads.num_kv_heads, heads.head_dim) for _ in range(2))
+        self._q, self._k, self._v = (_rows(x) for x in (q, k[:, case.cached :], v[:, case.cached :]))
         self._tables = _block_tables(case)
-        self._caches = self._fill_caches()
-        self._plain = self._torch_operands()
-        self._out = torch.empty((tokens, heads.num_heads * heads.head_dim), dtype=torch.bfloat16)
+        self._caches = self._fill_caches(_rows(k[:, : case.cached]), _rows(v[:, : case.cached]))
+        self._plain_q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # [seqs, heads, tokens, D]
+        if case.cached == 0:
+            k, v = (x.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1) for x in (k, v))
+        self._plain = [(k.clone(), v.clone()) for _ in range(ring_length(2 * k.nbytes))]
+        self._out = torch.empty((case.seqs * case.new, heads.num_heads * heads.head_dim), dtype=torch.bfloat16)
         self._params = AttentionParams(scale=heads.head_dim**-0.5)
 
     def result(self) -> Tensor:
@@ -124,7 +126,7 @@ class SequencesUnderTest:
     def _call(self, ops: CpuOps, meta: AttentionMetadata) -> Callable[[int], None]:
         def call(index: int) -> None:
             cache = self._caches[index % len(self._caches)]
-            ops.attend(self._q, self._k_new, self._v_new, cache, meta, self._params, out=self._out)
+            ops.attend(self._q, self._k, self._v, cache, meta, self._params, out=self._out)
 
         return call
 
@@ -150,13 +152,14 @@ class SequencesUnderTest:
             **rates(seconds, read, 4 * pairs * heads.num_heads * heads.head_dim, torch_seconds),
         }
 
-    def _fill_caches(self) -> list[CpuKVCache]:
+    def _fill_caches(self, k: Tensor, v: Tensor) -> list[CpuKVCache]:
+        """Return a ring of equal caches with the keys and values [seqs * cached, kv heads, D]."""
         case, heads = self._case, self._case.heads
         blocks, dtype = self._tables.numel(), CACHE_TYPES[case.dtype]
         shape = (blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype, SLICES[case.dtype])
         first = CpuKVCache(*shape)
         positions = torch.arange(case.cached).expand(case.seqs, -1)
-        self._ops.store_kv(first, self._k_old, self._v_old, self._slots(positions))
+        self._ops.store_kv(first, k, v, self._slots(positions))
         caches = [first]
         for _ in range(ring_length(first.num_bytes) - 1):
             caches.append(CpuKVCache(*shape))
@@ -177,31 +180,20 @@ class SequencesUnderTest:
             AttentionMetadata(starts, lengths, self._tables, slots, BLOCK_SIZE, None), case.heads, self._caches[0]
         )
 
-    def _torch_operands(self) -> list[tuple[Tensor, Tensor]]:
-        """Return a ring of keys and values [seqs, heads, tokens, head_dim], cached and new in one piece."""
-        case, heads = self._case, self._case.heads
-        k, v = (
-            torch.cat([self._split(old), self._split(new)], dim=2)
-            for old, new in ((self._k_old, self._k_new), (self._v_old, self._v_new))
-        )
-        if case.cached == 0:
-            k, v = (x.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1) for x in (k, v))
-        return [(k.clone(), v.clone()) for _ in range(ring_length(2 * k.nbytes))]
-
     def torch_call(self) -> Callable[[int], Tensor]:
         """Return torch's call, which returns [seqs, heads, new, head_dim]."""
-        q = self._split(self._q)
         prefill = self._case.cached == 0
 
         def call(index: int) -> Tensor:
-            k, v = self._plain[index % len(self._plain)]
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=prefill, enable_gqa=not prefill)
+            operands = (self._plain_q, *self._plain[index % len(self._plain)])
+            return functional.scaled_dot_product_attention(*operands, is_causal=prefill, enable_gqa=not prefill)
 
         return call
 
-    def _split(self, x: Tensor) -> Tensor:
-        """Return [seqs * n, heads, D] as [seqs, heads, n, D]."""
-        return x.view(self._case.seqs, -1, *x.shape[1:]).transpose(1, 2).contiguous()
+
+def _rows(x: Tensor) -> Tensor:
+    """Return [seqs, n, heads, D] as [seqs * n, heads, D]."""
+    return x.flatten(0, 1).contiguous()
 
 
 def _block_tables(case: AttentionCase) -> Tensor:

@@ -40,7 +40,7 @@ class OurModel:
 
     @classmethod
     def load(cls, directory: Path, *, dtype: str, kernels: str, tokens: int) -> "OurModel":
-        """Load the model for a prompt of so many tokens.
+        """Load the model for a prompt of `tokens` tokens.
 
         Raises:
             ModelLoadError, InvalidRequestError: as load_model.

@@ -100,10 +100,10 @@ def prove(setting: Setting) -> Iterator[Proof]:
     exact = "bit for bit" if setting.kernels == "cpu" else "largest difference of a log-probability"
     indices = range(len(setting.prompts))
     with setting.engine() as built:
-        alone = {index: ask(built.engine, setting, [index])[index] for index in indices}
+        alone = [ask(built.engine, setting, [index])[0] for index in indices]
 
-        def proof(name: str, found: dict[int, Answer]) -> Proof:
-            return Proof(name, max(difference(found[index], alone[index]) for index in alone), setting.allowed, exact)
+        def proof(name: str, found: list[Answer]) -> Proof:
+            return Proof(name, max(map(difference, found, alone)), setting.allowed, exact)
 
         rescored = _rescore(built.engine, setting, alone)
         yield Proof("one pass over the answer = its steps", rescored, setting.allowed, exact)
@@ -118,8 +118,8 @@ def prove(setting: Setting) -> Iterator[Proof]:
     with setting.engine(enable_prefix_caching=True) as built:  # a cache hit is part of the proof
         ask(built.engine, setting, indices, prompt_logprobs=False)
         warm = ask(built.engine, setting, indices, prompt_logprobs=False)
-        hit = any(answer.num_cached_tokens for answer in warm.values())
-        error = max(_generated_difference(warm[index], alone[index]) for index in alone) if hit else math.inf
+        hit = any(answer.num_cached_tokens for answer in warm)
+        error = max(map(_generated_difference, warm, alone)) if hit else math.inf
         yield Proof("cached prefix = computed", error, setting.allowed, exact)
     for name, bound, option, value in (
         ("int8 weights", INT8_WEIGHTS, "quantization", "int8"),
@@ -130,13 +130,11 @@ def prove(setting: Setting) -> Iterator[Proof]:
         yield Proof(name, _median_error(found, alone), bound, SPREAD)
 
 
-def ask(engine: Engine, setting: Setting, indices: Iterable[int], *, prompt_logprobs: bool = True) -> dict[int, Answer]:
+def ask(engine: Engine, setting: Setting, indices: Iterable[int], *, prompt_logprobs: bool = True) -> list[Answer]:
     """Return the engine's answers to these prompts, run together. Odd ones are sampled, the others greedy."""
-    requests = [
-        _request(str(index), setting.prompts[index], temperature=0.8 * (index % 2), prompt_logprobs=prompt_logprobs)
-        for index in indices
-    ]
-    return {int(name): answer for name, answer in _run(engine, requests).items()}
+    scored = 0 if prompt_logprobs else None
+    prompts = [(setting.prompts[index], 0.8 * (index % 2)) for index in indices]
+    return _run(engine, [(prompt, _params(temperature=value, prompt_logprobs=scored)) for prompt, value in prompts])
 
 
 def difference(found: Answer, expected: Answer) -> float:
@@ -153,31 +151,31 @@ def _generated_difference(found: Answer, expected: Answer) -> float:
     return worst
 
 
-def _rescore(engine: Engine, setting: Setting, alone: dict[int, Answer]) -> float:
+def _rescore(engine: Engine, setting: Setting, alone: list[Answer]) -> float:
     """Score prompt and answer as one prompt: the answer's log-probabilities must be those of its steps."""
     worst = 0.0
-    for index, answer in alone.items():
-        whole = _run(engine, [_request("again", setting.prompts[index] + answer.ids, max_tokens=1)])["again"]
+    for prompt, answer in zip(setting.prompts, alone, strict=True):
+        (whole,) = _run(engine, [(prompt + answer.ids, _params(max_tokens=1))])
         worst = max(worst, _largest(whole.prompt_logprobs[-len(answer.ids) :], answer.logprobs))
     return worst
 
 
-def _request(name: str, prompt: list[int], *, prompt_logprobs: bool = True, **params: Any) -> EngineRequest:
-    scored = 0 if prompt_logprobs else None
-    fixed = {"seed": 3, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": scored, "max_tokens": NUM_TOKENS}
-    return EngineRequest(name, prompt, SamplingParams(**fixed | params))
+def _params(**given: Any) -> SamplingParams:
+    fixed = {"seed": 3, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0, "max_tokens": NUM_TOKENS}
+    return SamplingParams(**fixed | given)
 
 
-def _run(engine: Engine, requests: list[EngineRequest]) -> dict[str, Answer]:
-    outputs: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.add_request(request)
+def _run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Answer]:
+    """Return the answers to requests that run together."""
+    outputs: dict[str, list[EngineOutput]] = {str(index): [] for index in range(len(requests))}
+    for name, (prompt, params) in zip(outputs, requests, strict=True):
+        engine.add_request(EngineRequest(name, prompt, params))
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:
                 raise RequestFailedError(f"the engine failed on a prompt of the check: {output.error}")
             outputs[output.request_id].append(output)
-    return {name: _answer(found) for name, found in outputs.items()}
+    return [_answer(found) for found in outputs.values()]
 
 
 def _answer(outputs: list[EngineOutput]) -> Answer:
@@ -194,16 +192,12 @@ def _largest(found: list[float], expected: list[float]) -> float:
     return max((abs(own - other) for own, other in zip(found, expected, strict=True)), default=0.0)
 
 
-def _median_error(found: dict[int, Answer], expected: dict[int, Answer]) -> float:
+def _median_error(found: list[Answer], expected: list[Answer]) -> float:
     """Return the median error of the prompts' log-probabilities over their standard deviation.
 
     The median, because where a router's choice is close another expert may be chosen, which is no mistake.
     """
-    pairs = [
-        pair
-        for index in expected
-        for pair in zip(found[index].prompt_logprobs, expected[index].prompt_logprobs, strict=True)
-    ]
-    ours, theirs = torch.tensor(pairs, dtype=torch.float64).T
+    scores = ([score for answer in answers for score in answer.prompt_logprobs] for answers in (found, expected))
+    ours, theirs = (torch.tensor(values, dtype=torch.float64) for values in scores)
     error = ((ours - theirs).abs().median() / theirs.std()).item()
     return error if math.isfinite(error) else math.inf

@@ -58,35 +58,23 @@ class StreamPrinter:
     """Prints several streams one after the other: the first unfinished one live, the others from a buffer."""
 
     def __init__(self, prompts: Sequence[str | None]) -> None:
-        self._prompts = prompts
-        self._texts: list[list[str]] = [[] for _ in prompts]
-        self._finished = [False] * len(prompts)
+        self._texts = [["\n" if index else "", prompt or ""] for index, prompt in enumerate(prompts)]
+        self._finished: set[int] = set()
         self._current = 0
-        self._begun = False
 
     def show(self, index: int, output: "RequestOutput") -> None:
         """Take a DELTA output of the stream `index`, or a final one that has several choices."""
         several = len(output.outputs) > 1
-        self._texts[index] += [
-            f"\n[{choice.index}]{choice.text}" if several else choice.text for choice in output.outputs
-        ]
+        self._texts[index] += [f"\n[{item.index}]{item.text}" if several else item.text for item in output.outputs]
         if output.error is not None:
             self._texts[index].append(f"\n(failed: {output.error})")
-        self._finished[index] = output.finished
-        self._flush()
-
-    def _flush(self) -> None:
+        if output.finished:
+            self._texts[index].append("\n")
+            self._finished.add(index)
         while self._current < len(self._texts):
-            if not self._begun:
-                gap = "\n" if self._current and len(self._prompts) > 1 else ""
-                sys.stdout.write(gap + (self._prompts[self._current] or ""))
-                self._begun = True
-            texts = self._texts[self._current]
-            sys.stdout.write("".join(texts))
-            texts.clear()
-            sys.stdout.flush()
-            if not self._finished[self._current]:
-                return
-            sys.stdout.write("\n")
+            sys.stdout.write("".join(self._texts[self._current]))
+            self._texts[self._current].clear()
+            if self._current not in self._finished:
+                break
             self._current += 1
-            self._begun = False
+        sys.stdout.flush()

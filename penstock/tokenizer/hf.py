@@ -24,6 +24,7 @@ from penstock.tokenizer.vocabulary import TokenBytes
 from penstock.validation import shown
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Texts whose spaces `clean_up_tokenization_spaces` removes, in this order.
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 MAX_ID_DIGITS = 10
@@ -176,25 +177,19 @@ def _as_id(key: str) -> int:
 
 
 def _special(name: str, value: Any) -> AddedToken:
-    if isinstance(value, dict):
-        return _added(name, value | {"special": True})
-    return _token(name, value, special=True, normalized=False) if isinstance(value, str) else _added(name, value)
+    plain = {"content": value, "normalized": False} if isinstance(value, str) else value
+    return _added(name, plain | {"special": True} if isinstance(plain, dict) else plain)
 
 
 def _added(name: str, value: Any) -> AddedToken:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise ModelLoadError(f"tokenizer_config.json: {name}: a token must be a string or an object with its content")
-    flags = {
-        key: bool(value[key]) for key in ("single_word", "lstrip", "rstrip", "normalized", "special") if key in value
-    }
-    return _token(name, value["content"], **flags)
-
-
-def _token(name: str, content: str, **flags: bool) -> AddedToken:
+    flags = {key: bool(value[key]) for key in TOKEN_FLAGS if key in value}
     try:
-        return AddedToken(content, **flags)
+        return AddedToken(value["content"], **flags)
     except UnicodeEncodeError:
-        raise ModelLoadError(f"tokenizer_config.json: {name}: {shown(content)} has half a surrogate pair") from None
+        content = shown(value["content"])
+        raise ModelLoadError(f"tokenizer_config.json: {name}: {content} has half a surrogate pair") from None
 
 
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
