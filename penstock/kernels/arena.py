@@ -1,9 +1,9 @@
 """Arena: the buffers that a forward pass writes its results to, kept from step to step.
 
-Each kind of result has a slot, shared by all decoder layers: what one layer wrote is used up before the next one
+Each kind of result has a slot, shared by all decoder layers: one layer's result is consumed before the next layer
 writes. A slot grows when a step has more rows than any before, so in the long run a step allocates nothing. Few rows
-have memory of their own that never moves, so what was recorded about it stays right. What a model returns lives in a
-slot too, until the model is called again.
+have memory that never moves, so that a recorded program stays valid. A model's result is in a slot too, until the model
+is called again.
 """
 
 from typing import Protocol
@@ -13,23 +13,19 @@ from torch import Tensor
 
 
 class Buffer(Protocol):
-    """Where results of one kind go, for `out=`.
-
-    Attributes:
-        dtype: of the results.
-    """
+    """A buffer for results of one kind, to be passed as `out=`. dtype: of the results."""
 
     dtype: torch.dtype
 
     def __call__(self, rows: int) -> Tensor:
-        """A tensor of that many rows."""
+        """Return a tensor of that many rows."""
 
 
-FEW_ROWS = 64  # up to so many rows are always at the same place
+FEW_ROWS = 64  # up to so many rows are always at the same address
 
 
 class Slot:
-    """A buffer [rows, *columns]: one that stays for up to FEW_ROWS, and one that grows for more."""
+    """A Buffer [rows, *columns]: fixed memory for up to FEW_ROWS rows, and memory that grows for more."""
 
     def __init__(self, columns: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.columns = columns
@@ -40,7 +36,7 @@ class Slot:
         self._last = self._few
 
     def __call__(self, rows: int) -> Tensor:
-        """The first `rows` rows. What was handed out before is overwritten through it, or left behind by growth."""
+        """Return the first `rows` rows. Tensors returned before share the memory, unless it has grown since."""
         if rows != self._rows:
             if rows > self._many.shape[0]:
                 self._many = self._many.new_empty((rows, *self.columns))
@@ -50,17 +46,17 @@ class Slot:
 
 
 class Arena:
-    """Slots by name. One arena for each model; its user sees to it that a slot's results do not live twice."""
+    """Slots by name, one arena per model. Its users must not need two results of one slot at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slots: dict[str, Slot] = {}
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: torch.dtype) -> Slot:
-        """The slot of that name; columns and dtype have to be the same for all who share it.
+        """Return the slot of that name.
 
         Raises:
-            ValueError: they are not.
+            ValueError: it exists with other columns or another dtype.
         """
         slot = self._slots.get(name)
         if slot is None:

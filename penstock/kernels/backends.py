@@ -1,4 +1,4 @@
-"""Which backends there are: the one place that knows them all. `ops` is what they have in common."""
+"""The backends by name. kernels/ops.py is their interface."""
 
 import torch
 
@@ -9,11 +9,11 @@ from penstock.kernels.reference import ReferenceOps
 
 
 def load_ops(name: str, dtype: torch.dtype, device: torch.device | str = "cpu", *, threads: int = 1) -> Ops:
-    """The backend of that name, for models of that type, on that device; native kernels get so many threads.
+    """Make the backend of that name for models of type `dtype`. threads: of the native kernels.
 
     Raises:
         NotSupportedError: the backend is not built yet.
-        InvalidRequestError: the native kernels are asked for and not installed.
+        InvalidRequestError: `name` is "cpu", and the native kernels are not installed.
     """
     if name == "reference":
         return ReferenceOps(dtype, device)

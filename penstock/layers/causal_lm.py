@@ -1,4 +1,4 @@
-"""CausalLM: what a model is to those who call it. Its class takes (ModelConfig, LayerFactory)."""
+"""CausalLM: the interface of a model. Its class is called with (ModelConfig, LayerFactory)."""
 
 from typing import Protocol
 
@@ -8,10 +8,10 @@ from penstock.layers.context import ForwardContext
 
 
 class CausalLM(Protocol):
-    """A decoder, and its head apart from it, so that logits are computed only where somebody looks."""
+    """A decoder and, as a call of its own, its head, so that logits are computed only where they are needed."""
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] int64 -> [T, hidden] dtype, after the final norm; stores keys and values in the caches of ctx."""
+        """Map ids [T] int64 to [T, hidden] dtype after the final norm. Stores keys and values in the caches of ctx."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[M, hidden] dtype -> [M, V] float32."""
+        """Map hidden states [M, hidden] dtype to logits [M, V] float32."""

@@ -1,6 +1,6 @@
-"""ForwardContext: all that a forward pass needs besides token ids and weights, handed down as an argument.
+"""ForwardContext: all that a forward pass needs besides token ids and weights, passed down as an argument.
 
-There is no global context: two engines in one process never meet.
+There is no global context, so several engines can run in one process.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class ForwardContext:
 
     Attributes:
         positions: [T] int64, each token's absolute position in its own sequence.
-        kv_caches: one cache a decoder layer.
+        kv_caches: one cache per decoder layer.
         attention: metadata of each cache group.
         layer_group: index into `attention` for each decoder layer.
     """
@@ -27,5 +27,5 @@ class ForwardContext:
     layer_group: tuple[int, ...]
 
     def layer(self, index: int) -> tuple[KVCache, AttentionMetadata]:
-        """Cache and metadata for decoder layer `index`."""
+        """Return the cache and the metadata of a decoder layer."""
         return self.kv_caches[index], self.attention[self.layer_group[index]]

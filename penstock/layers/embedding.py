@@ -1,4 +1,4 @@
-"""Token embedding: rows of a table, as the first values of the residual stream."""
+"""Token embedding: rows of a table, the first values of the residual stream."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from penstock.layers.weights import WeightLayer, whole
 
 
 class Embedding(WeightLayer):
-    """ids [T] int64 -> scale * weight[ids], [T, hidden] float32. Learned positions are one, too."""
+    """ids [T] int64 -> scale * weight[ids], [T, hidden] float32. Also for learned positions."""
 
     weight: nn.Parameter
 

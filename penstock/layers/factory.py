@@ -1,9 +1,8 @@
 """LayerFactory: makes the layers of a model, by name.
 
-A model file asks for `make.linear("o_proj")` and gets whatever that parameter is on this device: its shape, bias,
-reduction and quantisation, as the family's parameter table has them, and the buffer for its results. The factory is
-the only thing that knows quantisation, and will be for the mesh; it is an argument, so two models never share one by
-accident.
+A model file calls `make.linear("o_proj")` and gets a layer with the shape, bias, reduction and quantisation that the
+family's parameter table has for it, and a buffer for its results. Only the factory handles quantisation (and later a
+mesh of devices). It is an argument, so that two models cannot share one by accident.
 """
 
 import re
@@ -32,10 +31,10 @@ class LayerFactory:
 
     Attributes:
         parameters: every parameter of the model by full name, from ParamTable.parameters.
-        arena: where layers write their results. Layers that differ in their number only share a slot.
-        scheme: how weights are quantised that may be; None keeps the model's type.
+        arena: buffers for the layers' results. Layers whose names differ only in a number share a slot.
+        scheme: how quantisable weights are quantised; None keeps the model's type.
         head: how the columns of the LM head are arranged.
-        max_positions: rotary tables end here; None takes the model's context.
+        max_positions: length of rotary tables; None: the model's context.
     """
 
     ops: Ops
@@ -56,56 +55,60 @@ class LayerFactory:
         max_positions: int | None = None,
         head: HeadLayout = PLAIN_HEAD,
     ) -> "LayerFactory":
-        """Everything on the backend's one device."""
+        """Make a factory for the backend's one device, with a new arena."""
         return cls(ops, parameters, Arena(ops.device), scheme, head, max_positions=max_positions)
 
     def at(self, name: str) -> "LayerFactory":
-        """The factory for the submodule of that name."""
+        """Return the factory of a submodule."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def linear(self, name: str) -> Linear:
+        """Make a plain product."""
         spec = self._linear_spec(name)
         return Linear(self.ops, spec, self.slot(name, spec.shape[:1], torch.float32))
 
     def activated_linear(self, name: str, activation: str) -> ActivatedLinear:
+        """Make a product with an activation in the same call."""
         spec = self._linear_spec(name)
         return ActivatedLinear(self.ops, spec, self.slot(name, spec.shape[:1]), activation)
 
     def gated_linear(self, name: str, activation: str) -> GatedLinear:
+        """Make a gated product; its weight holds gate's rows, then up's."""
         spec = self._linear_spec(name)
         return GatedLinear(self.ops, spec, self.slot(name, (spec.shape[0] // 2,)), activation)
 
     def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
-        """Padding counts as columns of its result."""
+        """Make the LM head. Its buffer has columns for the padding, too."""
         spec = self._linear_spec(name)
         out = self.slot(name, (self.head.width(spec.shape[0]),), torch.float32)
         return LMHead(self.ops, spec, out, softcap=softcap, layout=self.head)
 
     def rms_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
-        """For what a product reads."""
+        """Make a norm whose result is the operand of a product."""
         shape = self._find(name).shape
         return RMSNorm(self.ops, shape, eps, self.slot(name, shape), unit_offset=unit_offset)
 
     def branch_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
-        """For what is added to the residual stream: it delivers float32."""
+        """Make a norm whose float32 result is added to the residual stream."""
         shape = self._find(name).shape
         return RMSNorm(self.ops, shape, eps, self.slot(name, shape, torch.float32), unit_offset=unit_offset)
 
     def layer_norm(self, name: str, eps: float) -> LayerNorm:
-        """With a bias where the table has one."""
+        """Make a layer norm, with a bias if the table has one."""
         shape, bias = self._find(name).shape, f"{self.prefix}{name}.bias" in self.parameters
         return LayerNorm(self.ops, shape, eps, self.slot(name, shape), bias=bias)
 
     def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
+        """Make an embedding whose rows are multiplied by `scale`."""
         shape = self._find(name).shape
         return Embedding(self.ops, shape, self.slot(name, shape[1:], torch.float32), scale)
 
     def rotary(self, rope: RopeConfig, cfg: ModelConfig) -> Rotary:
-        """The table of cosines and sines; made once, for all layers that share it."""
+        """Compute a table of cosines and sines, once for all layers that share it."""
         return Rotary(rope, cfg.head_dim, self.max_positions or cfg.context, self.ops.device)
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: torch.dtype | None = None) -> Slot:
-        """The buffer for results of that name, in the model's type unless another is said."""
+        """Return the buffer for results of that name. dtype: None is the model's."""
         shared = re.sub(r"\.\d+\.", ".*.", self.prefix + name)
         return self.arena.slot(shared, columns, dtype or self.ops.dtype)
 
@@ -117,5 +120,5 @@ class LayerFactory:
     def _find(self, name: str) -> Parameter:
         full = f"{self.prefix}{name}.weight"
         if full not in self.parameters:
-            raise ModelLoadError(f"the model asks for {full}, which its parameter table does not have")
+            raise ModelLoadError(f"the model uses {full}, which is not in its parameter table")
         return self.parameters[full]

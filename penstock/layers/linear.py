@@ -1,4 +1,4 @@
-"""Products with a weight: the plain one, and the gated one whose activation is part of the same call."""
+"""Products with a weight: plain, with an activation in the same call, and gated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from penstock.quant.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """What a product's weight is on this device.
+    """A product's weight on this device.
 
     Attributes:
         shape: [N, K].
-        bias: whether there is one, [N].
-        leaf_ends: where the pieces of K end that are summed apart; none: K is one piece.
-        scheme: how it is quantised; None keeps the model's type.
+        bias: whether the product has a bias [N].
+        leaf_ends: ends of the pieces of K that are summed apart; empty: K is one piece.
+        scheme: how the weight is quantised; None keeps the model's type.
     """
 
     shape: tuple[int, ...]
@@ -44,8 +44,7 @@ class Linear(WeightLayer):
             self.declare("bias", spec.shape[:1], ops.dtype)
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
-        bias = whole(values["bias"]) if self.spec.bias else None
-        spec = self.spec
+        spec, bias = self.spec, whole(values["bias"]) if self.spec.bias else None
         self.packed = self.ops.pack_linear(
             values["weight"], bias, leaf_ends=spec.leaf_ends, scheme=spec.scheme, gated=self.gated
         )
@@ -62,8 +61,7 @@ class Linear(WeightLayer):
         Raises:
             NotSupportedError, ValueError: as Ops.restore_linear.
         """
-        n, k = self.spec.shape
-        spec = self.spec
+        spec, (n, k) = self.spec, self.spec.shape
         self.packed = self.ops.restore_linear(
             (n, k), state, leaf_ends=spec.leaf_ends, scheme=spec.scheme, gated=self.gated
         )
@@ -83,14 +81,10 @@ class ActivatedLinear(Linear):
         return self.ops.activated_linear(x, self.packed, self.activation, out=self.out(x.shape[0]))
 
 
-class GatedLinear(Linear):
+class GatedLinear(ActivatedLinear):
     """x [M, K] dtype -> activation(x @ gate.T) * (x @ up.T) [M, N] dtype; the weight holds gate's rows, then up's."""
 
     gated = True
-
-    def __init__(self, ops: Ops, spec: LinearSpec, out: Buffer, activation: str) -> None:
-        super().__init__(ops, spec, out)
-        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.gated_linear(x, self.packed, self.activation, out=self.out(x.shape[0]))

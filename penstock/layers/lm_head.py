@@ -1,4 +1,4 @@
-"""The language-model head: the product over the vocabulary, whole or in pieces, and filled up to a round width."""
+"""The language-model head: the product over the vocabulary, whole or in pieces, with or without padding."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class HeadLayout:
     """How a head's columns are arranged. It changes no logit.
 
     Attributes:
-        pieces: products that are computed one by one, each with its share of the columns.
-        pad_to: the columns are padded to a multiple of this; the logits of the padding are -inf. Falcon's 65024 columns
+        pieces: number of products computed one by one, each with its share of the columns.
+        pad_to: columns are padded to a multiple of this; the logits of the padding are -inf. Falcon's 65024 columns
             stay as they are with 512 and become 65536, as in Falcon-40B's decode backend, with 1024.
     """
 
@@ -35,11 +35,11 @@ class HeadLayout:
         return self.pieces == self.pad_to == 1
 
     def width(self, vocab_size: int) -> int:
-        """Columns with the padding."""
+        """Return the number of columns with the padding."""
         return -(-vocab_size // self.pad_to) * self.pad_to
 
     def cuts(self, vocab_size: int) -> list[tuple[int, int]]:
-        """First and past-the-last column of each piece; they differ by one column at most."""
+        """Return the first and past-the-last column of each piece; widths differ by at most one column."""
         width, pieces = self.width(vocab_size), self.pieces
         return [(index * width // pieces, (index + 1) * width // pieces) for index in range(pieces)]
 
@@ -49,7 +49,7 @@ PLAIN_HEAD = HeadLayout()
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """The rows begin .. end-1 of a source, as a RowSource. Behind the source's last row they are zeros."""
+    """The rows begin .. end-1 of a source, as a RowSource. Rows beyond the source's last one are zeros."""
 
     source: RowSource
     begin: int
@@ -67,7 +67,7 @@ class PaddedRows:
 
 
 class HeadPieces:
-    """Packed weights side by side, as one PackedLinear [V, K]."""
+    """The packed weights of a head's pieces, as one PackedLinear [V, K]."""
 
     def __init__(self, shape: tuple[int, int], pieces: Iterable[PackedLinear], *, plain: bool) -> None:
         self.shape = shape
@@ -76,10 +76,10 @@ class HeadPieces:
         self._plain = plain
 
     def state(self) -> dict[str, Tensor]:
-        """As PackedLinear, for one piece without padding.
+        """As PackedLinear.
 
         Raises:
-            NotSupportedError: it is something else.
+            NotSupportedError: the head is in pieces or padded.
         """
         if not self._plain:
             raise NotSupportedError(WHOLE_IN_FILES, param="lm_head_pieces")
@@ -103,7 +103,7 @@ class LMHead(Linear):
         softcap: float | None = None,
         layout: HeadLayout = PLAIN_HEAD,
     ) -> None:
-        """out: with V' columns. softcap: a soft limit to the size of logits."""
+        """out: a buffer with V' columns. softcap: a soft limit to the size of logits."""
         super().__init__(ops, spec, out)
         self.softcap = softcap
         self.layout = layout
@@ -126,7 +126,7 @@ class LMHead(Linear):
         )
 
     def _padded_bias(self, bias: Tensor | None) -> Tensor | None:
-        """bias [V] -> [V'], -inf behind the vocabulary. Zero weights and that bias make a logit of -inf."""
+        """Pad bias [V] to [V'] with -inf. Zero weights and that bias make a logit of -inf."""
         padding = self.width - self.vocab_size
         if not padding:
             return bias
@@ -153,8 +153,8 @@ class LMHead(Linear):
         return logits
 
     def _cap(self, logits: Tensor, cap: float) -> None:
-        """Without the padding, whose -inf would become -cap: row by row then, for an operation needs its tensor in one
-        piece."""
+        """Cap all logits but the padding, whose -inf would become -cap. With padding it goes row by row, because an
+        operation takes contiguous tensors only."""
         if self.width == self.vocab_size:
             self.ops.softcap(logits, cap)
             return

@@ -1,10 +1,9 @@
-"""The sparse feed-forward branch, a mixture of experts (Shazeer et al., 2017): of many gated branches a token goes
-through a few, which a router picks.
+"""The sparse feed-forward branch, a mixture of experts (Shazeer et al., 2017): a router picks a few of many gated
+branches for each token.
 
     p = softmax(y router^T);   out = sum over the k largest p_e of p_e * down_e(activation(gate_e(y)) * up_e(y))
 
-Only the chosen experts are computed. Where weights are renormalised they sum to 1, which is the same as a softmax over
-the logits of the chosen.
+Only the chosen experts are computed. Renormalised weights sum to 1, which equals a softmax over the chosen logits.
 """
 
 import torch
@@ -17,8 +16,8 @@ from penstock.spec.model_config import ModelConfig
 
 
 class MoE(nn.Module):
-    """A router, and experts that are packed one by one: what knows weights (loader, quantiser, planner) needs to know
-    nothing of mixtures."""
+    """A router and its experts. Experts are packed one by one, so that loader, quantiser and planner need no code for
+    them."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class MoE(nn.Module):
         self._packed: tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]] | None = None
 
     def forward(self, y: Tensor) -> Tensor:
-        """y [T, hidden] dtype -> [T, hidden] float32."""
+        """Map y [T, hidden] dtype to [T, hidden] float32."""
         tokens = y.shape[0]
         chosen = self.ids(tokens), self.weights(tokens)
         ids, weights = self.ops.route(self.gate(y), self.top_k, renormalize=self.renormalize, out=chosen)
@@ -44,7 +43,7 @@ class MoE(nn.Module):
         return self.ops.experts(y, gate_up, down, ids, weights, self.activation, out=self.out(tokens))
 
     def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
-        """The gated and the plain weight of every expert: gathered in the first pass, when all are packed."""
+        """Return the gated and the plain weights of all experts, collected in the first pass, when all are packed."""
         if self._packed is None:
             self._packed = tuple(item.packed for item in self._gate_up), tuple(item.packed for item in self._down)
         return self._packed

@@ -17,12 +17,11 @@ class Rotary:
         cos_sin: [positions, D] float32: D/2 cosines, then D/2 sines, where D elements of a head are rotated. Computed
             in float64, position by position.
 
-    An entry depends on nothing but its position, so that a sequence gives the same bits however long it will become:
-      - "dynamic" scaling is for the length at which a token is the newest: position p has the frequencies of a context
-        of p + 1 tokens. Transformers does the same where it is fed token by token; where it gets a longer text at once,
-        it uses the last token's frequencies for all of them.
-      - "longrope" has two sets of frequencies, and which one counts is decided once: the long one where num_positions,
-        the longest text that may be asked for, exceeds the original context.
+    An entry depends on its position alone, so that a sequence gives the same bits however long it becomes:
+      - "dynamic" scaling uses, at position p, the frequencies of a context of p + 1 tokens. Transformers does the same
+        token by token; for a longer prompt it uses the last token's frequencies at all positions.
+      - "longrope" has two sets of frequencies. The long one is used throughout if num_positions, the longest sequence,
+        exceeds the original context.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
@@ -38,9 +37,9 @@ class Rotary:
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int, positions: Tensor, *, is_long: bool) -> Tensor:
-    """theta^(-2i / D) for i < D/2, scaled, at positions [n, 1] float64: [n, D/2] float64, or [D/2] if all are alike.
+    """Return theta^(-2i / D) for i < D/2, scaled, at positions [n, 1]: [n, D/2] float64, or [D/2] if all are equal.
 
-    dim: D. is_long: which set of "longrope" counts.
+    dim: D. is_long: use the long set of "longrope".
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     if rope.rope_type == "dynamic":
@@ -54,7 +53,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int, positions: Tensor, *, is_lon
 
 
 def _dynamic_theta(rope: RopeConfig, dim: int, positions: Tensor) -> Tensor:
-    """The base at each position, [n, 1]: so much above theta that the slowest frequency is divided by the growth."""
+    """Return the base at each position, [n, 1], which divides the slowest frequency by the growth of the context."""
     context = rope.original_max_position_embeddings
     length = (positions + 1).clamp(min=context)
     growth = rope.factor * length / context - (rope.factor - 1)
@@ -62,8 +61,8 @@ def _dynamic_theta(rope: RopeConfig, dim: int, positions: Tensor) -> Tensor:
 
 
 def _kept(rope: RopeConfig, frequencies: Tensor, dim: int) -> Tensor:
-    """How much of each frequency stays: one that turns often within the old context does, one that hardly turns is
-    divided. Llama 3 blends in proportion to the turns, YaRN in proportion to the index."""
+    """Return how much of each frequency is kept: all of one that turns often within the original context, nothing of
+    one that hardly turns. Llama 3 interpolates in the number of turns, YaRN in the index."""
     if rope.rope_type == "default":
         return torch.ones_like(frequencies)
     if rope.rope_type == "linear":

@@ -1,4 +1,4 @@
-"""nn.Linear swapped for the product that the backend packs, so that a model written with torch's layers quantises."""
+"""Replaces nn.Linear by the backend's packed product, so that a model written with torch's layers can be quantised."""
 
 from torch import Tensor, nn
 
@@ -7,7 +7,7 @@ from penstock.layers.linear import Linear
 
 
 class SwappedLinear(Linear):
-    """Computes as nn.Linear does: x [..., K] dtype -> [..., N] dtype, in memory of its own."""
+    """Computes as nn.Linear does: x [..., K] dtype -> [..., N] dtype, a new tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = super().forward(x.reshape(-1, x.shape[-1]))
@@ -17,10 +17,10 @@ class SwappedLinear(Linear):
 def swap_linears(model: nn.Module, make: LayerFactory) -> None:
     """Replace every nn.Linear in a model by a product that is quantised as the parameter table allows.
 
-    To be called at the end of the model's __init__, with the factory that it was given.
+    Call it at the end of the model's __init__, with the factory that this was given.
 
     Raises:
-        ModelLoadError: the table does not have the weight of one.
+        ModelLoadError: a weight is not in the table.
     """
     linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     for name, _ in linears:

@@ -1,7 +1,7 @@
 """WeightLayer: a module that owns parameters, on the meta device until its weights arrive.
 
-Parameters exist so that a model's state_dict has the names of its parameter table. What a layer does with their values
-is its own business: a product hands them to the backend, which packs them, and keeps nothing.
+Parameters exist so that a model's state_dict has the names of its parameter table. A layer need not keep their values:
+a product passes them to the backend, which packs them.
 """
 
 from collections.abc import Mapping
@@ -16,25 +16,22 @@ class WeightLayer(nn.Module):
     """Base of all layers with parameters."""
 
     def declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Own a parameter of this name, without memory behind it."""
+        """Register a parameter of this name, without memory."""
         self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False))
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
-        """Take the values of all own parameters, by the names they were declared under, of any float type.
-
-        Called once, before the first forward pass.
-        """
+        """Take the values of all declared parameters, by name, of any float type. Called once, at first."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Tensor]:
-        """What `load` made of the values: all that computing needs, by name."""
+        """Return what `load` made of the values: all tensors that computing needs, by name."""
         return {name: value.data for name, value in self.named_parameters(recurse=False)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Instead of `load`: take what `state` of the same layer was, and keep these tensors.
+        """Take what `state` of the same layer returned, instead of `load`, and keep these tensors.
 
         Raises:
-            ValueError: it is not of this layer.
+            ValueError: the state is another layer's.
         """
         declared = {name: tuple(value.shape) for name, value in self.named_parameters(recurse=False)}
         if declared != {name: tuple(value.shape) for name, value in state.items()}:
@@ -43,11 +40,11 @@ class WeightLayer(nn.Module):
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
     def forget(self) -> None:
-        """Let go of what `load` made."""
+        """Free what `load` made."""
         for name, value in self.named_parameters(recurse=False):
             self.register_parameter(name, nn.Parameter(value.to("meta"), requires_grad=False))
 
 
 def whole(value: Tensor | RowSource) -> Tensor:
-    """All of a parameter's value at once."""
+    """Return a parameter's value as one tensor."""
     return value if isinstance(value, Tensor) else value.read(0, value.shape[0])

@@ -1,23 +1,23 @@
-"""int4 weights in groups of K, one bfloat16 scale a group: the specification of the values that are stored.
+"""int4 weights in groups of K, one bfloat16 scale per group: the specification of the stored values.
 
-    value = w * (1 / scale), held to -8 .. 7, rounded to the nearest, ties to even
+    value = w * (1 / scale), clamped to -8 .. 7, rounded to the nearest, ties to even
 
-Of the scales that are tried for a group the one with the smallest sum of squared errors is taken, of equal ones the
-first. For each factor of SHRINK, in this order, these are
+Several scales are tried for a group; the one with the smallest sum of squared errors is taken, the first on a tie. For
+each factor of SHRINK, in this order, they are
 
     absmax * (factor / 7)          the range -7 .. 7 on both sides
-    extreme * (-factor / 8)        the whole range: the value of greatest size, of whichever sign, becomes -8
+    extreme * (-factor / 8)        the whole range: the value of greatest absolute value becomes -8
 
-each rounded to bfloat16 before it is used; the factors below 1 cut off the extremes in favour of all the others. The
-extreme is absmax, if the group has it with that sign, else -absmax.
+each rounded to bfloat16 before it is used; the factors below 1 clip the extremes in favour of all other values. The
+extreme is absmax if the group has it with that sign, else -absmax.
 
 Everything is float32, each operation rounded by itself. The squared errors are added in LANES sums, element i of a
 group in sum i % LANES in ascending order, which are then folded: the upper half onto the lower one until one is left.
 So every implementation finds the same scales. A group whose greatest value is below SMALLEST counts as zero.
 
-A group never crosses a leaf of K (kernels/ops.py): each leaf begins a new one, and its last may be short.
+A group never crosses a leaf of K (kernels/ops.py): each leaf begins a new group, and its last may be short.
 
-Error bound: the first scale tried is absmax / 7 and cuts nothing off, so a group's root mean square error is at most
+Error bound: the first scale tried is absmax / 7 and clips nothing, so a group's root mean square error is at most
 half a step of it: absmax / 14 * (1 + 2^-7), where the factor is for the rounded scale. In a group that counts as zero
 the error is at most SMALLEST.
 """
@@ -35,7 +35,7 @@ LANES = 16
 
 
 def leaf_groups(k: int, group_size: int, leaf_ends: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """First and past-the-last element of every group of an axis of k elements."""
+    """Return the first and past-the-last element of every group of an axis of k elements."""
     ends = [0, *(leaf_ends or (k,))]
     return [
         (start, min(start + group_size, end))
@@ -48,7 +48,7 @@ def quantize_int4(weight: Tensor, group_size: int, leaf_ends: Sequence[int] = ()
     """weight [N, K] float32 -> values [N, K] int8 in -8 .. 7, scales [N, groups] float32, which bfloat16 holds.
 
     Raises:
-        ValueError: a weight is not finite, or too great.
+        ValueError: as int8.check_quantisable.
     """
     check_quantisable(weight)
     rows, k = weight.shape
@@ -73,7 +73,7 @@ def dequantize_int4(values: Tensor, scales: Tensor, group_size: int, leaf_ends: 
 
 
 def _best_scales(wide: Tensor) -> Tensor:
-    """wide [N, groups, group_size], short groups filled with zeros -> [N, groups, 1]."""
+    """Return the scales [N, groups, 1] of wide [N, groups, group_size], where short groups are padded with zeros."""
     greatest = wide.abs().amax(dim=2, keepdim=True)
     extreme = torch.where(wide.amax(dim=2, keepdim=True) == greatest, greatest, -greatest)
     best, least = torch.zeros_like(greatest), torch.zeros_like(greatest)
@@ -92,7 +92,7 @@ def _round(wide: Tensor, scale: Tensor) -> Tensor:
 
 
 def _squared_error(wide: Tensor, scale: Tensor) -> Tensor:
-    """[N, groups, 1]: the sum over each group, in the order of this file's first lines."""
+    """Return the sum over each group, [N, groups, 1], in the order that the module docstring specifies."""
     error = wide - _round(wide, scale) * scale
     squares = (error * error).view(*wide.shape[:2], -1, LANES)
     total: Tensor = squares[:, :, 0]

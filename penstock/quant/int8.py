@@ -1,12 +1,12 @@
-"""int8 weights, one scale an output channel: the specification of the values that are stored.
+"""int8 weights, one scale per output channel: the specification of the stored values.
 
     scale = absmax / 127        value = w * (127 / absmax), rounded to the nearest, ties to even
 
-All of it in float32, each operation rounded by itself, so every implementation finds the same integers. A row whose
-greatest value is below SMALLEST counts as zero: the quotient 127 / absmax could not be written any more.
+Everything is float32, each operation rounded by itself, so that every implementation finds the same integers. A row
+whose greatest value is below SMALLEST counts as zero: the quotient 127 / absmax would overflow.
 
-Error bound: |w - scale * value| <= scale * (1/2 + 2^-15). Half a step is the rounding's; the rest is what the float32
-operations add, each at most 2^-24 of a number up to 127. In a row that counts as zero it is at most SMALLEST.
+Error bound: |w - scale * value| <= scale * (1/2 + 2^-15). Half a step is the rounding error; the rest is from the
+float32 operations, each at most 2^-24 of a number up to 127. In a row that counts as zero it is at most SMALLEST.
 """
 
 import torch
@@ -17,7 +17,7 @@ TOO_GREAT = 2.0**100  # so that no product of a scale and a sum of integers leav
 
 
 def check_quantisable(weight: Tensor) -> None:
-    """Raise ValueError where a weight is not finite, or its size is TOO_GREAT or more."""
+    """Raise ValueError if a weight is not finite, or its absolute value is TOO_GREAT or more."""
     if not (weight.abs() < TOO_GREAT).all():
         raise ValueError("a weight that is not finite, or as great as 2^100, cannot be quantised")
 
@@ -26,12 +26,12 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K] float32 -> values [N, K] int8 in -127 .. 127, scales [N] float32.
 
     Raises:
-        ValueError: a weight is not finite, or too great.
+        ValueError: as check_quantisable.
     """
     check_quantisable(weight)
     greatest = weight.abs().amax(dim=1, keepdim=True) if weight.shape[1] else weight.new_zeros(len(weight), 1)
     present = greatest >= SMALLEST
-    steps = torch.full_like(greatest, 127)  # a number divided by a tensor would be multiplied with its reciprocal
+    steps = torch.full_like(greatest, 127)  # torch computes number / tensor with a reciprocal
     scales = torch.where(present, greatest / steps, 0.0)
     inverse = torch.where(present, steps / greatest, 0.0)
     return (weight * inverse).round().to(torch.int8), scales[:, 0]

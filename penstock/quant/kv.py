@@ -1,29 +1,29 @@
-"""int8 keys and values, and the int8 rows that meet them: the specification of both.
+"""int8 keys and values, and the int8 rows that they are multiplied with: the specification of both.
 
-A stored integer B, -127 .. 127, stands for (B + offset) * scale (the antiquant parameters of Huawei's
-IncreFlashAttention operator). Scale and offset belong to the token and kv head, made from that head's elements alone,
-or to the channel (one a layer, kv head and element, from a file); keys and values each have their own. One scale for
-the whole tensor is a channel's, with the same number everywhere. Everything is float32, each operation rounded by
-itself, so every implementation finds the same integers.
+A stored integer B, -127 .. 127, represents (B + offset) * scale (the antiquant parameters of Huawei's
+IncreFlashAttention operator). There is one scale and offset per token and kv head, computed from that head's elements,
+or per channel (layer, kv head and element; from a file); keys and values each have their own. A scale for the whole
+tensor is a scale per channel with equal numbers. Everything is float32, each operation rounded by itself, so that every
+implementation finds the same integers.
 
-Tokens, over a head's elements x:
+Per token, over a head's elements x:
     middle = (min x + max x) / 2      half = max(max x - middle, middle - min x)
     scale = half / 127                offset = middle / scale
     B = (x - middle) * (127 / half), rounded to the nearest, ties to even
 Where half is below SMALLEST, B is 0 everywhere, scale |middle|, and offset 1 with the sign of middle, or 0. Where an
-element is not finite or has a size of TOO_GREAT or more, scale is NaN, offset 0 and B 0: whoever sees that token is
-NaN, and nobody else.
+element is not finite or its absolute value is TOO_GREAT or more, scale is NaN, offset 0 and B 0: a row that sees that
+token is NaN, and no other row.
 
-Error bound: |x - (B + offset) * scale| <= scale * (1/2 + 2^-15) + |middle| * 2^-22. The first part is the rounding's
-half step and what float32 adds to it, the second what float32 leaves of a middle far from zero. Where half is below
-SMALLEST, the error is at most SMALLEST.
+Error bound: |x - (B + offset) * scale| <= scale * (1/2 + 2^-15) + |middle| * 2^-22. The first term is half a step of
+rounding and its float32 error, the second the float32 error of a middle far from zero. Where half is below SMALLEST,
+the error is at most SMALLEST.
 
-Channels: B = x / scale - offset, held to -127 .. 127, rounded to the nearest, ties to even; NaN becomes 0. Scales are
-finite and above zero. Error bound, for x that is not cut off: scale * (1/2 + 2^-15) + scale * |offset| * 2^-22.
+Per channel: B = x / scale - offset, clamped to -127 .. 127, rounded to the nearest, ties to even; NaN becomes 0. Scales
+are finite and above zero. Error bound, for x that is not clamped: scale * (1/2 + 2^-15) + scale * |offset| * 2^-22.
 
-Slices. A product with B stays in integers: the row x on its other side (a query row, a row of probabilities) becomes
-1, 2 or 3 int8 rows, found one after the other (the same operator's multi-step decomposition). With a the row's greatest
-|x| and y = x * (127 / a), these are q0 = round(y), q1 = round((y - q0) * 254), q2 = round(((y - q0) * 254 - q1) * 254);
+Slices. A product with B stays in integers: the other operand's row x (a query row, a row of probabilities) becomes 1, 2
+or 3 int8 rows, found one after the other (the same operator's multi-step decomposition). With a the row's greatest |x|
+and y = x * (127 / a), these are q0 = round(y), q1 = round((y - q0) * 254), q2 = round(((y - q0) * 254 - q1) * 254);
 x is (q0 + q1 / 254 + q2 / 254^2) * (a / 127). A row whose a is below 2^-118 counts as zero; in one with a value that is
 not finite everything is NaN. Error bound with n slices: a / 254^n + a * 2^-22.
 """
@@ -34,8 +34,8 @@ from torch import Tensor
 from penstock.quant.int8 import SMALLEST, TOO_GREAT
 
 LARGEST = 127.0  # of the integers
-SLICE_RATIO = 254.0  # what rounding leaves is at most 1/2, that is 127 of the next slice
-SMALLEST_ROW = 2.0**-118  # from here on the scale of a row is no denormal number, and 127 / a no infinity
+SLICE_RATIO = 254.0  # the rounding error is at most 1/2, which is 127 units of the next slice
+SMALLEST_ROW = 2.0**-118  # from here on a row's scale is not denormal, and 127 / a is finite
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +46,7 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     half = torch.maximum(high - middle, middle - low)
     usable = torch.maximum(-low, high) < TOO_GREAT  # a NaN among the elements is both low and high
     spread = usable & (half >= SMALLEST)
-    steps = torch.full_like(half, LARGEST)  # by a tensor: a quotient with a number may be a product with its reciprocal
+    steps = torch.full_like(half, LARGEST)  # torch computes number / tensor with a reciprocal
     scales = torch.where(spread, half / steps, middle.abs())
     offsets = torch.where(spread, middle / scales, middle.sign())
     values = torch.where(spread, (x - middle) * (steps / half), 0.0).round().to(torch.int8)
@@ -61,15 +61,15 @@ def quantize_channels(x: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
 
 
 def dequantize(values: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
-    """values [.., D] int8 -> what they stand for, [.., D] float32.
+    """values [.., D] int8 -> (values + offsets) * scales, [.., D] float32.
 
-    Scales and offsets are as wide as the values or 1 wide: [Hkv, D] of channels, [.., 1] of tokens.
+    scales, offsets: [Hkv, D] per channel, [.., 1] per token.
     """
     return (values.float() + offsets) * scales
 
 
 def split(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """x [.., n] float32 -> its slices [count, .., n] int8, its scales [..] float32."""
+    """x [.., n] float32 -> slices [count, .., n] int8, scales [..] float32."""
     greatest = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
     finite = greatest < torch.inf
     usable = finite & (greatest >= SMALLEST_ROW)
@@ -84,7 +84,7 @@ def split(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def slices(x: Tensor, count: int) -> Tensor:
-    """What so many int8 rows leave of x [.., n] float32: [.., n] float32."""
+    """Write x [.., n] float32 as `count` slices, and back."""
     rows, scales = split(x, count)
     weights = torch.tensor([SLICE_RATIO**-s for s in range(count)], device=x.device)
     terms = rows.float() * weights.view(-1, *[1] * x.ndim)

@@ -1,14 +1,14 @@
 """Scheme: how a quantised weight is stored and what it is multiplied with. No torch.
 
     name        weights                                  activations
-    int8        8 bits, one scale an output channel      one int8 row, one scale a token
+    int8        8 bits, one scale per output channel     one int8 row, one scale per token
     int8-x2     the same                                 two int8 slices: closer than bfloat16
     int8-x3     the same                                 three int8 slices: close to float32
-    int4        4 bits, one bfloat16 scale a group of K  one int8 row
-    int4-a16    the same                                 as they are, in bfloat16
+    int4        4 bits, one bfloat16 scale per group     one int8 row
+    int4-a16    the same                                 unquantised, in bfloat16
 
-Slices are the multi-step decomposition of Huawei's IncreFlashAttention operator: a row is the sum of int8 rows, each of
-which holds what the ones before have left.
+A group is a run of elements of K. Slices are the multi-step decomposition of Huawei's IncreFlashAttention operator: a
+row is a sum of int8 rows, each of which holds the rounding error of those before it.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class Scheme:
 
     Attributes:
         weight_bits: 8 or 4.
-        group_size: elements of K that share a scale; None where a whole output channel does.
-        slices: int8 rows that stand for one row of activations; 0 keeps them in bfloat16.
+        group_size: elements of K that share a scale; None: one scale per output channel.
+        slices: int8 rows that represent one row of activations; 0 keeps them in bfloat16.
     """
 
     name: str
@@ -35,21 +35,17 @@ class Scheme:
 
     @classmethod
     def parse(cls, quantization: str | None, group_size: int | None = None) -> "Scheme | None":
-        """The scheme of an engine option; None is no quantisation.
+        """Return the scheme of an engine option; None for None, no quantisation.
 
         Raises:
             ValueError: there is no such scheme, or it has no groups of that size.
         """
-        if quantization is None:
-            if group_size is not None:
-                raise ValueError("only int4 weights have groups")
-            return None
-        if quantization not in SLICES:
+        if quantization is not None and quantization not in SLICES:
             raise ValueError(f"no quantisation {quantization!r}; there are {', '.join(SLICES)}")
-        if not quantization.startswith("int4"):
+        if quantization is None or not quantization.startswith("int4"):
             if group_size is not None:
                 raise ValueError("only int4 weights have groups")
-            return cls(quantization, 8, None, SLICES[quantization])
+            return None if quantization is None else cls(quantization, 8, None, SLICES[quantization])
         size = DEFAULT_GROUP_SIZE if group_size is None else group_size
         if size not in GROUP_SIZES:
             raise ValueError(f"no groups of {size}; there are {', '.join(map(str, GROUP_SIZES))}")
@@ -57,8 +53,11 @@ class Scheme:
 
 
 def scheme_of(quant: bool | str, asked: Scheme | None) -> Scheme | None:
-    """How one weight is stored where `asked` is the model's scheme: `quant`, from its line of the parameter table, is
-    whether it may be quantised, and "int8" where it must keep 8 bits; its activations stay about as exact."""
+    """Return the scheme of one weight if `asked` is the model's.
+
+    quant: from the parameter table: whether the weight may be quantised, or "int8" if it must keep 8 bits; its
+        activations then stay about as precise.
+    """
     if asked is None or not quant:
         return None
     if quant != "int8" or asked.weight_bits >= 8:

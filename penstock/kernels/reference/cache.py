@@ -1,4 +1,4 @@
-"""The paged cache of one layer in plain torch: two tensors [num_blocks, block_size, Hkv, D]."""
+"""The paged cache of one layer in plain torch: keys and values [num_blocks, block_size, Hkv, D]."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from penstock.quant import kv
 
 
 class ReferenceKVCache:
-    """Keys and values of one layer, [num_blocks, block_size, Hkv, D] each, of one type."""
+    """Keys and values of one layer in a float type."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -17,14 +17,14 @@ class ReferenceKVCache:
         self.num_bytes = 2 * self.keys.numel() * self.keys.element_size()
 
     def store(self, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
-        """Write the new tokens [T, Hkv, D] to their slots [T]; those with a negative slot are not kept."""
+        """Write the new tokens [T, Hkv, D] to their slots [T]; a token with a negative slot is not stored."""
         if bool((slots < 0).any()):
             kept = slots >= 0
             k_new, v_new, slots = k_new[kept], v_new[kept], slots[kept]
         self._write(k_new, v_new, slots)
 
     def load(self, block_tables: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of B sequences at positions [B, S] -> [B, S, Hkv, D] each; 0 at negative positions."""
+        """Read B sequences at positions [B, S] -> keys, values [B, S, Hkv, D]; 0 at negative positions."""
         absent = positions < 0
         inside = positions.masked_fill(absent, 0)
         block_size = self.keys.shape[1]
@@ -37,15 +37,15 @@ class ReferenceKVCache:
         return keys, values
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at slots of any shape [...] -> [..., Hkv, D] each."""
+        """Read slots of any shape [...] -> keys, values [..., Hkv, D]."""
         return self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots]
 
     def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As `read` would give these back, in their own type."""
+        """Return k and v as `read` would return them once stored, in their own type."""
         return k.to(self.dtype).to(k.dtype), v.to(self.dtype).to(v.dtype)
 
     def rounded_queries(self, q: Tensor) -> Tensor:
-        """As this cache's keys meet them, in their own type."""
+        """Return queries as they are multiplied with this cache's keys, in their own type."""
         return q.to(self.dtype).to(q.dtype)
 
     def _write(self, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
@@ -54,9 +54,9 @@ class ReferenceKVCache:
 
 
 class Int8KVCache(ReferenceKVCache):
-    """Keys and values as int8, scales and offsets of tokens or of channels (quant/kv.py).
+    """Keys and values as int8, with scales and offsets per token or per channel (quant/kv.py).
 
-    slices: rows of int8 that a query row is written as; 0 keeps it as it is.
+    slices: int8 rows that represent a query row; 0 keeps queries as they are. scales: per channel; None: per token.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Int8KVCache(ReferenceKVCache):
         self.slices = slices
         self.channels = scales
         tokens = (*shape[:3], 2) if scales is None else (0, 0, 0, 2)
-        self.key_scales = torch.empty(tokens, device=device)  # scale and offset of each token and kv head
+        self.key_scales = torch.empty(tokens, device=device)  # scale and offset per token and kv head
         self.value_scales = torch.empty(tokens, device=device)
         self.num_bytes += 2 * self.key_scales.numel() * self.key_scales.element_size()
 
@@ -98,7 +98,7 @@ class Int8KVCache(ReferenceKVCache):
             return q
         if self.channels is None:
             return kv.slices(q.float(), self.slices).to(q.dtype)
-        # The scales of channels are the query's before it is written as slices.
+        # Scales per channel are applied to the query before it is written as slices.
         scales = self.channels.key_scales.repeat_interleave(q.shape[-2] // self.channels.key_scales.shape[0], dim=0)
         return kv.slices(q.float() * scales, self.slices).to(q.dtype) / scales.to(q.dtype)
 

@@ -1,8 +1,8 @@
-"""ReferenceOps: plain torch, written to be read beside kernels/ops.py.
+"""ReferenceOps: plain torch, to be read beside kernels/ops.py, which describes its methods.
 
-It rounds exactly where the contract says: operands are rounded to `dtype` and multiplied in float32, which is what a
-bfloat16 product with float32 accumulation is. It promises a tolerance and not bits: torch may sum in another order
-when the number of rows changes, and the leaves of K are summed together for the same reason.
+It rounds exactly where the contract says: operands are rounded to `dtype` and multiplied in float32, which equals a
+bfloat16 product with float32 accumulation. It guarantees a tolerance, not identical bits: torch may sum in another
+order when the number of rows changes. Therefore the leaves of K are summed together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,12 +48,7 @@ class ReferenceLinear:
 
 
 class ReferenceOps:
-    """All operations on one device.
-
-    Attributes:
-        dtype: type of weights and of what products read.
-        device: where all tensors live.
-    """
+    """All operations on one device. dtype: of weights and of the operands of products."""
 
     name = "reference"
 
@@ -224,7 +219,7 @@ class ReferenceOps:
         return _deliver(rows.flatten(1), self.dtype, out)
 
     def finite_rows(self, logits: Tensor) -> Tensor:
-        return logits.amax(dim=-1).isfinite()  # amax hands NaN on
+        return logits.amax(dim=-1).isfinite()  # amax propagates NaN
 
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         return _deliver(logits.log_softmax(dim=-1), torch.float32, out)
@@ -233,7 +228,7 @@ class ReferenceOps:
         return sampling.sample(logits, params)
 
     def _round(self, tensor: Tensor) -> Tensor:
-        """Rounded to the model's type, in float32."""
+        """Round to the model's type, and return float32."""
         return tensor.to(device=self.device, dtype=self.dtype).float().contiguous()
 
 
@@ -260,7 +255,7 @@ def _no_packed_form() -> NotSupportedError:
 
 
 def _deliver(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """The result in its type; in `out`, where the caller gave a buffer."""
+    """Return the result in its type, in `out` if the caller gave a buffer."""
     return result.to(dtype).contiguous() if out is None else out.copy_(result)
 
 
@@ -276,7 +271,7 @@ def _norm_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + half) of each head x [T, H, D]; dimensions beyond the table's stay as they are."""
+    """Rotate the pairs (i, i + half) of each head x [T, H, D]; dimensions beyond the table's stay as they are."""
     half = cos.shape[-1]
     a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)

@@ -1,13 +1,12 @@
 """Attention over any set of positions, and the fold that joins two such parts. The specification of native/attention.h.
 
-A part is what some keys give to each query row: the greatest score m, the sum l of p = e^(s - m), and o, the sum of
-p v. Parts of disjoint sets of keys fold into one, in any grouping; the division by l comes once, at the end. A tile of
-a long sequence, the cached and the new tokens of a step, a system prefix that all sequences share, the splits of a
-flash decoding: all are parts.
+A part is the contribution of some keys to each query row: the greatest score m, the sum l of p = e^(s - m), and the sum
+o of p v. Parts of disjoint sets of keys fold into one, in any grouping; the division by l comes once, at the end. The
+tiles of a long sequence, cached and new tokens, a shared prefix, the splits of flash decoding: all are parts.
 
 Everything is computed in the type of the queries: float64 makes an oracle.
 
-Letters: B sequences, n query rows of each, S keys of each; H, Hkv, D as in kernels/ops.py.
+Letters: B sequences, n query rows and S keys per sequence; H, Hkv, D as in kernels/ops.py.
 """
 
 from collections.abc import Iterator
@@ -23,11 +22,11 @@ MINUS_INFINITY = float("-inf")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
-    """How scores are made, as kernels.ops.AttentionParams says, with the bias written out.
+    """How scores are made, as in kernels.metadata.AttentionParams, with the bias written out.
 
     Attributes:
-        bias: added to the scores, of a shape that broadcasts to [B, H, n, S]. None: none.
-        bias_before_scale: before they are scaled, not after.
+        bias: of a shape that broadcasts to [B, H, n, S]; None: no bias.
+        bias_before_scale: add the bias before scaling, not after.
     """
 
     scale: float
@@ -36,16 +35,16 @@ class Scoring:
     bias_before_scale: bool = False
 
     def columns(self, keys: slice) -> "Scoring":
-        """For these keys only."""
+        """Return the same for these keys only."""
         return self if self.bias is None else replace(self, bias=_columns(self.bias, keys))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What some keys give to each row.
+    """The contribution of some keys to each row.
 
     Attributes:
-        greatest: m, [B, n, H]; -inf where a row sees none of them.
+        greatest: m, [B, n, H]; -inf where a row sees none of the keys.
         total: l, [B, n, H].
         mixed: o, [B, n, H, D].
     """
@@ -56,15 +55,15 @@ class Part:
 
     @classmethod
     def nothing(cls, q: Tensor) -> "Part":
-        """No keys at all, for queries [B, n, H, D]: the identity of the fold."""
+        """Return the part of no keys for queries [B, n, H, D]: the identity of the fold."""
         return cls(q.new_full(q.shape[:3], MINUS_INFINITY), q.new_zeros(q.shape[:3]), torch.zeros_like(q))
 
 
 def attend_part(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring: Scoring) -> Part:
     """q [B, n, H, D], k and v [B, S, Hkv, D] of the same type -> the part of these keys.
 
-    visible: bool, of a shape that broadcasts to [B, H, n, S]; None shows every key to every row. A hidden key counts
-        as p = 0 and v = 0, whatever its memory holds. A value that is seen and is not finite makes a NaN.
+    visible: bool, of a shape that broadcasts to [B, H, n, S]; None: every row sees every key. A hidden key counts as
+        p = 0 and v = 0, whatever its memory holds. A visible value that is not finite makes a NaN.
     """
     if k.shape[1] == 0:
         return Part.nothing(q)
@@ -74,7 +73,7 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring
 
 
 def scores(q: Tensor, k: Tensor, visible: Tensor | None, scoring: Scoring) -> Tensor:
-    """-> [B, H, n, S], -inf where hidden."""
+    """Return scores [B, H, n, S], -inf where hidden; arguments as attend_part's."""
     num_seqs, n, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
     # Heads that share keys are stacked as rows of one product: [B, Hkv, G * n, D] x [B, Hkv, D, S].
@@ -91,13 +90,13 @@ def scores(q: Tensor, k: Tensor, visible: Tensor | None, scoring: Scoring) -> Te
 
 
 def probabilities(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores [..., S] -> p = e^(s - m) [..., S], in their place, and m [...]."""
+    """Turn scores [..., S] into p = e^(s - m) **in place**; return p and m [...]."""
     greatest = s.amax(dim=-1)
     return s.sub_(_finite(greatest)[..., None]).exp_(), greatest
 
 
 def mix(p: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """p [B, H, n, S], v [B, S, Hkv, D] -> sums of p v, [B, n, H, D]."""
+    """Return the sums of p v, [B, n, H, D], for p [B, H, n, S] and v [B, S, Hkv, D]."""
     if bool(v.isfinite().all()):
         return _mix(p, v)
     seen = torch.ones_like(p) if visible is None else visible.to(p.dtype).expand_as(p)
@@ -112,7 +111,7 @@ def _mix(p: Tensor, v: Tensor) -> Tensor:
 
 
 def fold(a: Part, b: Part) -> Part:
-    """The part of both sets of keys. Where b saw nothing, a stays as it is, bit for bit."""
+    """Return the part of both sets of keys. Where b saw nothing, a is returned bit for bit."""
     greatest = torch.maximum(a.greatest, b.greatest)
     keep, add = (torch.exp(part.greatest - _finite(greatest)) for part in (a, b))
     total = a.total * keep + b.total * add
@@ -126,9 +125,9 @@ def fold(a: Part, b: Part) -> Part:
 
 
 def finish(part: Part, sink_logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The one division -> rows [B, n, H, D] and log(sum of e^s) [B, n, H]; zeros and -inf where nothing is seen.
+    """Divide, once -> rows [B, n, H, D], log(sum of e^s) [B, n, H]; zeros and -inf where nothing is seen.
 
-    sink_logits: [H], which take part in the sum and bring no value.
+    sink_logits: [H], which enter the sum and bring no value.
     """
     if sink_logits is not None:
         sinks = sink_logits.to(part.total.dtype).expand_as(part.total)
@@ -149,7 +148,7 @@ def attend_tiles(
     tile: int = TILE,
     span_tiles: int = SPAN_TILES,
 ) -> Part:
-    """As attend_part, with key j at position j, tile by tile: tiles fold in ascending order into spans, spans in
+    """Compute attend_part tile by tile, with key j at position j: tiles fold in ascending order into spans, spans in
     ascending order into the result."""
     state = Part.nothing(q)
     for first in range(0, k.shape[1], tile * span_tiles):
@@ -164,8 +163,8 @@ def attend_tiles(
 def attend_two_loops(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring: Scoring, *, tile: int = TILE
 ) -> Part:
-    """The same sums in two loops: the first takes m and l from all tiles of keys, the second meets the values. No o is
-    ever rescaled, and the scores of all tiles are kept in between."""
+    """Compute the same sums in two loops: the first takes m and l from all tiles, the second reads the values. No o is
+    rescaled, but the scores of all tiles are kept in between."""
     greatest, kept = Part.nothing(q).greatest.transpose(1, 2), []
     for keys in tiles(0, k.shape[1], tile):
         kept.append((keys, scores(q, k[:, keys], _shown(visible, keys), scoring.columns(keys))))
@@ -179,8 +178,8 @@ def attend_two_loops(
 
 
 def combine(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Finished splits [K, ..., D] and their lse [K, ...] -> the whole, as flash decoding combines them:
-    scale_j = e^lse_j / sum of e^lse. The greatest lse is subtracted first; a split that saw nothing has lse -inf."""
+    """Combine finished splits [K, ..., D] and their lse [K, ...] as flash decoding does: scale_j = e^lse_j / sum of
+    e^lse. The greatest lse is subtracted first; a split that saw nothing has lse -inf."""
     greatest = lses.amax(dim=0)
     weights = torch.exp(lses - _finite(greatest))
     total = weights.sum(dim=0)
@@ -189,7 +188,7 @@ def combine(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tiles(first: int, last: int, tile: int) -> Iterator[slice]:
-    """first .. last - 1 in pieces of `tile`."""
+    """Yield first .. last - 1 in pieces of `tile`."""
     for start in range(first, last, tile):
         yield slice(start, min(start + tile, last))
 
@@ -199,10 +198,10 @@ def _shown(visible: Tensor | None, keys: slice) -> Tensor | None:
 
 
 def _columns(table: Tensor, keys: slice) -> Tensor:
-    """These keys of a table that broadcasts to [B, H, n, S]."""
+    """Select keys of a table that broadcasts to [B, H, n, S]."""
     return table if table.shape[-1] == 1 else table[..., keys]
 
 
 def _finite(greatest: Tensor) -> Tensor:
-    """What is subtracted from scores: 0 where there are none, so that e^(-inf - 0) = 0."""
+    """Return what is subtracted from scores: 0 where all are -inf, so that e^(-inf - 0) = 0."""
     return greatest.masked_fill(greatest == MINUS_INFINITY, 0.0)

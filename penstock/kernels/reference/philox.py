@@ -1,7 +1,7 @@
 """Philox4x32-10: counter-based random words (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 
-A word is a function of key and counter and of nothing that happened before. Words are held in int64, whose wrapping
-product of two 32-bit words has the right 64 bits.
+A word is a function of key and counter alone. Words are held in int64, whose wrapping product of two 32-bit words has
+the right 64 bits.
 """
 
 import torch
@@ -16,7 +16,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Ten rounds. All six are int64 tensors of 32-bit words that broadcast against each other; so are the results."""
+    """Compute ten rounds. Counter, key and results are int64 tensors of 32-bit words that broadcast to one shape."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -27,20 +27,19 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def high(product: Tensor) -> Tensor:
-    """The upper 32 bits of each 64."""
+    """Return the upper 32 bits of each 64."""
     return (product >> 32) & MASK
 
 
 def uniform(words: Tensor) -> Tensor:
-    """Words to float32 uniforms ((w >> 9) + 0.5) * 2^-23: never 0 or 1, and exact."""
+    """Return words w as float32 uniforms ((w >> 9) + 0.5) * 2^-23: exact, never 0 or 1."""
     return ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def gumbel_noise(noise_key: Tensor, vocab_size: int) -> Tensor:
-    """Noise for every entry of the vocabulary.
+    """Return noise -log(-log(u)), [M, V] float32, for noise_key [M, 3] int64: seed, choice index, output position.
 
-    noise_key [M, 3] int64 (seed, choice index, output position) -> -log(-log(u)) [M, V] float32. The four words of
-    the counter (choice, position, id // 4, 0) serve four neighbouring ids.
+    The four words of the counter (choice, position, id // 4, 0) serve four neighbouring ids.
     """
     seed, choice, position = (column[:, None] for column in noise_key.unbind(1))
     blocks = torch.arange((vocab_size + 3) // 4, device=noise_key.device)[None, :]

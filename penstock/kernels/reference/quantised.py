@@ -1,7 +1,7 @@
 """Products with quantised weights, as native/products.h defines them, in plain float32.
 
-A quantised product is the plain one of what the quantisers leave of both sides. The native kernels multiply integers
-and scale the sums; here both sides are scaled back first, so results differ by float32 rounding and by nothing else.
+Here both operands are quantised and scaled back before they are multiplied. The native kernels multiply integers and
+scale the sums, so results differ by float32 rounding only.
 """
 
 import itertools
@@ -14,11 +14,11 @@ from penstock.quant import int4, int8
 from penstock.quant.scheme import Scheme
 
 INT8_MAX = 127
-SLICE_STEP = 254  # a slice's rounding error is at most half a unit, which the next one spreads over -127 .. 127
+SLICE_STEP = 254  # a slice's rounding error is at most half a unit, which the next one maps to -127 .. 127
 
 
 def through_weight(weight: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) -> Tensor:
-    """What quantising leaves of a weight [N, K] float32: [N, K] float32."""
+    """Quantise a weight [N, K] float32 and scale it back."""
     if scheme.group_size is None:
         return int8.dequantize_int8(*int8.quantize_int8(weight))
     values, scales = int4.quantize_int4(weight, scheme.group_size, leaf_ends)
@@ -26,7 +26,7 @@ def through_weight(weight: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) -> 
 
 
 def through_activations(x: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) -> Tensor:
-    """What quantising leaves of activations [M, K], leaf by leaf: [M, K] float32."""
+    """Quantise activations [M, K] leaf by leaf and scale them back: [M, K] float32."""
     if not scheme.slices:
         return x.bfloat16().float()
     leaves = [x[:, start:end].float() for start, end in itertools.pairwise((0, *leaf_ends))]
@@ -34,7 +34,7 @@ def through_activations(x: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) -> 
 
 
 def _through_slices(x: Tensor, slices: int) -> Tensor:
-    """One leaf [M, k] as a sum of int8 rows and back. A row that is not finite becomes NaN, all of it."""
+    """Write one leaf [M, k] as a sum of int8 rows, and back. A row that is not finite becomes all NaN."""
     if not x.shape[-1]:
         return x
     greatest = x.abs().amax(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Sampling in plain torch: the steps and their order are those of kernels/sampling.py."""
+"""Sampling in plain torch, in the order of kernels/sampling.py."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ NEVER = float("-inf")
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """logits [M, V] float32 -> one id a row, [M] int64; NO_TOKEN where no id may be chosen."""
+    """logits [M, V] float32 -> one id per row, [M] int64; NO_TOKEN where no id may be chosen."""
     logits = adjust(logits, params)
-    chosen = logits.argmax(dim=-1)  # of equals the first
+    chosen = logits.argmax(dim=-1)  # the first on a tie
     nothing_left = logits.gather(-1, chosen[:, None])[:, 0] == NEVER
     if params.noise_key is not None:
         rows = (params.temperature > 0).nonzero().flatten()
@@ -22,7 +22,7 @@ def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
 
 
 def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Mask, bias and penalties: what also changes the greedy choice. Returns a new tensor."""
+    """Apply mask, bias and penalties, which change the greedy choice too. Returns a new tensor."""
     logits = logits.clone()
     if params.masked is not None:
         logits[params.masked[:, 0], params.masked[:, 1]] = NEVER
@@ -43,7 +43,7 @@ def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:
 
 
 def _draw(logits: Tensor, params: SamplingTensors, noise_key: Tensor, rows: Tensor) -> Tensor:
-    """One id for each of these rows, which all have a temperature."""
+    """Draw one id for each of these rows, whose temperature is above 0."""
     logits = logits / params.temperature[rows, None]
     logits = truncate(
         logits,
@@ -55,10 +55,10 @@ def _draw(logits: Tensor, params: SamplingTensors, noise_key: Tensor, rows: Tens
 
 
 def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """min_p, then top_k, then top_p: each sees what the one before has left, and -inf stands for what is gone.
+    """Apply min_p, then top_k, then top_p, each to what the one before has left; removed logits become -inf.
 
-    logits [M, V] float32 after the temperature; the others [M]. Of equal logits the lowest ids stay first, and the
-    most likely token always stays.
+    logits [M, V] float32 after the temperature; the others [M]. On a tie the lowest ids are kept, and the most likely
+    token always stays.
     """
     if min_p is not None:
         probabilities = logits.softmax(dim=-1)
@@ -72,7 +72,7 @@ def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: 
         ordered = ordered.masked_fill(rank >= top_k[:, None].clamp(min=1), NEVER)
     if top_p is not None:
         probabilities = ordered.softmax(dim=-1)
-        before = probabilities.cumsum(dim=-1) - probabilities  # the sum of all that are more likely
+        before = probabilities.cumsum(dim=-1) - probabilities  # the sum of all more likely tokens
         gone = before >= top_p[:, None]
         gone[:, 0] = False
         gone &= top_p[:, None] < 1
