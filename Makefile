@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := CMakeLists.txt $(wildcard penstock/kernels/cpu/native/*)
+NATIVE := CMakeLists.txt $(wildcard penstock/kernels/cpu/native/* penstock/kernels/cpu/native/*/*)
 SOURCES := penstock tests
 
 .PHONY: demo test check format readme matrix bench clean

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "thread_pool.h"
+#include "threads/thread_pool.h"
 
 namespace {
 

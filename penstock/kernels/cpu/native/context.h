@@ -6,13 +6,13 @@
 #include <mutex>
 
 #include "abi.h"
-#include "attention.h"
+#include "attention/attention.h"
 #include "float_mode.h"
-#include "pack_kernels.h"
-#include "products.h"
-#include "row_kernels.h"
-#include "sampler_kernels.h"
-#include "thread_pool.h"
+#include "products/pack_kernels.h"
+#include "products/products.h"
+#include "rows/row_kernels.h"
+#include "sampling/sampler_kernels.h"
+#include "threads/thread_pool.h"
 
 namespace penstock {
 
