@@ -1,4 +1,4 @@
-// The configuration of AMX tiles, which is a state of the thread. Internal linkage, for files of the AMX level.
+// The configuration of AMX tiles, a state of the thread. Internal linkage, for files of the AMX level.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace {
 constexpr int AMX_ROWS = 16;   // of a tile
 constexpr int AMX_BYTES = 64;  // of a row of a tile
 
-// The operand of ldtilecfg. Whoever loads one calls _tile_release() when done.
+// The operand of ldtilecfg. After the last use of tiles, _tile_release() must be called.
 struct alignas(64) AmxConfig {
     std::uint8_t palette = 1;
     std::uint8_t start_row = 0;
@@ -24,11 +24,11 @@ struct alignas(64) AmxConfig {
         rows[tile] = static_cast<std::uint8_t>(tile_rows);
     }
 
-    // _tile_loadconfig tells GCC 12 of the first eight bytes only, and the stores to the others are left out.
+    // In assembly: for _tile_loadconfig, GCC 12 assumes that only the first eight bytes are read and drops other stores.
     void load() const { __asm__ volatile("ldtilecfg %0" : : "m"(*this)); }
 };
 
-static_assert(sizeof(AmxConfig) == 64, "what ldtilecfg reads");
+static_assert(sizeof(AmxConfig) == 64, "the size that ldtilecfg reads");
 
 }  // namespace
 }  // namespace penstock

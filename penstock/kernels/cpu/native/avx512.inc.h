@@ -1,4 +1,4 @@
-// The intrinsics, without what GCC 12 says of its own header.
+// The intrinsics, without the warnings of GCC 12 about its own header.
 #pragma once
 
 #pragma GCC diagnostic push

@@ -23,7 +23,7 @@ inline void transpose(__m512i (&words)[REGISTER_WORDS]) {
         quads[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
         quads[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
     }
-    // Quarter q of quads[4 g + j] now holds word 4 q + j of rows 4 g .. 4 g + 3: what is left is to gather quarters.
+    // Quarter q of quads[4 g + j] is now word 4 q + j of rows 4 g .. 4 g + 3; the quarters remain to be gathered.
     constexpr int EVEN = 0x88, ODD = 0xdd;
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {

@@ -1,44 +1,36 @@
-// The driver of attention, in three phases that share their work among threads.
+// The driver of attention, in three parallel phases.
 //
-//   stage    New keys and values are laid out as granules of the cache's kind in the workspace: from the granule of a
-//            sequence's first new token, whose older rows come from the cache, to that of its last one. From here on
-//            it makes no difference whether a token is new.
-//   attend   The plan's items: rows of queries through tiles of keys and values (attention_item.cpp).
-//   finish   Results that several items made together, and the store of new tokens to their slots. Nothing waits for
-//            the store, and the cache is not written before: in a ring, rows are read before they are used again.
+//   stage    Write new keys and values as granules of the cache's kind to the workspace, from the granule of a sequence's
+//            first new token, whose older rows are copied from the cache, to that of its last one. After this phase, new
+//            and cached tokens are read in the same way.
+//   attend   Run the items of the plan: query rows against tiles of keys and values (item.cpp).
+//   finish   Combine results that several items contributed to, and store new tokens to their slots. The cache is not
+//            written before this phase: in a ring buffer, rows are read before they are overwritten.
 
 #include "attention/attention.h"
 
 #include "attention/call.h"
-#include "functions.h"
 
 namespace penstock {
 namespace {
 
-constexpr std::int64_t ALONE_BYTES = 64 << 10;  // to copy less takes no longer than waking a helper
-constexpr std::int64_t TOKENS_PER_ITEM = 64;    // of a plain store or load
+constexpr std::int64_t SERIAL_BYTES = 64 << 10;  // copying less takes no longer than waking a helper
+constexpr std::int64_t TOKENS_PER_ITEM = 64;     // of penstock_cache_store and penstock_cache_load
 
-// Calls task(item, thread) for all items; by this thread alone where there is little to do.
-template <class Task>
-void share(ThreadPool& pool, bool alone, std::int64_t count, const Task& task) {
-    if (!alone) return pool.run(count, task);
-    for (std::int64_t item = 0; item < count; ++item) task(item, 0);
-}
-
-// ---- What is refused before anything is written
+// ---- Checks before anything is written
 
 bool slots_exist(const PenstockCache& cache, const std::int64_t* slots, std::int64_t count) {
     const std::int64_t stop = cache.blocks * cache.block_size;
     return std::all_of(slots, slots + count, [=](std::int64_t slot) { return slot < stop; });
 }
 
-// New tokens of all sequences are those of the step, one after the other.
+// The new tokens of all sequences, one sequence after the other, are those of the step.
 bool starts_fit(const PenstockAttentionStep& step) {
     const std::int32_t* starts = step.query_start_loc;
     return starts[0] == 0 && starts[step.sequences] == step.tokens && std::is_sorted(starts, starts + step.sequences + 1);
 }
 
-// Cached tokens have a column of the block table, blocks and slots a place in the cache.
+// The block table covers all cached tokens, and the cache contains all blocks and slots.
 bool within_tables(const PenstockAttentionStep& step, const PenstockCache& cache) {
     if (!starts_fit(step)) return false;
     for (std::int64_t s = 0; s < step.sequences; ++s) {
@@ -53,11 +45,11 @@ bool within_tables(const PenstockAttentionStep& step, const PenstockCache& cache
 
 // ---- Stage
 
-// A staged granule, of all kv heads.
+// A staged granule, for all kv heads.
 struct Staged {
-    std::int64_t sequence, index;  // index: from the first of the sequence
-    std::int64_t base;             // its first position
-    std::int64_t token;            // its first new one, of the packed step
+    std::int64_t sequence, index;  // index: counted from the sequence's first
+    std::int64_t base;             // first position
+    std::int64_t token;            // first new token, in the packed step
     int start, end;                // positions base + start .. base + end - 1 are new
 };
 
@@ -74,7 +66,7 @@ Staged staged_at(const AttentionCall& call, std::int64_t number) {
     return at;
 }
 
-// New tokens token .. token + count - 1 to rows start .. of a granule.
+// Write new tokens token .. token + count - 1 to rows start .. of a granule.
 void store_tokens(const AttentionCall& call, std::int64_t token, int count, std::int64_t kv_head, char* granule,
                   int start) {
     const PenstockCache& cache = call.cache;
@@ -83,7 +75,7 @@ void store_tokens(const AttentionCall& call, std::int64_t token, int count, std:
                        static_cast<const char*>(call.values) + offset, cache.kv_heads * cache.head_dim});
 }
 
-// Rows behind the last token become zeros or, where that is less work, stay what they were, if it is finite.
+// Rows after the last token become zeros; if the copied granule is finite, they may keep its values instead.
 void stage_granule(const AttentionCall& call, const Staged& at, std::int64_t kv_head) {
     char* granule = call.staged_granule(at.sequence, kv_head, at.index);
     if (at.end - at.start < GRANULE) {
@@ -94,21 +86,22 @@ void stage_granule(const AttentionCall& call, const Staged& at, std::int64_t kv_
     store_tokens(call, at.token, at.end - at.start, kv_head, granule, at.start);
 }
 
-void stage(const AttentionCall& call, ThreadPool& pool, bool alone) {
-    share(pool, alone, call.step.staged[call.step.sequences], [&](std::int64_t number, int) {
+void stage(const AttentionCall& call, ThreadPool& pool, bool serial) {
+    const auto task = [&](std::int64_t number, int) {
         const Staged at = staged_at(call, number);
         for (std::int64_t kv_head = 0; kv_head < call.cache.kv_heads; ++kv_head) stage_granule(call, at, kv_head);
-    });
+    };
+    pool.parallel_for(call.step.staged[call.step.sequences], task, serial);
 }
 
 // ---- Finish
 
-// Folds what several items have made of some rows, spans ascending, and delivers. The first span's partial rows become
-// the rows' state.
+// Fold the partial rows of several items, spans ascending, and write the results. The partial rows of the first span
+// serve as the state.
 void combine(const AttentionCall& call, const PenstockAttentionCombine& combine, void* scratch) {
     const std::int64_t rows = combine.row_end - combine.row_begin, dim = call.cache.padded_dim;
-    Carver carver(scratch);
-    const Delivery delivery = Delivery::cut(carver, rows);
+    BumpAllocator memory(scratch);
+    const RowOutputs outputs = allocate_outputs(memory, rows);
     for (std::int64_t kv_head = combine.head_begin; kv_head < combine.head_end; ++kv_head) {
         States state;
         for (std::int64_t r = combine.reference_begin; r < combine.reference_end; ++r) {
@@ -117,19 +110,18 @@ void combine(const AttentionCall& call, const PenstockAttentionCombine& combine,
             std::int64_t first = item.partial + (kv_head - item.head_begin) * item_rows;
             first += combine.row_begin - item.row_begin;
             for (std::int64_t span = item.span_begin; span < item.span_end; ++span, first += heads * item_rows) {
-                const States part = call.partial.from(first, dim);
-                if (state.mixed == nullptr)
+                const States part = states_from(call.partial, first, dim);
+                if (state.accumulator == nullptr)
                     state = part;
                 else
-                    call.fold.fold(static_cast<int>(rows), dim, state.greatest, state.sum, state.mixed, part.greatest,
-                                   part.sum, part.mixed);
+                    call.fold.fold(static_cast<int>(rows), dim, state, part);
             }
         }
-        delivery.deliver(call, kv_head, combine.row_begin, rows, state);
+        write_outputs(call, outputs, kv_head, combine.row_begin, rows, state);
     }
 }
 
-// Whether the granule's tokens fill one granule of the cache, position for position.
+// Whether the new tokens fill one granule of the cache, position for position.
 bool fills_granule(const AttentionCall& call, const Staged& at) {
     const std::int64_t* slots = call.step.slot_mapping + at.token;
     if (at.start > 0 || at.end < GRANULE || slots[0] < 0 || slots[0] % GRANULE != 0) return false;
@@ -138,8 +130,8 @@ bool fills_granule(const AttentionCall& call, const Staged& at) {
     return true;
 }
 
-// New tokens of a staged granule to their slots.
-void keep(const AttentionCall& call, const Staged& at) {
+// Store the new tokens of a staged granule to their slots.
+void store_staged(const AttentionCall& call, const Staged& at) {
     const std::int64_t* slots = call.step.slot_mapping + at.token;
     const bool whole = fills_granule(call, at);
     for (std::int64_t kv_head = 0; kv_head < call.cache.kv_heads; ++kv_head) {
@@ -155,44 +147,44 @@ void keep(const AttentionCall& call, const Staged& at) {
     }
 }
 
-void finish(const AttentionCall& call, Context& context, bool alone) {
+void finish(const AttentionCall& call, Context& context, bool serial) {
     const std::int64_t combines = call.step.combines;
-    share(context.pool, alone, combines + call.step.staged[call.step.sequences], [&](std::int64_t number, int thread) {
+    const auto task = [&](std::int64_t number, int thread) {
         if (number < combines)
-            combine(call, call.step.combine[number], context.per_thread[thread].take(0));
+            combine(call, call.step.combine[number], context.per_thread[thread].data());
         else
-            keep(call, staged_at(call, number - combines));
-    });
+            store_staged(call, staged_at(call, number - combines));
+    };
+    context.pool.parallel_for(combines + call.step.staged[call.step.sequences], task, serial);
 }
 
 void attend(AttentionCall& call, Context& context) {
     const PenstockAttentionStep& step = call.step;
     const std::int64_t granules = step.staged[step.sequences] * call.cache.kv_heads;
-    const std::int64_t scratch = attention_scratch_bytes(step, call.cache);
-    Carver carver(context.workspace.take(attention_workspace_bytes(step, call.cache)));
-    call.staged = carver.cut<char>(granules * call.granule);
-    char* zeros = carver.cut<char>(call.granule);
+    BumpAllocator memory(context.workspace.reserve(attention_workspace_bytes(step, call.cache)));
+    call.staged = memory.allocate<char>(granules * call.granule);
+    char* zeros = memory.allocate<char>(call.granule);
     call.zeros = zeros;
-    call.partial = States::cut(carver, step.partial_rows, call.cache.padded_dim);
+    call.partial = allocate_states(memory, step.partial_rows, call.cache.padded_dim);
     store_zeros(call, 0, zeros, 0, GRANULE);
-    for (int thread = 0; thread < context.pool.threads(); ++thread) context.per_thread[thread].take(scratch);
+    context.reserve_per_thread(attention_scratch_bytes(step, call.cache));
 
-    const bool few_new = granules * call.granule < ALONE_BYTES;
+    const bool few_new = granules * call.granule < SERIAL_BYTES;
     stage(call, context.pool, few_new);
-    context.pool.run_ranges(step.item_starts, [&](std::int64_t item, int thread) {
-        attend_item(call, step.item[item], context.per_thread[thread].take(0));
+    context.pool.parallel_for_ranges(step.item_starts, [&](std::int64_t item, int thread) {
+        attend_item(call, step.item[item], context.per_thread[thread].data());
     });
-    finish(call, context, few_new && state_bytes(step.partial_rows, call.cache.padded_dim) < ALONE_BYTES);
+    finish(call, context, few_new && state_bytes(step.partial_rows, call.cache.padded_dim) < SERIAL_BYTES);
 }
 
-// Calls task(token, kv head) for all, shared among threads.
+// Call task(token, kv head) for all tokens and kv heads in parallel.
 template <class Task>
-void over_tokens(Context& context, const PenstockCache& cache, std::int64_t tokens, const Task& task) {
-    context.pool.run(divide_up(tokens, TOKENS_PER_ITEM), [&](std::int64_t item, int) {
-        const std::int64_t end = std::min((item + 1) * TOKENS_PER_ITEM, tokens);
-        for (std::int64_t token = item * TOKENS_PER_ITEM; token < end; ++token)
+Status over_tokens(Context& context, const PenstockCache& cache, std::int64_t tokens, const Task& task) {
+    context.pool.parallel_for_blocks(tokens, TOKENS_PER_ITEM, [&](std::int64_t first, std::int64_t count, int) {
+        for (std::int64_t token = first; token < first + count; ++token)
             for (std::int64_t kv_head = 0; kv_head < cache.kv_heads; ++kv_head) task(token, kv_head);
     });
+    return STATUS_OK;
 }
 
 }  // namespace
@@ -200,68 +192,62 @@ void over_tokens(Context& context, const PenstockCache& cache, std::int64_t toke
 
 using namespace penstock;
 
-PENSTOCK_EXPORT std::int32_t penstock_attend(
-    Context* context, const PenstockAttentionStep* step, const PenstockCache* cache, const PenstockAttention* how,
-    const void* q, const void* k_new, const void* v_new, std::int32_t type, std::int64_t heads, void* out,
-    float* lse) try {
-    const Turn turn(context);
-    if (step->tokens == 0 || step->items == 0) return STATUS_DONE;
-    if (!within_tables(*step, *cache)) return STATUS_OUT_OF_RANGE;
-    AttentionCall call{*step, *cache, *how,  context->caches[cache->kind], context->fold, q,
-                       k_new, v_new,  type,  heads, out, lse, heads / cache->kv_heads, granule_bytes(*cache),
-                       nullptr, nullptr, {}};
-    attend(call, *context);
-    return STATUS_DONE;
-} catch (...) {
-    return STATUS_NO_MEMORY;
+extern "C" std::int32_t penstock_attend(
+    Context* context, const PenstockAttentionStep* step, const PenstockCache* cache, const PenstockAttention* params,
+    const void* q, const void* k_new, const void* v_new, std::int32_t type, std::int64_t heads, void* out, float* lse) {
+    return run_call(context, [&] {
+        if (step->tokens == 0 || step->items == 0) return STATUS_OK;
+        if (!within_tables(*step, *cache)) return STATUS_OUT_OF_RANGE;
+        AttentionCall call{*step,   *cache,  *params, context->caches[cache->kind], context->fold,
+                           q,       k_new,   v_new,   type,                         heads,
+                           out,     lse,     heads / cache->kv_heads,               granule_bytes(*cache),
+                           nullptr, nullptr, {}};
+        attend(call, *context);
+        return STATUS_OK;
+    });
 }
 
-// Memory of which later steps ask no more: shared by the threads, and of each thread.
-PENSTOCK_EXPORT std::int32_t penstock_attention_reserve(Context* context, std::int64_t workspace,
-                                                        std::int64_t scratch) try {
-    const Turn turn(context);
-    context->workspace.take(workspace);
-    for (int thread = 0; thread < context->pool.threads(); ++thread) context->per_thread[thread].take(scratch);
-    return STATUS_DONE;
-} catch (...) {
-    return STATUS_NO_MEMORY;
+extern "C" std::int32_t penstock_attention_reserve(Context* context, std::int64_t workspace, std::int64_t scratch) {
+    return run_call(context, [&] {
+        context->workspace.reserve(workspace);
+        context->reserve_per_thread(scratch);
+        return STATUS_OK;
+    });
 }
 
-// What a step takes of both.
-PENSTOCK_EXPORT std::int32_t penstock_attention_bytes(const PenstockAttentionStep* step, const PenstockCache* cache,
-                                                      std::int64_t* bytes) {
+extern "C" std::int32_t penstock_attention_bytes(
+    const PenstockAttentionStep* step, const PenstockCache* cache, std::int64_t* bytes) {
     bytes[0] = attention_workspace_bytes(*step, *cache);
     bytes[1] = attention_scratch_bytes(*step, *cache);
-    return STATUS_DONE;
+    return STATUS_OK;
 }
 
-// Negative slots are not kept.
-PENSTOCK_EXPORT std::int32_t penstock_cache_store(Context* context, const PenstockCache* cache, const void* k,
-                                                  const void* v, std::int32_t type, const std::int64_t* slots,
-                                                  std::int64_t tokens) {
-    const Turn turn(context);
-    if (!slots_exist(*cache, slots, tokens)) return STATUS_OUT_OF_RANGE;
-    over_tokens(*context, *cache, tokens, [&](std::int64_t token, std::int64_t kv_head) {
-        if (slots[token] < 0) return;
-        const std::int64_t offset = (token * cache->kv_heads + kv_head) * cache->head_dim * type_bytes(type);
-        context->caches[cache->kind].store({cache, kv_head, granule_of_slot(*cache, slots[token], kv_head),
-                                            static_cast<int>(slots[token] % GRANULE), 1, type,
-                                            static_cast<const char*>(k) + offset,
-                                            static_cast<const char*>(v) + offset, 0});
+extern "C" std::int32_t penstock_cache_store(
+    Context* context, const PenstockCache* cache, const void* k, const void* v, std::int32_t type,
+    const std::int64_t* slots, std::int64_t tokens) {
+    return run_call(context, [&] {
+        if (!slots_exist(*cache, slots, tokens)) return STATUS_OUT_OF_RANGE;
+        return over_tokens(*context, *cache, tokens, [&](std::int64_t token, std::int64_t kv_head) {
+            if (slots[token] < 0) return;
+            const std::int64_t offset = (token * cache->kv_heads + kv_head) * cache->head_dim * type_bytes(type);
+            context->caches[cache->kind].store({cache, kv_head, granule_of_slot(*cache, slots[token], kv_head),
+                                                static_cast<int>(slots[token] % GRANULE), 1, type,
+                                                static_cast<const char*>(k) + offset,
+                                                static_cast<const char*>(v) + offset, 0});
+        });
     });
-    return STATUS_DONE;
 }
 
-// Negative slots are refused.
-PENSTOCK_EXPORT std::int32_t penstock_cache_load(Context* context, const PenstockCache* cache,
-                                                 const std::int64_t* slots, std::int64_t tokens, float* k, float* v) {
-    const Turn turn(context);
-    const bool negative = std::any_of(slots, slots + tokens, [](std::int64_t slot) { return slot < 0; });
-    if (negative || !slots_exist(*cache, slots, tokens)) return STATUS_OUT_OF_RANGE;
-    over_tokens(*context, *cache, tokens, [&](std::int64_t token, std::int64_t kv_head) {
-        const std::int64_t offset = (token * cache->kv_heads + kv_head) * cache->head_dim;
-        context->caches[cache->kind].load({cache, kv_head, granule_of_slot(*cache, slots[token], kv_head),
-                                           static_cast<int>(slots[token] % GRANULE), 1, k + offset, v + offset, 0});
+extern "C" std::int32_t penstock_cache_load(
+    Context* context, const PenstockCache* cache, const std::int64_t* slots, std::int64_t tokens, float* k, float* v) {
+    return run_call(context, [&] {
+        const bool negative = std::any_of(slots, slots + tokens, [](std::int64_t slot) { return slot < 0; });
+        if (negative || !slots_exist(*cache, slots, tokens)) return STATUS_OUT_OF_RANGE;
+        return over_tokens(*context, *cache, tokens, [&](std::int64_t token, std::int64_t kv_head) {
+            const std::int64_t offset = (token * cache->kv_heads + kv_head) * cache->head_dim;
+            context->caches[cache->kind].load({cache, kv_head, granule_of_slot(*cache, slots[token], kv_head),
+                                               static_cast<int>(slots[token] % GRANULE), 1, k + offset, v + offset,
+                                               0});
+        });
     });
-    return STATUS_DONE;
 }

@@ -1,5 +1,5 @@
-// Attention over float caches with AVX2: vectors of eight floats, multiplied and added in one rounding. A bfloat16
-// cache is widened as it is read; probabilities stay float32.
+// Attention over float caches with AVX2: vectors of eight floats, multiplied and added in one rounding. A bfloat16 cache
+// is widened as it is read; probabilities stay float32.
 
 #include "attention/layout.inc.h"
 #include "attention/tile.inc.h"
@@ -7,7 +7,7 @@
 namespace penstock {
 namespace {
 
-constexpr int GROUP = 6;  // rows that share what is read: 12 vectors of sums and 3 operands fill the 16 registers
+constexpr int GROUP = 6;  // rows per load: 12 vectors of sums and 3 operands fill the 16 registers
 constexpr std::int64_t LINE = 64;
 
 PENSTOCK_INLINE F32x16 multiply_add(float a, F32x16 b, F32x16 c) {
@@ -15,8 +15,8 @@ PENSTOCK_INLINE F32x16 multiply_add(float a, F32x16 b, F32x16 c) {
     return c;
 }
 
-// Both products are the same: to 16 columns, each line of 64 bytes brings one term in float32 (16 floats) and two in
-// bfloat16 (16 pairs).
+// Both products have the same form: a line of 64 bytes adds one term to 16 columns in float32 (16 floats) and two terms
+// in bfloat16 (16 pairs).
 struct F32 {
     using Element = float;
     static constexpr int TERMS = 1;
@@ -24,7 +24,7 @@ struct F32 {
 };
 
 struct Bf16 {
-    using Element = Bfloat16;
+    using Element = std::uint16_t;
     static constexpr int TERMS = 2;
     static PENSTOCK_INLINE F32x16 term(const char* line, int i) {
         const U32x16 pairs = bits_as<U32x16>(load(reinterpret_cast<const float*>(line)));
@@ -32,7 +32,7 @@ struct Bf16 {
     }
 };
 
-// Adds `lines` lines times a [ROWS][lines * TERMS] to the sums. Prefetches one line of `ahead` for each it reads.
+// Add `lines` lines times a [ROWS][lines * TERMS] to the sums. Prefetches one line of `ahead` per line read.
 template <class Type, int ROWS>
 PENSTOCK_INLINE void multiply(
     F32x16 (&sums)[ROWS], const float* a, std::int64_t a_stride, const char* b, std::int64_t b_stride, int lines,
@@ -48,7 +48,7 @@ PENSTOCK_INLINE void multiply(
     }
 }
 
-// What scores and mix do for up to GROUP rows. Only one group of a tile prefetches.
+// One product for up to GROUP rows. Only the first group of a tile prefetches.
 struct GroupArgs {
     const TileArgs& tile;
     bool prefetches;
@@ -61,7 +61,7 @@ struct GroupArgs {
 };
 
 template <class Type, int ROWS>
-void group_scores(const GroupArgs& g) {
+void group_keys(const GroupArgs& g) {
     const int lines = static_cast<int>(g.tile.cache->padded_dim / Type::TERMS);
     for (int granule = 0; granule < TILE_GRANULES; ++granule) {
         F32x16 sums[ROWS] = {};
@@ -71,8 +71,8 @@ void group_scores(const GroupArgs& g) {
 }
 
 template <class Type, int ROWS>
-void group_mix(const GroupArgs& g) {
-    constexpr int LINES = GRANULE / Type::TERMS;  // of 16 columns in a granule
+void group_values(const GroupArgs& g) {
+    constexpr int LINES = GRANULE / Type::TERMS;  // per 16 columns of a granule
     const std::int64_t dim = g.tile.cache->padded_dim;
     const std::int64_t keys = dim * GRANULE * sizeof(typename Type::Element);
     for (std::int64_t d = 0; d < dim; d += LANES) {
@@ -89,7 +89,7 @@ void group_mix(const GroupArgs& g) {
 
 using GroupKernel = void (*)(const GroupArgs&);
 
-// Cuts a strip into groups as equal as may be.
+// Split a strip into groups of nearly equal size.
 inline void each_group(GroupArgs g, int rows, const GroupKernel (&kernels)[GROUP]) {
     for (int groups = (rows + GROUP - 1) / GROUP; groups > 0; --groups) {
         const int count = (rows + groups - 1) / groups;
@@ -103,7 +103,7 @@ inline void each_group(GroupArgs g, int rows, const GroupKernel (&kernels)[GROUP
 
 inline const float* query_floats(const float* q, std::int64_t, float*) { return q; }
 
-inline const float* query_floats(const Bfloat16* q, std::int64_t count, float* room) {
+inline const float* query_floats(const std::uint16_t* q, std::int64_t count, float* room) {
     for (std::int64_t i = 0; i < count; i += LANES) store(room + i, load(q + i));
     return room;
 }
@@ -112,10 +112,10 @@ template <class Type>
 struct FloatKind {
     static constexpr int STRIP = 2 * GROUP;
 
-    static void scores(const TileArgs& a, int first, int rows, float* s) {
+    static void multiply_keys(const TileArgs& a, int first, int rows, float* s) {
         static constexpr GroupKernel KERNELS[GROUP] = {
-            group_scores<Type, 1>, group_scores<Type, 2>, group_scores<Type, 3>,
-            group_scores<Type, 4>, group_scores<Type, 5>, group_scores<Type, 6>};
+            group_keys<Type, 1>, group_keys<Type, 2>, group_keys<Type, 3>,
+            group_keys<Type, 4>, group_keys<Type, 5>, group_keys<Type, 6>};
         alignas(64) float room[STRIP * MAX_HEAD_DIM];
         const std::int64_t dim = a.cache->padded_dim;
         const auto* const operand = static_cast<const typename Type::Element*>(a.operand) + first * dim;
@@ -123,10 +123,10 @@ struct FloatKind {
         each_group({a, first == 0, q, dim, s, TILE}, rows, KERNELS);
     }
 
-    static void mix(const TileArgs& a, int first, int rows, float* p, float* o) {
+    static void multiply_values(const TileArgs& a, int first, int rows, float* p, float* o) {
         static constexpr GroupKernel KERNELS[GROUP] = {
-            group_mix<Type, 1>, group_mix<Type, 2>, group_mix<Type, 3>,
-            group_mix<Type, 4>, group_mix<Type, 5>, group_mix<Type, 6>};
+            group_values<Type, 1>, group_values<Type, 2>, group_values<Type, 3>,
+            group_values<Type, 4>, group_values<Type, 5>, group_values<Type, 6>};
         const std::int64_t dim = a.cache->padded_dim;
         each_group({a, first == 0, p, TILE, o, dim}, rows, KERNELS);
     }

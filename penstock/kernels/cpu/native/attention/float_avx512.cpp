@@ -1,12 +1,11 @@
 // Attention over caches of bfloat16 and of float32 with AVX-512.
 //
-// Both kinds walk in words of four bytes, as the products of weights do (products_float_avx512.cpp): a pair of bfloat16
-// or one float32, of a head's elements in q . k, of positions in P . V. Of both products a row's outputs are in
-// registers, one accumulator each, and every accumulator takes its words in ascending order. Rows are a template
-// argument: 12 rows x 2 registers of outputs leave 8 for keys, values and addresses; fewer rows take 4 registers of
-// outputs at once.
+// Both kinds are processed in words of four bytes, as in products/float_avx512.cpp: a pair of bfloat16 or one float32, of
+// elements of a head in q . k, of positions in P . V. In both products every output is one accumulator in a register,
+// which adds its words in ascending order. The number of rows is a template argument: 12 rows x 2 registers of outputs
+// leave 8 for keys, values and addresses; with few rows there are 4 registers of outputs per row.
 //
-// The operand of queries is [strips][words of a head][12 rows]; rows that a strip lacks are not read.
+// The operand of queries is [strips][words of a head][12 rows]; missing rows of a strip are not read.
 
 #include "attention/tile.inc.h"
 
@@ -15,18 +14,18 @@ namespace penstock {
 namespace {
 
 constexpr int STRIP = 12;
-constexpr int WIDE = 4;           // registers of a row that few rows take at once,
-constexpr int WIDE_ROWS = 3;      // so many at most;
-constexpr int NARROW = 2;         // and more rows
+constexpr int WIDE = 4;           // registers of outputs per row, for up to
+constexpr int WIDE_ROWS = 3;      // rows
+constexpr int NARROW = 2;         // registers of outputs per row, for more rows
 constexpr std::int64_t LINE = 64;
-static_assert(STRIP <= MAX_STRIP && ROW_CAPACITY % STRIP == 0, "operands have room for whole strips");
+static_assert(STRIP <= MAX_STRIP && ROW_CAPACITY % STRIP == 0, "operands are sized for whole strips");
 
 struct Bf16 {
     using Element = std::uint16_t;
-    static constexpr int ELEMENTS = 2;  // in a word
+    static constexpr int ELEMENTS = 2;  // per word
 
-    // acc += vector * *word, both elements; as inline assembly, because compilers load the broadcast word into a
-    // register of its own and then have too few.
+    // acc += vector * *word, both elements; in assembly, because compilers load the broadcast word into an extra
+    // register and then spill.
     PENSTOCK_INLINE static void multiply_add(__m512& acc, __m512i vector, const std::int32_t* word) {
         __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(vector), "m"(*word));
     }
@@ -57,7 +56,7 @@ namespace {
 struct KeyPass {
     const std::int32_t* queries;         // [words][STRIP]
     const char* keys[TILE_GRANULES];     // of the granules
-    const char* ahead[TILE_GRANULES];    // fetched meanwhile
+    const char* ahead[TILE_GRANULES];    // prefetched
     std::int64_t words;
     float* scores;                       // out: [rows][TILE], at the first granule's column
 };
@@ -94,29 +93,29 @@ struct ValuePass {
     const std::int32_t* p;               // [rows][words of a tile]
     const char* values[TILE_GRANULES];   // at the first element
     const char* ahead[TILE_GRANULES];
-    std::int64_t stride;                 // bytes from one word of positions to the next
+    std::int64_t stride;                 // bytes per word of positions
     const StripFold* fold;
-    float* mixed;                        // the state: [rows][dim], at the first element
+    float* accumulator;                  // of the state: [rows][dim], at the first element
     std::int64_t dim;
 };
 
-// Without a branch, or GCC keeps the sums in memory; and with whole stores, which are cheaper than masked ones.
+// Without a branch, because GCC would keep the sums in memory; with full stores, which are cheaper than masked ones.
 template <int ROWS, int WIDTH>
-PENSTOCK_INLINE void fold_mixed(const ValuePass& pass, const __m512 (&acc)[ROWS][WIDTH]) {
+PENSTOCK_INLINE void fold_accumulator(const ValuePass& pass, const __m512 (&acc)[ROWS][WIDTH]) {
     const StripFold& fold = *pass.fold;
     const std::uint32_t rows = fold.rows;
-    float* mixed = pass.mixed;
+    float* accumulator = pass.accumulator;
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) {
         const __mmask16 folds = static_cast<__mmask16>(-(rows >> r & 1));
         const __m512 keep = _mm512_set1_ps(fold.keep[r]), add = _mm512_set1_ps(fold.add[r]);
 #pragma GCC unroll 4
         for (int i = 0; i < WIDTH; ++i) {
-            const __m512 state = _mm512_load_ps(mixed + i * LANES);
+            const __m512 state = _mm512_load_ps(accumulator + i * LANES);
             const __m512 kept = _mm512_mul_ps(state, keep), part = _mm512_mul_ps(acc[r][i], add);
-            _mm512_store_ps(mixed + i * LANES, _mm512_mask_add_ps(state, folds, kept, part));
+            _mm512_store_ps(accumulator + i * LANES, _mm512_mask_add_ps(state, folds, kept, part));
         }
-        mixed += pass.dim;
+        accumulator += pass.dim;
     }
 }
 
@@ -147,7 +146,7 @@ void multiply_values(const ValuePass& pass) {
             ahead += pass.stride;
         }
     }
-    fold_mixed<ROWS, WIDTH>(pass, acc);
+    fold_accumulator<ROWS, WIDTH>(pass, acc);
 }
 
 // ---- The kernels by the number of rows
@@ -155,23 +154,23 @@ void multiply_values(const ValuePass& pass) {
 using KeyKernel = void (*)(const KeyPass&);
 using ValueKernel = void (*)(const ValuePass&);
 
-struct RowKernels {
+struct StripKernels {
     KeyKernel keys;
     ValueKernel values;       // `width` registers
-    ValueKernel last_values;  // what is left of a head: 2 registers
+    ValueKernel last_values;  // the rest of a head: 2 registers
     int width;
 };
 
 template <class Type, int ROWS>
-constexpr RowKernels kernels_for() {
+constexpr StripKernels kernels_for() {
     constexpr int WIDTH = ROWS <= WIDE_ROWS ? WIDE : NARROW;
     return {multiply_keys<Type, ROWS, WIDTH>, multiply_values<Type, ROWS, WIDTH>, multiply_values<Type, ROWS, NARROW>,
             WIDTH};
 }
 
 template <class Type>
-const RowKernels& kernels_of(int rows) {
-    static constexpr RowKernels KERNELS[STRIP] = {
+const StripKernels& kernels_of(int rows) {
+    static constexpr StripKernels KERNELS[STRIP] = {
         kernels_for<Type, 1>(), kernels_for<Type, 2>(),  kernels_for<Type, 3>(),  kernels_for<Type, 4>(),
         kernels_for<Type, 5>(), kernels_for<Type, 6>(),  kernels_for<Type, 7>(),  kernels_for<Type, 8>(),
         kernels_for<Type, 9>(), kernels_for<Type, 10>(), kernels_for<Type, 11>(), kernels_for<Type, 12>()};
@@ -180,8 +179,7 @@ const RowKernels& kernels_of(int rows) {
 
 // ---- A tile
 
-// What a strip fetches while it works: of `strips` strips each its share of the next tile's granules. Where there is
-// nothing to fetch it touches what it reads.
+// What a strip prefetches: its part of the granules of the next tile or, if there are none, the granules that it reads.
 void choose_ahead(const TileArgs& a, int strip, int strips, const char* (&ahead)[TILE_GRANULES]) {
     for (int g = 0; g < TILE_GRANULES; ++g) {
         const bool mine = a.next[g] != nullptr && g * strips / TILE_GRANULES == strip;
@@ -193,7 +191,7 @@ template <class Type>
 void attend_strip(const TileArgs& a, int first, int rows, const char* const (&ahead)[TILE_GRANULES]) {
     const std::int64_t dim = a.cache->padded_dim;
     const std::int64_t words = dim / Type::ELEMENTS;
-    const RowKernels& kernels = kernels_of<Type>(rows);
+    const StripKernels& kernels = kernels_of<Type>(rows);
     alignas(64) float s[STRIP * TILE];
     alignas(64) typename Type::Element p[STRIP * TILE];
     StripParts parts;
@@ -224,7 +222,7 @@ void attend_strip(const TileArgs& a, int first, int rows, const char* const (&ah
         }
         pass.stride = dim * 4;
         pass.fold = &fold;
-        pass.mixed = a.mixed + first * dim + d;
+        pass.accumulator = a.accumulator + first * dim + d;
         pass.dim = dim;
         (whole ? kernels.values : kernels.last_values)(pass);
         d += (whole ? kernels.width : NARROW) * LANES;
@@ -245,11 +243,11 @@ void attend_rows(const TileArgs& a) {
 }  // namespace
 
 CacheKernel avx512_cache_f32() {
-    return {pack_queries<F32>, attend_rows<F32>, store_granule<F32>, load_granule<F32>};
+    return {pack_query_words<F32>, attend_rows<F32>, store_granule_words<F32>, load_granule<float>};
 }
 
 CacheKernel avx512_cache_bf16() {
-    return {pack_queries<Bf16>, attend_rows<Bf16>, store_granule<Bf16>, load_granule<Bf16>};
+    return {pack_query_words<Bf16>, attend_rows<Bf16>, store_granule_words<Bf16>, load_granule<std::uint16_t>};
 }
 
 }  // namespace penstock

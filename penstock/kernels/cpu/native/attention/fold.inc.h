@@ -1,4 +1,4 @@
-// Folding one state of attention into another, and turning what is done into results: attention.h, FoldKernel.
+// Folding one state of attention into another and turning states into results: FoldKernel of attention.h.
 #pragma once
 
 #include "attention/tile.inc.h"
@@ -6,19 +6,19 @@
 namespace penstock {
 namespace {
 
-void fold(int rows, std::int64_t padded_dim, float* m, float* l, float* o, const float* m2, const float* l2,
-          const float* o2) {
+void fold(int rows, std::int64_t padded_dim, const States& state, const States& part) {
     for (int r = 0; r < rows; ++r)
-        fold_row(padded_dim, m[r], l[r], o + r * padded_dim, {m2[r], l2[r]}, o2 + r * padded_dim);
+        fold_row(padded_dim, state.running_max[r], state.running_sum[r], state.accumulator + r * padded_dim,
+                 {part.running_max[r], part.running_sum[r]}, part.accumulator + r * padded_dim);
 }
 
-// A sum of one with the logit as its greatest score, and no value.
+// Fold in a sum of 1 whose maximum score is the logit, without a value.
 PENSTOCK_INLINE void fold_sink(std::int64_t padded_dim, float& m, float& l, float* o, float logit) {
     alignas(64) const float nothing[MAX_HEAD_DIM] = {};
     fold_row(padded_dim, m, l, o, {logit, 1.0f}, nothing);
 }
 
-// o / l, and 0 for -0: a sum's zero has a sign that depends on how many zeros were added.
+// o / l, with 0 for -0: the sign of a zero sum depends on the number of zeros added.
 template <class Element>
 PENSTOCK_INLINE void divide(std::int64_t head_dim, const float* o, float l, Element* out) {
     const auto quotient = [=](std::int64_t d) { return l == 0.0f ? F32x16(0.0f) : load(o + d) / l + 0.0f; };
@@ -33,18 +33,18 @@ PENSTOCK_INLINE float log_of_sum(float m, float l) {
     return l == 0.0f ? MINUS_INFINITY : m + lane[0];
 }
 
-void deliver(int rows, std::int64_t padded_dim, std::int64_t head_dim, float* m, float* l, float* o,
-             const float* sinks, std::int32_t type, void* const* out, float* const* lse) {
-    for (int r = 0; r < rows; ++r) {
-        float* row = o + r * padded_dim;
-        if (sinks != nullptr) fold_sink(padded_dim, m[r], l[r], row, sinks[r]);
-        if (type == TYPE_F32) divide(head_dim, row, l[r], static_cast<float*>(out[r]));
-        if (type == TYPE_BF16) divide(head_dim, row, l[r], static_cast<std::uint16_t*>(out[r]));
-        if (lse != nullptr) *lse[r] = log_of_sum(m[r], l[r]);
+void write_output(const OutputArgs& a) {
+    for (int r = 0; r < a.rows; ++r) {
+        float &m = a.state.running_max[r], &l = a.state.running_sum[r];
+        float* o = a.state.accumulator + r * a.padded_dim;
+        if (a.sinks != nullptr) fold_sink(a.padded_dim, m, l, o, a.sinks[r]);
+        if (a.type == TYPE_F32) divide(a.head_dim, o, l, static_cast<float*>(a.out[r]));
+        if (a.type == TYPE_BF16) divide(a.head_dim, o, l, static_cast<std::uint16_t*>(a.out[r]));
+        if (a.lse != nullptr) *a.lse[r] = log_of_sum(m, l);
     }
 }
 
-constexpr FoldKernel FOLD_KERNEL = {fold, deliver};
+constexpr FoldKernel FOLD_KERNEL = {fold, write_output};
 
 }  // namespace
 }  // namespace penstock

@@ -1,11 +1,11 @@
 // Attention with an int8 cache and byte products of AMX tiles: signed slices of rows times unsigned stored integers.
 //
-// A granule holds B operands as it lies in memory: 64 elements of its keys are 16 rows of quads, 16 of its positions
-// and 16 elements of its values are 4. The slices of up to eight query rows, or of their probabilities, are the A
-// operand. Sums of bytes that are stored + 128 are too great by 128 times the sum of the slice.
+// A granule in memory consists of B operands: 64 elements of its keys are 16 rows of quads; 16 positions and 16 elements
+// of its values are 4. The slices of up to eight query rows, or of their probabilities, are the A operand. Bytes are
+// stored + 128, so the sums are too large by 128 times the sum of the slice.
 //
-// Integers are exact and all other steps are those of attention_int8.inc.h, so the bits are those of AVX-512.
-// Of a tile's time memory takes the greater part: the next tile is fetched all the while.
+// Integers are exact and all other steps are those of int8.inc.h, so the bits are those of AVX-512. Most of the time of a
+// tile is memory access, so the next tile is prefetched throughout.
 
 #include "amx_tiles.inc.h"
 #include "attention/prefetch.inc.h"
@@ -14,16 +14,16 @@
 namespace penstock {
 namespace {
 
-constexpr int STEP = AMX_BYTES;             // elements of a product of scores
-constexpr int SHORT_STEP = GRANULE;         // of one for what is left of a head; positions of a product of values
+constexpr int STEP = AMX_BYTES;             // elements per product of scores
+constexpr int SHORT_STEP = GRANULE;         // elements per product for the rest of a head; positions per product of values
 constexpr int TILE_SUMS = 4;                // tiles of sums
 constexpr int SUM_COLUMNS = TILE_SUMS * LANES;
 static_assert(SUM_COLUMNS == TILE, "the sums of scores have as many columns");
 
-// Query rows that go through a tile together: full groups of the softmax.
+// Query rows that are processed together: whole groups of the softmax.
 constexpr int strip_rows(int slices) { return AMX_ROWS / slices / STRIP_ROWS * STRIP_ROWS; }
 
-// The mode of a thread is the rows of its strip.
+// The thread state is the number of rows of the configured strip.
 // Tiles: 0 .. 3 sums; 4 queries and 5 keys; 6 probabilities and 7 values, or queries and keys of a short step.
 void load_config(int operands) {
     AmxConfig config;
@@ -36,19 +36,19 @@ void load_config(int operands) {
     config.load();
 }
 
-// ---- Fetching the next tile
+// ---- Prefetching the next tile
 
-// About how many cycles the parts of a tile take; they say how the fetching is spread, and nothing else.
+// Approximate cycles of the parts of a tile. They only determine how prefetches are distributed.
 constexpr int STEP_WORK = 16;      // one product of tiles
-constexpr int SCORE_WORK = 24;     // scores of a row
-constexpr int GROUP_WORK = 120;    // the softmax of four rows; as much again their slices
-constexpr int MIX_WORK = 28;       // 64 elements of a row
+constexpr int SCORE_WORK = 24;     // scores of one row
+constexpr int GROUP_WORK = 120;    // the softmax of four rows, and again their slices
+constexpr int VALUE_WORK = 28;     // 64 elements of one row
 
 int work_of(const TileArgs& a, int strip_rows) {
     const int sums = static_cast<int>((a.cache->padded_dim + SUM_COLUMNS - 1) / SUM_COLUMNS);
     const int strips = (a.rows + strip_rows - 1) / strip_rows, groups = (a.rows + STRIP_ROWS - 1) / STRIP_ROWS;
     return strips * sums * TILE_GRANULES * (1 + TILE_SUMS) * STEP_WORK + groups * 2 * GROUP_WORK +
-           a.rows * (SCORE_WORK + sums * MIX_WORK);
+           a.rows * (SCORE_WORK + sums * VALUE_WORK);
 }
 
 // ---- A strip
@@ -59,7 +59,7 @@ struct Strip {
     static constexpr int OPERANDS = ROWS * SLICES;
 
     const TileArgs& a;
-    Fetch& fetch;
+    Prefetcher& prefetcher;
     int first, rows;
     QueryStrip<ROWS> queries;
     alignas(64) float p[ROWS * TILE];                 // scores, then probabilities
@@ -68,9 +68,9 @@ struct Strip {
     ProbabilityRows<SLICES> numbers[ROWS / STRIP_ROWS];
     StripFold fold;
 
-    Strip(const TileArgs& args, Fetch& next, int first_row)
+    Strip(const TileArgs& args, Prefetcher& next, int first_row)
         : a(args),
-          fetch(next),
+          prefetcher(next),
           first(first_row),
           rows(args.rows - first_row < ROWS ? args.rows - first_row : ROWS),
           queries(const_cast<void*>(args.operand), *args.cache, first_row) {}
@@ -89,7 +89,7 @@ struct Strip {
     template <int SUMS>
     void fold_values(std::int64_t d);
 
-    // The sums of a row's slices with 16 stored integers each.
+    // The sums of the slices of a row with 16 stored integers.
     PENSTOCK_INLINE static void load_sums(
         const std::int32_t* from, const std::int32_t (&excess)[SLICES], I32x16 (&of_slice)[SLICES]) {
         for (int s = 0; s < SLICES; ++s) {
@@ -99,7 +99,7 @@ struct Strip {
     }
 };
 
-// The compiler does not know what tile loads read.
+// The compiler does not know which memory tile loads read.
 inline void finish_stores() { __asm__ volatile("" : : : "memory"); }
 
 inline void store_tiles(std::int32_t* sums) {
@@ -125,12 +125,12 @@ void Strip<SLICES>::multiply_keys() {
         _tile_dpbsud(0, 4, 5);
         _tile_loadd(5, keys[1] + at, LINE);
         _tile_dpbsud(1, 4, 5);
-        fetch.after(2 * STEP_WORK);
+        prefetcher.advance(2 * STEP_WORK);
         _tile_loadd(5, keys[2] + at, LINE);
         _tile_dpbsud(2, 4, 5);
         _tile_loadd(5, keys[3] + at, LINE);
         _tile_dpbsud(3, 4, 5);
-        fetch.after(2 * STEP_WORK);
+        prefetcher.advance(2 * STEP_WORK);
     }
     for (; d < dim(); d += SHORT_STEP) {
         const std::int64_t at = d * GRANULE;
@@ -143,7 +143,7 @@ void Strip<SLICES>::multiply_keys() {
         _tile_dpbsud(2, 6, 7);
         _tile_loadd(7, keys[3] + at, LINE);
         _tile_dpbsud(3, 6, 7);
-        fetch.after(2 * STEP_WORK);
+        prefetcher.advance(2 * STEP_WORK);
     }
     store_tiles(sums[0]);
 }
@@ -153,18 +153,18 @@ void Strip<SLICES>::finish_scores() {
     for (int r = 0; r < rows; ++r) {
         const QueryRow& row = queries.row(r);
         std::int32_t excess[SLICES];
-        for (int s = 0; s < SLICES; ++s) excess[s] = STORED_EXCESS * row.sums[s];
+        for (int s = 0; s < SLICES; ++s) excess[s] = ZERO_POINT * row.sums[s];
         for (int g = 0; g < TILE_GRANULES; ++g) {
             I32x16 of_slice[SLICES];
             load_sums(sums[0] + r * SLICES * SUM_COLUMNS + g * GRANULE, excess, of_slice);
             const Granule granule(*a.cache, a.granules[g]);
             store(p + r * TILE + g * GRANULE, scores_of<SLICES>(*a.cache, row, granule, of_slice));
         }
-        fetch.after(SCORE_WORK);
+        prefetcher.advance(SCORE_WORK);
     }
 }
 
-// The rows of a group, whose last ones may be missing.
+// ROWS: rows of the group, fewer than STRIP_ROWS in the last one.
 template <int SLICES>
 template <int ROWS>
 void Strip<SLICES>::slice_group(int group) {
@@ -181,11 +181,11 @@ void Strip<SLICES>::find_probabilities() {
         const int count = rows - r < STRIP_ROWS ? rows - r : STRIP_ROWS;
         StripParts group;
         softmax(a, first + r, count, p + r * TILE, p + r * TILE, group);
-        __builtin_memcpy(parts.greatest + r, group.greatest, STRIP_ROWS * sizeof(float));
+        __builtin_memcpy(parts.max + r, group.max, STRIP_ROWS * sizeof(float));
         __builtin_memcpy(parts.sum + r, group.sum, STRIP_ROWS * sizeof(float));
-        fetch.after(GROUP_WORK);
+        prefetcher.advance(GROUP_WORK);
         (this->*SLICE[count - 1])(r / STRIP_ROWS);
-        fetch.after(GROUP_WORK);
+        prefetcher.advance(GROUP_WORK);
     }
     fold_sums(a, first, rows, parts, fold);
 }
@@ -206,43 +206,43 @@ void Strip<SLICES>::multiply_values(std::int64_t d) {
         _tile_dpbsud(0, 6, 7);
         _tile_loadd(7, values + LINE, row);
         _tile_dpbsud(1, 6, 7);
-        fetch.after(2 * STEP_WORK);
+        prefetcher.advance(2 * STEP_WORK);
         if constexpr (SUMS > 2) {
             _tile_loadd(7, values + 2 * LINE, row);
             _tile_dpbsud(2, 6, 7);
             _tile_loadd(7, values + 3 * LINE, row);
             _tile_dpbsud(3, 6, 7);
-            fetch.after(2 * STEP_WORK);
+            prefetcher.advance(2 * STEP_WORK);
         }
     }
     store_tiles(sums[d / SUM_COLUMNS % 2]);
 }
 
-// The same columns, folded into the state.
+// Fold the same columns into the state.
 template <int SLICES>
 template <int SUMS>
 void Strip<SLICES>::fold_values(std::int64_t d) {
     const std::int64_t channel = a.kv_head * dim() + d;
     for (int r = 0; r < rows; ++r) {
-        fetch.after(MIX_WORK);
+        prefetcher.advance(VALUE_WORK);
         if ((fold.rows >> r & 1) == 0) continue;
         const ProbabilityRows<SLICES>& group = numbers[r / STRIP_ROWS];
         const int lane = r % STRIP_ROWS * 4;
         const F32x16 keep = fold.keep[r], add = fold.add[r];
-        float* const o = a.mixed + (first + r) * dim() + d;
+        float* const o = a.accumulator + (first + r) * dim() + d;
         std::int32_t excess[SLICES];
-        for (int s = 0; s < SLICES; ++s) excess[s] = STORED_EXCESS * group.sums[s][lane];
+        for (int s = 0; s < SLICES; ++s) excess[s] = ZERO_POINT * group.sums[s][lane];
         for (int i = 0; i < SUMS; ++i) {
             I32x16 of_slice[SLICES];
             load_sums(sums[d / SUM_COLUMNS % 2] + r * SLICES * SUM_COLUMNS + i * LANES, excess, of_slice);
             const F32x16 part =
-                mixed_of<SLICES>(*a.cache, group.scale[lane], group.sum[lane], channel + i * LANES, of_slice);
+                outputs_of<SLICES>(*a.cache, group.scale[lane], group.sum[lane], channel + i * LANES, of_slice);
             store(o + i * LANES, load(o + i * LANES) * keep + part * add);
         }
     }
 }
 
-// Products are 64 columns ahead of the folding, so that neither waits for the other.
+// Products run 64 columns ahead of the fold, so that neither waits for the other.
 template <int SLICES>
 void Strip<SLICES>::attend() {
     multiply_keys();
@@ -262,22 +262,22 @@ void Strip<SLICES>::attend() {
 template <int SLICES>
 void attend_strips(const TileArgs& a) {
     constexpr int ROWS = Strip<SLICES>::ROWS;
-    Fetch fetch(a, work_of(a, ROWS));
+    Prefetcher prefetcher(a, work_of(a, ROWS));
     for (int first = 0; first < a.rows; first += ROWS) {
-        Strip<SLICES> strip(a, fetch, first);
-        if (strip.rows != *a.mode) load_config(strip.rows * SLICES);
-        *a.mode = strip.rows;
+        Strip<SLICES> strip(a, prefetcher, first);
+        if (strip.rows != *a.thread_state) load_config(strip.rows * SLICES);
+        *a.thread_state = strip.rows;
         strip.attend();
     }
 }
 
-void release(std::int32_t mode) {
-    if (mode != 0) _tile_release();
+void release(std::int32_t rows) {
+    if (rows != 0) _tile_release();
 }
 
 void attend_tile(const TileArgs& a) { (a.cache->slices == 2 ? attend_strips<2> : attend_strips<3>)(a); }
 
-// A row of an operand is whole: an A operand is 64 elements of each, one row's length apart.
+// Operand rows are contiguous: an A operand is 64 elements of each row, one row length apart.
 void pack_queries(const QueryArgs& a) {
     (a.cache->slices == 2 ? pack_strips<strip_rows(2)> : pack_strips<strip_rows(3)>)(a, a.cache->padded_dim);
 }

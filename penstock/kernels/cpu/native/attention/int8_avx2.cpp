@@ -1,5 +1,4 @@
-// Attention with an int8 cache and AVX2. vpmaddubsw would multiply bytes, but it saturates; vpmaddwd, on words, is
-// exact.
+// Attention with an int8 cache and AVX2. vpmaddubsw multiplies bytes but saturates; vpmaddwd, on words, is exact.
 
 #include <immintrin.h>
 
@@ -9,7 +8,7 @@ namespace penstock {
 namespace {
 
 struct MultiplyAddWords {
-    static constexpr int EXCESS = STORED_EXCESS;
+    static constexpr int ZERO_POINT = penstock::ZERO_POINT;
 
     static PENSTOCK_INLINE IntPart dot(const WordPairs& stored, const WordPairs& row) {
         return (IntPart)_mm256_madd_epi16((__m256i)stored.even, (__m256i)row.even) +

@@ -1,7 +1,7 @@
 // Attention with an int8 cache and the dot product of AVX-512 VNNI: 4 unsigned times 4 signed bytes, added to int32.
 //
-// The sums of a strip with two vectors stay in registers, 24 at most, over a whole head or a whole tile; they begin at
-// -128 times the sum of the row, for bytes are stored + 128.
+// The sums of a strip with two vectors stay in registers, at most 24, over a whole head or tile. They start at -128 times
+// the sum of the row: bytes are stored + 128.
 
 #include "avx512.inc.h"
 
@@ -11,7 +11,7 @@ namespace penstock {
 namespace {
 
 struct VnniDot {
-    static constexpr int EXCESS = STORED_EXCESS;
+    static constexpr int ZERO_POINT = penstock::ZERO_POINT;
 
     template <int OPERANDS, int QUADS, class Find>
     static PENSTOCK_INLINE void multiply(
@@ -47,7 +47,7 @@ struct VnniDot {
     }
 
   private:
-    // As an intrinsic GCC 12 copies and spills the sums.
+    // In assembly: GCC 12 copies and spills the sums of the intrinsic.
     static PENSTOCK_INLINE void add_products(__m512i& sums, const __m512i& stored, const __m512i& row) {
         __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(stored), "v"(row));
     }

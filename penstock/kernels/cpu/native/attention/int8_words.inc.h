@@ -1,5 +1,5 @@
-// Dot products of bytes for levels that have no exact instruction for them: in words of 16 bits. A level's file
-// includes this and says how two words of stored integers meet two of a row.
+// Dot products of bytes for levels without an exact instruction for them, in words of 16 bits. Included by the file of a
+// level, which defines the product of two words of stored integers with two words of a row.
 #pragma once
 
 #include "attention/int8.inc.h"
@@ -9,18 +9,18 @@ namespace {
 
 typedef std::int16_t WordPart __attribute__((vector_size(4 * PART_LANES)));
 
-// The lanes of a register, 4 bytes each, as two words: those of even and those of odd elements.
+// The lanes of a register, 4 bytes each, as two words each: those of even and those of odd elements.
 struct WordPairs {
     WordPart even, odd;
 };
 
-// A Pair brings
-//     static constexpr int EXCESS;                               // as in Dot
+// A Pair provides
+//     static constexpr int ZERO_POINT;                               // as in Dot
 //     static IntPart dot(const WordPairs& stored, const WordPairs& row);
 template <class Pair>
 struct WordsDot {
-    static constexpr int EXCESS = Pair::EXCESS;
-    static constexpr int BLOCK = 4;  // operand rows whose sums are kept in registers together
+    static constexpr int ZERO_POINT = Pair::ZERO_POINT;
+    static constexpr int BLOCK = 4;  // operand rows whose sums are in registers at once
 
     template <int OPERANDS, int QUADS, class Find>
     static PENSTOCK_INLINE void multiply(
@@ -58,13 +58,13 @@ struct WordsDot {
     }
 
     static PENSTOCK_INLINE WordPairs split_stored(const std::uint8_t* from) {
-        constexpr std::int16_t TOO_MUCH = STORED_EXCESS - EXCESS;
+        constexpr std::int16_t DIFFERENCE = penstock::ZERO_POINT - ZERO_POINT;
         WordPart words;
         __builtin_memcpy(&words, from, sizeof words);
-        return {(words & 255) - TOO_MUCH, (words >> 8 & 255) - TOO_MUCH};
+        return {(words & 255) - DIFFERENCE, (words >> 8 & 255) - DIFFERENCE};
     }
 
-    // One row's 4 elements in every lane.
+    // The 4 elements of one row in every lane.
     static PENSTOCK_INLINE WordPairs split_row(const std::int8_t* four) {
         std::int32_t bits;
         __builtin_memcpy(&bits, four, sizeof bits);

@@ -1,5 +1,5 @@
-// Packing queries, storing and loading of the caches that hold floats (attention.h has the layout), 16 elements of a
-// head at a time. Included by files that are compiled once for each instruction level.
+// Packing queries, storing and loading float caches (layout: attention.h), 16 elements of a head at a time. Included by
+// files that are compiled once per instruction level.
 #pragma once
 
 #include "attention/attention.h"
@@ -8,9 +8,7 @@
 namespace penstock {
 namespace {
 
-using Bfloat16 = std::uint16_t;
-
-// Where element d of position p lies among the keys and among the values of a granule. 32 bits hold UNIT neighbouring
+// The index of element d of position p in the keys and in the values of a granule. 32 bits contain UNIT neighbouring
 // elements of one key, or one element of UNIT neighbouring values.
 template <class Element>
 struct GranuleLayout {
@@ -35,7 +33,7 @@ PENSTOCK_INLINE F32x16 head_lanes(const void* head, std::int32_t type, std::int6
         const float* from = static_cast<const float*>(head) + first;
         return count == LANES ? load(from) : load_first(from, count);
     }
-    const Bfloat16* from = static_cast<const Bfloat16*>(head) + first;
+    const std::uint16_t* from = static_cast<const std::uint16_t*>(head) + first;
     return count == LANES ? load(from) : load_first(from, count);
 }
 
@@ -43,14 +41,19 @@ inline const void* head_address(const void* heads, std::int32_t type, std::int64
     return heads == nullptr ? nullptr : static_cast<const char*>(heads) + element * type_bytes(type);
 }
 
-// The operand is [rows][padded_dim] elements.
+// The index in q [tokens][heads] of the head of a row of the packed step.
+inline std::int64_t query_head(const QueryArgs& a, std::int64_t row) {
+    const std::int64_t group = a.heads / a.cache->kv_heads;
+    return row / group * a.heads + a.kv_head * group + row % group;
+}
+
+// The operand is [rows][padded_dim].
 template <class Element>
 void pack_queries(const QueryArgs& a) {
-    const std::int64_t dim = a.cache->padded_dim, head_dim = a.cache->head_dim, group = a.heads / a.cache->kv_heads;
+    const std::int64_t dim = a.cache->padded_dim, head_dim = a.cache->head_dim;
     Element* to = static_cast<Element*>(a.operand);
     for (std::int64_t row = a.first_row; row < a.first_row + a.rows; ++row, to += dim) {
-        const std::int64_t head = row / group * a.heads + a.kv_head * group + row % group;
-        const void* q = head_address(a.q, a.type, head * head_dim);
+        const void* q = head_address(a.q, a.type, query_head(a, row) * head_dim);
         for (std::int64_t d = 0; d < dim; d += LANES) store(to + d, head_lanes(q, a.type, d, head_dim));
     }
 }

@@ -1,7 +1,8 @@
-// Queries, keys and values to and from the words that attention_avx512.cpp walks in, for a Type of its. A row of a head
-// is read as registers of 16 words; what has to lie word by word is transposed 16 x 16.
+// Packing queries and storing keys and values in the words of float_avx512.cpp and bf16_amx.cpp, for a Type of theirs: a
+// row of a head is read as registers of 16 words, and transposed 16 x 16 into word-by-word layouts.
 #pragma once
 
+#include "attention/layout.inc.h"
 #include "avx512_transpose.inc.h"
 
 namespace penstock {
@@ -28,7 +29,7 @@ PENSTOCK_INLINE void convert_row(const From* from, std::int64_t head_dim, std::i
     }
 }
 
-// Elements `at`, .. of an array of either type.
+// The same from elements `at`, .. of an array of a type.
 template <class Element>
 PENSTOCK_INLINE void convert_row(
     const void* x, std::int32_t type, std::int64_t at, const PenstockCache& cache, Element* to) {
@@ -45,7 +46,7 @@ struct Row {
     alignas(64) typename Type::Element element[MAX_HEAD_DIM];
 };
 
-// Words 0, .. of some rows: word w of row r goes to to[w * stride + r]; rows in the mask only.
+// Write word w of row r to to[w * stride + r], for the rows in the mask.
 template <class Type>
 void transpose_rows(const Row<Type>* rows, __mmask16 mask, std::int64_t words, std::int32_t* to, std::int64_t stride) {
     for (std::int64_t first = 0; first < words; first += REGISTER_WORDS) {
@@ -61,22 +62,21 @@ void transpose_rows(const Row<Type>* rows, __mmask16 mask, std::int64_t words, s
 }
 
 template <class Type>
-void pack_queries(const QueryArgs& a) {
+void pack_query_words(const QueryArgs& a) {
     const PenstockCache& cache = *a.cache;
-    const std::int64_t group = a.heads / cache.kv_heads, words = cache.padded_dim / Type::ELEMENTS;
+    const std::int64_t words = cache.padded_dim / Type::ELEMENTS;
     for (int first = 0; first < a.rows; first += STRIP) {
         const int count = a.rows - first < STRIP ? a.rows - first : STRIP;
         Row<Type> rows[STRIP];
         for (int r = 0; r < count; ++r) {
-            const std::int64_t row = a.first_row + first + r;
-            const std::int64_t head = row / group * a.heads + a.kv_head * group + row % group;
+            const std::int64_t head = query_head(a, a.first_row + first + r);
             convert_row(a.q, a.type, head * cache.head_dim, cache, rows[r].element);
         }
         transpose_rows(rows, first_rows(count), words, static_cast<std::int32_t*>(a.operand) + first * words, STRIP);
     }
 }
 
-// A position's values: element d is a whole word, or a half.
+// Write the values of a position: element d is a word, or half of one.
 PENSTOCK_INLINE void store_values(const float* row, int position, std::int64_t dim, char* values) {
     __builtin_memcpy(values + position * dim * 4, row, dim * 4);
 }
@@ -92,7 +92,7 @@ PENSTOCK_INLINE void store_values(const std::uint16_t* row, int position, std::i
 }
 
 template <class Type>
-void store_granule(const StoreArgs& a) {
+void store_granule_words(const StoreArgs& a) {
     const PenstockCache& cache = *a.cache;
     const std::int64_t dim = cache.padded_dim, words = dim / Type::ELEMENTS;
     Row<Type> rows[GRANULE];
@@ -103,30 +103,6 @@ void store_granule(const StoreArgs& a) {
     for (int i = a.start; i < a.start + a.count; ++i) {
         convert_row(a.values, a.type, (i - a.start) * a.stride, cache, rows[i].element);
         store_values(rows[i].element, i, dim, a.granule + words * GRANULE * 4);
-    }
-}
-
-PENSTOCK_INLINE float to_float(float x) { return x; }
-
-PENSTOCK_INLINE float to_float(std::uint16_t x) {
-    const std::uint32_t bits = std::uint32_t{x} << 16;
-    float result;
-    __builtin_memcpy(&result, &bits, sizeof result);
-    return result;
-}
-
-template <class Type>
-void load_granule(const LoadArgs& a) {
-    constexpr int UNIT = Type::ELEMENTS;
-    const std::int64_t dim = a.cache->padded_dim;
-    const auto* const keys = reinterpret_cast<const typename Type::Element*>(a.granule);
-    const auto* const values = keys + dim * GRANULE;
-    for (int i = a.start; i < a.start + a.count; ++i) {
-        for (std::int64_t d = 0; d < a.cache->head_dim; ++d) {
-            const std::int64_t to = (i - a.start) * a.stride + d;
-            a.keys[to] = to_float(keys[(d / UNIT * GRANULE + i) * UNIT + d % UNIT]);
-            a.values[to] = to_float(values[(i / UNIT * dim + d) * UNIT + i % UNIT]);
-        }
     }
 }
 

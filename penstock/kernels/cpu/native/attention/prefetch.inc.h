@@ -1,8 +1,8 @@
-// Fetching the next tile into the caches while this one is computed. Included by files that are compiled for a level.
+// Prefetching the next tile while the current one is computed. Included by files that are compiled for a level.
 //
-// A core has few buffers for lines under way, and a burst of prefetches waits for them, and the work for the burst;
-// spread evenly over the work they cost little. The order is that of memory, keys and values of a granule in one. The
-// second-level cache is near enough, and the first keeps what this tile works on.
+// A core has few buffers for outstanding cache lines: a burst of prefetches stalls the work, prefetches distributed
+// evenly over it cost little. Granules are prefetched in memory order, keys then values, into the L2; the L1 keeps the
+// data of the current tile.
 #pragma once
 
 #include "attention/attention.h"
@@ -10,18 +10,18 @@
 namespace penstock {
 namespace {
 
-class Fetch {
+class Prefetcher {
   public:
-    // work: of all the calls of `after` for this tile together, in any unit.
-    Fetch(const TileArgs& a, int work) : next_(a.next) {
+    // work: the sum over all calls of `advance` for this tile, in any unit.
+    Prefetcher(const TileArgs& a, int work) : next_(a.next) {
         if (a.next[0] == nullptr) return;
         bytes_ = static_cast<int>(granule_bytes(*a.cache) / LINE_BYTES * LINE_BYTES);
         rate_ = (TILE_GRANULES * (bytes_ / LINE_BYTES) * ONE + work - 1) / work;
         begin_granule();
     }
 
-    // After so much work: the lines that are due.
-    inline __attribute__((always_inline)) void after(int work) {
+    // Prefetch the lines that are due after so much work.
+    inline __attribute__((always_inline)) void advance(int work) {
         for (owed_ += work * rate_; owed_ >= ONE; owed_ -= ONE) {
             if (line_ == end_) {
                 if (granule_ == TILE_GRANULES) return;
@@ -46,7 +46,7 @@ class Fetch {
     const char* end_ = nullptr;
     int granule_ = 0;
     int bytes_ = 0;
-    int rate_ = 0;  // lines for a unit of work, in units of 1 / ONE
+    int rate_ = 0;  // lines per unit of work, in units of 1 / ONE
     int owed_ = 0;
 };
 

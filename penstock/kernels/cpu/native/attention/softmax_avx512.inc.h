@@ -1,14 +1,14 @@
 // The softmax of a tile with AVX-512. Included by attention_tile.inc.h, which has its contract.
 //
-// Four rows go together: reducing four registers to four numbers takes half the shuffles of reducing each by itself.
-// Multiplications and additions are fused in the exponential, so its bits differ from other levels'.
+// Four rows are processed together: reducing four registers to four numbers takes half the shuffles of reducing each
+// alone. Multiplications and additions are fused in the exponential, so its bits differ from those of other levels.
 #pragma once
 
 namespace penstock {
 namespace {
 
 constexpr int ROW_GROUP = 4;
-static_assert(MAX_STRIP % ROW_GROUP == 0 && MAX_STRIP <= LANES, "groups of rows fill the arrays of a strip");
+static_assert(MAX_STRIP % ROW_GROUP == 0 && MAX_STRIP <= LANES, "whole groups of rows fit into the arrays of a strip");
 
 PENSTOCK_INLINE __mmask16 first_rows(int rows) { return static_cast<__mmask16>((1u << rows) - 1); }
 
@@ -22,7 +22,7 @@ PENSTOCK_INLINE void store_rows(float* to, F32x16 a, int rows) {
     _mm512_mask_storeu_ps(to, first_rows(rows), a.part[0]);
 }
 
-// Bit i: lane i of a mask.
+// Bit i is set if lane i of the mask is.
 PENSTOCK_INLINE std::uint32_t bits_set(I32x16 mask) {
     return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask.part[0]));
 }
@@ -33,13 +33,13 @@ struct Sum {
     PENSTOCK_INLINE static __m128 of(__m128 a, __m128 b) { return _mm_add_ps(a, b); }
 };
 
-struct Greatest {  // not for NaN
+struct Max {  // not for NaN
     PENSTOCK_INLINE static __m512 of(__m512 a, __m512 b) { return _mm512_maskz_max_ps(0xFFFF, a, b); }
     PENSTOCK_INLINE static __m256 of(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
     PENSTOCK_INLINE static __m128 of(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
 };
 
-// Number r from the sixteen lanes of row r, for each row in one and the same order.
+// Number r from the sixteen lanes of row r, in the same order for each row.
 template <class Op>
 PENSTOCK_INLINE __m128 reduce(const __m512 (&row)[ROW_GROUP]) {
     constexpr __mmask16 ALL = 0xFFFF;
@@ -73,7 +73,7 @@ PENSTOCK_INLINE Power exponential(__m512 x) {
     return {power, n};
 }
 
-// Sixteen p, or 0 where they would be near the subnormal numbers, or hidden. Of a NaN: NaN.
+// Sixteen p, or 0 if hidden or near the subnormal numbers. NaN gives NaN.
 PENSTOCK_INLINE __m512 probabilities(__m512 x, __mmask16 visible) {
     constexpr float LOWEST = -87.0f;
     const __mmask16 seen = _mm512_mask_cmp_ps_mask(visible, x, _mm512_set1_ps(LOWEST), _CMP_NLT_UQ);
@@ -90,7 +90,7 @@ PENSTOCK_INLINE void store_row(std::uint16_t* p, const __m512 (&x)[TILE_LANES]) 
         _mm512_storeu_si512(p + i * LANES, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1], x[i]));
 }
 
-// ROWS rows of a group. s times `scale` are the scores.
+// ROWS rows of a group. The scores are s times `scale`.
 template <int ROWS, bool ALL_VISIBLE, class P>
 void softmax_group(const TileArgs& a, int first, float scale, const float* s, P* p, float* m, float* l) {
     std::uint64_t visible[ROWS];
@@ -103,17 +103,17 @@ void softmax_group(const TileArgs& a, int first, float scale, const float* s, P*
         for (int i = 0; i < TILE_LANES; ++i) {
             const __m512 x = _mm512_loadu_ps(s + r * TILE + i * LANES);
             const __mmask16 lanes = static_cast<__mmask16>(visible[r] >> i * LANES);
-            top[r] = _mm512_mask_max_ps(top[r], lanes, x, top[r]);  // of a NaN: top
+            top[r] = _mm512_mask_max_ps(top[r], lanes, x, top[r]);  // top if x is NaN
         }
     }
 #pragma GCC unroll 4
     for (int r = ROWS; r < ROW_GROUP; ++r) top[r] = top[0];
-    // Scaling is monotone: the greatest score is the greatest dot product, scaled.
-    const __m128 greatest = _mm_mul_ps(reduce<Greatest>(top), _mm_set1_ps(scale));
-    _mm_store_ps(m, greatest);
+    // Scaling is monotone: the maximum score is the maximum dot product, scaled.
+    const __m128 max_score = _mm_mul_ps(reduce<Max>(top), _mm_set1_ps(scale));
+    _mm_store_ps(m, max_score);
     alignas(16) float shift[ROW_GROUP];
-    const __m128 nothing = _mm_cmpeq_ps(greatest, _mm_set1_ps(MINUS_INFINITY));
-    _mm_store_ps(shift, _mm_andnot_ps(nothing, greatest));
+    const __m128 hidden = _mm_cmpeq_ps(max_score, _mm_set1_ps(MINUS_INFINITY));
+    _mm_store_ps(shift, _mm_andnot_ps(hidden, max_score));
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
         __m512 x[TILE_LANES];
@@ -135,7 +135,7 @@ template <bool ALL_VISIBLE, class P>
 PENSTOCK_INLINE void softmax_groups(
     const TileArgs& a, int first, int rows, float scale, const float* s, P* p, StripParts& parts) {
     for (int r = 0; r < rows; r += ROW_GROUP) {
-        float* const m = parts.greatest + r;
+        float* const m = parts.max + r;
         float* const l = parts.sum + r;
         const float* const from = s + r * TILE;
         P* const to = p + r * TILE;
@@ -150,8 +150,8 @@ PENSTOCK_INLINE void softmax_groups(
 
 template <class P>
 PENSTOCK_INLINE void softmax(const TileArgs& a, int first, int rows, float* s, P* p, StripParts& parts) {
-    float scale = a.how->scale;
-    const bool only_scaled = a.slopes == nullptr && !(a.how->softcap > 0.0f) && scale > 0.0f;
+    float scale = a.params->scale;
+    const bool only_scaled = a.slopes == nullptr && !(a.params->softcap > 0.0f) && scale > 0.0f;
     if (!only_scaled) {
         for (int r = 0; r < rows; ++r)
             for (float* x = s + r * TILE; x != s + (r + 1) * TILE; x += LANES)

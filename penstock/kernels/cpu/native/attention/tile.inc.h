@@ -1,16 +1,17 @@
-// A tile of attention, strip of rows by strip of rows: what all levels and kinds of cache have in common. Included by
-// files that are compiled once for each instruction level.
+// A tile of attention, one strip of rows at a time: the common part of all levels and kinds of cache. Included by files
+// that are compiled once per instruction level.
 //
-// A Kind brings the two products:
-//     static constexpr int STRIP;                                                // rows at a time, up to MAX_STRIP
-//     static void scores(const TileArgs&, int first, int rows, float* s);        // s [rows][TILE]: q . k
-//     static void mix(const TileArgs&, int first, int rows, float* p, float* o); // o [rows][padded_dim]: sum of p v
-// mix may overwrite p. In its p a hidden position is 0. A kind that folds sums while they are in registers has an
-// attend_tile of its own, made of the same parts: softmax, fold_sums, and its own mix.
+// A Kind provides the two products:
+//     static constexpr int STRIP;                                          // rows at a time, up to MAX_STRIP
+//     static void multiply_keys(const TileArgs&, int first, int rows, float* s);
+//     static void multiply_values(const TileArgs&, int first, int rows, float* p, float* o);
+// with s [rows][TILE] = q . k, p [rows][TILE], 0 at hidden positions and overwritten if necessary, and o
+// [rows][padded_dim] = sum of p v. A kind that folds while the sums are in registers has its own attend_tile, made of
+// softmax, fold_sums and its own products.
 #pragma once
 
 #if defined(__AVX512F__)
-#include "avx512.inc.h"  // before others include its header
+#include "avx512.inc.h"  // before another header includes <immintrin.h>
 #endif
 #include "attention/attention.h"
 #include "vector_math.inc.h"
@@ -21,13 +22,13 @@ namespace {
 constexpr int TILE_LANES = TILE / LANES;
 constexpr float MINUS_INFINITY = -__builtin_inff();
 
-// m' and l' of a strip's rows. Where all scores are NaN so is l', and m' is -inf.
+// m' and l' of the rows of a strip. If all scores are NaN, l' is NaN and m' is -inf.
 struct StripParts {
-    alignas(64) float greatest[MAX_STRIP];
+    alignas(64) float max[MAX_STRIP];
     alignas(64) float sum[MAX_STRIP];
 };
 
-// Bit j: row r sees position j of the tile.
+// Bit j: position j of the tile is below `end`, or visible to a row.
 PENSTOCK_INLINE std::uint64_t positions_below(std::int32_t end) {
     return end <= 0 ? 0 : end >= TILE ? ~std::uint64_t{0} : (std::uint64_t{1} << end) - 1;
 }
@@ -37,23 +38,23 @@ PENSTOCK_INLINE std::uint64_t visible_positions(const TileArgs& a, int row) {
     return positions_below(a.high[row]) & (~positions_below(a.low[row]) | positions_below(a.sink));
 }
 
-// Dot products of one row become scores.
+// Turn dot products of one row into scores.
 PENSTOCK_INLINE F32x16 score(const TileArgs& a, int row, int first, F32x16 s) {
-    const PenstockAttention& how = *a.how;
+    const PenstockAttention& params = *a.params;
     F32x16 bias = 0.0f;
     if (a.slopes != nullptr) {
         const std::int64_t distance = a.base + first - a.positions[row];
         bias = to_float(lane_index() + static_cast<std::int32_t>(distance)) * a.slopes[row];
-        if (how.bias_before_scale != 0) s = s + bias;
+        if (params.bias_before_scale != 0) s = s + bias;
     }
-    s = s * how.scale;
-    if (how.softcap > 0.0f) s = tanh(s / how.softcap) * how.softcap;
-    if (a.slopes != nullptr && how.bias_before_scale == 0) s = s + bias;
+    s = s * params.scale;
+    if (params.softcap > 0.0f) s = tanh(s / params.softcap) * params.softcap;
+    if (a.slopes != nullptr && params.bias_before_scale == 0) s = s + bias;
     return s;
 }
 
 // template <class P> void softmax(const TileArgs&, int first, int rows, float* s, P* p, StripParts&):
-// dot products s [rows][TILE] of rows first, .. become p [rows][TILE], of float or rounded to bfloat16 (uint16), and m'
+// turn dot products s [rows][TILE] of rows first, .. into p [rows][TILE], float or rounded to bfloat16 (uint16), and m'
 // and l' (of the float p). s is overwritten; p may be s.
 }  // namespace
 }  // namespace penstock
@@ -69,9 +70,9 @@ namespace {
 
 // ---- The fold of attention.h
 
-// What the state and the part are multiplied with: sixteen rows, or one in all lanes.
+// The new m and the factors of the state and of the part: sixteen rows, or one row in all lanes.
 struct FoldFactors {
-    F32x16 greatest, keep, add;
+    F32x16 max, keep, add;
 };
 
 PENSTOCK_INLINE FoldFactors fold_factors(F32x16 m, F32x16 part_m) {
@@ -81,22 +82,22 @@ PENSTOCK_INLINE FoldFactors fold_factors(F32x16 m, F32x16 part_m) {
 }
 
 struct RowPart {
-    float greatest, sum;
+    float max, sum;
 };
 
 // For one row.
 PENSTOCK_INLINE void fold_row(std::int64_t dim, float& m, float& l, float* o, RowPart part, const float* part_o) {
     if (part.sum == 0.0f) return;
-    const FoldFactors f = fold_factors(m, part.greatest);
+    const FoldFactors f = fold_factors(m, part.max);
     alignas(64) float lane[LANES];
     for (std::int64_t d = 0; d < dim; d += LANES) store(o + d, load(o + d) * f.keep + load(part_o + d) * f.add);
     store(lane, l * f.keep + part.sum * f.add);
     l = lane[0];
-    store(lane, f.greatest);
+    store(lane, f.max);
     m = lane[0];
 }
 
-// What is left to do of a strip's fold, once its sums are folded: o = o keep + o' add, where bit r is set.
+// The rest of the fold of a strip once m and l are folded: o = o keep + o' add for rows whose bit is set.
 struct StripFold {
     alignas(64) float keep[MAX_STRIP];
     alignas(64) float add[MAX_STRIP];
@@ -104,13 +105,13 @@ struct StripFold {
 };
 
 PENSTOCK_INLINE void fold_sums(const TileArgs& a, int first, int rows, const StripParts& parts, StripFold& fold) {
-    float* const m = a.greatest + first;
-    float* const l = a.sum + first;
-    const F32x16 part_m = load_rows(parts.greatest, rows), part_l = load_rows(parts.sum, rows);
+    float* const m = a.running_max + first;
+    float* const l = a.running_sum + first;
+    const F32x16 part_m = load_rows(parts.max, rows), part_l = load_rows(parts.sum, rows);
     const F32x16 state_m = load_rows(m, rows), state_l = load_rows(l, rows);
     const I32x16 folds = part_l != 0.0f;
     const FoldFactors f = fold_factors(state_m, part_m);
-    store_rows(m, select(folds, f.greatest, state_m), rows);
+    store_rows(m, select(folds, f.max, state_m), rows);
     store_rows(l, select(folds, state_l * f.keep + part_l * f.add, state_l), rows);
     store(fold.keep, f.keep);
     store(fold.add, f.add);
@@ -126,13 +127,13 @@ void attend_tile(const TileArgs& a) {
         const int rows = a.rows - first < Kind::STRIP ? a.rows - first : Kind::STRIP;
         StripParts parts;
         StripFold fold;
-        Kind::scores(a, first, rows, p);
+        Kind::multiply_keys(a, first, rows, p);
         softmax(a, first, rows, p, p, parts);
         fold_sums(a, first, rows, parts, fold);
-        Kind::mix(a, first, rows, p, o);
+        Kind::multiply_values(a, first, rows, p, o);
         for (int r = 0; r < rows; ++r) {
             if ((fold.rows >> r & 1) == 0) continue;
-            float* const to = a.mixed + (first + r) * dim;
+            float* const to = a.accumulator + (first + r) * dim;
             const F32x16 keep = fold.keep[r], add = fold.add[r];
             const float* const part = o + r * dim;
             for (std::int64_t d = 0; d < dim; d += LANES) store(to + d, load(to + d) * keep + load(part + d) * add);

@@ -1,8 +1,7 @@
-// The machine's limits: how fast it reads memory and how fast it multiplies. Nothing here is part of a product.
+// The machine's limits: how fast it reads memory and how fast it multiplies. No product uses these loops.
 
 #include "limits/limits.h"
 
-#include <algorithm>
 #include <chrono>
 
 #include "context.h"
@@ -17,7 +16,7 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 typedef std::int64_t Words __attribute__((vector_size(16)));
 
-// Reads a multiple of 256 bytes as four streams: one alone does not keep enough lines of memory on their way.
+// Read a multiple of 256 bytes as four streams: one stream does not keep enough cache lines in flight.
 std::int64_t read_range(const char* memory, std::int64_t bytes) {
     constexpr int STREAMS = 4, LINE = 64, AHEAD = 2048, INTO_L2 = 2;
     const std::int64_t stream = bytes / STREAMS;
@@ -36,7 +35,7 @@ std::int64_t read_range(const char* memory, std::int64_t bytes) {
 
 constexpr int NUM_CHAINS = 12;  // that begin apart, or the compiler computes one for all
 
-// Plain C++ has no fused multiply-add, and no product of bfloat16: its kernels widen them to float32.
+// Plain C++ has no fused multiply-add and no bfloat16 products: its kernels widen bfloat16 to float32.
 float multiply_floats(std::int64_t iterations) {
     typedef float Floats __attribute__((vector_size(16)));
     const Floats factor = {0.5f, 0.5f, 0.5f, 0.5f}, addend = {1, 2, 3, 4};
@@ -90,27 +89,22 @@ void portable_limits(LimitLoops& loops) {
 
 using namespace penstock;
 
-// Reads `bytes` of memory, at a multiple of 64, once with all threads, but for a tail of less than 256 bytes. Returns
-// seconds.
-PENSTOCK_EXPORT double penstock_limit_read(Context* context, const void* memory, std::int64_t bytes) {
-    const Turn turn(context);
+extern "C" double penstock_limit_read(Context* context, const void* memory, std::int64_t bytes) {
+    const CallScope scope(context);
     constexpr std::int64_t RANGE = 2 << 20, UNIT = 256;
     const std::int64_t whole = bytes / UNIT * UNIT;
     volatile std::int64_t sink = 0;
     const Clock::time_point start = Clock::now();
-    context->pool.run((whole + RANGE - 1) / RANGE, [&](std::int64_t range, int) {
-        const std::int64_t from = range * RANGE;
-        sink = read_range(static_cast<const char*>(memory) + from, std::min(RANGE, whole - from));
+    context->pool.parallel_for_blocks(whole, RANGE, [&](std::int64_t first, std::int64_t size, int) {
+        sink = read_range(static_cast<const char*>(memory) + first, size);
     });
     return seconds_since(start);
 }
 
-// Multiplies from registers with all threads, about `iterations` of the level's loop on each, and writes the number of
-// operations. In pieces, so that a thread that starts late holds nobody up. Returns seconds.
-PENSTOCK_EXPORT double penstock_limit_multiply(
+extern "C" double penstock_limit_multiply(
     Context* context, std::int32_t kind, std::int64_t iterations, std::int64_t* operations) {
-    const Turn turn(context);
-    constexpr int PIECES = 16;  // of each thread
+    const CallScope scope(context);
+    constexpr int PIECES = 16;  // per thread, so that a thread that starts late does not delay the others
     LimitLoops loops;
     choose_loops(context->level, loops);
     const LimitLoop loop = loops[kind];
@@ -118,7 +112,7 @@ PENSTOCK_EXPORT double penstock_limit_multiply(
     const std::int64_t piece = (iterations + PIECES - 1) / PIECES;
     volatile float sink = 0;
     const Clock::time_point start = Clock::now();
-    context->pool.run(pieces, [&](std::int64_t, int) { sink = loop.run(piece); });
+    context->pool.parallel_for(pieces, [&](std::int64_t, int) { sink = loop.run(piece); });
     const double seconds = seconds_since(start);
     *operations = pieces * piece * loop.operations;
     return seconds;

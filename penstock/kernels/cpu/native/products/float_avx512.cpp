@@ -4,29 +4,26 @@
 // A word of K of one panel is 32 of them, two registers; a tile of activations is [words of K][rows], so that the
 // kernel reads both from front to back. Rows and panels are template arguments: all sums stay in registers.
 
-#include "products/operands_avx512.inc.h"
 #include "avx512_transpose.inc.h"
 #include "products/leaves.inc.h"
-#include "products/products.h"
+#include "products/operands_avx512.inc.h"
 
 namespace penstock {
 
 namespace {
 
-#define PENSTOCK_INLINE static inline __attribute__((always_inline))
-
-constexpr int TILE_ROWS = 12;                      // 12 rows x 2 registers leave 8 for weights and addresses
-constexpr int LANES = 16;                          // words of a register
+constexpr int TILE_ROWS = 12;                      // 12 rows x 2 registers of sums leave 8 for weights and addresses
+constexpr int LANES = 16;                          // words per register
 constexpr std::int64_t WORD_BYTES = 4 * PANEL;     // one word of K of a panel
-constexpr std::int64_t AHEAD_BYTES = 2048;         // prefetched ahead of a stream from memory
-constexpr std::int64_t BLOCK_BYTES = 128 << 10;    // of a panel, to be met in the cache by every tile
+constexpr std::int64_t AHEAD_BYTES = 2048;         // prefetch distance of a stream from memory
+constexpr std::int64_t BLOCK_BYTES = 128 << 10;    // of a panel, so that every tile finds it in the cache
 
 struct Bf16 {
-    static constexpr int ELEMENTS = 2;  // of K in a word
+    static constexpr int ELEMENTS = 2;  // of K per word
 
-    // acc += weights * *word, both elements; as inline assembly, because compilers load the broadcast word into a
-    // register of its own and then have too few.
-    PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i weights, const std::int32_t* word) {
+    // acc += weights * *word, both elements; in assembly, because compilers load the broadcast word into an extra
+    // register and then spill.
+    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i weights, const std::int32_t* word) {
         __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*word));
     }
 
@@ -38,7 +35,7 @@ struct Bf16 {
 struct F32 {
     static constexpr int ELEMENTS = 1;
 
-    PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i weights, const std::int32_t* word) {
+    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i weights, const std::int32_t* word) {
         __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*word));
     }
 
@@ -47,15 +44,15 @@ struct F32 {
     }
 };
 
-// The elements first .. last-1 of the rows of x, padded with zeros, as words [padded / ELEMENTS][rows] at `tile`.
+// A leaf of the rows of x as words [padded / ELEMENTS][rows] at `tile`.
 template <class Type>
-void pack_leaf(const OperandArgs& a, std::int64_t first, std::int64_t last, std::int64_t padded, std::int32_t* tile) {
+void pack_leaf(const OperandArgs& a, const LeafRange& leaf, std::int32_t* tile) {
     const __mmask16 rows = static_cast<__mmask16>((1u << a.rows) - 1);
-    for (std::int64_t at = 0; at < padded; at += LANES * Type::ELEMENTS) {
-        const std::int64_t left = last - first - at;
+    for (std::int64_t at = 0; at < leaf.padded; at += LANES * Type::ELEMENTS) {
+        const std::int64_t left = leaf.count - at;
         __m512i words[LANES] = {};
         for (int r = 0; r < a.rows && left > 0; ++r)
-            words[r] = Type::load(row_address(a, r, first + at), left, a.x_type);
+            words[r] = Type::load(row_address(a, r, leaf.first + at), left, a.x_type);
         if (a.rows == 1) {
             _mm512_storeu_si512(tile, words[0]);
         } else {
@@ -68,28 +65,23 @@ void pack_leaf(const OperandArgs& a, std::int64_t first, std::int64_t last, std:
 
 template <class Type>
 void pack(const OperandArgs& a) {
-    const PenstockWeight& weight = *a.weight;
-    std::int64_t first = 0, padded_first = 0;
-    for (int leaf = 0; leaf < weight.leaves; ++leaf) {
-        std::int32_t* tile = static_cast<std::int32_t*>(a.tile) + padded_first / Type::ELEMENTS * a.rows;
-        pack_leaf<Type>(a, first, weight.leaf_ends[leaf], weight.padded_leaf_ends[leaf] - padded_first, tile);
-        first = weight.leaf_ends[leaf];
-        padded_first = weight.padded_leaf_ends[leaf];
-    }
+    each_leaf(*a.weight, [&a](const LeafRange& leaf) {
+        pack_leaf<Type>(a, leaf, static_cast<std::int32_t*>(a.tile) + leaf.padded_first / Type::ELEMENTS * a.rows);
+    });
 }
 
 // A piece of K of one tile and some panels. Sums are [rows][panels * 32].
 struct Piece {
     const std::int32_t* operands;  // [words][rows]
     const char* weights;           // of the first panel
-    std::int64_t panel_bytes;      // from one panel to the next
+    std::int64_t panel_bytes;      // per panel
     std::int64_t words;
-    const char* ahead;             // weights to fetch meanwhile, and
-    std::int64_t ahead_step;       // how far to go on at every word
-    bool continues;                // the piece before, whose sums are at `sums`
-    const float* tree;             // where earlier leaves wait,
-    std::int64_t tree_stride;      // from one level to the next, and
-    unsigned levels;               // which of them to add at the end
+    const char* ahead;             // weights to prefetch
+    std::int64_t ahead_step;       // bytes prefetched per word
+    bool continues;                // start from the sums of the previous piece at `sums`
+    const float* tree;             // sums of earlier leaves
+    std::int64_t tree_stride;      // per level
+    unsigned levels;               // of the tree, to be added at the end
     float* sums;                   // out
 };
 
@@ -150,8 +142,8 @@ PieceKernel choose(int rows, int panels) {
     return panels == 2 ? TWO_PANELS[rows - 2] : ONE_PANEL[rows - 2];
 }
 
-// One piece of K, for all tiles one after the other; `piece` is the first tile's. While several tiles pass over it they
-// fetch the next piece, each its share; a single one fetches a little ahead of itself.
+// One piece of K for all tiles, one after the other; `piece` is that of the first tile. Several tiles prefetch the next
+// piece, each its part; a single tile prefetches a fixed distance ahead.
 void multiply_tiles(const MultiplyArgs& a, PieceKernel kernel, Piece piece, std::int64_t sums_stride) {
     const std::int64_t piece_bytes = piece.words * WORD_BYTES;
     piece.ahead_step = WORD_BYTES / a.tiles;
@@ -164,8 +156,8 @@ void multiply_tiles(const MultiplyArgs& a, PieceKernel kernel, Piece piece, std:
     }
 }
 
-// K is cut at the leaves and, where several tiles pass, into blocks that stay in the cache. A block goes on with the
-// sums of the one before, so that cutting changes no bit.
+// K is split at the leaves and, if there are several tiles, into blocks that stay in the cache. A block continues with
+// the sums of the previous one, so that splitting changes no bit.
 template <class Type>
 void multiply(const MultiplyArgs& a) {
     const PenstockWeight& weight = *a.weight;

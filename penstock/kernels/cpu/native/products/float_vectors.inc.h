@@ -1,18 +1,15 @@
-// Products of float32 and of bfloat16 weights in vectors of float32, for levels without bfloat16 arithmetic.
+// Products of float32 and bfloat16 weights in vectors of float32, for levels without bfloat16 arithmetic.
 //
-// Included once by each level's file, after it has defined, in an anonymous namespace,
+// Included by the file of each level, which first defines, in an anonymous namespace,
 //   LANES            floats in a vector,
 //   Vector, Words    vectors of that many floats and 32-bit words, which may alias anything,
-//   multiply_add     (a, b, c) -> a * b + c, in the level's own rounding.
+//   multiply_add     (a, b, c) -> a * b + c, with the rounding of the level.
 //
-// A tile holds [padded_k][rows] float32, or [padded_k / 2][rows][2] bfloat16. A bfloat16 pair is widened to two exact
-// float32 values, and each output adds the even element of K first, then the odd one: one chain over ascending K.
+// A tile is [padded_k][rows] float32 or [padded_k / 2][rows][2] bfloat16. A bfloat16 pair is widened to two float32
+// values, and each output adds the even element of K first, then the odd one: one chain over ascending K.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-
-#include "products/products.h"
+#include "products/leaves.inc.h"
 
 namespace penstock {
 namespace {
@@ -20,43 +17,31 @@ namespace {
 constexpr int TILE_ROWS = 6;  // 6 rows x 2 vectors of columns: 12 of 16 registers hold sums
 constexpr int VECTORS = PANEL / LANES;
 
-std::uint16_t to_bf16(float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<std::uint16_t>(bits >> 16 | 0x40);  // NaN stays NaN
-    return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-float from_bf16(std::uint16_t value) {
-    const std::uint32_t bits = std::uint32_t{value} << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-
-void convert(float from, float* to) { *to = from; }
-void convert(float from, std::uint16_t* to) { *to = to_bf16(from); }
-void convert(std::uint16_t from, float* to) { *to = from_bf16(from); }
-void convert(std::uint16_t from, std::uint16_t* to) { *to = from; }
+template <class From>
+void convert(From from, float* to) { *to = to_float(from); }
+template <class From>
+void convert(From from, std::uint16_t* to) { *to = to_bf16(from); }
 
 // The operand of one activation row: position `at` of padded K goes to tile[at / UNIT * rows * UNIT + at % UNIT].
 template <int UNIT, class From, class To>
 void pack_row(const PenstockWeight& weight, const From* x, int rows, To* tile) {
-    std::int64_t from = 0, at = 0;
-    for (int leaf = 0; leaf < weight.leaves; ++leaf) {
-        for (; from < weight.leaf_ends[leaf]; ++from, ++at)
-            convert(x[from], &tile[at / UNIT * rows * UNIT + at % UNIT]);
-        for (; at < weight.padded_leaf_ends[leaf]; ++at) tile[at / UNIT * rows * UNIT + at % UNIT] = 0;
-    }
+    each_leaf(weight, [=](const LeafRange& leaf) {
+        for (std::int64_t i = 0; i < leaf.padded; ++i) {
+            const std::int64_t at = leaf.padded_first + i;
+            To* to = &tile[at / UNIT * rows * UNIT + at % UNIT];
+            if (i < leaf.count)
+                convert(x[leaf.first + i], to);
+            else
+                *to = 0;
+        }
+    });
 }
 
 template <int UNIT, class From, class To>
 void pack_rows(const OperandArgs& args) {
-    for (int r = 0; r < args.rows; ++r) {
-        const std::int64_t row = args.row_index != nullptr ? args.row_index[r] : args.first_row + r;
-        pack_row<UNIT>(*args.weight, static_cast<const From*>(args.x) + row * args.x_stride, args.rows,
+    for (int r = 0; r < args.rows; ++r)
+        pack_row<UNIT>(*args.weight, reinterpret_cast<const From*>(row_address(args, r, 0)), args.rows,
                        static_cast<To*>(args.tile) + r * UNIT);
-    }
 }
 
 template <int UNIT, class To>
@@ -65,7 +50,7 @@ void pack(const OperandArgs& args) {
     pack_rows<UNIT, std::uint16_t, To>(args);
 }
 
-// How a kind steps through K: `Element` is what a tile and a panel hold for one row or column and one step.
+// A step through K: `Element` is the part of a tile or panel for one row or column and one step.
 struct F32Step {
     using Element = float;
     static constexpr int UNIT = 1;
@@ -75,7 +60,7 @@ struct F32Step {
         Vector columns[WIDTH];
         for (int v = 0; v < WIDTH; ++v) columns[v] = reinterpret_cast<const Vector*>(weights)[v];
         for (int r = 0; r < ROWS; ++r) {
-            const Vector row = operands[r] - Vector{};  // in every lane
+            const Vector row = operands[r] - Vector{};  // in all lanes
             for (int v = 0; v < WIDTH; ++v) sums[r][v] = multiply_add(row, columns[v], sums[r][v]);
         }
     }
@@ -97,24 +82,24 @@ struct Bf16Step {
             odds[v] = odd(pairs);
         }
         for (int r = 0; r < ROWS; ++r) {
-            const Words pair = operands[r] + Words{};  // in every lane
+            const Words pair = operands[r] + Words{};  // in all lanes
             for (int v = 0; v < WIDTH; ++v) sums[r][v] = multiply_add(even(pair), evens[v], sums[r][v]);
             for (int v = 0; v < WIDTH; ++v) sums[r][v] = multiply_add(odd(pair), odds[v], sums[r][v]);
         }
     }
 };
 
-// Where the sums of one tile and one panel go: to `out`, or first to wait in the tree for later leaves.
+// The destination of the sums of one tile and one panel: `out`, or the tree until later leaves are done.
 struct Tree {
-    float* waiting;           // [TREE_LEVELS][level_stride]
+    float* levels;            // [TREE_LEVELS][level_stride]
     std::int64_t level_stride;
     float* out;
     std::int64_t row_stride;  // of both
 
-    // Adds what waits on every level where the leaf's number has a one; the first level with a zero keeps the sum.
-    void deliver(Vector sum, std::int64_t at, int leaf, bool last) const {
+    // Add every level at which the leaf number has a one; the first level with a zero keeps the sum.
+    void add(Vector sum, std::int64_t at, int leaf, bool last) const {
         for (int level = 0; level < TREE_LEVELS; ++level) {
-            Vector* held = reinterpret_cast<Vector*>(waiting + level * level_stride + at);
+            Vector* held = reinterpret_cast<Vector*>(levels + level * level_stride + at);
             if (leaf >> level & 1) {
                 sum = *held + sum;
             } else if (!last) {
@@ -141,13 +126,13 @@ void add_leaf(const MultiplyArgs& args, const void* tile, std::int64_t panel, in
             Step::template add<ROWS, WIDTH>(operands + at * ROWS, values + at * PANEL + first * LANES, sums);
         for (int r = 0; r < ROWS; ++r)
             for (int v = 0; v < WIDTH; ++v)
-                tree.deliver(sums[r][v], r * tree.row_stride + (first + v) * LANES, leaf, leaf + 1 == weight.leaves);
+                tree.add(sums[r][v], r * tree.row_stride + (first + v) * LANES, leaf, leaf + 1 == weight.leaves);
     }
 }
 
 template <class Step, int ROWS>
 void multiply_rows(const MultiplyArgs& args) {
-    // Few rows: more columns at a time, for enough independent sums.
+    // With few rows, more columns at a time give enough independent sums.
     constexpr int WIDTH = ROWS * VECTORS <= 12 ? VECTORS : ROWS <= 3 ? 4 : 2;
     const std::int64_t row_stride = std::int64_t{args.panels} * PANEL;
     const std::int64_t level_stride = MAX_TILE_ROWS * row_stride;
@@ -163,7 +148,7 @@ void multiply_rows(const MultiplyArgs& args) {
 
 template <class Step>
 void multiply(const MultiplyArgs& args) {
-    static_assert(TILE_ROWS == 6, "one case for each number of rows");
+    static_assert(TILE_ROWS == 6, "one case per number of rows");
     switch (args.rows) {
         case 1: return multiply_rows<Step, 1>(args);
         case 2: return multiply_rows<Step, 2>(args);

@@ -1,25 +1,25 @@
-// What the levels share of products with int4 weights: the walk over leaves, tiles and groups, the end of a leaf, and
-// activations in bfloat16. The products_int4 files compile it for themselves, within their anonymous namespace.
+// What the levels share of products with int4 weights: the loops over leaves, tiles and groups, the end of a leaf, and
+// activations in bfloat16. Included by the int4 file of each level within its anonymous namespace.
 
-constexpr int TILE_ROWS = 12;                 // operand rows of a tile, on every level
-constexpr int MAX_BLOCK = TILE_ROWS * PANEL;  // operand rows * columns that are summed up at once
+constexpr int TILE_ROWS = 12;                 // operand rows per tile, on every level
+constexpr int MAX_BLOCK = TILE_ROWS * PANEL;  // operand rows * columns that are summed at once
 constexpr int MAX_GROUP = 128;
-constexpr int QUAD = 4;            // elements of K that packed values keep together
-constexpr int QUAD_BYTES = 64;     // what they take in a panel
+constexpr int QUAD = 4;            // elements of K that packed values store together
+constexpr int QUAD_BYTES = 64;     // of four elements of K in a panel
 constexpr int FETCH_AHEAD = 2048;  // bytes of a panel, at least a group
 
-// One group of K: all operand rows of a tile, some neighbouring panels.
+// One group of K, for all operand rows of a tile and some neighbouring panels.
 struct Group {
     const std::uint8_t* values;        // of the first panel, [size / 4][16][4]
     std::int64_t values_stride;        // bytes from one panel to the next
     const std::uint16_t* scales;       // of the first panel, bfloat16 [32]
     std::int64_t scales_stride;        // elements from one panel to the next
-    const void* operands;              // of the tile, in the level's layout
-    const std::int32_t* sums;          // of the operands, [operand rows]; nothing where activations are bfloat16
+    const void* operands;              // of the tile, in the layout of the level
+    const std::int32_t* sums;          // of the operands, [operand rows]; unused for bfloat16 activations
     int size;                          // 32, 64 or 128
     float* totals;                     // [operand rows][panels * 32], to be added to
-    const std::uint8_t* next_values;   // what may be fetched into the caches meanwhile, of the first panel,
-    int next_step;                     // and how many bytes that goes on with every 4 of K
+    const std::uint8_t* next_values;   // to be prefetched, of the first panel
+    int next_step;                     // bytes prefetched per 4 elements of K
     const std::uint16_t* next_scales;
 };
 
@@ -31,11 +31,10 @@ inline int operand_rows(const MultiplyArgs& a) {
     return a.weight->slices > 0 ? a.rows * a.weight->slices : a.rows;
 }
 
-// The end of a leaf: from the totals of a tile, [rows][slices][columns], into the tree of partial sums or, the last
-// leaf, out.
+// The end of a leaf: from the totals of a tile, [rows][slices][columns], to the tree of partial sums or, after the last
+// leaf, to out.
 inline void end_leaf(
     const MultiplyArgs& a, int leaf, int tile, int panel, int slices, int columns, const float* totals) {
-    constexpr float SECOND = 1.0f / 254.0f, THIRD = 1.0f / (254.0f * 254.0f);
     const PenstockWeight& w = *a.weight;
     const bool last = leaf + 1 == w.leaves;
     const unsigned levels = levels_to_add(leaf, w.leaves);
@@ -47,8 +46,8 @@ inline void end_leaf(
         float* to = last ? a.out + tile * a.rows * width + at : tree + level_to_keep(leaf) * level_stride;
         for (int c = 0; c < columns; c += LANES) {
             Floats sum = floats(totals + c);
-            if (slices > 1) sum = sum + floats(totals + columns + c) * SECOND;
-            if (slices > 2) sum = sum + floats(totals + 2 * columns + c) * THIRD;
+            if (slices > 1) sum = sum + floats(totals + columns + c) * SECOND_SLICE;
+            if (slices > 2) sum = sum + floats(totals + 2 * columns + c) * THIRD_SLICE;
             sum = sum * scale;
             for (int level = 0; levels >> level; ++level)
                 if (levels >> level & 1) sum = floats(tree + level * level_stride + c) + sum;
@@ -57,12 +56,11 @@ inline void end_leaf(
     }
 }
 
-// All tiles times `panels` panels, the first of which is args.first_panel + panel. The operands of a group are
-// `element` bytes each, group after group. rows is operand_rows(a), as a constant if it can be; add_group(Group) sums
-// up one group.
+// All tiles times `panels` panels from a.first_panel + panel on. Operands are `element` bytes each, group after group.
+// rows: operand_rows(a), as a constant if possible. add_group(Group) adds one group to the totals.
 //
-// A single tile fetches its own weights some groups ahead. Of several tiles each fetches its share of the next leaf,
-// for the first one would wait for memory while the others have enough to do.
+// A single tile prefetches its own weights some groups ahead. Several tiles each prefetch a part of the next leaf;
+// otherwise only the first one would wait for memory.
 template <class AddGroup>
 inline __attribute__((always_inline)) void multiply_panels(
     const MultiplyArgs& a, int panel, int panels, int rows, int element, AddGroup add_group) {
@@ -80,7 +78,7 @@ inline __attribute__((always_inline)) void multiply_panels(
             alignas(64) float totals[MAX_BLOCK];
             for (int i = 0; i < rows * columns; i += LANES) {
                 floats(totals + i) = Floats{};
-                asm volatile("" ::: "memory");  // or GCC makes the loop a slow instruction for long strings
+                asm volatile("" ::: "memory");  // otherwise GCC compiles the loop to a slow string instruction
             }
             const auto* operands = static_cast<const std::uint8_t*>(a.tile) + tile * a.tile_stride;
             const std::int32_t* sums = a.sums + tile * a.sums_stride;
@@ -98,45 +96,23 @@ inline __attribute__((always_inline)) void multiply_panels(
     }
 }
 
-// float32 -> bfloat16, to nearest even; a NaN stays one.
-inline std::uint16_t to_bf16(float value) {
-    std::uint32_t bits;
-    __builtin_memcpy(&bits, &value, sizeof bits);
-    const std::uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return static_cast<std::uint16_t>(value != value ? bits >> 16 | 0x40 : rounded);
-}
-
-inline std::uint16_t to_bf16(std::uint16_t bits) { return bits; }
-
-inline float from_bf16(std::uint16_t half) {
-    const std::uint32_t bits = std::uint32_t{half} << 16;
-    float value;
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-// Rounds a tile to bfloat16. place(k, row, words) puts the elements k .. k + K_UNIT - 1 of padded K of a row, which
-// are words [K_UNIT], where the level wants them.
+// Round a tile to bfloat16. place(k, row, words) writes the elements k .. k + K_UNIT - 1 of padded K of a row, which are
+// words [K_UNIT], in the layout of the level.
 template <class Element, class Place>
 inline void pack_bf16(const OperandArgs& args, const Place& place) {
-    const PenstockWeight& w = *args.weight;
-    std::int64_t start = 0, padded_start = 0;
-    for (int leaf = 0; leaf < w.leaves; ++leaf) {
-        for (std::int64_t k = padded_start; k < w.padded_leaf_ends[leaf]; k += K_UNIT) {
-            const std::int64_t from = start + k - padded_start, left = w.leaf_ends[leaf] - from;
+    each_leaf(*args.weight, [&](const LeafRange& leaf) {
+        for (std::int64_t k = 0; k < leaf.padded; k += K_UNIT) {
+            const std::int64_t left = leaf.count - k;
             const int count = left >= K_UNIT ? K_UNIT : left > 0 ? static_cast<int>(left) : 0;
             for (int r = 0; r < args.rows; ++r) {
-                const std::int64_t row = args.row_index != nullptr ? args.row_index[r] : args.first_row + r;
-                const Element* x = static_cast<const Element*>(args.x) + row * args.x_stride + from;
+                const auto* x = reinterpret_cast<const Element*>(row_address(args, r, leaf.first + k));
                 alignas(64) std::uint16_t words[K_UNIT];
                 for (int i = 0; i < count; ++i) words[i] = to_bf16(x[i]);
                 for (int i = count; i < K_UNIT; ++i) words[i] = 0;
-                place(k, r, words);
+                place(leaf.padded_first + k, r, words);
             }
         }
-        start = w.leaf_ends[leaf];
-        padded_start = w.padded_leaf_ends[leaf];
-    }
+    });
 }
 
 template <class Place>
@@ -144,6 +120,13 @@ inline void pack_bf16(const OperandArgs& args, const Place& place) {
     if (args.x_type == TYPE_F32) return pack_bf16<float>(args, place);
     pack_bf16<std::uint16_t>(args, place);
 }
+
+// A tile laid out as int8 [padded_k / 4][operand rows][4], and its sums.
+inline void pack_int8(const OperandArgs& args) { quantize_interleaved(args, args.weight->group_size); }
+
+#if !defined(__AVX512F__)
+
+// ---- Levels that unpack a group before they multiply it, one panel at a time
 
 // A tile laid out as bfloat16 [padded_k][rows].
 inline void pack_bf16_columns(const OperandArgs& args) {
@@ -153,5 +136,15 @@ inline void pack_bf16_columns(const OperandArgs& args) {
     });
 }
 
-// A tile laid out as int8 [padded_k / 4][operand rows][4], and its sums.
-inline void pack_int8(const OperandArgs& args) { quantize_interleaved(args, args.weight->group_size); }
+// Rows: pack(OperandArgs), add_group(Group, operand rows), and the bytes of an operand ELEMENT.
+template <class Rows>
+ProductKernel unpacking_kernel() {
+    const auto multiply = [](const MultiplyArgs& a) {
+        const int rows = operand_rows(a);
+        for (int panel = 0; panel < a.panels; ++panel)
+            multiply_panels(a, panel, 1, rows, Rows::ELEMENT, [=](const Group& g) { Rows::add_group(g, rows); });
+    };
+    return {TILE_ROWS, [](int) { return 1; }, Rows::pack, multiply};
+}
+
+#endif

@@ -1,26 +1,21 @@
-// Products with int4 weights in AVX2: a group is unpacked, then multiplied with two rows at a time.
+// Products with int4 weights in AVX2: a group is unpacked, then multiplied by two rows at a time.
 
 #include <immintrin.h>
 
-#include <cstring>
-
 #include "products/leaves.inc.h"
-#include "products/products.h"
+#include "slices.inc.h"
 
 namespace penstock {
 namespace {
 
 #include "products/quantize_rows.inc.h"
-
 #include "products/int4.inc.h"
 
-constexpr int VECTORS = PANEL / LANES;  // registers that hold a panel's columns
-
-int max_panels(int) { return 1; }
+constexpr int VECTORS = PANEL / LANES;  // registers per row of a panel
 
 inline Floats load_scales(const std::uint16_t* scales) { return same_bits<Floats>(load_bits(scales)); }
 
-// Half of a quad's packed bytes: the low nibbles are columns 8 half .., the high ones 16 + 8 half ..
+// Half of the packed bytes of a quad: low nibbles are columns 8 half .., high ones 16 + 8 half ..
 inline Ints load_packed(const std::uint8_t* values, int quad, int half) {
     Ints bytes;
     __builtin_memcpy(&bytes, values + quad * QUAD_BYTES + half * sizeof bytes, sizeof bytes);
@@ -30,7 +25,7 @@ inline Ints load_packed(const std::uint8_t* values, int quad, int half) {
 // Activations in int8, a tile [padded_k / 4][rows][4].
 struct Int8Rows {
     static constexpr int ELEMENT = 1;
-    static constexpr int QUADS_AT_ONCE = 8;  // that many sums of two products fit in 16 bits: 8 * 2 * 15 * 127 < 2^15
+    static constexpr int QUADS_AT_ONCE = 8;  // sums of two products fit in 16 bits: 8 * 2 * 15 * 127 < 2^15
 
     using Unpacked = Ints[MAX_GROUP / QUAD][VECTORS];  // weight + 8 in every byte
 
@@ -84,7 +79,7 @@ struct Int8Rows {
     }
 };
 
-// Activations in bfloat16, a tile [padded_k][rows]; both sides are made float32.
+// Activations in bfloat16, a tile [padded_k][rows]; both operands are converted to float32.
 struct Bf16Rows {
     static constexpr int ELEMENT = 2;
 
@@ -100,14 +95,14 @@ struct Bf16Rows {
             for (int half = 0; half < 2; ++half) {
                 const Ints nibbles = load_packed(g.values, quad, half) ^ (Ints{} + static_cast<int>(0x88888888));
 #pragma GCC unroll 4
-                for (int i = 0; i < QUAD; ++i) {  // the nibble's highest bit is its sign now
+                for (int i = 0; i < QUAD; ++i) {  // the highest bit of the nibble is now its sign
                     Floats* weights = to.weights[quad * QUAD + i];
                     weights[half] = __builtin_convertvector(nibbles << (28 - 8 * i) >> 28, Floats);
                     weights[2 + half] = __builtin_convertvector(nibbles << (24 - 8 * i) >> 28, Floats);
                 }
             }
         const auto* halves = static_cast<const std::uint16_t*>(g.operands);
-        for (int i = 0; i < g.size * rows; ++i) to.x[i] = from_bf16(halves[i]);
+        for (int i = 0; i < g.size * rows; ++i) to.x[i] = to_float(halves[i]);
     }
 
     template <int R>
@@ -139,21 +134,9 @@ struct Bf16Rows {
     }
 };
 
-template <class Rows>
-void multiply(const MultiplyArgs& a) {
-    const int rows = operand_rows(a);
-    for (int panel = 0; panel < a.panels; ++panel)
-        multiply_panels(a, panel, 1, rows, Rows::ELEMENT, [=](const Group& g) { Rows::add_group(g, rows); });
-}
-
-template <class Rows>
-ProductKernel kernel() {
-    return {TILE_ROWS, max_panels, Rows::pack, multiply<Rows>};
-}
-
 }  // namespace
 
-ProductKernel avx2_int4() { return kernel<Int8Rows>(); }
-ProductKernel avx2_int4_a16() { return kernel<Bf16Rows>(); }
+ProductKernel avx2_int4() { return unpacking_kernel<Int8Rows>(); }
+ProductKernel avx2_int4_a16() { return unpacking_kernel<Bf16Rows>(); }
 
 }  // namespace penstock

@@ -1,24 +1,20 @@
 // Products with int4 weights in AVX-512: integer dot products (VNNI) or bfloat16 ones (BF16), a group at a time.
 //
-// Packed bytes are used with as little unpacking as can be: few rows stay bound by memory, and many rows need no
-// unpacked copy. The instructions that multiply are inline assembly, as GCC 12 moves accumulators of intrinsics to the
-// stack.
+// Packed bytes are unpacked as little as possible: few rows stay memory-bound, and many rows need no unpacked copy. The
+// multiplications are inline assembly, because GCC 12 spills the accumulators of intrinsics.
 
 #include <immintrin.h>
 
-#include <cstring>
-
 #include "products/leaves.inc.h"
-#include "products/products.h"
+#include "slices.inc.h"
 
 namespace penstock {
 namespace {
 
 #include "products/quantize_rows.inc.h"
-
 #include "products/int4.inc.h"
 
-constexpr int HALF_PANEL = 16;  // columns in a register
+constexpr int HALF_PANEL = 16;  // columns per register
 
 // The group scales of 16 columns.
 inline Floats load_scales(const std::uint16_t* scales) {
@@ -26,8 +22,8 @@ inline Floats load_scales(const std::uint16_t* scales) {
     return (Floats)((Ints)_mm512_maskz_cvtepu16_epi32(0xffff, halves) << 16);
 }
 
-// Into the caches. A call that GCC does not inline at once it takes to be without effect, and drops.
-inline __attribute__((always_inline)) void fetch(const void* line) {
+// always_inline: GCC drops a call that it does not inline early as being without effect.
+inline __attribute__((always_inline)) void prefetch(const void* line) {
     _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T0);
 }
 
@@ -35,16 +31,16 @@ inline void broadcast(__m512i& to, const std::int32_t& from) { asm("vpbroadcastd
 
 inline void set_zero(__m512& to) { asm("vpxord %0, %0, %0" : "=v"(to)); }
 
-inline void add_to(float* total, Floats share) { floats(total) = floats(total) + share; }
+inline void add_to(float* total, Floats part) { floats(total) = floats(total) + part; }
 
 // Activations in int8, a tile [padded_k / 4][rows][4].
 //
-// A byte is low + 16 high. Its dot product less that of its low nibble is 16 times that of the high one, so one AND
-// makes two vectors of weights; the 16 goes into the scale.
+// A byte is low + 16 high. Its dot product minus that of its low nibble is 16 times that of the high one, so one AND
+// gives two vectors of weights; the factor 16 goes into the scale.
 //
-// The sums begin with the bits of 1.5 * 2^23, whose last bit counts 1, so that as a float they are OFFSET + d. A fused
-// d * scale = (OFFSET + d) * scale - OFFSET * scale is rounded once, for OFFSET * scale has ten bits and is exact. Both
-// need room in float32 that a bfloat16 scale leaves: 4 bits below it, and above it as long as it is less than 2^104.
+// The sums begin with the bits of 1.5 * 2^23, whose last bit has the value 1, so that as a float they are OFFSET + d. The
+// fused d * scale = (OFFSET + d) * scale - OFFSET * scale is rounded once, because OFFSET * scale has ten bits and is
+// exact. A bfloat16 scale leaves enough exponents in float32: 4 bits below it, and above it if it is less than 2^104.
 struct Int8Rows {
     static constexpr int ELEMENT = 1;
     static constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
@@ -57,7 +53,7 @@ struct Int8Rows {
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(quads));
     }
 
-    // What the sums of low nibbles and of bytes begin with, because 8 was added to every weight.
+    // Start values of the sums of low nibbles and of bytes: 8 was added to every weight.
     struct Starts {
         alignas(64) std::int32_t low[LANES], whole[LANES];
 
@@ -90,7 +86,7 @@ struct Int8Rows {
 #pragma GCC unroll 16
             for (int p = 0; p < P; ++p) {
                 const std::uint8_t* bytes = g.values + p * g.values_stride + quad * QUAD_BYTES;
-                fetch(g.next_values + p * g.values_stride + quad * g.next_step);
+                prefetch(g.next_values + p * g.values_stride + quad * g.next_step);
                 const __m512i both = _mm512_load_si512(bytes);
                 const __m512i nibbles = both & nibble;
 #pragma GCC unroll 16
@@ -103,7 +99,7 @@ struct Int8Rows {
         }
 #pragma GCC unroll 16
         for (int p = 0; p < P; ++p) {
-            fetch(g.next_scales + p * g.scales_stride);
+            prefetch(g.next_scales + p * g.scales_stride);
             const std::uint16_t* scales = g.scales + p * g.scales_stride;
             const Floats low_scale = load_scales(scales), high_scale = load_scales(scales + HALF_PANEL) * (1.0f / 16);
 #pragma GCC unroll 16
@@ -119,9 +115,9 @@ struct Int8Rows {
 
 // Activations in bfloat16, a tile [padded_k / 4][2][rows][2]: of every four elements first 0 and 2, then 1 and 3.
 //
-// A word of packed values holds nibbles of two neighbouring elements, and a look-up in a table of bfloat16 heeds only
-// the lowest of them. So words, shifted by 0, 4, 8 and 12 bits, become elements 0 and 2 of the low and of the high
-// columns, then elements 1 and 3.
+// A word of packed values contains nibbles of two neighbouring elements, and a look-up in a table of bfloat16 uses only
+// the lowest one. So words, shifted by 0, 4, 8 and 12 bits, become elements 0 and 2 of the low and high columns, then
+// elements 1 and 3.
 struct Bf16Rows {
     static constexpr int ELEMENT = 2;
     static constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }  // more would spill
@@ -172,7 +168,7 @@ struct Bf16Rows {
 #pragma GCC unroll 16
             for (int p = 0; p < P; ++p) {
                 const std::uint8_t* bytes = g.values + p * g.values_stride + quad * QUAD_BYTES;
-                fetch(g.next_values + p * g.values_stride + quad * g.next_step);
+                prefetch(g.next_values + p * g.values_stride + quad * g.next_step);
                 const Words words = (Words)_mm512_load_si512(bytes);
 #pragma GCC unroll 2
                 for (int pair = 0; pair < 2; ++pair) {
@@ -189,7 +185,7 @@ struct Bf16Rows {
         }
 #pragma GCC unroll 16
         for (int p = 0; p < P; ++p) {
-            fetch(g.next_scales + p * g.scales_stride);
+            prefetch(g.next_scales + p * g.scales_stride);
             const std::uint16_t* scales = g.scales + p * g.scales_stride;
             const Floats low_scale = load_scales(scales), high_scale = load_scales(scales + HALF_PANEL);
 #pragma GCC unroll 16
@@ -202,8 +198,7 @@ struct Bf16Rows {
     }
 };
 
-// As many panels at once as it takes for no multiplication to wait for another, and for few rows several streams from
-// memory.
+// Enough panels for the multiplications to be independent and, with few rows, for several streams from memory.
 template <class Rows>
 int max_panels(int rows) {
     return Rows::panels_at_once(rows);
@@ -218,7 +213,7 @@ void multiply_block(const MultiplyArgs& a, int panel) {
 
 using Block = void (*)(const MultiplyArgs&, int panel);
 
-// For R rows: several panels or, for what is left of them, one.
+// For R rows: several panels or, for the remaining ones, a single panel.
 template <class Rows, int R>
 Block block_of(bool one) {
     return one ? multiply_block<Rows, R, 1> : multiply_block<Rows, R, Rows::panels_at_once(R)>;

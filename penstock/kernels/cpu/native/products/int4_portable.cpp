@@ -1,18 +1,13 @@
 // Products with int4 weights in plain C++: a group is unpacked, then multiplied row by row.
 
-#include <cstring>
-
 #include "products/leaves.inc.h"
-#include "products/products.h"
+#include "slices.inc.h"
 
 namespace penstock {
 namespace {
 
 #include "products/quantize_rows.inc.h"
-
 #include "products/int4.inc.h"
-
-int max_panels(int) { return 1; }
 
 // The weights of a group as numbers -8 .. 7.
 template <class Number>
@@ -29,11 +24,11 @@ void unpack(const Group& g, Number (&weights)[MAX_GROUP][PANEL]) {
 // Activations in int8, a tile [padded_k / 4][rows][4].
 struct Int8Rows {
     static constexpr int ELEMENT = 1;
-    static constexpr int SHORT_SUM = 16;  // so many products fit in 16 bits: 16 * 8 * 127 < 2^15
+    static constexpr int SHORT_SUM = 16;  // products whose sum fits in 16 bits: 16 * 8 * 127 < 2^15
 
     static void pack(const OperandArgs& args) { pack_int8(args); }
 
-    // Group sums of the operands are not needed, as the weights are signed here: the same integers either way.
+    // The weights are signed here, so the sums of the operands are not needed; the integers are the same.
     static void add_row(const Group& g, const std::int16_t (&weights)[MAX_GROUP][PANEL], int row, int rows) {
         const auto* x = static_cast<const std::int8_t*>(g.operands) + row * QUAD;
         std::int32_t sums[PANEL] = {};
@@ -46,7 +41,7 @@ struct Int8Rows {
             for (int c = 0; c < PANEL; ++c) sums[c] += part[c];
         }
         for (int c = 0; c < PANEL; ++c)
-            g.totals[row * PANEL + c] += static_cast<float>(sums[c]) * from_bf16(g.scales[c]);
+            g.totals[row * PANEL + c] += static_cast<float>(sums[c]) * to_float(g.scales[c]);
     }
 
     static void add_group(const Group& g, int rows) {
@@ -56,7 +51,7 @@ struct Int8Rows {
     }
 };
 
-// Activations in bfloat16, a tile [padded_k][rows]; both sides are made float32.
+// Activations in bfloat16, a tile [padded_k][rows]; both operands are converted to float32.
 struct Bf16Rows {
     static constexpr int ELEMENT = 2;
 
@@ -66,10 +61,10 @@ struct Bf16Rows {
         const auto* x = static_cast<const std::uint16_t*>(g.operands) + row;
         float sums[PANEL] = {};
         for (int k = 0; k < g.size; ++k) {
-            const float factor = from_bf16(x[k * rows]);
+            const float factor = to_float(x[k * rows]);
             for (int c = 0; c < PANEL; ++c) sums[c] += weights[k][c] * factor;
         }
-        for (int c = 0; c < PANEL; ++c) g.totals[row * PANEL + c] += sums[c] * from_bf16(g.scales[c]);
+        for (int c = 0; c < PANEL; ++c) g.totals[row * PANEL + c] += sums[c] * to_float(g.scales[c]);
     }
 
     static void add_group(const Group& g, int rows) {
@@ -79,21 +74,9 @@ struct Bf16Rows {
     }
 };
 
-template <class Rows>
-void multiply(const MultiplyArgs& a) {
-    const int rows = operand_rows(a);
-    for (int panel = 0; panel < a.panels; ++panel)
-        multiply_panels(a, panel, 1, rows, Rows::ELEMENT, [=](const Group& g) { Rows::add_group(g, rows); });
-}
-
-template <class Rows>
-ProductKernel kernel() {
-    return {TILE_ROWS, max_panels, Rows::pack, multiply<Rows>};
-}
-
 }  // namespace
 
-ProductKernel portable_int4() { return kernel<Int8Rows>(); }
-ProductKernel portable_int4_a16() { return kernel<Bf16Rows>(); }
+ProductKernel portable_int4() { return unpacking_kernel<Int8Rows>(); }
+ProductKernel portable_int4_a16() { return unpacking_kernel<Bf16Rows>(); }
 
 }  // namespace penstock

@@ -1,22 +1,18 @@
-// What the levels share of int8 products: the walk over leaves and tiles, and what a leaf comes to. The products_int8
-// files compile it for themselves, within their anonymous namespace, after quantize_rows.inc.h and leaf_tree.h.
+// What the levels share of int8 products: the loops over leaves and tiles, and the end of a leaf. Included by the int8
+// file of each level within its anonymous namespace, after quantize_rows.inc.h.
 //
-// A leaf's integer sums are exact: packing allows it at most 65536 elements, and 65536 * 128 * 127 is below 2^31.
+// The integer sums of a leaf are exact: packing allows at most 65536 elements, and 65536 * 128 * 127 is below 2^31.
 
-constexpr int STEP = 4;                   // elements of K that are kept together
+constexpr int STEP = 4;                   // elements of K that are stored together
 constexpr int STEP_BYTES = PANEL * STEP;  // of a panel
-constexpr int WEIGHT_OFFSET = 128;        // weights are stored unsigned
-
-constexpr float SECOND_SLICE = 1.0f / 254.0f;
-constexpr float THIRD_SLICE = 1.0f / (254.0f * 254.0f);
 
 // One leaf of one tile, for neighbouring panels.
 struct LeafArgs {
-    const std::uint8_t* weights;   // the leaf within the first panel
-    std::int64_t panel_stride;     // bytes from one panel to the next
+    const std::uint8_t* weights;   // of the leaf in the first panel
+    std::int64_t panel_stride;     // bytes per panel
     std::int64_t steps;
-    const std::uint8_t* prefetch;  // what to bring into the caches meanwhile: from here on, for every panel
-    std::int64_t prefetch_step;    // bytes that this goes on with each step
+    const std::uint8_t* prefetch;  // weights to prefetch, in every panel
+    std::int64_t prefetch_step;    // bytes prefetched per step
     const std::int8_t* operands;   // [steps][operand rows][4]
     int operand_rows;
     int slices;
@@ -27,7 +23,7 @@ struct LeafArgs {
     float* to;                     // [rows][panels * PANEL], a level of the tree or the result
 };
 
-// A row's value of a leaf, of the sums of its slices.
+// The value of a row in a leaf, from the sums of its slices.
 template <int SLICES>
 inline Floats leaf_value(const Ints& d0, const Ints& d1, const Ints& d2, float scale) {
     Floats value = __builtin_convertvector(d0, Floats);
@@ -38,7 +34,7 @@ inline Floats leaf_value(const Ints& d0, const Ints& d1, const Ints& d2, float s
 
 inline Floats load_floats(const float* from) { return same_bits<Floats>(load_bits(from)); }
 
-// Turns the sums of operand rows, [ROWS][COLUMNS], into values of this leaf, added to those that wait in the tree.
+// Turn the sums of operand rows, [ROWS][COLUMNS], into values of this leaf and add levels of the tree.
 template <int SLICES, int ROWS, int COLUMNS>
 inline void finish_leaf(const LeafArgs& leaf, const Ints (*sums)[COLUMNS]) {
     const float *scales = leaf.scales, *tree = leaf.tree;
@@ -63,10 +59,10 @@ inline void finish_leaf(const LeafArgs& leaf, const Ints (*sums)[COLUMNS]) {
     }
 }
 
-// Calls multiply_leaf(LeafArgs) for every leaf of every tile.
+// Call multiply_leaf(LeafArgs) for every leaf of every tile.
 //
-// A single tile prefetches its own weights a little ahead. Of several tiles each prefetches a share of those that come
-// next: else the first one would wait for memory and the others, whose weights are in the cache, leave it idle.
+// A single tile prefetches its own weights a little ahead. Several tiles each prefetch a part of the next leaf: otherwise
+// only the first one would wait for memory, and the others would leave it idle.
 template <class MultiplyLeaf>
 void multiply_leaves(const MultiplyArgs& args, int ahead_steps, MultiplyLeaf multiply_leaf) {
     const PenstockWeight& weight = *args.weight;
@@ -78,26 +74,25 @@ void multiply_leaves(const MultiplyArgs& args, int ahead_steps, MultiplyLeaf mul
     leaf.prefetch_step = STEP_BYTES / args.tiles;
     leaf.operand_rows = args.rows * weight.slices;
     leaf.slices = weight.slices;
-    std::int64_t start = 0;
-    for (int l = 0; l < weight.leaves; ++l) {
-        const std::int64_t end = weight.padded_leaf_ends[l];
+    each_leaf(weight, [&](const LeafRange& range) {
+        const std::int64_t end = range.padded_first + range.padded;
+        const int l = range.index;
         const bool last = l + 1 == weight.leaves;
         const std::uint8_t* next = last ? panel + args.panels * panel_bytes : panel + end * PANEL;
-        leaf.weights = panel + start * PANEL;
-        leaf.steps = (end - start) / STEP;
+        leaf.weights = panel + range.padded_first * PANEL;
+        leaf.steps = range.padded / STEP;
         leaf.add = levels_to_add(l, weight.leaves);
         for (std::int64_t t = 0; t < args.tiles; ++t) {
             float* tree = args.tree + t * TREE_LEVELS * level;
             leaf.prefetch = args.tiles == 1 ? leaf.weights + ahead_steps * STEP_BYTES
                                             : next + t * leaf.steps * leaf.prefetch_step;
-            leaf.operands =
-                static_cast<const std::int8_t*>(args.tile) + t * args.tile_stride + start * leaf.operand_rows;
+            leaf.operands = static_cast<const std::int8_t*>(args.tile) + t * args.tile_stride +
+                            range.padded_first * leaf.operand_rows;
             leaf.sums = args.sums + t * args.sums_stride + l * leaf.operand_rows;
             leaf.scales = args.scales + t * args.scales_stride + l * args.rows;
             leaf.tree = tree;
             leaf.to = last ? args.out + t * args.rows * args.panels * PANEL : tree + level_to_keep(l) * level;
             multiply_leaf(leaf);
         }
-        start = end;
-    }
+    });
 }

@@ -1,17 +1,15 @@
-// int8 products with AVX2. vpmaddubsw would multiply bytes, but it saturates; vpmaddwd, on words, is exact.
+// int8 products with AVX2. vpmaddubsw multiplies bytes but saturates; vpmaddwd, on words, is exact.
 
 #include <immintrin.h>
 
 #include "products/leaves.inc.h"
-#include "products/products.h"
+#include "slices.inc.h"
 
 namespace penstock {
 namespace {
 
 #include "products/quantize_rows.inc.h"
-
 #include "products/int8.inc.h"
-
 #include "products/int8_words.inc.h"
 
 inline Ints dot(const WordPairs& weights, const WordPairs& operands) {

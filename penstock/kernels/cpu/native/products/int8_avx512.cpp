@@ -1,24 +1,23 @@
 // int8 products with the dot product of AVX-512 VNNI: 4 unsigned times 4 signed bytes, added to int32.
 //
 // A micro-kernel keeps the sums of all its rows and panels in registers over a whole leaf: every weight and every four
-// operands are loaded once a step. The sums begin at -128 times the sum of the operands, for weights are stored + 128.
+// operands are loaded once per step. The sums start at -128 times the sum of the operands: weights are stored + 128.
 
 #include <immintrin.h>
 
 #include "products/leaves.inc.h"
-#include "products/products.h"
+#include "slices.inc.h"
 
 namespace penstock {
 namespace {
 
 #include "products/quantize_rows.inc.h"
-
 #include "products/int8.inc.h"
 
 constexpr int TILE_ROWS = 12;  // times 2 registers of columns: 24 of the 32
 constexpr int VECTORS = PANEL / LANES;
 constexpr int LINE = 64;
-constexpr int AHEAD_STEPS = 32;  // a page of 4 KiB, which the processor's own prefetching does not cross
+constexpr int AHEAD_STEPS = 32;  // a page of 4 KiB, which the hardware prefetcher does not cross
 
 int max_panels(int operand_rows) { return operand_rows <= 2 ? 4 : operand_rows <= 6 ? 2 : 1; }
 
@@ -30,7 +29,8 @@ inline Ints broadcast(const std::int8_t* four) {
     return Ints{} + bits;
 }
 
-// Adds 4 weights (unsigned) times 4 operands (signed) to each sum. As an intrinsic GCC 12 copies and spills the sums.
+// Add 4 unsigned weights times 4 signed operands to each sum. In assembly: GCC 12 copies and spills the sums of the
+// intrinsic.
 inline void add_products(Ints& sums, const Ints& weights, const Ints& operands) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(operands));
 }
@@ -42,7 +42,7 @@ void multiply_leaf(const LeafArgs& leaf) {
 #pragma GCC unroll 12
     for (int row = 0; row < ROWS; ++row)
 #pragma GCC unroll 8
-        for (int c = 0; c < COLUMNS; ++c) sums[row][c] = Ints{} - WEIGHT_OFFSET * leaf.sums[row];
+        for (int c = 0; c < COLUMNS; ++c) sums[row][c] = Ints{} - ZERO_POINT * leaf.sums[row];
     const std::uint8_t *weights = leaf.weights, *prefetch = leaf.prefetch;
     const bool two_lines = leaf.prefetch_step > LINE;
     const std::int8_t* operands = leaf.operands;
@@ -75,7 +75,7 @@ void multiply_leaf(const LeafArgs& leaf) {
 
 using LeafKernel = void (*)(const LeafArgs&);
 
-// By operand rows less one and panels less one.
+// By operand rows - 1 and panels - 1.
 constexpr LeafKernel LEAF_KERNELS[TILE_ROWS][MAX_PANELS] = {
     {multiply_leaf<1, 1>, multiply_leaf<1, 2>, multiply_leaf<1, 3>, multiply_leaf<1, 4>},
     {multiply_leaf<2, 1>, multiply_leaf<2, 2>, multiply_leaf<2, 3>, multiply_leaf<2, 4>},

@@ -1,28 +1,28 @@
-// int8 products for levels that have no exact dot product of bytes: they widen to words of 16 bits. A level compiles
-// this file within its anonymous namespace, after products_int8.inc.h, and defines dot().
+// int8 products for levels without an exact dot product of bytes, which widen to words of 16 bits. Included by the file of
+// a level within its anonymous namespace, after int8.inc.h; the level defines dot().
 
 using Words __attribute__((vector_size(LANES * 4))) = std::int16_t;
 
 constexpr int TILE_ROWS = 12;
-constexpr int BLOCK_COLUMNS = 4;  // registers of columns that are summed up at once
-constexpr int BLOCK_ROWS = 3;     // more sums than these do not fit into 16 registers
+constexpr int BLOCK_COLUMNS = 4;  // registers of columns that are summed at once
+constexpr int BLOCK_ROWS = 3;     // more sums do not fit into 16 registers
 
-// The lanes of an Ints, each as two words: those of even k and those of odd k, of 4 bytes of K.
+// The lanes of an Ints, 4 bytes of K each, as two words each: those of even k and those of odd k.
 struct WordPairs {
     Words even, odd;
 };
 
-// In every lane the sum of four products.
+// The sum of four products in every lane.
 inline Ints dot(const WordPairs& weights, const WordPairs& operands);
 
-// Stored weights are unsigned; here they become what they stand for, -128 .. 127.
+// Stored weights are unsigned; the result is signed, -128 .. 127.
 inline WordPairs split_weights(const std::uint8_t* from) {
     Words words;
     __builtin_memcpy(&words, from, sizeof words);
-    return {(words & 255) - WEIGHT_OFFSET, (words >> 8 & 255) - WEIGHT_OFFSET};
+    return {(words & 255) - ZERO_POINT, (words >> 8 & 255) - ZERO_POINT};
 }
 
-// One row's 4 operands in every lane.
+// The 4 operands of one row in every lane.
 inline WordPairs split_operands(const std::int8_t* four) {
     std::int32_t bits;
     __builtin_memcpy(&bits, four, sizeof bits);

@@ -1,44 +1,40 @@
-// Products with packed weights: cuts the rows into tiles and the columns into panels, and shares both among threads.
+// Products with packed weights: splits rows into tiles and columns into panels, and both among threads.
 //
-// First the rows are laid out in tiles, then every item multiplies some tiles with some panels and finishes the result.
-// How work is cut decides only who computes what and when: each output is one micro-kernel's sum over its own row.
+// First the rows are packed into tiles, then every item multiplies some tiles with some panels and runs the epilogue.
+// The split decides only which thread computes what and when: each output is one micro-kernel's sum over its own row.
 
 #include "products/linear.h"
 
 #include <algorithm>
 
-#include "functions.h"
-
 namespace penstock {
 
 namespace {
 
-// With few rows an item reads about so many bytes of weights, one after the other: long enough for the processor to
-// read ahead, short enough that the last item keeps nobody waiting.
+// Bytes of weights that an item reads if there are few rows: long enough for the hardware prefetcher, short enough that
+// no thread waits long for the last item.
 constexpr std::int64_t ITEM_BYTES = 128 << 10;
 
-// Tiles in one call of a micro-kernel: a leaf of a panel is read once from memory, then so many times from the L2.
+// Tiles per call of a micro-kernel: a leaf of a panel is read once from memory, then from the L2.
 constexpr std::int64_t TILES_PER_CALL = 8;
 
-// Operand rows of so many tiles that take long enough to read their weights from memory, even for them alone.
+// Operand rows from which on multiplying takes longer than reading the weights from memory.
 constexpr std::int64_t REREAD_ROWS = 256;
 
-// Operand tiles of one pass over the weight. They are read again for every panel, so they should stay in the L3.
+// Bytes of operand tiles per pass over the weight. They are read again for every panel, so they should stay in the L3.
 constexpr std::int64_t OPERANDS_PER_PASS = 16 << 20;
 
-// Below these it takes longer to wake a helper than to do the work alone.
-constexpr std::int64_t ALONE_BYTES = 128 << 10;     // of weights, once for every ROWS_PER_READ rows
-constexpr std::int64_t ROWS_PER_READ = 8;           // rows that are multiplied about as fast as their weights are read
-constexpr std::int64_t ALONE_ELEMENTS = 32 << 10;   // of activations to lay out
+// Below these, waking a helper takes longer than the work.
+constexpr std::int64_t SERIAL_BYTES = 128 << 10;    // of weights, once per ROWS_PER_READ rows
+constexpr std::int64_t ROWS_PER_READ = 8;           // rows that are multiplied about as fast as the weights are read
+constexpr std::int64_t SERIAL_ELEMENTS = 32 << 10;  // of activations to pack
 
 constexpr std::int64_t OUT_FLOATS = TILES_PER_CALL * MAX_TILE_ROWS * PANEL * MAX_PANELS;
 constexpr std::int64_t TREE_FLOATS = OUT_FLOATS * TREE_LEVELS;
 
-constexpr std::int64_t FLOATS_PER_LINE = 16;  // of the cache
+constexpr std::int64_t FLOATS_PER_LINE = 16;  // per cache line
 
 constexpr int ELEMENT_BYTES[NUM_KINDS] = {4, 2, 1, 1, 2};  // of an operand
-
-std::int64_t divide_up(std::int64_t count, std::int64_t by) { return (count + by - 1) / by; }
 
 std::int64_t panel_bytes(const PenstockWeight& weight) {
     const bool nibbles = weight.kind == KIND_INT4 || weight.kind == KIND_INT4_A16;
@@ -47,18 +43,18 @@ std::int64_t panel_bytes(const PenstockWeight& weight) {
 
 int slices_of(const PenstockWeight& weight) { return std::max(weight.slices, 1); }
 
-// A product, cut into tiles and items.
+// A product, split into tiles and items.
 struct Plan {
     Product product;
     const ProductKernel* kernel;
-    int slices;     // operand rows of an activation row
+    int slices;     // operand rows per activation row
     int tile_rows;  // activation rows of a full tile
-    int rest_rows;  // of the last tile where it is not full, else 0
+    int rest_rows;  // of the last tile if it is not full, else 0
     std::int64_t full_tiles;
     std::int64_t tile_bytes, scales_stride, sums_stride;  // from one tile to the next
     std::int64_t item_panels;
-    std::int64_t tile_groups;              // items that share their panels
-    std::int64_t first_tile, first_item;   // counted through all products
+    std::int64_t tile_groups;              // items with the same panels
+    std::int64_t first_tile, first_item;   // counted over all products
     char* tiles;
     float* scales;
     std::int32_t* sums;
@@ -68,7 +64,7 @@ struct Plan {
     int max_panels(int rows) const { return std::clamp(kernel->max_panels(rows * slices), 1, MAX_PANELS); }
 };
 
-// Panels of an item: few rows read the weight as a stream, many rows keep the panels in the cache.
+// Panels per item: few rows stream the weight, many rows keep the panels in the cache.
 std::int64_t panels_of_item(const Plan& plan) {
     if (plan.tile_count() > 1) return plan.max_panels(plan.tile_rows);
     const int together = plan.max_panels(static_cast<int>(plan.product.rows));
@@ -93,22 +89,22 @@ Plan plan_product(const Context& context, const Product& product) {
     return plan;
 }
 
-void cut_operands(Plan& plan, Carver& carver) {
-    plan.tiles = carver.cut<char>(plan.tile_count() * plan.tile_bytes);
-    plan.scales = carver.cut<float>(plan.tile_count() * plan.scales_stride);
-    plan.sums = carver.cut<std::int32_t>(plan.tile_count() * plan.sums_stride);
+void allocate_operands(Plan& plan, BumpAllocator& memory) {
+    plan.tiles = memory.allocate<char>(plan.tile_count() * plan.tile_bytes);
+    plan.scales = memory.allocate<float>(plan.tile_count() * plan.scales_stride);
+    plan.sums = memory.allocate<std::int32_t>(plan.tile_count() * plan.sums_stride);
 }
 
-// The plans of all products with memory for their tiles, in context.operands.
+// The plans of all products, with memory for their tiles in context.operands.
 Plan* plan_all(Context& context, const Product* products, std::int64_t count) {
-    Carver counter(nullptr);
-    counter.cut<Plan>(count);
+    BumpAllocator counter(nullptr);
+    counter.allocate<Plan>(count);
     for (std::int64_t i = 0; i < count; ++i) {
         Plan plan = plan_product(context, products[i]);
-        cut_operands(plan, counter);
+        allocate_operands(plan, counter);
     }
-    Carver carver(context.operands.take(counter.bytes()));
-    Plan* plans = carver.cut<Plan>(count);
+    BumpAllocator memory(context.operands.reserve(counter.bytes()));
+    Plan* plans = memory.allocate<Plan>(count);
     std::int64_t tiles = 0, items = 0;
     for (std::int64_t i = 0; i < count; ++i) {
         plans[i] = plan_product(context, products[i]);
@@ -116,7 +112,7 @@ Plan* plan_all(Context& context, const Product* products, std::int64_t count) {
         plans[i].first_item = items;
         tiles += plans[i].tile_count();
         items += plans[i].item_count();
-        cut_operands(plans[i], carver);
+        allocate_operands(plans[i], memory);
     }
     return plans;
 }
@@ -138,9 +134,9 @@ void pack_tile(const Plan& plan, std::int64_t tile) {
     plan.kernel->pack(args);
 }
 
-void finish_rows(const RowKernels& kernels, const Plan& plan, const MultiplyArgs& multiplied, std::int64_t first_row) {
+void run_epilogue(const RowKernels& kernels, const Plan& plan, const MultiplyArgs& multiplied, std::int64_t first_row) {
     const Product& product = plan.product;
-    FinishArgs args{};
+    EpilogueArgs args{};
     args.weight = product.weight;
     args.first_panel = multiplied.first_panel;
     args.panels = multiplied.panels;
@@ -150,16 +146,16 @@ void finish_rows(const RowKernels& kernels, const Plan& plan, const MultiplyArgs
     args.out_stride = product.out_stride;
     args.out = row_of(product.out, product.out_type, args.out_stride, first_row);
     args.out_type = product.out_type;
-    kernels.finish(args);
+    kernels.epilogue(args);
 }
 
 struct Panels {
     std::int64_t begin, end;
 };
 
-// Whether sums are the results as they are, so that the micro-kernel can write them where they belong: no scales, bias,
+// Whether the product needs no epilogue, so that the micro-kernel can write to the output directly: no scales, bias,
 // gate or activation, float32, and whole cache lines in every row, also of the last panel.
-bool sums_are_results(const Plan& plan) {
+bool writes_directly(const Plan& plan) {
     const Product& product = plan.product;
     const PenstockWeight& weight = *product.weight;
     return plan.kernel->strided && product.out_type == TYPE_F32 && weight.column_scales == nullptr &&
@@ -168,7 +164,7 @@ bool sums_are_results(const Plan& plan) {
            reinterpret_cast<std::uintptr_t>(product.out) % 64 == 0;
 }
 
-// Tiles of `rows` rows each with some panels, as many panels at a time as the micro-kernel likes. memory: one thread's.
+// Tiles of `rows` rows each times some panels, as many panels per call as suit the micro-kernel. memory: of the thread.
 void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t tile, std::int64_t tiles, int rows,
                     Panels panels, float* memory) {
     MultiplyArgs args{};
@@ -184,7 +180,7 @@ void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t ti
     args.partial = memory;
     args.tree = memory + OUT_FLOATS;
     const std::int64_t together = plan.max_panels(rows), first_row = tile * plan.tile_rows;
-    const bool direct = sums_are_results(plan);
+    const bool direct = writes_directly(plan);
     for (args.first_panel = panels.begin; args.first_panel < panels.end; args.first_panel += together) {
         args.panels = static_cast<int>(std::min(together, panels.end - args.first_panel));
         args.out_stride = direct ? plan.product.out_stride : args.panels * PANEL;
@@ -192,13 +188,13 @@ void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t ti
         if (direct)
             args.out = static_cast<float*>(plan.product.out) + first_row * args.out_stride + args.first_panel * PANEL;
         plan.kernel->multiply(args);
-        if (!direct) finish_rows(kernels, plan, args, first_row);
+        if (!direct) run_epilogue(kernels, plan, args, first_row);
     }
 }
 
-// Items of one plan go through the groups of tiles first, so that a thread meets the same panels again; or, where the
-// groups are large, through the panels, so that it meets the same operands again.
-void do_item(const RowKernels& kernels, const Plan& plan, std::int64_t item, float* memory) {
+// Consecutive items of a plan go through the groups of tiles first, so that a thread reuses panels; or, if the groups
+// are large, through the panels, so that it reuses operands.
+void run_item(const RowKernels& kernels, const Plan& plan, std::int64_t item, float* memory) {
     const std::int64_t ranges = divide_up(plan.product.weight->panels, plan.item_panels);
     const bool large = plan.kernel->tile_rows * TILES_PER_CALL >= REREAD_ROWS;
     const std::int64_t group = large ? item / ranges : item % plan.tile_groups;
@@ -211,15 +207,9 @@ void do_item(const RowKernels& kernels, const Plan& plan, std::int64_t item, flo
         multiply_tiles(kernels, plan, plan.full_tiles, 1, plan.rest_rows, panels, memory);
 }
 
-// The plan that holds this item (or tile): the last one that begins at or before it.
-const Plan& holder(const Plan* plans, std::int64_t count, std::int64_t Plan::*first, std::int64_t at) {
+// The plan that an item (or tile) belongs to: the last one that begins at or before it.
+const Plan& plan_of(const Plan* plans, std::int64_t count, std::int64_t Plan::*first, std::int64_t at) {
     return *(std::partition_point(plans, plans + count, [=](const Plan& plan) { return plan.*first <= at; }) - 1);
-}
-
-template <class Task>
-void share(ThreadPool& pool, bool alone, std::int64_t count, const Task& task) {
-    if (!alone) return pool.run(count, task);
-    for (std::int64_t item = 0; item < count; ++item) task(item, 0);
 }
 
 void pack_all(Context& context, const Plan* plans, std::int64_t count) {
@@ -227,30 +217,30 @@ void pack_all(Context& context, const Plan* plans, std::int64_t count) {
     for (std::int64_t i = 0; i < count; ++i) elements += plans[i].product.rows * plans[i].product.weight->k;
     const Plan& last = plans[count - 1];
     const std::int64_t tiles = last.first_tile + last.tile_count();
-    share(context.pool, elements < ALONE_ELEMENTS, tiles, [=](std::int64_t tile, int) {
-        const Plan& plan = holder(plans, count, &Plan::first_tile, tile);
+    const auto task = [=](std::int64_t tile, int) {
+        const Plan& plan = plan_of(plans, count, &Plan::first_tile, tile);
         pack_tile(plan, tile - plan.first_tile);
-    });
+    };
+    context.pool.parallel_for(tiles, task, elements < SERIAL_ELEMENTS);
 }
 
-void do_all_items(Context& context, const Plan* plans, std::int64_t count) {
+void run_all_items(Context& context, const Plan* plans, std::int64_t count) {
     std::int64_t bytes = 0;
     for (std::int64_t i = 0; i < count; ++i) {
         const Product& product = plans[i].product;
         bytes += product.weight->panels * panel_bytes(*product.weight) * divide_up(product.rows, ROWS_PER_READ);
     }
-    for (int thread = 0; thread < context.pool.threads(); ++thread)
-        context.per_thread[thread].take((OUT_FLOATS + TREE_FLOATS) * std::int64_t{sizeof(float)});
+    context.reserve_per_thread((OUT_FLOATS + TREE_FLOATS) * std::int64_t{sizeof(float)});
     const Plan& last = plans[count - 1];
     const std::int64_t items = last.first_item + last.item_count();
-    share(context.pool, bytes < ALONE_BYTES, items, [=, &context](std::int64_t item, int thread) {
-        const Plan& plan = holder(plans, count, &Plan::first_item, item);
-        float* memory = static_cast<float*>(context.per_thread[thread].take(0));
-        do_item(context.rows, plan, item - plan.first_item, memory);
-    });
+    const auto task = [=, &context](std::int64_t item, int thread) {
+        const Plan& plan = plan_of(plans, count, &Plan::first_item, item);
+        run_item(context.rows, plan, item - plan.first_item, static_cast<float*>(context.per_thread[thread].data()));
+    };
+    context.pool.parallel_for(items, task, bytes < SERIAL_BYTES);
 }
 
-// Rows of one pass, so that operands stay in the cache: whole tiles, evenly spread over the passes.
+// Rows per pass, so that operands stay in the cache: whole tiles, evenly distributed over the passes.
 std::int64_t rows_per_pass(const Context& context, const PenstockWeight& weight, std::int64_t rows) {
     const ProductKernel& kernel = context.products[weight.kind];
     const std::int64_t step = kernel.tile_rows / slices_of(weight);
@@ -267,38 +257,28 @@ std::int64_t operand_bytes(const PenstockWeight& weight, const ProductKernel& ke
 
 std::int64_t result_columns(const PenstockWeight& weight) { return weight.gated != 0 ? weight.n / 2 : weight.n; }
 
-const void* row_of(const void* array, std::int32_t type, std::int64_t columns, std::int64_t row) {
-    return static_cast<const char*>(array) + row * columns * (type == TYPE_F32 ? 4 : 2);
-}
-
-void* row_of(void* array, std::int32_t type, std::int64_t columns, std::int64_t row) {
-    return static_cast<char*>(array) + row * columns * (type == TYPE_F32 ? 4 : 2);
-}
-
 void multiply_all(Context& context, const Product* products, std::int64_t count) {
     if (count == 0) return;
     const Plan* plans = plan_all(context, products, count);
     pack_all(context, plans, count);
-    do_all_items(context, plans, count);
+    run_all_items(context, plans, count);
 }
 
 }  // namespace penstock
 
 using namespace penstock;
 
-PENSTOCK_EXPORT std::int32_t penstock_linear(Context* context, const PenstockWeight* weight, const void* x,
-                                             std::int32_t x_type, std::int64_t rows, void* out,
-                                             std::int64_t out_stride, std::int32_t out_type,
-                                             std::int32_t activation) try {
-    const Turn turn(context);
-    if (rows == 0) return 0;
-    const std::int64_t step = rows_per_pass(*context, *weight, rows);
-    for (std::int64_t row = 0; row < rows; row += step) {
-        const Product product{weight, row_of(x, x_type, weight->k, row), x_type, nullptr, std::min(step, rows - row),
-                              row_of(out, out_type, out_stride, row), out_stride, out_type, activation};
-        multiply_all(*context, &product, 1);
-    }
-    return 0;
-} catch (...) {
-    return -1;
+extern "C" std::int32_t penstock_linear(
+    Context* context, const PenstockWeight* weight, const void* x, std::int32_t x_type, std::int64_t rows, void* out,
+    std::int64_t out_stride, std::int32_t out_type, std::int32_t activation) {
+    return run_call(context, [&] {
+        const std::int64_t step = rows > 0 ? rows_per_pass(*context, *weight, rows) : 1;
+        for (std::int64_t row = 0; row < rows; row += step) {
+            const Product product{weight, row_of(x, x_type, weight->k, row), x_type, nullptr,
+                                  std::min(step, rows - row), row_of(out, out_type, out_stride, row), out_stride,
+                                  out_type, activation};
+            multiply_all(*context, &product, 1);
+        }
+        return STATUS_OK;
+    });
 }

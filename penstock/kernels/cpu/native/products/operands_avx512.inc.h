@@ -1,24 +1,16 @@
-// Elements of activation rows as operands, for files compiled with AVX-512. Internal linkage.
+// Loading elements of activation rows, for files compiled with AVX-512. Internal linkage.
 #pragma once
 
-#include <cstdint>
-
 #include "avx512.inc.h"
-#include "products/products.h"
+#include "elements.inc.h"
 
 namespace penstock {
 namespace {
 
-// A mask of the first `count` lanes, of 32 at most.
+// A mask of the first `count` lanes, at most 32.
 inline __mmask32 first_lanes(std::int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
-// The elements `first`, .. of activation row r of the operand: its address, whatever the type.
-inline const char* row_address(const OperandArgs& a, int r, std::int64_t first) {
-    const std::int64_t row = a.row_index ? a.row_index[r] : a.first_row + r;
-    return static_cast<const char*>(a.x) + (row * a.x_stride + first) * (a.x_type == TYPE_F32 ? 4 : 2);
-}
-
-// 32 elements as bfloat16, the first `count` (at least 1) of them real and the others zero.
+// The first `count` (at least 1) of 32 elements as bfloat16, the others zero.
 inline __m512i load_bf16(const char* from, std::int64_t count, std::int32_t type) {
     const __mmask32 mask = first_lanes(count);
     if (type == TYPE_BF16) return _mm512_maskz_loadu_epi16(mask, from);
@@ -27,7 +19,7 @@ inline __m512i load_bf16(const char* from, std::int64_t count, std::int32_t type
     return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
-// 16 elements as float32, likewise.
+// The same for 16 elements as float32.
 inline __m512i load_f32(const char* from, std::int64_t count, std::int32_t type) {
     const __mmask16 mask = static_cast<__mmask16>(first_lanes(count));
     if (type == TYPE_F32) return _mm512_castps_si512(_mm512_maskz_loadu_ps(mask, from));

@@ -1,7 +1,8 @@
-// The kernels of pack_kernels.h in the compiler's vector types, compiled once for each instruction level.
+// The kernels of pack_kernels.h in compiler vector types, compiled once per instruction level.
 //
 // Everything is in an anonymous namespace, and no function of the standard library is used (abi.h says why).
 
+#include "elements.inc.h"
 #include "products/pack_kernels.h"
 
 namespace penstock {
@@ -21,28 +22,20 @@ typedef std::uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 typedef std::int16_t Shorts __attribute__((vector_size(2 * WIDTH)));
 typedef std::uint8_t Bytes __attribute__((vector_size(WIDTH)));
 
-constexpr int LANES = 16;  // sums of squared errors; quant/int4.py folds them
-constexpr std::uint32_t INFINITE = 0x7f800000;  // bits of infinity; those of a NaN are greater
+constexpr int LANES = 16;                     // sums of squared errors, reduced as in quant/int4.py
+constexpr std::uint32_t INFINITE = 0x7f800000;  // bits of infinity; those of a NaN are larger
 constexpr float SMALLEST = 0x1p-100f;
-constexpr float ROUNDER = 0x1.8p23f;  // added to a small float it leaves no fraction: rounds to nearest even
+constexpr float ROUNDER = 0x1.8p23f;  // adding it rounds a small float to nearest even
 constexpr std::int32_t ROUNDER_BITS = 0x4b400000;
-
-template <class To, class From>
-To bits_of(From from) {
-    static_assert(sizeof(To) == sizeof(From), "the same bits");
-    To to;
-    __builtin_memcpy(&to, &from, sizeof to);
-    return to;
-}
 
 template <class Vector>
 void store(void* to, Vector from) {
     __builtin_memcpy(to, &from, sizeof from);
 }
 
-Floats widen(Halves bf16) { return bits_of<Floats>(__builtin_convertvector(bf16, Words) << 16); }
+Floats widen(Halves bf16) { return same_bits<Floats>(__builtin_convertvector(bf16, Words) << 16); }
 
-// Elements at .. at + WIDTH - 1 of x; those from `count` on are zero.
+// Elements at .. at + WIDTH - 1 of x, zero from `count` on.
 template <int TYPE>
 Floats load(const void* x, std::int64_t at, std::int64_t count) {
     constexpr int BYTES = type_bytes(TYPE);
@@ -64,7 +57,7 @@ Floats load(const void* x, std::int64_t at, std::int64_t count) {
     }
 }
 
-// Calls step(elements, at) for every WIDTH elements, the last ones filled up with zeros.
+// Call step(elements, at) for every WIDTH elements, the last ones padded with zeros.
 template <int TYPE, class Step>
 void each(const void* x, std::int64_t count, const Step& step) {
     std::int64_t at = 0;
@@ -80,7 +73,7 @@ void each_of(const void* x, std::int32_t type, std::int64_t count, const Step& s
         each<TYPE_BF16>(x, count, step);
 }
 
-// Stores those of WIDTH results that are still within `count`.
+// Store the results whose positions are below `count`.
 template <class Element, class Vector>
 void store_some(Element* out, std::int64_t at, std::int64_t count, Vector values) {
     if (at + WIDTH <= count)
@@ -93,8 +86,8 @@ Bytes narrow(Ints values) { return __builtin_convertvector(__builtin_convertvect
 
 Floats fill(float value) { return value - Floats{}; }
 
-// Bits of sizes compare as the sizes do, and infinity and NaN come last.
-std::uint32_t greatest(Ints lanes) {
+// Bits of magnitudes have the order of the magnitudes, with infinity and NaN at the top.
+std::uint32_t reduce_max(Ints lanes) {
     std::uint32_t result = 0;
     for (int lane = 0; lane < WIDTH; ++lane) {
         const std::uint32_t value = static_cast<std::uint32_t>(lanes[lane]);
@@ -103,15 +96,15 @@ std::uint32_t greatest(Ints lanes) {
     return result;
 }
 
-Ints size_bits(Floats x) { return bits_of<Ints>(x) & 0x7fffffff; }
+Ints magnitude_bits(Floats x) { return same_bits<Ints>(x) & 0x7fffffff; }
 
 float abs_max(const void* x, std::int32_t type, std::int64_t count) {
-    Ints most = {};
-    each_of(x, type, count, [&most](Floats values, std::int64_t) {
-        const Ints sizes = size_bits(values);
-        most = sizes > most ? sizes : most;
+    Ints max_bits = {};
+    each_of(x, type, count, [&max_bits](Floats values, std::int64_t) {
+        const Ints bits = magnitude_bits(values);
+        max_bits = bits > max_bits ? bits : max_bits;
     });
-    return bits_of<float>(greatest(most));
+    return same_bits<float>(reduce_max(max_bits));
 }
 
 void to_f32(const void* x, std::int32_t type, std::int64_t count, float* out) {
@@ -119,10 +112,9 @@ void to_f32(const void* x, std::int32_t type, std::int64_t count, float* out) {
 }
 
 Halves round_bf16(Floats x) {
-    const Words bits = bits_of<Words>(x);
-    const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const Words quiet = bits >> 16 | 0x40;
-    return __builtin_convertvector((bits & 0x7fffffff) > INFINITE ? quiet : rounded, Halves);
+    const Words bits = same_bits<Words>(x);
+    const Words quiet_nan = bits >> 16 | 0x40;
+    return __builtin_convertvector((bits & 0x7fffffff) > INFINITE ? quiet_nan : round_to_bf16(bits), Halves);
 }
 
 void to_bf16(const void* x, std::int32_t type, std::int64_t count, std::uint16_t* out) {
@@ -135,7 +127,7 @@ void to_bf16(const void* x, std::int32_t type, std::int64_t count, std::uint16_t
 
 void to_int8(const void* x, std::int32_t type, std::int64_t count, float inverse, std::uint8_t* out) {
     each_of(x, type, count, [=](Floats values, std::int64_t at) {
-        const Ints rounded = bits_of<Ints>(values * inverse + ROUNDER) - (ROUNDER_BITS - 128);
+        const Ints rounded = same_bits<Ints>(values * inverse + ROUNDER) - (ROUNDER_BITS - 128);
         store_some(out, at, count, narrow(rounded));
     });
 }
@@ -143,7 +135,7 @@ void to_int8(const void* x, std::int32_t type, std::int64_t count, float inverse
 constexpr int MAX_GROUP = 128;
 constexpr double SHRINK[] = {1.0, 0.95, 0.9, 0.85, 0.8};
 
-// A group's weights, filled up with zeros to whole sets of LANES.
+// The weights of a group, padded with zeros to a multiple of LANES.
 struct Group {
     alignas(64) float weights[MAX_GROUP];
     int count;
@@ -155,11 +147,6 @@ struct Group {
     }
 };
 
-float round_scale(float x) {
-    const std::uint32_t bits = bits_of<std::uint32_t>(x);
-    return bits_of<float>((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
-}
-
 Floats round_int4(Floats weights, float inverse) {
     const Floats low = fill(-8), high = fill(7);
     Floats x = weights * inverse;
@@ -168,8 +155,8 @@ Floats round_int4(Floats weights, float inverse) {
     return x + ROUNDER;  // the low bits hold the integer
 }
 
-// The upper half onto the lower one, until one is left.
-float fold(const Floats (&sums)[LANES / WIDTH]) {
+// Add the upper half to the lower one until one sum is left.
+float reduce_sum(const Floats (&sums)[LANES / WIDTH]) {
     typedef float Quad __attribute__((vector_size(16)));
     Quad quads[4];
     __builtin_memcpy(quads, sums, sizeof quads);
@@ -186,14 +173,14 @@ float squared_error(const Group& group, float scale) {
             const Floats error = weights - (round_int4(weights, inverse) - ROUNDER) * scale;
             sums[part] += error * error;
         }
-    return fold(sums);
+    return reduce_sum(sums);
 }
 
 float best_scale(const Group& group, float abs_max, float extreme) {
     float best = 0, least = 0;
     bool first = true;
     const auto consider = [&](float candidate) {
-        const float scale = round_scale(candidate), error = squared_error(group, scale);
+        const float scale = to_float(to_bf16(candidate)), error = squared_error(group, scale);
         if (!first && !(error < least)) return;
         best = scale, least = error, first = false;
     };
@@ -207,35 +194,35 @@ float best_scale(const Group& group, float abs_max, float extreme) {
 std::uint16_t to_int4(const void* x, std::int32_t type, int count, std::uint8_t* out, bool& quantisable) {
     Group group{};
     group.count = (count + LANES - 1) / LANES * LANES;
-    Ints sizes = {}, positive = {};
+    Ints max_bits = {}, max_positive_bits = {};
     each_of(x, type, count, [&](Floats values, std::int64_t at) {
         store(group.weights + at, values);
-        const Ints now = size_bits(values), above = values > Floats{} ? now : Ints{};
-        sizes = now > sizes ? now : sizes;
-        positive = above > positive ? above : positive;
+        const Ints bits = magnitude_bits(values), positive = values > Floats{} ? bits : Ints{};
+        max_bits = bits > max_bits ? bits : max_bits;
+        max_positive_bits = positive > max_positive_bits ? positive : max_positive_bits;
     });
-    const std::uint32_t most = greatest(sizes);
+    const std::uint32_t abs_max_bits = reduce_max(max_bits);
     float scale = 0, inverse = 0;
-    const float abs_max = bits_of<float>(most);
-    quantisable = quantisable && abs_max < TOO_GREAT;
-    if (abs_max >= SMALLEST && abs_max < TOO_GREAT) {
-        scale = best_scale(group, abs_max, greatest(positive) == most ? abs_max : -abs_max);
+    const float abs_max = same_bits<float>(abs_max_bits);
+    quantisable = quantisable && abs_max < MAGNITUDE_LIMIT;
+    if (abs_max >= SMALLEST && abs_max < MAGNITUDE_LIMIT) {
+        scale = best_scale(group, abs_max, reduce_max(max_positive_bits) == abs_max_bits ? abs_max : -abs_max);
         inverse = 1 / scale;
     }
     for (int at = 0; at < count; at += WIDTH) {
-        const Ints rounded = bits_of<Ints>(round_int4(group.at(at), inverse)) - (ROUNDER_BITS - 8);
+        const Ints rounded = same_bits<Ints>(round_int4(group.at(at), inverse)) - (ROUNDER_BITS - 8);
         store_some(out, at, count, narrow(rounded));
     }
-    return static_cast<std::uint16_t>(bits_of<std::uint32_t>(scale) >> 16);
+    return static_cast<std::uint16_t>(same_bits<std::uint32_t>(scale) >> 16);
 }
 
-void weave(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units, std::uint32_t* out) {
+void interleave(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units, std::uint32_t* out) {
     for (std::int64_t unit = 0; unit < units; ++unit, out += PANEL)
         for (int column = 0; column < columns; ++column) out[column] = rows[column * stride + unit];
 }
 
-void weave_nibbles(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units, int high,
-                   std::uint32_t* out) {
+void interleave_nibbles(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units, int high,
+                        std::uint32_t* out) {
     const int shift = high ? 4 : 0;
     const std::uint32_t keep = high ? 0x0f0f0f0f : 0xf0f0f0f0;
     for (std::int64_t unit = 0; unit < units; ++unit, out += PANEL / 2)
@@ -243,7 +230,7 @@ void weave_nibbles(const std::uint32_t* rows, std::int64_t stride, int columns, 
             out[column] = (out[column] & keep) | rows[column * stride + unit] << shift;
 }
 
-constexpr PackKernels KERNELS = {abs_max, to_f32, to_bf16, to_int8, to_int4, weave, weave_nibbles};
+constexpr PackKernels KERNELS = {abs_max, to_f32, to_bf16, to_int8, to_int4, interleave, interleave_nibbles};
 
 }  // namespace
 }  // namespace penstock

@@ -1,7 +1,7 @@
-// Activation rows as int8 slices, which products.h defines. Integer kernels of every level compile this file for
-// themselves, within their anonymous namespace, after products.h and, for AVX-512, <immintrin.h>.
+// Activation rows as int8 slices, defined in products.h. Included by the integer kernels of each level within their
+// anonymous namespace, after leaves.inc.h, slices.inc.h and, for AVX-512, <immintrin.h>.
 //
-// All levels give the same bytes: a lane does one IEEE operation after the other, and maxima and sums are of integers.
+// All levels give the same bytes: every lane does the same IEEE operations, and maxima and sums are of integers.
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -16,27 +16,10 @@ using Ints __attribute__((vector_size(LANES * 4))) = std::int32_t;
 using HalfWords __attribute__((vector_size(LANES * 2))) = std::uint16_t;
 using Bytes __attribute__((vector_size(LANES))) = std::int8_t;
 
-constexpr int CHUNK = 64;  // elements of K that are quantised at a time: with all rows of a tile they stay in the L1
+constexpr int CHUNK = 64;  // elements of K quantised at a time: those of all rows of a tile stay in the L1
 static_assert(CHUNK == K_UNIT && CHUNK % LANES == 0);
 
-constexpr float LARGEST_SLICE = 127.0f;
-constexpr float SLICE_RATIO = 254.0f;  // what is left after rounding is at most 1/2, that is 127 of the next slice
-
-// Added to a float below 2^22 it pushes the fraction out, to nearest even; what remains in the low bits is the integer.
-constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23
-constexpr std::int32_t ROUNDER_BITS = 0x4b400000;
-
 constexpr std::int32_t MAGNITUDE_BITS = 0x7fffffff;
-constexpr std::int32_t INFINITY_BITS = 0x7f800000;
-constexpr std::int32_t SMALLEST_BITS = (127 - 118) << 23;  // 2^-118
-
-template <class To, class From>
-inline To same_bits(const From& from) {
-    static_assert(sizeof(To) == sizeof(From));
-    To to;
-    __builtin_memcpy(&to, &from, sizeof to);
-    return to;
-}
 
 // LANES elements as bits of float32.
 inline Ints load_bits(const float* x) {
@@ -49,14 +32,14 @@ inline Ints load_bits(const std::uint16_t* x) {
     HalfWords bits;
     __builtin_memcpy(&bits, x, sizeof bits);
 #if defined(__AVX512F__)
-    // GCC 12 makes four instructions of the conversion below, and warns of the intrinsic without a mask.
+    // GCC 12 compiles the conversion below to four instructions, and warns of the intrinsic without a mask.
     return same_bits<Ints>(_mm512_maskz_cvtepu16_epi32(0xffff, same_bits<__m256i>(bits))) << 16;
 #else
     return __builtin_convertvector(bits, Ints) << 16;
 #endif
 }
 
-// The first `count` elements and then zeros: x itself where it has `length` elements, else a copy in `padded`.
+// The first `count` elements followed by zeros: x itself if it has `length` elements, else a copy in `padded`.
 template <class Element>
 inline const Element* pad(const Element* x, std::int64_t count, int length, Element* padded) {
     if (count >= length) return x;
@@ -65,25 +48,23 @@ inline const Element* pad(const Element* x, std::int64_t count, int length, Elem
     return padded;
 }
 
-inline std::int32_t greater(std::int32_t a, std::int32_t b) { return a > b ? a : b; }
-
-inline std::int32_t greatest(const Ints& values) {
+inline std::int32_t reduce_max(const Ints& values) {
     Ints left = values;
     for (int half = LANES / 2; half > 0; half /= 2)
-        for (int lane = 0; lane < half; ++lane) left[lane] = greater(left[lane], left[lane + half]);
+        for (int lane = 0; lane < half; ++lane) left[lane] = left[lane] > left[lane + half] ? left[lane] : left[lane + half];
     return left[0];
 }
 
-inline std::int32_t total(const Ints& values) {
+inline std::int32_t reduce_sum(const Ints& values) {
     Ints left = values;
     for (int half = LANES / 2; half > 0; half /= 2)
         for (int lane = 0; lane < half; ++lane) left[lane] += left[lane + half];
     return left[0];
 }
 
-// Bits of the greatest |x|. As integers they are in the order of the values, with infinity and then NaN on top.
+// Bits of max |x|. As integers they have the order of the values, with infinity and then NaN at the top.
 template <class Element>
-std::int32_t greatest_magnitude(const Element* x, std::int64_t count) {
+std::int32_t max_magnitude_bits(const Element* x, std::int64_t count) {
     Ints result{};
     std::int64_t k = 0;
     const auto take = [&](const Element* from) {
@@ -93,16 +74,16 @@ std::int32_t greatest_magnitude(const Element* x, std::int64_t count) {
     for (; k + LANES <= count; k += LANES) take(x + k);
     Element tail[LANES];
     take(pad(x + k, count - k, LANES, tail));
-    return greatest(result);
+    return reduce_max(result);
 }
 
-// What an operand counts for, and what an element is multiplied with; a factor of 0 says that all slices are zeros.
+// The scale of the operands and the factor that elements are multiplied by; with a factor of 0 all slices are zeros.
 struct LeafScale {
     float scale;
     float factor;
 };
 
-// From 2^-118 on the scale is no denormal number and the factor no infinity; smaller leaves count as zeros.
+// From 2^-118 on the scale is normal and the factor finite; smaller leaves are treated as zeros.
 inline LeafScale leaf_scale(std::int32_t magnitude_bits) {
     if (magnitude_bits >= INFINITY_BITS) return {__builtin_nanf(""), 0.0f};
     if (magnitude_bits < SMALLEST_BITS) return {0.0f, 0.0f};
@@ -110,7 +91,7 @@ inline LeafScale leaf_scale(std::int32_t magnitude_bits) {
     return {magnitude / LARGEST_SLICE, LARGEST_SLICE / magnitude};
 }
 
-// x [length] -> slices [SLICES][CHUNK], and adds them to their sums [SLICES].
+// x [length] -> slices [SLICES][CHUNK]; also adds them to sums [SLICES].
 template <int SLICES, class Element>
 inline void quantize_chunk(const Element* x, int length, float factor, std::int8_t* slices, Ints* sums) {
     Ints added[SLICES] = {};
@@ -134,26 +115,25 @@ struct LeafRows {
     const Element* x[MAX_TILE_ROWS];
     float factors[MAX_TILE_ROWS];
     int rows;
-    std::int64_t count;  // elements of a row; after them the leaf is padded
+    std::int64_t count;  // elements per row, without the padding of the leaf
 };
 
-// Finds a leaf's rows, [start, end) of K, and writes their scales [rows].
+// Locate the rows of a leaf, count elements from `first` on, and write their scales [rows].
 template <class Element>
-LeafRows<Element> find_leaf(const OperandArgs& args, std::int64_t start, std::int64_t end, float* scales) {
+LeafRows<Element> find_leaf(const OperandArgs& args, std::int64_t first, std::int64_t count, float* scales) {
     LeafRows<Element> leaf;
     leaf.rows = args.rows;
-    leaf.count = end - start;
+    leaf.count = count;
     for (int r = 0; r < args.rows; ++r) {
-        const std::int64_t row = args.row_index != nullptr ? args.row_index[r] : args.first_row + r;
-        leaf.x[r] = static_cast<const Element*>(args.x) + row * args.x_stride + start;
-        const LeafScale found = leaf_scale(greatest_magnitude(leaf.x[r], leaf.count));
+        leaf.x[r] = reinterpret_cast<const Element*>(row_address(args, r, first));
+        const LeafScale found = leaf_scale(max_magnitude_bits(leaf.x[r], leaf.count));
         scales[r] = found.scale;
         leaf.factors[r] = found.factor;
     }
     return leaf;
 }
 
-// Elements k .. k + length - 1 of a padded leaf -> slices [rows * SLICES][CHUNK], added to sums [rows * SLICES].
+// Elements k .. k + length - 1 of a padded leaf -> slices [rows * SLICES][CHUNK]; also added to sums [rows * SLICES].
 template <int SLICES, class Element>
 void quantize_chunks(const LeafRows<Element>& leaf, std::int64_t k, int length, std::int8_t* slices, Ints* sums) {
     Element padded[CHUNK];
@@ -166,35 +146,30 @@ void quantize_chunks(const LeafRows<Element>& leaf, std::int64_t k, int length, 
     }
 }
 
-// Quantises a tile. A sum is taken of every `span` elements of padded K, or of every leaf where span is 0.
-// place(k, length, slices) puts the operands k .. k + length - 1 of padded K, in slices [rows * SLICES][CHUNK], where
-// the level wants them; length is CHUNK or, if that is less, span.
+// Quantise a tile and sum every `span` elements of padded K, or every leaf if span is 0. place(k, length, slices) writes
+// the operands k .. k + length - 1 of padded K, slices [rows * SLICES][CHUNK], in the layout of the level; length is
+// the smaller of CHUNK and span.
 template <int SLICES, class Element, class Place>
 void quantize_tile(const OperandArgs& args, int span, const Place& place) {
-    const PenstockWeight& weight = *args.weight;
     alignas(64) std::int8_t slices[MAX_TILE_ROWS * CHUNK];
     Ints sums[MAX_TILE_ROWS];
     std::int32_t* sums_out = args.sums;
-    std::int64_t start = 0, padded_start = 0;
-    for (int l = 0; l < weight.leaves; ++l) {
+    each_leaf(*args.weight, [&](const LeafRange& range) {
         const LeafRows<Element> leaf =
-            find_leaf<Element>(args, start, weight.leaf_ends[l], args.scales + l * args.rows);
-        const std::int64_t padded = weight.padded_leaf_ends[l] - padded_start;
-        const std::int64_t spans = span > 0 ? padded / span : 1;
-        const std::int64_t elements = span > 0 ? span : padded;
+            find_leaf<Element>(args, range.first, range.count, args.scales + range.index * args.rows);
+        const std::int64_t spans = span > 0 ? range.padded / span : 1;
+        const std::int64_t elements = span > 0 ? span : range.padded;
         const int length = elements < CHUNK ? static_cast<int>(elements) : CHUNK;
         for (std::int64_t i = 0; i < spans; ++i) {
             const std::int64_t first = i * elements;
             for (int o = 0; o < args.rows * SLICES; ++o) sums[o] = Ints{};
             for (std::int64_t k = first; k < first + elements; k += length) {
                 quantize_chunks<SLICES>(leaf, k, length, slices, sums);
-                place(padded_start + k, length, slices);
+                place(range.padded_first + k, length, slices);
             }
-            for (int o = 0; o < args.rows * SLICES; ++o) *sums_out++ = total(sums[o]);
+            for (int o = 0; o < args.rows * SLICES; ++o) *sums_out++ = reduce_sum(sums[o]);
         }
-        start = weight.leaf_ends[l];
-        padded_start = weight.padded_leaf_ends[l];
-    }
+    });
 }
 
 template <class Element, class Place>
@@ -232,7 +207,7 @@ inline void interleave_four(const std::int8_t* slices, int rows, std::int8_t* to
     for (int quad = 0; quad < 4; ++quad) __builtin_memcpy(to + quad * rows * 4, &columns[quad], sizeof(Quads));
 }
 
-// slices [rows][CHUNK] -> [length / 4][rows][4]: the four operands that one instruction takes, row beside row.
+// slices [rows][CHUNK] -> [length / 4][rows][4]: the four operands of one instruction, row after row.
 inline void interleave(const std::int8_t* slices, int rows, int length, std::int8_t* to) {
     int r = 0;
     for (; r + 4 <= rows; r += 4)

@@ -1,14 +1,13 @@
 // Products in bfloat16 and int8 with AMX tiles.
 //
-// A step of K is 64 bytes of a row. A tile of activations is [steps][operand rows][64 bytes]: 16 rows of it are an A
-// operand. A panel is a B operand as it lies in memory: 16 rows of a step, 128 bytes apart, columns 0..15 in the first
-// half of each. Four tiles hold sums, up to 32 rows of one panel or 16 rows of two panels; two hold A and two B: all
-// eight there are.
+// A step of K is 64 bytes of a row. A packed tile of activations is [steps][operand rows][64 bytes]: 16 rows of it are an
+// A operand. A step of a panel in memory is a B operand: 16 rows, 128 bytes apart, columns 0..15 in the first half of each.
+// Of the eight AMX tiles four hold sums, for up to 32 rows of one panel or 16 rows of two panels, two A and two B.
 
 #include "amx_tiles.inc.h"
-#include "products/operands_avx512.inc.h"
 #include "products/leaves.inc.h"
-#include "products/products.h"
+#include "products/operands_avx512.inc.h"
+#include "slices.inc.h"
 
 namespace penstock {
 
@@ -19,21 +18,18 @@ namespace {
 constexpr int TILE_ROWS = 2 * AMX_ROWS;
 constexpr std::int64_t LINE = 64;
 constexpr std::int64_t STEP_BYTES = AMX_BYTES * PANEL;  // of a panel
-constexpr std::int64_t BLOCK_STEPS = 8;                // operands of so many steps stay in the L1 while panels pass
-constexpr int MANY_TILES = 3;                           // that take longer than to read their weights from memory
-constexpr std::int32_t WEIGHT_OFFSET = 128;             // int8 weights are stored unsigned
-constexpr float SECOND_SLICE = 1.0f / 254.0f;
-constexpr float THIRD_SLICE = 1.0f / 64516.0f;
+constexpr std::int64_t BLOCK_STEPS = 8;                 // steps of operands that stay in the L1 for several panels
+constexpr int MANY_TILES = 3;                           // take longer than reading their weights from memory
 
-// What the four tiles of sums stand for: the columns of a panel in tiles 0 and 1, and in 2 and 3
+// Tiles 0 and 1 are sums of the columns of a panel; tiles 2 and 3 are
 enum class Form {
     TALL,  // the same columns for rows 16..31
     WIDE,  // the same rows with the next panel
-    HALF   // nothing
+    HALF   // unused
 };
 
-// How far a single stream is prefetched ahead of itself: just so far that the lines are asked for in order, which keeps
-// the processor's own prefetching running. Further ahead it stops, and alone these prefetches are slower.
+// The prefetch distance of a single stream: short enough that lines are requested in order, which keeps the hardware
+// prefetcher active. With a longer distance it stops, and these prefetches alone are slower.
 constexpr std::int64_t ahead_bytes(Form form) { return form == Form::TALL ? STEP_BYTES : STEP_BYTES / 2; }
 
 // Tiles: 0 .. 3 sums; 4 and 5 operands, 6 and 7 weights.
@@ -46,71 +42,56 @@ void load_config(int operand_rows) {
     config.load();
 }
 
-// A leaf of one tile, all of its sums taken.
-struct Leaf {
+// The sums of a leaf and one tile, and where its results go.
+struct LeafSums {
     const void* sums;            // float or int32 [operand rows][width]
     int rows;
-    std::int64_t width;          // columns of a row in sums and tree
-    std::int64_t first_column;   // those to finish,
-    std::int64_t last_column;    // and the one behind them
-    int slices;                  // int8 only, as are
+    std::int64_t width;          // columns per row of sums and tree
+    std::int64_t first_column, end_column;
+    int slices;                  // int8 only, like
     const float* scales;         // [rows] and
     const std::int32_t* totals;  // of the operands, [operand rows]
-    const float* tree;           // where earlier leaves wait,
-    std::int64_t tree_stride;    // from one level to the next, and
-    unsigned levels;             // which of them to add
-    float* to;                   // perhaps `sums` itself,
-    std::int64_t to_row;         // from one row to the next
+    const float* tree;           // sums of earlier leaves
+    std::int64_t tree_stride;    // per level
+    unsigned levels;             // of the tree, to be added
+    float* to;                   // may be `sums`
+    std::int64_t to_row;         // elements between rows of `to`
 };
+
+#define PENSTOCK_TILE_PRODUCTS(instruction)    \
+    static inline void multiply_upper() {      \
+        instruction(0, 4, 6);                  \
+        instruction(1, 4, 7);                  \
+    }                                          \
+    static inline void multiply_lower() {      \
+        instruction(2, 5, 6);                  \
+        instruction(3, 5, 7);                  \
+    }                                          \
+    static inline void multiply_next_panel() { \
+        instruction(2, 4, 6);                  \
+        instruction(3, 4, 7);                  \
+    }
 
 struct Bf16 {
     static constexpr int STEP = 32;  // elements of K
+    PENSTOCK_TILE_PRODUCTS(_tile_dpbf16ps)
 
-    static inline void multiply_upper() {
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-    }
-
-    static inline void multiply_lower() {
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-
-    static inline void multiply_next_panel() {
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_dpbf16ps(3, 4, 7);
-    }
-
-    static __m512 value(const Leaf& leaf, int row, std::int64_t column) {
+    static __m512 value(const LeafSums& leaf, int row, std::int64_t column) {
         return _mm512_load_ps(static_cast<const float*>(leaf.sums) + row * leaf.width + column);
     }
 };
 
 struct Int8 {
     static constexpr int STEP = 64;
+    PENSTOCK_TILE_PRODUCTS(_tile_dpbsud)
 
-    static inline void multiply_upper() {
-        _tile_dpbsud(0, 4, 6);
-        _tile_dpbsud(1, 4, 7);
-    }
-
-    static inline void multiply_lower() {
-        _tile_dpbsud(2, 5, 6);
-        _tile_dpbsud(3, 5, 7);
-    }
-
-    static inline void multiply_next_panel() {
-        _tile_dpbsud(2, 4, 6);
-        _tile_dpbsud(3, 4, 7);
-    }
-
-    static __m512 product(const Leaf& leaf, int operand_row, std::int64_t column) {
+    static __m512 product(const LeafSums& leaf, int operand_row, std::int64_t column) {
         const std::int32_t* sums = static_cast<const std::int32_t*>(leaf.sums) + operand_row * leaf.width + column;
-        const __m512i excess = _mm512_set1_epi32(WEIGHT_OFFSET * leaf.totals[operand_row]);
+        const __m512i excess = _mm512_set1_epi32(ZERO_POINT * leaf.totals[operand_row]);
         return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(sums), excess));
     }
 
-    static __m512 value(const Leaf& leaf, int row, std::int64_t column) {
+    static __m512 value(const LeafSums& leaf, int row, std::int64_t column) {
         const int first = row * leaf.slices;
         __m512 value = product(leaf, first, column);
         if (leaf.slices > 1) value += product(leaf, first + 1, column) * _mm512_set1_ps(SECOND_SLICE);
@@ -120,46 +101,40 @@ struct Int8 {
 };
 
 void pack_bf16(const OperandArgs& a) {
-    const PenstockWeight& weight = *a.weight;
     char* tile = static_cast<char*>(a.tile);
-    std::int64_t first = 0, padded_first = 0;
-    for (int leaf = 0; leaf < weight.leaves; ++leaf) {
-        const std::int64_t count = weight.leaf_ends[leaf] - first;
-        const std::int64_t padded = weight.padded_leaf_ends[leaf] - padded_first;
-        for (std::int64_t at = 0; at < padded; at += Bf16::STEP)
+    each_leaf(*a.weight, [&](const LeafRange& leaf) {
+        for (std::int64_t at = 0; at < leaf.padded; at += Bf16::STEP)
             for (int r = 0; r < a.rows; ++r, tile += AMX_BYTES) {
-                const bool real = at < count;
+                const std::int64_t left = leaf.count - at;
                 _mm512_store_si512(
-                    tile, real ? load_bf16(row_address(a, r, first + at), count - at, a.x_type) : __m512i{});
+                    tile, left > 0 ? load_bf16(row_address(a, r, leaf.first + at), left, a.x_type) : __m512i{});
             }
-        first = weight.leaf_ends[leaf];
-        padded_first = weight.padded_leaf_ends[leaf];
-    }
+    });
 }
 
 void pack_int8(const OperandArgs& a) {
     const int rows = a.rows * a.weight->slices;
     char* tile = static_cast<char*>(a.tile);
-    static_assert(CHUNK == Int8::STEP, "quantize_tile delivers whole steps");
+    static_assert(CHUNK == Int8::STEP, "quantize_tile passes whole steps");
     quantize_tile(a, 0, [=](std::int64_t k, int, const std::int8_t* slices) {
         __builtin_memcpy(tile + k * rows, slices, static_cast<std::size_t>(rows) * CHUNK);
     });
 }
 
-// Some steps of one tile and one panel, or two.
+// Some steps of one tile times one or two panels.
 struct Piece {
     const char* operands;
     int operand_rows;
     const char* weights;
-    std::int64_t panel_bytes;  // from one panel to the next
+    std::int64_t panel_bytes;  // per panel
     std::int64_t steps;
-    const char* ahead;         // weights to fetch meanwhile, and
-    std::int64_t ahead_step;   // how many bytes of them at every step
-    bool continues;            // the piece before, whose sums are at `sums`
+    const char* ahead;         // weights to prefetch
+    std::int64_t ahead_step;   // bytes prefetched per step
+    bool continues;            // start from the sums of the previous piece at `sums`
     const char* sums;          // four bytes each
-    std::int64_t sums_row;     // bytes from one row to the next
-    char* to;                  // where the sums go, perhaps `sums` itself, and
-    std::int64_t to_row;       // likewise
+    std::int64_t sums_row;     // bytes between rows
+    char* to;                  // destination of the sums, may be `sums`
+    std::int64_t to_row;       // bytes between rows
 };
 
 // Bytes from the sums of tiles 0 and 1 to those of tiles 2 and 3.
@@ -227,9 +202,9 @@ void multiply_piece(const Piece& piece) {
 }
 
 template <class Type>
-void finish_leaf(const Leaf& leaf) {
+void finish_leaf(const LeafSums& leaf) {
     for (int row = 0; row < leaf.rows; ++row)
-        for (std::int64_t column = leaf.first_column; column < leaf.last_column; column += LANES) {
+        for (std::int64_t column = leaf.first_column; column < leaf.end_column; column += LANES) {
             const std::int64_t at = row * leaf.width + column;
             __m512 value = Type::value(leaf, row, column);
             for (unsigned levels = leaf.levels; levels != 0; levels &= levels - 1)
@@ -243,23 +218,23 @@ struct Range {
     int first_panel, last_panel;
 };
 
-// One tile with every panel of the range, `block` being that tile's with the first panel of the call. Prefetches
-// `behind` bytes behind the weights of each, or where that is negative a little ahead of them.
+// One tile times every panel of the range; `block` is that tile with the first panel of the call. Prefetches weights
+// `distance` bytes after those of each panel or, if that is negative, a little ahead.
 template <class Type, Form FORM>
-void multiply_panels(Range range, const Piece& block, std::int64_t behind) {
+void multiply_panels(Range range, const Piece& block, std::int64_t distance) {
     constexpr int STRIDE = FORM == Form::WIDE ? 2 : 1;
     Piece piece = block;
     for (int panel = range.first_panel; panel < range.last_panel; panel += STRIDE) {
         piece.weights = block.weights + panel * block.panel_bytes;
-        piece.ahead = piece.weights + (behind < 0 ? ahead_bytes(FORM) : behind);
+        piece.ahead = piece.weights + (distance < 0 ? ahead_bytes(FORM) : distance);
         piece.sums = block.sums + panel * PANEL * 4;
         piece.to = block.to + panel * PANEL * 4;
         multiply_piece<Type, FORM>(piece);
     }
 }
 
-// One block of K: every tile meets every panel of the range. Many tiles fetch the block that comes `next` (bytes behind
-// this one) while they pass, each its share; of a few, the first fetches a little ahead of itself.
+// One block of K: every tile times every panel of the range. Many tiles prefetch the block `next` bytes after this one,
+// each its part; with few tiles, the first one prefetches a little ahead.
 template <class Type>
 void multiply_block(
     const MultiplyArgs& a, Range range, const Piece& block, std::int64_t next, std::int64_t sums_stride,
@@ -279,64 +254,93 @@ void multiply_block(
     }
 }
 
+// Where the sums of a leaf are collected and where its results go, from the first tile on. Strides are in elements.
+struct Destination {
+    float* sums;
+    std::int64_t sums_stride;  // per tile
+    float* to;
+    std::int64_t to_stride;    // per tile
+    std::int64_t to_row;       // per row
+    bool finish;               // whether finish_leaf computes the results from the sums
+};
+
+std::int64_t tree_floats(const MultiplyArgs& a) { return TREE_LEVELS * MAX_TILE_ROWS * a.panels * PANEL; }
+
 template <class Type>
-void multiply_range(const MultiplyArgs& a, Range range, int slices) {
-    const PenstockWeight& weight = *a.weight;
-    const int operand_rows = a.rows * slices;
+Destination destination_of(const MultiplyArgs& a, int leaf, int slices) {
+    const bool last = leaf + 1 == a.weight->leaves;
     const std::int64_t width = a.panels * PANEL;
-    const std::int64_t panel_bytes = weight.padded_k / Type::STEP * STEP_BYTES;
-    const std::int64_t tree_floats = TREE_LEVELS * MAX_TILE_ROWS * width;
-    Leaf done = {};
-    done.rows = a.rows;
-    done.width = width;
-    done.first_column = range.first_panel * PANEL;
-    done.last_column = range.last_panel * PANEL;
-    done.slices = slices;
-    done.tree_stride = a.rows * width;
+    Destination d;
+    d.to = last ? a.out : a.tree + level_to_keep(leaf) * a.rows * width;
+    d.to_stride = last ? a.rows * a.out_stride : tree_floats(a);
+    d.to_row = last ? a.out_stride : width;
+    // With several slices there are more sums than results; the tree, then narrow, leaves its last third free.
+    d.sums = slices > 1 ? a.tree + 2 * MAX_TILE_ROWS * width : last ? a.partial : d.to;
+    d.sums_stride = slices == 1 && last ? a.rows * width : tree_floats(a);
+    d.finish = Type::STEP == Int8::STEP || levels_to_add(leaf, a.weight->leaves) != 0;
+    return d;
+}
+
+// All blocks of K of one leaf, steps step .. end - 1.
+template <class Type>
+void multiply_leaf(const MultiplyArgs& a, Range range, std::int64_t step, std::int64_t end, int slices,
+                   const Destination& d) {
+    const PenstockWeight& weight = *a.weight;
+    const std::int64_t width = a.panels * PANEL, panel_bytes = weight.padded_k / Type::STEP * STEP_BYTES;
     Piece block = {};
-    block.operand_rows = operand_rows;
+    block.operand_rows = a.rows * slices;
     block.panel_bytes = panel_bytes;
     block.sums_row = width * 4;
-    std::int64_t step = 0;
-    for (int leaf = 0; leaf < weight.leaves; ++leaf) {
-        const bool last_leaf = leaf + 1 == weight.leaves;
-        const std::int64_t end = weight.padded_leaf_ends[leaf] / Type::STEP;
-        float* to = last_leaf ? a.out : a.tree + level_to_keep(leaf) * done.tree_stride;
-        const std::int64_t to_stride = last_leaf ? a.rows * a.out_stride : tree_floats;
-        // With several slices there are more sums than results; the tree, then narrow, leaves its last third free.
-        float* sums = slices > 1 ? a.tree + 2 * MAX_TILE_ROWS * width : last_leaf ? a.partial : to;
-        const std::int64_t sums_stride = slices == 1 && last_leaf ? a.rows * width : tree_floats;
-        done.levels = levels_to_add(leaf, weight.leaves);
-        done.to_row = last_leaf ? a.out_stride : width;
-        const bool to_finish = done.levels != 0 || Type::STEP == Int8::STEP;
-        block.sums = reinterpret_cast<const char*>(sums);
-        block.continues = false;
-        for (std::int64_t left = end - step; left > 0 || !block.continues; block.continues = true, left = end - step) {
-            const std::int64_t blocks = a.tiles > 1 ? (left + BLOCK_STEPS - 1) / BLOCK_STEPS : 1;
-            block.steps = blocks > 1 ? left / blocks : left;
-            block.operands = static_cast<const char*>(a.tile) + step * operand_rows * AMX_BYTES;
-            block.weights = static_cast<const char*>(weight.values) + a.first_panel * panel_bytes + step * STEP_BYTES;
-            step += block.steps;
-            const bool results = step == end && !to_finish;
-            block.to = reinterpret_cast<char*>(results ? to : sums);
-            block.to_row = 4 * (results ? done.to_row : width);
-            const bool last_block = last_leaf && step == end;
-            const std::int64_t next = block.steps * STEP_BYTES + (last_block ? (a.panels - 1) * panel_bytes : 0);
-            multiply_block<Type>(a, range, block, next, sums_stride, results ? to_stride : sums_stride);
-        }
-        if (!to_finish) continue;
-        for (int tile = 0; tile < a.tiles; ++tile) {
-            done.sums = sums + tile * sums_stride;
-            done.scales = a.scales + tile * a.scales_stride + leaf * a.rows;
-            done.totals = a.sums + tile * a.sums_stride + leaf * operand_rows;
-            done.tree = a.tree + tile * tree_floats;
-            done.to = to + tile * to_stride;
-            finish_leaf<Type>(done);
-        }
+    block.sums = reinterpret_cast<const char*>(d.sums);
+    for (std::int64_t left = end - step; left > 0 || !block.continues; block.continues = true, left = end - step) {
+        const std::int64_t blocks = a.tiles > 1 ? (left + BLOCK_STEPS - 1) / BLOCK_STEPS : 1;
+        block.steps = blocks > 1 ? left / blocks : left;
+        block.operands = static_cast<const char*>(a.tile) + step * block.operand_rows * AMX_BYTES;
+        block.weights = static_cast<const char*>(weight.values) + a.first_panel * panel_bytes + step * STEP_BYTES;
+        step += block.steps;
+        const bool results = step == end && !d.finish;
+        block.to = reinterpret_cast<char*>(results ? d.to : d.sums);
+        block.to_row = 4 * (results ? d.to_row : width);
+        const bool last_block = step * Type::STEP == weight.padded_k;
+        const std::int64_t next = block.steps * STEP_BYTES + (last_block ? (a.panels - 1) * panel_bytes : 0);
+        multiply_block<Type>(a, range, block, next, d.sums_stride, results ? d.to_stride : d.sums_stride);
     }
 }
 
-// A single tile takes one or two panels after the other, so that weights are read from front to back.
+template <class Type>
+void finish_tiles(const MultiplyArgs& a, Range range, int leaf, int slices, const Destination& d) {
+    LeafSums sums = {};
+    sums.rows = a.rows;
+    sums.width = a.panels * PANEL;
+    sums.first_column = range.first_panel * PANEL;
+    sums.end_column = range.last_panel * PANEL;
+    sums.slices = slices;
+    sums.tree_stride = a.rows * sums.width;
+    sums.levels = levels_to_add(leaf, a.weight->leaves);
+    sums.to_row = d.to_row;
+    for (int tile = 0; tile < a.tiles; ++tile) {
+        sums.sums = d.sums + tile * d.sums_stride;
+        sums.scales = a.scales + tile * a.scales_stride + leaf * a.rows;
+        sums.totals = a.sums + tile * a.sums_stride + leaf * a.rows * slices;
+        sums.tree = a.tree + tile * tree_floats(a);
+        sums.to = d.to + tile * d.to_stride;
+        finish_leaf<Type>(sums);
+    }
+}
+
+template <class Type>
+void multiply_range(const MultiplyArgs& a, Range range, int slices) {
+    std::int64_t step = 0;
+    for (int leaf = 0; leaf < a.weight->leaves; ++leaf) {
+        const std::int64_t end = a.weight->padded_leaf_ends[leaf] / Type::STEP;
+        const Destination d = destination_of<Type>(a, leaf, slices);
+        multiply_leaf<Type>(a, range, step, end, slices, d);
+        if (d.finish) finish_tiles<Type>(a, range, leaf, slices, d);
+        step = end;
+    }
+}
+
+// A single tile is multiplied with one or two panels at a time, so that weights are read in memory order.
 template <class Type>
 void multiply(const MultiplyArgs& a) {
     const int slices = a.weight->slices > 1 ? a.weight->slices : 1;

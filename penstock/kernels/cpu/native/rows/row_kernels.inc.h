@@ -1,145 +1,20 @@
-// The row kernels, compiled once for each instruction level. row_kernels.h says what each does.
+// The row kernels that row_kernels.h specifies, compiled once per instruction level.
 #pragma once
 
-#include "rows/row_kernels.h"
-#include "vector_math.inc.h"
+#include "rows/epilogue.inc.h"
 
 namespace penstock {
 namespace {
-
-// Calls body(i, count) for each vector of n elements: count is 16 (a constant there), and what is left at the end.
-template <class Body>
-PENSTOCK_INLINE void each_vector(std::int64_t n, const Body& body) {
-    std::int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) body(i, LANES);
-    if (i < n) body(i, static_cast<int>(n - i));
-}
-
-#define PENSTOCK_BODY [&](std::int64_t i, int count) __attribute__((always_inline))
-
-template <class Element>
-PENSTOCK_INLINE F32x16 load_some(const Element* from, int count) {
-    return count == LANES ? load(from) : load_first(from, count);
-}
-
-template <class Element>
-PENSTOCK_INLINE void store_some(Element* to, F32x16 a, int count) {
-    if (count == LANES) {
-        store(to, a);
-    } else {
-        store_first(to, a, count);
-    }
-}
-
-// ---- Products
-
-constexpr float LOWEST = -3.40282347e38f;  // the least float that is finite, for -inf where that would meet 0
-
-// Activations: of results smaller than 2e-36 some are 0; the bounds below are for the others.
-
-// x / (1 + e^-t) for x and t of one sign. Large |t| and infinite x give the limit: e^-|t| cannot overflow.
-PENSTOCK_INLINE F32x16 times_sigmoid(F32x16 x, F32x16 t) {
-    const F32x16 decay = exp_to_zero(minus_abs(t));
-    return select(t < 0.0f, max(LOWEST, x) * decay, x) / (decay + 1.0f);
-}
-
-// Within 4 ulp.
-PENSTOCK_INLINE F32x16 silu(F32x16 x) { return times_sigmoid(x, x); }
-
-// 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), where (1 + tanh(t)) / 2 is the sigmoid of 2 t.
-// Within 10 + 2 x^2 ulp: far below zero, where results vanish, the rounding of the exponent is what counts.
-PENSTOCK_INLINE F32x16 gelu_tanh(F32x16 x) {
-    constexpr float LINEAR = 1.59576912f, CUBIC = 0.0713548163f;  // 2 sqrt(2 / pi), and that times 0.044715
-    return times_sigmoid(x, x * (x * x * CUBIC + LINEAR));
-}
-
-// x times the normal distribution's probability of less than x, within 10 + 2 x^2 ulp. Below zero the probability is a
-// tail, which keeps its digits.
-PENSTOCK_INLINE F32x16 gelu(F32x16 x) {
-    constexpr float SQRT_HALF = 0.707106781f;
-    const F32x16 tail = erfc_positive(abs(x) * SQRT_HALF) * 0.5f;
-    return select(x < 0.0f, max(LOWEST, x) * tail, x * (1.0f - tail));
-}
-
-template <int ACTIVATION>
-PENSTOCK_INLINE F32x16 activate(F32x16 x) {
-    if constexpr (ACTIVATION == ACT_SILU) return silu(x);
-    if constexpr (ACTIVATION == ACT_GELU) return gelu(x);
-    if constexpr (ACTIVATION == ACT_GELU_TANH) return gelu_tanh(x);
-    return x;
-}
-
-// Sums of sixteen columns, scaled and with their bias.
-PENSTOCK_INLINE F32x16 scaled(const PenstockWeight& weight, F32x16 sums, std::int64_t column) {
-    if (weight.column_scales != nullptr) sums = sums * load(weight.column_scales + column);
-    if (weight.bias != nullptr) sums = sums + load(weight.bias + column);
-    return sums;
-}
-
-PENSTOCK_INLINE int columns_left(std::int64_t end, std::int64_t column) {
-    return static_cast<int>(end - column < LANES ? end - column : LANES);
-}
-
-template <class Out, int ACTIVATION>
-void finish_plain(const FinishArgs& a) {
-    const PenstockWeight weight = *a.weight;
-    const std::int64_t first = a.first_panel * PANEL;
-    const std::int64_t width = std::int64_t{a.panels} * PANEL;
-    const std::int64_t columns = weight.n - first < width ? weight.n - first : width;
-    for (std::int64_t row = 0; row < a.rows; ++row) {
-        const float* sums = a.sums + row * width;
-        Out* out = static_cast<Out*>(a.out) + row * a.out_stride + first;
-        each_vector(columns, PENSTOCK_BODY {
-            store_some(out + i, activate<ACTIVATION>(scaled(weight, load(sums + i), first + i)), count);
-        });
-    }
-}
-
-template <class Out, int ACTIVATION>
-void finish_gated(const FinishArgs& a) {
-    const PenstockWeight weight = *a.weight;
-    const std::int64_t width = std::int64_t{a.panels} * PANEL;
-    for (std::int64_t row = 0; row < a.rows; ++row) {
-        Out* out = static_cast<Out*>(a.out) + row * a.out_stride;
-        for (int panel = 0; panel < a.panels; ++panel) {
-            const float* sums = a.sums + row * width + panel * PANEL;
-            const std::int64_t column = (a.first_panel + panel) * PANEL;
-            const F32x16 gate = scaled(weight, load(sums), column);
-            const F32x16 up = scaled(weight, load(sums + LANES), column + LANES);
-            const std::int64_t to = column / 2;
-            store_some(out + to, activate<ACTIVATION>(gate) * up, columns_left(weight.n / 2, to));
-        }
-    }
-}
-
-template <class Out, int ACTIVATION>
-void finish_with(const FinishArgs& a) {
-    if (a.weight->gated) return finish_gated<Out, ACTIVATION>(a);
-    finish_plain<Out, ACTIVATION>(a);
-}
-
-template <class Out>
-void finish_as(const FinishArgs& a) {
-    if (a.activation == ACT_SILU) return finish_with<Out, ACT_SILU>(a);
-    if (a.activation == ACT_GELU) return finish_with<Out, ACT_GELU>(a);
-    if (a.activation == ACT_GELU_TANH) return finish_with<Out, ACT_GELU_TANH>(a);
-    finish_with<Out, ACT_NONE>(a);
-}
-
-void finish(const FinishArgs& a) {
-    if (a.out_type == TYPE_BF16) return finish_as<std::uint16_t>(a);
-    finish_as<float>(a);
-}
 
 // ---- Norms
 
 // 1 / sqrt(mean of the squares + eps), from their sum.
 PENSTOCK_INLINE float norm_scale(F32x16 squares, std::int64_t n, float eps) {
-    return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(n) + eps);
+    return 1.0f / __builtin_sqrtf(reduce_sum(squares) / static_cast<float>(n) + eps);
 }
 
-// The row that is normed, x or x + branch, which is written on the way. visit(value) gets each vector of it, zeros
-// behind the end.
+// The row to be normed: x, or x + branch, which is also written. visit(value) gets each vector of it, with zeros after
+// the end.
 template <class Visit>
 PENSTOCK_INLINE const float* normed_row(const NormArgs& a, std::int64_t row, const Visit& visit) {
     const float* x = a.x + row * a.n;
@@ -177,7 +52,7 @@ void rms_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
     rms_norm_as<float>(a, first, rows);
 }
 
-// The sum of the squared distances from the mean. Lanes behind the end count nothing.
+// The sum of squared deviations from the mean. Lanes after the end add nothing.
 PENSTOCK_INLINE F32x16 squared_deviations(const float* x, std::int64_t n, F32x16 mean) {
     F32x16 squares = 0.0f;
     each_vector(n, PENSTOCK_BODY {
@@ -193,7 +68,7 @@ void layer_norm_as(const NormArgs& a, std::int64_t first, std::int64_t rows) {
     for (std::int64_t row = first; row < first + rows; ++row) {
         F32x16 total = 0.0f;
         const float* x = normed_row(a, row, PENSTOCK_VISIT { total = total + value; });
-        const F32x16 mean = sum(total) / static_cast<float>(a.n);
+        const F32x16 mean = reduce_sum(total) / static_cast<float>(a.n);
         const F32x16 scale = norm_scale(squared_deviations(x, a.n, mean), a.n, a.eps);
         Out* out = static_cast<Out*>(a.out) + row * a.n;
         each_vector(a.n, PENSTOCK_BODY {
@@ -210,10 +85,10 @@ void layer_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
 
 // ---- Rotary
 
-// A head as it is, or normed on the way.
+// A head, normed if it has a weight.
 struct Head {
     const float* x;
-    const float* weight;  // null: as it is
+    const float* weight;  // null: not normed
     F32x16 scale;
 
     PENSTOCK_INLINE F32x16 at(std::int64_t i, int count) const {
@@ -232,9 +107,9 @@ PENSTOCK_INLINE float scale_of(const float* x, std::int64_t n, float eps) {
     return norm_scale(squares, n, eps);
 }
 
-// Turns element i against element i + half, for i < half. Elements from 2 half on stay as they are.
+// Rotate element i against element i + half, for i < half. Elements from 2 half on are copied.
 template <class Out>
-PENSTOCK_INLINE void turn(const Head& head, const float* cosines, std::int64_t half, std::int64_t n, Out* out) {
+PENSTOCK_INLINE void rotate(const Head& head, const float* cosines, std::int64_t half, std::int64_t n, Out* out) {
     const float* sines = cosines + half;
     each_vector(half, PENSTOCK_BODY {
         const F32x16 c = load_some(cosines + i, count), s = load_some(sines + i, count);
@@ -246,16 +121,16 @@ PENSTOCK_INLINE void turn(const Head& head, const float* cosines, std::int64_t h
     each_vector(n - rest, PENSTOCK_BODY { store_some(out + rest + i, head.at(rest + i, count), count); });
 }
 
-// The heads [heads, n] of q, or of k, normed and turned.
+// The heads [heads, n] of q, or of k, normed and rotated.
 template <class Out>
-PENSTOCK_INLINE void turn_heads(const float* x, std::int64_t heads, std::int64_t n, const HeadNorm& norm, float eps,
+PENSTOCK_INLINE void rotate_heads(const float* x, std::int64_t heads, std::int64_t n, const HeadNorm& norm, float eps,
                                 const float* cosines, std::int64_t half, Out* out) {
     const bool together = norm.size != n;
     Head head{x, norm.weight, 1.0f};
     if (norm.weight != nullptr && together) head.scale = scale_of(x, norm.size, eps);
     for (std::int64_t at = 0; at < heads; ++at, head.x += n, out += n) {
         if (norm.weight != nullptr && !together) head.scale = scale_of(head.x, n, eps);
-        turn(head, cosines, half, n, out);
+        rotate(head, cosines, half, n, out);
         if (together && norm.weight != nullptr) head.weight += n;
     }
 }
@@ -270,9 +145,9 @@ void rotary_as(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
         Out* q = static_cast<Out*>(a.q) + row * a.heads * n;
         Out* k = static_cast<Out*>(a.k) + row * a.kv_heads * n;
         Out* v = static_cast<Out*>(a.v) + row * a.kv_heads * n;
-        turn_heads(from, a.heads, n, a.q_norm, a.eps, cosines, half, q);
+        rotate_heads(from, a.heads, n, a.q_norm, a.eps, cosines, half, q);
         from += a.heads * n;
-        turn_heads(from, a.kv_heads, n, a.k_norm, a.eps, cosines, half, k);
+        rotate_heads(from, a.kv_heads, n, a.k_norm, a.eps, cosines, half, k);
         from += a.kv_heads * n;
         each_vector(a.kv_heads * n, PENSTOCK_BODY { store_some(v + i, load_some(from + i, count), count); });
     }
@@ -301,50 +176,50 @@ void embedding(const EmbeddingArgs& a, std::int64_t first, std::int64_t rows) {
 
 // ---- Routing
 
-constexpr float TAKEN = -1.0f;  // in place of a probability: chosen already, or no expert
+constexpr float TAKEN = -1.0f;  // in place of a probability: already chosen, or no expert
 
-// The greatest of n numbers, none of them NaN, in whole vectors.
-PENSTOCK_INLINE float greatest_of(const float* values, std::int64_t n) {
+// The maximum of n numbers, none of them NaN, in whole vectors.
+PENSTOCK_INLINE float max_of(const float* values, std::int64_t n) {
     F32x16 best = load(values);
     for (std::int64_t i = LANES; i < n; i += LANES) best = max(load(values + i), best);
-    return greatest(best);
+    return reduce_max(best);
 }
 
-// The softmax of n logits, then TAKEN up to a whole vector. Returns whether it is made of numbers.
+// The softmax of n logits, padded with TAKEN to a whole vector. Returns false if it contains NaN.
 PENSTOCK_INLINE bool softmax(const float* logits, std::int64_t n, float* out) {
-    constexpr float NOTHING = -__builtin_inff();
-    F32x16 best = NOTHING;
-    each_vector(n, PENSTOCK_BODY { best = max(load_first(logits + i, count, NOTHING), best); });
-    const F32x16 top = greatest(best);
+    constexpr float MINUS_INFINITY = -__builtin_inff();
+    F32x16 best = MINUS_INFINITY;
+    each_vector(n, PENSTOCK_BODY { best = max(load_first(logits + i, count, MINUS_INFINITY), best); });
+    const F32x16 top = reduce_max(best);
     F32x16 sums = 0.0f;
     each_vector(n, PENSTOCK_BODY {
-        const F32x16 power = exp(load_first(logits + i, count, NOTHING) - top);
+        const F32x16 power = exp(load_first(logits + i, count, MINUS_INFINITY) - top);
         store(out + i, power);
         sums = sums + power;
     });
-    const float total = sum(sums);
+    const float total = reduce_sum(sums);
     each_vector(n, PENSTOCK_BODY {
         store(out + i, select(lane_index() < count, load(out + i) / total, F32x16(TAKEN)));
     });
-    return total >= 1.0f;  // the greatest logit alone gives 1
+    return total >= 1.0f;  // the maximum logit alone contributes 1
 }
 
 void route(const RouteArgs& a, std::int64_t first, std::int64_t rows, float* scratch) {
     for (std::int64_t row = first; row < first + rows; ++row) {
         std::int64_t* ids = a.ids + row * a.top_k;
         float* weights = a.weights + row * a.top_k;
-        const bool sound = softmax(a.logits + row * a.experts, a.experts, scratch);
+        const bool valid = softmax(a.logits + row * a.experts, a.experts, scratch);
         float total = 0.0f;
         for (std::int64_t at = 0; at < a.top_k; ++at) {
             std::int64_t id = 0;
-            if (sound) {
-                const float best = greatest_of(scratch, a.experts);
+            if (valid) {
+                const float best = max_of(scratch, a.experts);
                 while (scratch[id] != best) ++id;
             } else {
                 id = at;
             }
             ids[at] = id;
-            weights[at] = sound ? scratch[id] : __builtin_nanf("");
+            weights[at] = valid ? scratch[id] : __builtin_nanf("");
             total += weights[at];
             scratch[id] = TAKEN;
         }
@@ -353,7 +228,7 @@ void route(const RouteArgs& a, std::int64_t first, std::int64_t rows, float* scr
     }
 }
 
-// ---- Element by element
+// ---- Element-wise
 
 void add(float* x, const float* h, std::int64_t count) {
     each_vector(count, PENSTOCK_BODY { store_some(x + i, load_some(x + i, count) + load_some(h + i, count), count); });
@@ -367,7 +242,7 @@ void softcap(float* x, float cap, std::int64_t count) {
     each_vector(count, PENSTOCK_BODY { store_some(x + i, tanh(load_some(x + i, count) / cap) * cap, count); });
 }
 
-constexpr RowKernels ROW_KERNELS = {finish, rms_norm, layer_norm, rotary, embedding, route, add, round, softcap};
+constexpr RowKernels ROW_KERNELS = {epilogue, rms_norm, layer_norm, rotary, embedding, route, add, round, softcap};
 
 }  // namespace
 }  // namespace penstock

@@ -1,28 +1,26 @@
-// What changes the logits of a row before a token is chosen: mask, bias and penalties, in the order of
-// kernels/sampling.py.
+// What changes the logits of a row before sampling: mask, bias and penalties, in the order of kernels/sampling.py.
 #pragma once
 
 #include <cstdint>
 
 #include "context.h"
-#include "sampling/sampler_kernels.h"
 
 namespace penstock {
 
-// Pairs (row, id), which may come in any order, by row and within a row in the order given.
+// (row, id) pairs in any order, grouped by row; within a row they keep their order.
 class PairsByRow {
   public:
-    PairsByRow(const std::int64_t* pairs, std::int64_t count, std::int64_t rows, Carver& memory)
+    PairsByRow(const std::int64_t* pairs, std::int64_t count, std::int64_t rows, BumpAllocator& memory)
         : pairs_(pairs), count_(pairs == nullptr ? 0 : count), rows_(rows) {
         if (count_ == 0) return;
-        begin_ = memory.cut<std::int64_t>(rows + 2);
-        order_ = memory.cut<std::int64_t>(count_);
+        begin_ = memory.allocate<std::int64_t>(rows + 2);
+        order_ = memory.allocate<std::int64_t>(count_);
     }
 
-    // Sorts them by counting, into the memory.
+    // Counting sort by row, into the memory.
     void sort() {
         if (count_ == 0) return;
-        std::int64_t* const next = begin_ + 1;  // next[r]: where row r's next pair goes; at the end, begin_[r + 1]
+        std::int64_t* const next = begin_ + 1;  // next[r]: place of row r's next pair; begin_[r + 1] at the end
         for (std::int64_t row = 0; row < rows_ + 2; ++row) begin_[row] = 0;
         for (std::int64_t i = 0; i < count_; ++i) ++next[pairs_[2 * i] + 1];
         for (std::int64_t row = 0; row < rows_; ++row) next[row + 1] += next[row];
@@ -31,7 +29,7 @@ class PairsByRow {
 
     bool any(std::int64_t row) const { return count_ > 0 && begin_[row] < begin_[row + 1]; }
 
-    // change(id, index of the pair) for all pairs of the row.
+    // Call change(id, index of the pair) for all pairs of the row.
     template <class Change>
     void each(std::int64_t row, const Change& change) const {
         if (count_ == 0) return;
@@ -45,9 +43,9 @@ class PairsByRow {
     std::int64_t* order_ = nullptr;  // [count]
 };
 
-class Adjustments {
+class Penalties {
   public:
-    Adjustments(const PenstockSampling& params, std::int64_t rows, Carver memory)
+    Penalties(const PenstockSampling& params, std::int64_t rows, BumpAllocator memory)
         : params_(params),
           masked_(params.masked, params.num_masked, rows, memory),
           bias_(params.bias_pairs, params.num_bias, rows, memory),
@@ -55,10 +53,10 @@ class Adjustments {
           counts_(params.count_pairs, params.num_counts, rows, memory),
           bytes_(memory.bytes()) {}
 
-    // Memory that sort() writes.
+    // Bytes of memory that sort() writes.
     std::int64_t bytes() const { return bytes_; }
 
-    // To be called once before the others.
+    // Must be called once before the functions below.
     void sort() {
         masked_.sort();
         bias_.sort();

@@ -1,9 +1,9 @@
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) for 64 vocabulary entries at once.
 //
-// Key, counter and which word serves which entry are those of kernels/sampling.py.
+// kernels/sampling.py specifies the key, the counter and the word of each entry.
 //
-// A register holds one word of several blocks, each in the lower half of a 64-bit lane; what is in the upper half does
-// not matter, because a product reads the lower half only. So a round is two products, two shifts and four xors.
+// A register contains one word of several blocks, each in the lower half of a 64-bit lane; the upper half is arbitrary,
+// because a product reads only the lower half. So a round is two products, two shifts and four xors.
 #pragma once
 
 #include "sampling/sampler_kernels.h"
@@ -19,13 +19,13 @@ namespace {
 constexpr int PHILOX_ENTRIES = 64;
 constexpr int PHILOX_VECTORS = PHILOX_ENTRIES / LANES;
 constexpr int PHILOX_ROUNDS = 10;
-constexpr int PART_BLOCKS = PART_LANES / 2;                // blocks in a register
-constexpr int BLOCK_PARTS = PHILOX_ENTRIES / 4 / PART_BLOCKS;  // registers of a word of 16 blocks
+constexpr int PART_BLOCKS = PART_LANES / 2;                // blocks per register
+constexpr int BLOCK_PARTS = PHILOX_ENTRIES / 4 / PART_BLOCKS;  // registers per word of 16 blocks
 
 typedef std::uint64_t WidePart __attribute__((vector_size(4 * PART_LANES)));
 
 #if defined(__AVX512F__)
-constexpr __mmask8 ALL_LANES = 0xFF;  // GCC 12 warns of its own header in the forms without a mask
+constexpr __mmask8 ALL_LANES = 0xFF;  // GCC 12 warns about its own header in the forms without a mask
 #endif
 
 // Lane by lane, the product of the lower halves.
@@ -57,8 +57,8 @@ PENSTOCK_INLINE void interleave(WidePart a, WidePart b, WidePart& first, WidePar
 #endif
 }
 
-// The block number of each lane of register p. `interleave` gives entries in order if even lanes hold the blocks of
-// one result and odd lanes those of the next.
+// The block number of each lane of register p. `interleave` gives entries in order if even lanes are the blocks of one
+// result and odd lanes those of the next.
 PENSTOCK_INLINE WidePart block_numbers(std::uint64_t first_block, int p) {
     WidePart numbers;
     for (int lane = 0; lane < PART_BLOCKS; ++lane) {

@@ -1,7 +1,5 @@
-// Log-probabilities, and the choice of a token for each row. The steps and their order are those of
-// kernels/sampling.py.
-//
-// Threads take whole rows: one row's work is small beside the product that made its logits.
+// Log-probabilities and sampling, with the steps and order of kernels/sampling.py. Each row is processed by one thread:
+// its work is small compared with the product that computed its logits.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -16,11 +14,11 @@ namespace penstock {
 namespace {
 
 constexpr std::int64_t NO_TOKEN = -1;
-constexpr float LOWEST = -FLT_MAX;  // what lies below is -inf, which nobody draws
+constexpr float LOWEST = -FLT_MAX;  // everything below is -inf, which is never drawn
 
-std::int64_t num_maxima(std::int64_t vocab) { return (vocab + SCAN_BLOCK - 1) / SCAN_BLOCK * SCAN_LANES; }
+std::int64_t num_maxima(std::int64_t vocab) { return divide_up(vocab, SCAN_BLOCK) * SCAN_LANES; }
 
-// What a thread needs for one row of a vocabulary. Only a row that is drawn uses more than the first two.
+// Scratch memory for one row. Only sampled rows use more than the first two arrays.
 struct RowMemory {
     float* maxima;           // [num_maxima]
     float* logits;           // [vocab], after penalties and temperature
@@ -28,30 +26,30 @@ struct RowMemory {
     float* weights;          // [vocab], of the candidates
     std::int32_t* open;      // [vocab or num_maxima], for last_within
 
-    RowMemory(Carver& carver, std::int64_t vocab)
-        : maxima(carver.cut<float>(num_maxima(vocab))),
-          logits(carver.cut<float>(vocab)),
-          candidates{0, carver.cut<std::int32_t>(vocab), carver.cut<float>(vocab)},
-          weights(carver.cut<float>(vocab)),
-          open(carver.cut<std::int32_t>(std::max(vocab, num_maxima(vocab)))) {}
+    RowMemory(BumpAllocator& memory, std::int64_t vocab)
+        : maxima(memory.allocate<float>(num_maxima(vocab))),
+          logits(memory.allocate<float>(vocab)),
+          candidates{0, memory.allocate<std::int32_t>(vocab), memory.allocate<float>(vocab)},
+          weights(memory.allocate<float>(vocab)),
+          open(memory.allocate<std::int32_t>(std::max(vocab, num_maxima(vocab)))) {}
 
     static std::int64_t bytes(std::int64_t vocab) {
-        Carver counted(nullptr);
-        RowMemory(counted, vocab);
-        return counted.bytes();
+        BumpAllocator counter(nullptr);
+        RowMemory(counter, vocab);
+        return counter.bytes();
     }
 };
 
-// min_p, top_k and top_p, which are called in this order, and a draw from what they leave of one row. The row is not
-// changed: what is left is a cut in the order of its values, and candidates are copied.
+// The distribution of one row, restricted by min_p, top_k and top_p, called in this order, and a draw from it. The row is
+// not changed: the restriction is a cut in the order of its values, and candidates are copied.
 class Distribution {
   public:
-    // x [vocab] after the temperature; maxima as scan gives them for x times `temperature`; max the greatest of x.
+    // x [vocab]: divided by the temperature; maxima: of x times `temperature`, from scan; max: the maximum of x.
     Distribution(const SamplerKernels& kernels, RowMemory& memory, const float* x, std::int64_t vocab, float max,
                  float temperature)
         : kernels_(kernels), memory_(memory), x_(x), vocab_(vocab), max_(max), temperature_(temperature) {}
 
-    // Drops x < max + log(min_p), which is exp(x - max) < min_p.
+    // Drop x < max + log(min_p), that is exp(x - max) < min_p.
     void min_p(float share) {
         if (share > 0.0f) cut_.value = std::max(LOWEST, kernels_.floor(max_, share));
     }
@@ -75,23 +73,23 @@ class Distribution {
         end_at(last_of_mass(share * static_cast<double>(total)));
     }
 
-    // One by one, an entry takes about four times as long as among neighbours, which share a block of noise.
+    // Drawing from a list takes about four times as long per entry as from neighbours, which use one block of noise.
     std::int64_t draw(NoiseKey key) const {
-        Candidates& few = memory_.candidates;
-        if (!collected_ || few.count > vocab_ / 4) return kernels_.draw(x_, vocab_, max_, cut_, key);
-        few.keep(cut_);
-        return kernels_.draw_of(few.ids, few.values, few.count, max_, key);
+        Candidates& list = memory_.candidates;
+        if (!collected_ || list.count > vocab_ / 4) return kernels_.draw(x_, vocab_, max_, cut_, key);
+        list.keep(cut_);
+        return kernels_.draw_of(list.ids, list.values, list.count, max_, key);
     }
 
   private:
-    // Probabilities as integers: in these units the most likely token has UNITS.
+    // Probabilities as integers: the most likely token has UNITS.
     static constexpr float UNITS = 0x1p40f;
     static std::uint64_t units(float weight) {
-        return static_cast<std::uint64_t>(static_cast<std::int64_t>(weight * UNITS));  // signed: one instruction
+        return static_cast<std::uint64_t>(static_cast<std::int64_t>(weight * UNITS));  // a signed conversion is one instruction
     }
 
-    // The whole row takes part, but most of it lies behind the cut: only entries that are likely enough to hold the
-    // share are looked at. The sums that say so are rounded, the cut itself is exact.
+    // top_p without an earlier cut: most of the row is dropped, so only entries above a floor are collected. The sums
+    // that choose the floor are rounded; the cut itself is exact.
     void top_p_of_all(float share) {
         const Masses masses = kernels_.masses(x_, vocab_, max_);
         float floor = LOWEST;
@@ -102,19 +100,19 @@ class Distribution {
             collect(floor);
             weigh();
             const std::int64_t last = last_of_mass(mass);
-            if (last < 0 && floor != LOWEST) continue;  // never seen: the sums were much too great
+            if (last < 0 && floor != LOWEST) continue;  // rounding made the sums too large
             return end_at(last);
         }
     }
 
-    // The last entry with less than this mass before it; the first entry in any case.
+    // The last entry with less than this mass before it, at least the first entry.
     std::int64_t last_of_mass(double mass) const {
         const std::uint64_t limit = mass >= 1.0 && mass < 0x1p63 ? static_cast<std::uint64_t>(std::ceil(mass)) : 1;
         return last_within(memory_.candidates, limit, memory_.open,
                            [weights = memory_.weights](std::int32_t i) { return units(weights[i]); });
     }
 
-    // A value that at least k entries reach: the k-th greatest of maxima of disjoint parts of the row.
+    // A value that at least k entries reach: the k-th largest of the maxima of disjoint parts of the row.
     float at_most_kth(std::int64_t k) const {
         const Candidates maxima = {num_maxima(vocab_), nullptr, memory_.maxima};
         const std::int64_t last = last_within(maxima, static_cast<std::uint64_t>(k), memory_.open,
@@ -130,7 +128,7 @@ class Distribution {
 
     void weigh() { kernels_.weights(memory_.candidates.values, memory_.candidates.count, max_, memory_.weights); }
 
-    // Cuts behind a candidate; -1: all stay.
+    // Cut after a candidate; -1 keeps all.
     void end_at(std::int64_t last) {
         if (last >= 0) cut_ = {memory_.candidates.values[last], memory_.candidates.ids[last]};
     }
@@ -141,36 +139,36 @@ class Distribution {
     const std::int64_t vocab_;
     const float max_, temperature_;
     Cut cut_ = {LOWEST, INT32_MAX};
-    bool collected_ = false;  // what the cut leaves is among the candidates
+    bool collected_ = false;  // the candidates include every entry that the cut keeps
 };
 
-// Chooses one token a row.
+// Chooses one token per row.
 class TokenSampler {
   public:
     TokenSampler(const SamplerKernels& kernels, const float* logits, std::int64_t vocab, const PenstockSampling& params,
-                 const Adjustments& adjustments)
-        : kernels_(kernels), logits_(logits), vocab_(vocab), params_(params), adjustments_(adjustments) {}
+                 const Penalties& penalties)
+        : kernels_(kernels), logits_(logits), vocab_(vocab), params_(params), penalties_(penalties) {}
 
     std::int64_t choose(std::int64_t row, RowMemory memory) const {
         const float* x = logits_ + row * vocab_;
-        if (adjustments_.any(row)) {
+        if (penalties_.any(row)) {
             std::memcpy(memory.logits, x, static_cast<std::size_t>(vocab_) * sizeof(float));
-            adjustments_.apply(row, memory.logits);
+            penalties_.apply(row, memory.logits);
             x = memory.logits;
         }
         const float max = kernels_.scan(x, vocab_, memory.maxima);
         if (max == -INFINITY) return NO_TOKEN;
         const float temperature = params_.temperature[row];
         const bool drawn = temperature > 0.0f && params_.noise_key != nullptr;
-        // A temperature so small that the greatest value overflows is greedy.
-        if (!drawn || !std::isfinite(max / temperature)) return first_greatest(x, max, memory.maxima);
+        // A temperature so small that the maximum overflows means greedy.
+        if (!drawn || !std::isfinite(max / temperature)) return argmax(x, max, memory.maxima);
         return draw(row, x, max, memory);
     }
 
   private:
-    std::int64_t first_greatest(const float* x, float max, const float* maxima) const {
+    std::int64_t argmax(const float* x, float max, const float* maxima) const {
         const std::int64_t index = kernels_.find(maxima, num_maxima(vocab_), max);
-        if (index < 0) return NO_TOKEN;  // only where there are NaN
+        if (index < 0) return NO_TOKEN;  // only if there are NaN
         const std::int64_t begin = index / SCAN_LANES * SCAN_BLOCK;
         return begin + kernels_.find(x + begin, std::min<std::int64_t>(SCAN_BLOCK, vocab_ - begin), max);
     }
@@ -180,7 +178,7 @@ class TokenSampler {
         if (temperature != 1.0f) {
             kernels_.divide(x, vocab_, temperature, memory.logits);
             x = memory.logits;
-            max /= temperature;  // rounded division keeps the order
+            max /= temperature;  // rounded division is monotone
         }
         Distribution distribution(kernels_, memory, x, vocab_, max, temperature);
         if (params_.min_p != nullptr) distribution.min_p(params_.min_p[row]);
@@ -200,69 +198,61 @@ class TokenSampler {
     const float* const logits_;
     const std::int64_t vocab_;
     const PenstockSampling& params_;
-    const Adjustments& adjustments_;
+    const Penalties& penalties_;
 };
 
 void log_softmax(Context& context, const float* logits, std::int64_t rows, std::int64_t vocab, float* out) {
     const SamplerKernels& kernels = context.sampler;
     const std::int64_t bytes = num_maxima(vocab) * static_cast<std::int64_t>(sizeof(float));
-    for (int thread = 0; thread < context.pool.threads(); ++thread) context.per_thread[thread].take(bytes);
-    context.pool.run(rows, [&](std::int64_t row, int thread) {
+    context.reserve_per_thread(bytes);
+    context.pool.parallel_for(rows, [&](std::int64_t row, int thread) {
         const float* const x = logits + row * vocab;
-        const float max = kernels.scan(x, vocab, static_cast<float*>(context.per_thread[thread].take(bytes)));
+        const float max = kernels.scan(x, vocab, static_cast<float*>(context.per_thread[thread].data()));
         kernels.log_softmax(x, vocab, max, out + row * vocab);
     });
 }
 
 void sample(Context& context, const float* logits, std::int64_t rows, std::int64_t vocab,
             const PenstockSampling& params, std::int64_t* out) {
-    const SamplerKernels& kernels = context.sampler;
-    const std::int64_t sorting = Adjustments(params, rows, Carver(nullptr)).bytes();
-    Adjustments adjustments(params, rows, Carver(context.workspace.take(sorting)));
-    adjustments.sort();
-    const std::int64_t bytes = RowMemory::bytes(vocab);
-    for (int thread = 0; thread < context.pool.threads(); ++thread) context.per_thread[thread].take(bytes);
-    const TokenSampler sampler(kernels, logits, vocab, params, adjustments);
-    context.pool.run(rows, [&](std::int64_t row, int thread) {
-        Carver carver(context.per_thread[thread].take(bytes));
-        out[row] = sampler.choose(row, RowMemory(carver, vocab));
+    const std::int64_t bytes = Penalties(params, rows, BumpAllocator(nullptr)).bytes();
+    Penalties penalties(params, rows, BumpAllocator(context.workspace.reserve(bytes)));
+    penalties.sort();
+    context.reserve_per_thread(RowMemory::bytes(vocab));
+    const TokenSampler sampler(context.sampler, logits, vocab, params, penalties);
+    context.pool.parallel_for(rows, [&](std::int64_t row, int thread) {
+        BumpAllocator memory(context.per_thread[thread].data());
+        out[row] = sampler.choose(row, RowMemory(memory, vocab));
     });
 }
 
 }  // namespace
 }  // namespace penstock
 
-using penstock::Context;
+using namespace penstock;
 
-// logits [rows, vocab] -> out [rows, vocab]: the logarithms of their softmax. `out` may be `logits`.
-PENSTOCK_EXPORT std::int32_t penstock_log_softmax(Context* context, const float* logits, std::int64_t rows,
-                                                  std::int64_t vocab, float* out) {
-    const penstock::Turn turn(context);
-    try {
-        penstock::log_softmax(*context, logits, rows, vocab, out);
-        return 0;
-    } catch (...) {
-        return -1;
-    }
+extern "C" std::int32_t penstock_log_softmax(
+    Context* context, const float* logits, std::int64_t rows, std::int64_t vocab, float* out) {
+    return run_call(context, [&] {
+        log_softmax(*context, logits, rows, vocab, out);
+        return STATUS_OK;
+    });
 }
 
-// logits [rows, vocab] -> out [rows]: 1 where no value is NaN or +inf and some value is above -inf, else 0.
-PENSTOCK_EXPORT std::int32_t penstock_finite_rows(Context* context, const float* logits, std::int64_t rows,
-                                                  std::int64_t vocab, std::uint8_t* out) {
-    const penstock::Turn turn(context);
-    const penstock::SamplerKernels& kernels = context->sampler;
-    context->pool.run(rows, [&](std::int64_t row, int) { out[row] = kernels.finite(logits + row * vocab, vocab); });
-    return 0;
+extern "C" std::int32_t penstock_finite_rows(
+    Context* context, const float* logits, std::int64_t rows, std::int64_t vocab, std::uint8_t* out) {
+    return run_call(context, [&] {
+        context->pool.parallel_for(rows, [&](std::int64_t row, int) {
+            out[row] = context->sampler.finite(logits + row * vocab, vocab);
+        });
+        return STATUS_OK;
+    });
 }
 
-// logits [rows, vocab] -> out [rows]: the chosen ids, -1 where no id may be chosen.
-PENSTOCK_EXPORT std::int32_t penstock_sample(Context* context, const float* logits, std::int64_t rows,
-                                             std::int64_t vocab, const PenstockSampling* params, std::int64_t* out) {
-    const penstock::Turn turn(context);
-    try {
-        penstock::sample(*context, logits, rows, vocab, *params, out);
-        return 0;
-    } catch (...) {
-        return -1;
-    }
+extern "C" std::int32_t penstock_sample(
+    Context* context, const float* logits, std::int64_t rows, std::int64_t vocab, const PenstockSampling* params,
+    std::int64_t* out) {
+    return run_call(context, [&] {
+        sample(*context, logits, rows, vocab, *params, out);
+        return STATUS_OK;
+    });
 }

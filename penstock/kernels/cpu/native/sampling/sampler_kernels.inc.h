@@ -1,4 +1,4 @@
-// The passes over a vocabulary that sampler_kernels.h declares, compiled once for each instruction level.
+// The passes over a vocabulary that sampler_kernels.h specifies, compiled once per instruction level.
 #pragma once
 
 #include "sampling/philox.inc.h"
@@ -8,7 +8,7 @@
 namespace penstock {
 namespace {
 
-constexpr float NEVER = -__builtin_inff();
+constexpr float MINUS_INFINITY = -__builtin_inff();
 
 PENSTOCK_INLINE bool any(I32x16 mask) {
 #if defined(__AVX512DQ__)
@@ -30,15 +30,15 @@ PENSTOCK_INLINE I32x16 ids_from(std::int64_t first) {
     return ids + static_cast<std::int32_t>(first);
 }
 
-// Lanes at .. at + 15 of x [n]; those behind its end are -inf.
+// Lanes at .. at + 15 of x [n], -inf after its end.
 PENSTOCK_INLINE F32x16 load_entries(const float* x, std::int64_t n, std::int64_t at) {
     if (at + LANES <= n) return load(x + at);
-    return at < n ? load_first(x + at, static_cast<int>(n - at), NEVER) : F32x16(NEVER);
+    return at < n ? load_first(x + at, static_cast<int>(n - at), MINUS_INFINITY) : F32x16(MINUS_INFINITY);
 }
 
-// Each lane's greatest of x [n], n up to SCAN_BLOCK. Four accumulators, because each waits for its last result.
+// The maximum of each lane of x [n], n up to SCAN_BLOCK. Four accumulators, because each has to wait for its last result.
 PENSTOCK_INLINE F32x16 lane_maxima(const float* x, std::int64_t n) {
-    F32x16 a = NEVER, b = NEVER, c = NEVER, d = NEVER;
+    F32x16 a = MINUS_INFINITY, b = MINUS_INFINITY, c = MINUS_INFINITY, d = MINUS_INFINITY;
     std::int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
         a = max(load(x + i), a);
@@ -51,14 +51,14 @@ PENSTOCK_INLINE F32x16 lane_maxima(const float* x, std::int64_t n) {
 }
 
 float scan(const float* x, std::int64_t n, float* maxima) {
-    F32x16 best = NEVER;
+    F32x16 best = MINUS_INFINITY;
     for (std::int64_t at = 0; at < n; at += SCAN_BLOCK) {
         const F32x16 block = lane_maxima(x + at, smaller(SCAN_BLOCK, n - at));
         store(maxima, block);
         maxima += SCAN_LANES;
         best = max(block, best);
     }
-    return greatest(best);
+    return reduce_max(best);
 }
 
 std::int64_t find(const float* x, std::int64_t n, float value) {
@@ -71,17 +71,17 @@ std::int64_t find(const float* x, std::int64_t n, float value) {
 }
 
 std::uint8_t finite(const float* x, std::int64_t n) {
-    I32x16 sound = -1, some = 0;  // NaN is not below +inf
+    I32x16 below_infinity = -1, some = 0;  // false for NaN
     for (std::int64_t at = 0; at < n; at += LANES) {
         const F32x16 values = load_entries(x, n, at);
-        sound = sound & (values < F32x16(-NEVER));
-        some = some | (values > F32x16(NEVER));
+        below_infinity = below_infinity & (values < F32x16(-MINUS_INFINITY));
+        some = some | (values > F32x16(MINUS_INFINITY));
     }
-    return any(some) && !any(sound == I32x16(0));
+    return any(some) && !any(below_infinity == I32x16(0));
 }
 
-// COUNT sums at once. Lanes are added in blocks and the blocks are added, so that an error grows with the length of a
-// block and the number of blocks, not with the vocabulary.
+// COUNT sums at once. Lanes are added in blocks, then the blocks are added, so that errors grow with the length of a block
+// and the number of blocks, not with the vocabulary.
 template <int COUNT>
 class BlockSums {
   public:
@@ -91,7 +91,7 @@ class BlockSums {
     }
     PENSTOCK_INLINE void results(float (&out)[COUNT]) {
         close();
-        for (int i = 0; i < COUNT; ++i) out[i] = sum(total_[i]);
+        for (int i = 0; i < COUNT; ++i) out[i] = reduce_sum(total_[i]);
     }
 
   private:
@@ -162,13 +162,13 @@ Masses masses(const float* x, std::int64_t n, float max) {
     return result;
 }
 
-// Where `collect` puts what it finds.
+// The entries that `collect` finds.
 struct Found {
     std::int32_t* ids;
     float* values;
     std::int64_t count = 0;
 
-    // Those of x[begin .. end-1] that reach the floor. Writes behind the count, but never behind `end`.
+    // Add the entries of x[begin .. end-1] that reach the floor. Writes after the count, but never after `end`.
     PENSTOCK_INLINE void add(const float* x, std::int64_t begin, std::int64_t end, float floor) {
         for (std::int64_t i = begin; i < end; ++i) {
             ids[count] = static_cast<std::int32_t>(i);
@@ -214,8 +214,8 @@ void weights(const float* x, std::int64_t n, float max, float* out) {
 
 // ---- Drawing: the highest value plus Gumbel noise -log(-log(u)), u = ((word >> 9) + 0.5) * 2^-23.
 //
-// Nearly every entry is passed over without a logarithm. Because -log(u) >= 1 - u, noise is at most -log(1 - u), so an
-// entry beats `best` only if 1 - u <= exp(x - best). And because 1 - u >= 2^-24, it must be x >= best - 24 log(2).
+// Nearly all entries are skipped without a logarithm. Because -log(u) >= 1 - u, noise is at most -log(1 - u), so an entry
+// exceeds `best` only if 1 - u <= exp(x - best). And because 1 - u >= 2^-24, only if x >= best - 24 log(2).
 
 constexpr float MAX_NOISE = 16.7f, MIN_NOISE = -2.82f;  // 24 log(2) = 16.64, and -log(24 log(2)) = -2.812
 
@@ -224,8 +224,8 @@ PENSTOCK_INLINE F32x16 gumbel(U32x16 word) {
     return F32x16(0.0f) - log(F32x16(0.0f) - log(u));
 }
 
-// Whether 1 - u may be at most exp(depth): never wrongly no. 1 + f >= 2^f for f in 0 .. 1, and the float with the bits
-// (127 + i + f) * 2^23 is 2^i (1 + f): so those bits, with f + i = depth * log2(e), are a bound of exp from above.
+// Whether 1 - u may be at most exp(depth); never false by mistake. 1 + f >= 2^f for f in 0 .. 1, and the float with the bits
+// (127 + i + f) * 2^23 is 2^i (1 + f): so those bits, with f + i = depth * log2(e), are an upper bound of exp.
 PENSTOCK_INLINE I32x16 may_win(U32x16 word, F32x16 depth) {
     constexpr float LOG2_E = 1.44269504f, TWO_23 = 8388608.0f, EXPONENT = 127.0f + 23.0f, SLACK = 0.001f;
     const F32x16 rest = 8388607.5f - to_float(bits_as<I32x16>(word >> 9u));  // (1 - u) * 2^23, exact
@@ -236,21 +236,21 @@ PENSTOCK_INLINE I32x16 may_win(U32x16 word, F32x16 depth) {
     return rest <= bits_as<F32x16>(bound);
 }
 
-// The best so far.
-struct Winner {
-    float value = NEVER;   // with noise
-    std::int64_t id = -1;  // -1: nobody yet
-    float rival;           // an entry whose value plus noise, before they are rounded, is below this cannot win
+// The best entry so far.
+struct GumbelMax {
+    float value = MINUS_INFINITY;   // with noise
+    std::int64_t id = -1;  // -1: none yet
+    float threshold;       // an entry whose value plus noise, before rounding, is below this cannot be the best
 
-    // `max` is the greatest value of those that take part.
-    PENSTOCK_INLINE explicit Winner(float max) { must_reach(max + MIN_NOISE); }
+    // max: the maximum of the entries.
+    PENSTOCK_INLINE explicit GumbelMax(float max) { must_reach(max + MIN_NOISE); }
 
-    // Sets `rival` a little below what a sum must reach, for all roundings on the way.
+    // Set the threshold slightly below `least`, to allow for all roundings.
     PENSTOCK_INLINE void must_reach(float least) {
-        rival = least - (0.001f + (least < 0.0f ? -least : least) * 0x1p-21f);
+        threshold = least - (0.001f + (least < 0.0f ? -least : least) * 0x1p-21f);
     }
 
-    PENSTOCK_INLINE void meet(F32x16 values, U32x16 words, I32x16 ids) {
+    PENSTOCK_INLINE void consider(F32x16 values, U32x16 words, I32x16 ids) {
         alignas(64) float noisy[LANES];
         alignas(64) std::int32_t lane_ids[LANES];
         store(noisy, values + gumbel(words));
@@ -260,20 +260,20 @@ struct Winner {
                 value = noisy[i];
                 id = lane_ids[i];
             }
-        if (id >= 0 && value > rival) must_reach(value);
+        if (id >= 0 && value > threshold) must_reach(value);
     }
 };
 
 std::int64_t draw(const float* x, std::int64_t n, float max, Cut cut, NoiseKey key) {
-    Winner winner(max);
+    GumbelMax best(max);
     for (std::int64_t at = 0; at < n; at += PHILOX_ENTRIES) {
         alignas(64) float padded[PHILOX_ENTRIES];
         const float* group = x + at;
         if (at + PHILOX_ENTRIES > n) {
-            for (int i = 0; i < PHILOX_ENTRIES; ++i) padded[i] = at + i < n ? group[i] : NEVER;
+            for (int i = 0; i < PHILOX_ENTRIES; ++i) padded[i] = at + i < n ? group[i] : MINUS_INFINITY;
             group = padded;
         }
-        const float least = winner.rival - MAX_NOISE;
+        const float least = best.threshold - MAX_NOISE;
         const F32x16 needed = least > cut.value ? least : cut.value;
         I32x16 near = 0;
         for (int v = 0; v < PHILOX_VECTORS; ++v) near = near | (load(group + v * LANES) >= needed);
@@ -282,28 +282,28 @@ std::int64_t draw(const float* x, std::int64_t n, float max, Cut cut, NoiseKey k
         words_of_group(key, static_cast<std::uint64_t>(at) / PHILOX_ENTRIES, words);
         for (int v = 0; v < PHILOX_VECTORS; ++v) {
             const F32x16 values = load(group + v * LANES);
-            if (!any(may_win(words[v], values - winner.rival))) continue;
+            if (!any(may_win(words[v], values - best.threshold))) continue;
             const I32x16 ids = ids_from(at + v * LANES);
             const I32x16 tie = (values == F32x16(cut.value)) & (ids <= I32x16(cut.id));
-            winner.meet(select((values > F32x16(cut.value)) | tie, values, F32x16(NEVER)), words[v], ids);
+            best.consider(select((values > F32x16(cut.value)) | tie, values, F32x16(MINUS_INFINITY)), words[v], ids);
         }
     }
-    return winner.id;
+    return best.id;
 }
 
 std::int64_t draw_of(const std::int32_t* ids, const float* x, std::int64_t count, float max, NoiseKey key) {
-    Winner winner(max);
+    GumbelMax best(max);
     for (std::int64_t at = 0; at < count; at += LANES) {
         std::int32_t some[LANES];
         for (int i = 0; i < LANES; ++i) some[i] = ids[smaller(at + i, count - 1)];
         const F32x16 values = load_entries(x, count, at);
         const U32x16 words = words_of_entries(key, some);
-        if (!any(may_win(words, values - winner.rival))) continue;
+        if (!any(may_win(words, values - best.threshold))) continue;
         I32x16 lane_ids;
         for (int i = 0; i < LANES; ++i) lane_ids.part[i / PART_LANES][i % PART_LANES] = some[i];
-        winner.meet(values, words, lane_ids);
+        best.consider(values, words, lane_ids);
     }
-    return winner.id;
+    return best.id;
 }
 
 SamplerKernels sampler_kernels() {

@@ -1,9 +1,9 @@
-// Where a sum over entries in descending order of their values reaches a limit, without sorting them.
+// The entry at which a sum over entries in descending order reaches a limit, found without sorting.
 //
-// Entries are ordered by value, the highest first, and equal values by id, the lowest first. One that has `limit` of
-// weight or more before it is cut off: weights of 1 give top-k, probabilities as integers give top-p. Integers, because
-// their sums do not depend on the order: so entries are only counted into buckets of neighbouring values, the bucket
-// where the sum passes the limit is split again, and all the others are never put in order.
+// Entries are ordered by value, the highest first, and equal values by id, the lowest first. An entry is dropped if the
+// entries before it have a weight of `limit` or more: weights of 1 give top-k, integer probabilities give top-p. Integer
+// sums do not depend on the order, so entries are only counted into buckets of neighbouring values; the bucket in which
+// the sum reaches the limit is split again, and the other buckets are never sorted.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 
 namespace penstock {
 
-// Some entries of a row, in ascending order of ids.
+// Some entries of a row, by ascending id.
 struct Candidates {
     std::int64_t count;
     std::int32_t* ids;
     float* values;
 
-    // Drops what the cut does not leave.
+    // Drop the entries after the cut.
     void keep(Cut cut) {
         std::int64_t kept = 0;
         for (std::int64_t i = 0; i < count; ++i) {
@@ -33,7 +33,7 @@ struct Candidates {
     }
 };
 
-// An integer that orders as the float does; -0 is 0.
+// An integer with the order of the float; -0 counts as 0.
 inline std::uint32_t ordered_key(float value) {
     value += 0.0f;
     std::uint32_t bits;
@@ -43,13 +43,13 @@ inline std::uint32_t ordered_key(float value) {
 
 constexpr int SELECTION_BUCKETS = 1024;
 
-// The last entry that stays: index into `from`, or -1 where the sum of all weights is less than the limit.
-// weight(i) is that of entry i, a std::uint64_t; limit is at least 1; open [from.count] is scratch memory.
+// The last entry that stays, as an index into `from`, or -1 if the sum of all weights is less than the limit.
+// weight(i): the weight of entry i, a std::uint64_t; limit: at least 1; open [from.count]: scratch memory.
 template <class Weight>
 std::int64_t last_within(const Candidates& from, std::uint64_t limit, std::int32_t* open, const Weight& weight) {
     std::int64_t count = from.count;
-    std::uint64_t before = 0;  // weight of entries that are ahead of all open ones
-    bool all = true;           // are open; later only those in `open`, of one bucket
+    std::uint64_t before = 0;  // weight of the entries before all open ones
+    bool all = true;           // all entries are open; later only those in `open`, one bucket
     const auto entry = [&](std::int64_t i) { return all ? static_cast<std::int32_t>(i) : open[i]; };
     while (count > 0) {
         std::uint32_t lowest = UINT32_MAX, highest = 0;
@@ -76,7 +76,7 @@ std::int64_t last_within(const Candidates& from, std::uint64_t limit, std::int32
         }
         count = inside;
         all = false;
-        if (shift == 0) break;  // equal values, in the order of their ids
+        if (shift == 0) break;  // equal values, by ascending id
     }
     for (std::int64_t i = 0; i < count; ++i) {
         before += weight(open[i]);

@@ -22,9 +22,9 @@ namespace penstock {
 namespace {
 
 constexpr int CACHE_LINE = 64;
-constexpr std::int64_t MAX_ITEMS = 0xffff;  // of one run; more are carried out in several
-constexpr std::chrono::microseconds SPIN_FOR_RUN(50);    // a helper's, outlasts the gap between calls of one layer
-constexpr std::chrono::microseconds SPIN_FOR_ITEMS(20);  // the caller's: the helper may need this very core
+constexpr std::int64_t MAX_ITEMS = 0xffff;  // per run; more are split into several runs
+constexpr std::chrono::microseconds SPIN_FOR_RUN(50);    // of a helper; outlasts the gap between calls of one layer
+constexpr std::chrono::microseconds SPIN_FOR_ITEMS(20);  // of the caller: a helper may need this core
 constexpr int CHECKS_PER_CLOCK = 32;
 
 void pause() {
@@ -35,7 +35,7 @@ void pause() {
 #endif
 }
 
-// Whether `ready` came true within that time.
+// Whether `ready` became true within that time.
 template <class Ready>
 bool spin_until(const Ready& ready, std::chrono::microseconds time) {
     if (ready()) return true;
@@ -66,8 +66,8 @@ void wake(std::atomic<std::uint32_t>& word, int sleepers) {
 #endif
 }
 
-// The items begin .. end-1 of one run that nobody has taken yet, as one word. The run's number stands in it, so that
-// a thread which comes late, still holding the task of an earlier run, finds nothing to take.
+// The items begin .. end-1 of a run that are not taken yet, as one word. It includes the number of the run, so that a
+// late thread, which still holds the task of an earlier run, finds nothing to take.
 struct Items {
     std::uint32_t run;
     std::uint32_t begin, end;  // 16 bits each
@@ -88,7 +88,7 @@ struct alignas(CACHE_LINE) Range {
         return items.run == run ? items.end - items.begin : 0;
     }
 
-    // Takes one item of this run, the first or the last; -1 when there is none.
+    // Take one item of this run, the first or the last; -1 if there is none.
     std::int64_t take(std::uint32_t run, bool first) {
         std::uint64_t seen = word.load(std::memory_order_relaxed);
         for (;;) {
@@ -103,8 +103,8 @@ struct alignas(CACHE_LINE) Range {
 
 }  // namespace
 
-// The task of a run is read before an item is taken. That is safe: who succeeds in taking an item of run r knows that
-// r is not over, so the caller is still there and has not yet written the next run's task.
+// A thread reads the task of a run before it takes an item. That is safe: as long as an item of run r is left, r has
+// not finished, so the caller still waits and has not written the next run's task.
 struct ThreadPool::State {
     explicit State(int count) : threads(count), ranges(new Range[count]), process(getpid()) {}
 
@@ -132,7 +132,7 @@ struct ThreadPool::State {
     void wait_for_items();
 };
 
-// Signals are left to the threads that the program itself has started.
+// Helpers block all signals: only the threads that the program itself started handle them.
 void ThreadPool::State::start_helpers() {
     sigset_t all, before;
     sigfillset(&all);
@@ -155,11 +155,11 @@ void ThreadPool::State::stop_helpers() {
 }
 
 void ThreadPool::State::help(int thread) {
-    const FloatMode usual;  // not what the thread that made this one happened to have
+    const FloatMode mode;  // not the mode of the creating thread
     for (std::uint32_t current = next_run(0); !stopping.load(); current = next_run(current)) work(current, thread);
 }
 
-// Waits until there is another run than the last one this helper saw.
+// Wait for a run other than the last one this helper saw.
 std::uint32_t ThreadPool::State::next_run(std::uint32_t last) {
     const auto changed = [&] { return run.load(std::memory_order_acquire) != last; };
     if (!spin_until(changed, SPIN_FOR_RUN)) {
@@ -170,8 +170,8 @@ std::uint32_t ThreadPool::State::next_run(std::uint32_t last) {
     return run.load(std::memory_order_acquire);
 }
 
-// Hands out items begin .. begin + count - 1 of the task as a new run. A helper counts itself as sleeping before the
-// kernel looks at `run` a last time, and `run` is written before `sleepers` is read: one of the two sees the other.
+// Start a new run with items begin .. begin + count - 1 of the task. A helper counts itself as sleeping before the
+// kernel checks `run` a last time, and `run` is written before `sleepers` is read: one of the two sees the other.
 void ThreadPool::State::publish(std::int64_t begin, std::uint32_t count, const std::int64_t* starts) {
     const auto start_of = [=](int thread) {
         if (starts == nullptr) return static_cast<std::uint32_t>(std::uint64_t{count} * thread / threads);
@@ -188,7 +188,7 @@ void ThreadPool::State::publish(std::int64_t begin, std::uint32_t count, const s
     if (sleepers.load() > 0) wake(run, static_cast<int>(std::min<std::uint32_t>(count - 1, threads)));
 }
 
-// Does items until none is left. What others wait for is counted down as soon as the own range is empty.
+// Run items until none is left. `unfinished` is counted down as soon as the own range is empty.
 void ThreadPool::State::work(std::uint32_t current, int thread) {
     const Function call = function.load(std::memory_order_relaxed);
     const void* task = object.load(std::memory_order_relaxed);
@@ -206,7 +206,7 @@ void ThreadPool::State::work(std::uint32_t current, int thread) {
     }
 }
 
-// The last item of the fullest range, or -1 when all are empty.
+// The last item of the fullest range, or -1 if all are empty.
 std::int64_t ThreadPool::State::steal(std::uint32_t current) {
     for (;;) {
         Range* fullest = nullptr;
@@ -239,14 +239,14 @@ ThreadPool::ThreadPool(int threads) {
 }
 
 ThreadPool::~ThreadPool() {
-    if (getpid() != state_->process) return;  // a forked child has no helpers to join; the memory is left as it is
+    if (getpid() != state_->process) return;  // a forked child has no helpers to join and leaks the memory
     state_->stop_helpers();
     delete state_;
 }
 
 int ThreadPool::threads() const { return state_->threads; }
 
-void ThreadPool::run_erased(std::int64_t count, const std::int64_t* starts, Function function, const void* object) {
+void ThreadPool::run(std::int64_t count, const std::int64_t* starts, Function function, const void* object) {
     if (count <= 1 || state_->threads == 1) {
         for (std::int64_t item = 0; item < count; ++item) function(object, item, 0);
         return;
