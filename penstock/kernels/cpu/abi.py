@@ -10,7 +10,7 @@ from typing import Any
 
 HEADER = Path(__file__).with_name("native") / "abi.h"
 SCALARS = {"std::int32_t": c_int32, "std::int64_t": c_int64, "float": c_float, "double": c_double, "void": None}
-COMMENT = re.compile(r"//.*|^#.*", re.MULTILINE)
+COMMENT = re.compile(r"//.*|^[ \t]*#.*", re.MULTILINE)
 STATEMENT = re.compile(
     r"""\s*(?:
       namespace\s\w+\s\{ | extern\s"C"\s\{ | \}(?!;) | struct\s\w+;
