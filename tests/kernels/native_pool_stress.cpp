@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "thread_pool.h"
+#include "threads/thread_pool.h"
 
 namespace {
 
@@ -40,7 +40,7 @@ struct Work {
 void run_once(penstock::ThreadPool& pool, Work& work, int count) {
     work.done.assign(count, 0);
     work.over = false;
-    pool.run(count, work);
+    pool.parallel_for(count, work);
     work.over = true;
     for (const int times : work.done) check(times == 1, "an item was not done exactly once");
 }
@@ -53,7 +53,7 @@ void run_ranges_once(penstock::ThreadPool& pool, Work& work, int count, unsigned
     starts.back() = count;
     work.done.assign(count, 0);
     work.over = false;
-    pool.run_ranges(starts.data(), work);
+    pool.parallel_for_ranges(starts.data(), work);
     work.over = true;
     for (const int times : work.done) check(times == 1, "an item of chosen ranges was not done exactly once");
 }
@@ -77,12 +77,12 @@ void long_run() {
     constexpr int COUNT = 200'000;  // more than one run holds
     penstock::ThreadPool pool(3);
     std::vector<int> done(COUNT, 0);
-    pool.run(COUNT, [&](std::int64_t item, int) { ++done[item]; });
+    pool.parallel_for(COUNT, [&](std::int64_t item, int) { ++done[item]; });
     for (const int times : done) check(times == 1, "an item of a long run was not done exactly once");
 
     const std::int64_t starts[] = {0, 10, 150'000, COUNT};  // the second range lies in three runs
     done.assign(COUNT, 0);
-    pool.run_ranges(starts, [&](std::int64_t item, int) { ++done[item]; });
+    pool.parallel_for_ranges(starts, [&](std::int64_t item, int) { ++done[item]; });
     for (const int times : done) check(times == 1, "an item of long ranges was not done exactly once");
 }
 
@@ -93,7 +93,7 @@ void ranges_are_owned() {
         const std::int64_t starts[] = {0, middle, 8};
         std::atomic<int> begun{0};
         std::atomic<std::int64_t> first[2] = {{-1}, {-1}};
-        pool.run_ranges(starts, [&](std::int64_t item, int thread) {
+        pool.parallel_for_ranges(starts, [&](std::int64_t item, int thread) {
             if (first[thread] >= 0) return;
             first[thread] = item;
             begun.fetch_add(1);

@@ -214,7 +214,7 @@ def test_add_and_softcap_work_in_place(pair: tuple[CpuOps, ReferenceOps]) -> Non
     for cap in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="softcap"):
             pair[0].softcap(x, cap)
-    with pytest.raises(ValueError, match="dtype: float16; there are float32, bfloat16"):
+    with pytest.raises(ValueError, match="dtype: float16; supported are float32, bfloat16"):
         pair[0].rms_norm(x, h[0], EPS, dtype=torch.float16)
 
 
@@ -466,7 +466,7 @@ def test_sample_refuses_what_would_write_elsewhere(pair: tuple[CpuOps, Reference
     """Guards against a pair outside of the logits, and parameters of another number of rows."""
     logits, full = draw(T, VOCAB), sampling(T)
     for bad in ([T, 0], [-1, 0], [0, VOCAB], [0, -1]):
-        with pytest.raises(ValueError, match="masked: a pair lies outside"):
+        with pytest.raises(ValueError, match="masked: a pair is outside"):
             pair[0].sample(logits, replace(full, masked=torch.tensor([[0, 0], bad])))
     for name in ("temperature", "top_k", "top_p", "min_p", "noise_key", "masked"):
         with pytest.raises(ValueError, match=name):

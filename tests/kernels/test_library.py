@@ -1,6 +1,8 @@
 """A native library that cannot be used is none, and the user is told why."""
 
+import re
 from collections.abc import Iterator
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import penstock.kernels.cpu
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu import library
+from penstock.kernels.cpu.abi import ABI, Abi
 from penstock.models.config_json import load_model_config
 from penstock.weights.hub import resolve_model
 from tests.kernels.packed import levels
@@ -48,6 +51,55 @@ def test_a_library_of_another_version_is_told_as_such(monkeypatch: pytest.Monkey
     assert library.load_library() is None
     assert "and 99 is needed; install the package again" in refusal()
     assert "compiler" not in refusal()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("std::int32_t forgotten(float x);", "cannot parse 'std::int32_t forgotten"),
+        ("PENSTOCK_API std::int32_t f(unsigned x);", "unknown type 'unsigned'"),
+        ("PENSTOCK_API std::int32_t f(float** x);", "cannot parse 'float"),
+        ("struct S { std::uint8_t small; };", "unknown type 'std::uint8_t'"),
+        ("struct S { float x : 3; };", "cannot parse"),
+    ],
+)
+def test_a_declaration_that_is_not_understood_is_an_error(text: str, problem: str) -> None:
+    """Guards against a function or field of abi.h that Python leaves out or reads as another type."""
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        Abi(text)
+
+
+def test_a_header_becomes_ctypes() -> None:
+    """Guards against a pointer, an array, an enum member or a second name of a line that is read as something else."""
+    abi = Abi(
+        """
+        #include <cstdint>
+        namespace penstock {
+        constexpr int MANY = 3;  // { not a struct };
+        enum Kind : std::int32_t { FIRST = 4, NEGATIVE = -1 };
+        enum Place : std::int64_t { ZERO, ONE };
+        }  // namespace penstock
+        struct Pair {
+            const float* x;
+            std::int64_t a, b[penstock::MANY];
+        };
+        PENSTOCK_API double total(
+            penstock::Context* context, const Pair* pair, float scale);
+        PENSTOCK_API void nothing();
+        """
+    )
+    assert abi.constants == {"MANY": 3, "FIRST": 4, "NEGATIVE": -1, "ZERO": 0, "ONE": 1}
+    assert abi.enums["Place"] == {"ZERO": 0, "ONE": 1}
+    assert abi.structs["Pair"] == [("x", c_void_p), ("a", c_int64), ("b", c_int64 * 3)]
+    assert abi.functions == {"total": (c_double, [c_void_p, c_void_p, c_float]), "nothing": (None, [])}
+
+
+def test_a_recorded_call_has_room_for_all_arguments() -> None:
+    """Guards against a recordable function that abi.h does not declare, or whose arguments do not fit."""
+    for name in library.RECORDABLE:
+        result, arguments = ABI.functions[name]
+        assert result is c_int32
+        assert len(arguments) - 1 <= library.MAX_ARGUMENTS
 
 
 def test_no_library_is_told_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:

@@ -34,7 +34,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def build(target: Path, *flags: str) -> bool:
     command = [str(COMPILER), "-std=c++17", "-O2", "-pthread", f"-I{NATIVE}", *flags]
-    sources = [str(STRESS), str(NATIVE / "thread_pool.cpp")]
+    sources = [str(STRESS), str(NATIVE / "threads" / "thread_pool.cpp")]
     return subprocess.run([*command, *sources, "-o", str(target)], capture_output=True).returncode == 0
 
 

@@ -1,33 +1,32 @@
-"""Tensors as arguments of the native functions: their addresses, once nothing about them can go wrong.
-
-A native function believes what it is told, so a tensor of another type, shape or layout is refused here.
-"""
+"""Addresses of tensors as arguments of native functions, which do not check type, shape or layout themselves."""
 
 import torch
 from torch import Tensor
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1}  # native/abi.h, DataType
-ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3}  # native/abi.h, Activation
+from penstock.kernels.cpu.abi import ABI
+
+TYPES = {torch.float32: ABI.constants["TYPE_F32"], torch.bfloat16: ABI.constants["TYPE_BF16"]}
+ACTIVATIONS = {name: ABI.constants[f"ACT_{name.upper()}"] for name in ("silu", "gelu", "gelu_tanh")}
 
 
 def address(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> int:
-    """Where a tensor of exactly that shape and type begins.
+    """Return the address of a contiguous tensor of exactly this shape and type.
 
     Raises:
-        ValueError: it is another tensor, not contiguous, or not in the CPU's memory.
+        ValueError: the tensor has another shape or type, is not contiguous, or not in CPU memory.
     """
     if tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous() and tensor.is_cpu:
         return tensor.data_ptr()
-    layout = "" if tensor.is_cpu and tensor.is_contiguous() else ", not contiguous in the CPU's memory"
+    layout = "" if tensor.is_cpu and tensor.is_contiguous() else ", not contiguous in CPU memory"
     found = f"{list(tensor.shape)} {tensor.dtype}{layout}"
     raise ValueError(f"{name}: {found} where {list(shape)} {dtype} is needed".replace("torch.", ""))
 
 
 def rows_address(tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, name: str) -> tuple[int, int]:
-    """Where a tensor begins that may be some columns of a wider one, and the elements from one row to the next.
+    """Return the address of a tensor, which may be some columns of a wider one, and the elements between its rows.
 
     Raises:
-        ValueError: it is another tensor, or its rows are not contiguous.
+        ValueError: the tensor has another shape or type, or its rows are not contiguous.
     """
     fits = tensor.dtype is dtype and tensor.shape == shape and tensor.is_cpu
     if not fits or tensor.is_contiguous() or tensor.stride(1) != 1 or tensor.stride(0) < shape[1]:
@@ -36,15 +35,20 @@ def rows_address(tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, nam
 
 
 def optional_address(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> int | None:
-    """The same, and None for None."""
+    """Return the address of a tensor, or None for None; see `address`."""
     return None if tensor is None else address(tensor, shape, dtype, name)
 
 
+def output(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return `out`, or a new tensor if it is None."""
+    return torch.empty(shape, dtype=dtype) if out is None else out
+
+
 def rows_of(tensor: Tensor, name: str) -> tuple[int, int]:
-    """The shape of a tensor [rows, columns].
+    """Return the shape of a tensor [rows, columns].
 
     Raises:
-        ValueError: it has another number of axes.
+        ValueError: the tensor does not have two axes.
     """
     shape = tensor.shape
     if len(shape) != 2:
@@ -53,24 +57,24 @@ def rows_of(tensor: Tensor, name: str) -> tuple[int, int]:
 
 
 def type_code(dtype: torch.dtype) -> int:
-    """The number of a type.
+    """Return the DataType of abi.h.
 
     Raises:
-        ValueError: no native function has it.
+        ValueError: native functions do not support the type.
     """
     code = TYPES.get(dtype)
     if code is None:
-        raise ValueError(f"dtype: {dtype}; there are {', '.join(map(str, TYPES))}".replace("torch.", ""))
+        raise ValueError(f"dtype: {dtype}; supported are {', '.join(map(str, TYPES))}".replace("torch.", ""))
     return code
 
 
 def activation_code(activation: str) -> int:
-    """The number of an activation.
+    """Return the Activation of abi.h.
 
     Raises:
         ValueError: there is no such activation.
     """
     code = ACTIVATIONS.get(activation)
     if code is None:
-        raise ValueError(f"no activation {activation!r}; there are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"no activation {activation!r}; supported are {', '.join(ACTIVATIONS)}")
     return code

@@ -1,6 +1,6 @@
-"""What native attention is told: a layer's cache, how it makes scores, and where a step's sequences stand.
+"""Arguments of native attention: the cache of a layer, the parameters of its scores, and the sequences of a step.
 
-The layout of a cache is native/attention.h's; here it is memory of the right size.
+native/attention/attention.h has the layout of a cache; here it is memory of the right size.
 """
 
 import ctypes
@@ -18,13 +18,15 @@ from penstock.kernels.attention.layout import (
     padded_head_dim,
 )
 from penstock.kernels.attention.plan import Planner
+from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.arguments import address
 from penstock.kernels.cpu.library import PenstockAttention, PenstockAttentionStep, PenstockCache
 from penstock.kernels.cpu.packed import empty
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # native/attention.h, CacheKind
+KINDS = dict(zip((torch.float32, torch.bfloat16, torch.int8), ABI.enums["CacheKind"].values(), strict=False))
 SLICES = (2, 3)  # of an int8 cache
+CHANNEL_FIELDS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
 F32, I32, I64 = torch.float32, torch.int32, torch.int64
 
 
@@ -33,9 +35,9 @@ class CpuKVCache:
 
     Attributes:
         memory: [num_blocks, block bytes] uint8.
-        slices: int8 only: rows that stand for a query row; else 0.
-        token_scales: int8 only: scales belong to tokens, not to channels.
-        address: of the PenstockCache that native functions get.
+        slices: int8 only: int8 rows per query row; else 0.
+        token_scales: int8 only: one scale per token, not per channel.
+        address: address of the PenstockCache.
     """
 
     def __init__(
@@ -48,10 +50,10 @@ class CpuKVCache:
         slices: int = 0,
         scales: KVScales | None = None,
     ) -> None:
-        """Not initialised; arguments as for Ops.new_kv_cache.
+        """Allocate memory without initialising it; arguments as for Ops.new_kv_cache.
 
         Raises:
-            NotSupportedError: the native kernels have no such cache.
+            NotSupportedError: the native kernels do not support such a cache.
         """
         _check_cache(block_size, num_kv_heads, head_dim, dtype, slices, scales)
         self.dtype_name = name = _name(dtype)
@@ -79,26 +81,14 @@ class CpuKVCache:
         self.address = ctypes.addressof(self.struct)
 
     def planner(self, num_heads: int, dtype: torch.dtype, level: str, threads: int, meta: AttentionMetadata) -> Planner:
-        """That of all layers with so many query heads and such a cache; dtype is that of queries and results."""
+        """Return the planner for a number of query heads and a type of queries and results; layers share it."""
         key = num_heads, dtype, level, threads, meta.sliding_window, meta.num_sink_tokens
-        known = self._planners.get(key)
-        if known is None:
-            shape = AttentionShape(
-                num_heads,
-                self.num_kv_heads,
-                self.head_dim,
-                self.dtype_name,
-                self.slices,
-                self.token_scales,
-                _name(dtype),
-                level,
-            )
-            known = Planner(shape, self.block_size, meta.sliding_window, meta.num_sink_tokens, threads)
-            self._planners[key] = known
-        return known
-
-
-CHANNEL_FIELDS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
+        if key not in self._planners:
+            cache = self.num_kv_heads, self.head_dim, self.dtype_name, self.slices, self.token_scales
+            shape = AttentionShape(num_heads, *cache, _name(dtype), level)
+            window = meta.sliding_window, meta.num_sink_tokens
+            self._planners[key] = Planner(shape, self.block_size, *window, threads)
+        return self._planners[key]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -106,7 +96,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def own_cache(cache: KVCache) -> CpuKVCache:
-    """The cache as one of this backend."""
+    """Return the cache.
+
+    Raises:
+        TypeError: it belongs to another backend.
+    """
     if type(cache) is not CpuKVCache:
         raise TypeError(f"a cache of another backend: {type(cache).__name__}")
     return cache
@@ -120,14 +114,14 @@ def _check_cache(
             f"block_size: {block_size}; the native kernels need a multiple of {GRANULE}", param="block_size"
         )
     if head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM:
-        message = f"head_dim: {head_dim}; the native kernels have even ones up to {MAX_HEAD_DIM}, 'reference' has any"
+        message = f"head_dim: {head_dim}; the native kernels support even ones up to {MAX_HEAD_DIM}, 'reference' any"
         raise NotSupportedError(message, param="head_dim")
     if dtype not in KINDS:
         raise NotSupportedError(
-            f"kv_cache_dtype: {dtype}; there are float32, bfloat16 and int8", param="kv_cache_dtype"
+            f"kv_cache_dtype: {dtype}; supported are float32, bfloat16 and int8", param="kv_cache_dtype"
         )
     if dtype is torch.int8 and slices not in SLICES:
-        raise NotSupportedError(f"slices: {slices}; the native kernels have 2 and 3", param="slices")
+        raise NotSupportedError(f"slices: {slices}; the native kernels support 2 and 3", param="slices")
     if dtype is not torch.int8 and (slices or scales is not None):
         raise NotSupportedError("slices, scales: only an int8 cache has them", param="slices")
     if scales is not None:
@@ -136,16 +130,16 @@ def _check_cache(
 
 
 def _padded(scales: KVScales, head_dim: int) -> tuple[Tensor, ...]:
-    """Scales and offsets [Hkv, D] with zeros up to the padded head dim."""
+    """Return scales and offsets [Hkv, D], zero-padded to the padded head dim."""
     extra = padded_head_dim(head_dim) - head_dim
     return tuple(torch.nn.functional.pad(getattr(scales, name), (0, extra)).contiguous() for name in CHANNEL_FIELDS)
 
 
 class NativeParams:
-    """AttentionParams as the native functions read them, and the tensors behind them."""
+    """AttentionParams as a structure for native functions; keeps the tensors that it points to alive."""
 
     def __init__(self, params: AttentionParams, num_heads: int) -> None:
-        """Check and take them.
+        """Check and copy the parameters.
 
         Raises:
             ValueError: slopes or sink logits are not [H] float32; softcap is not above 0.
@@ -164,10 +158,10 @@ class NativeParams:
 
 
 def planned(meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, planner: Planner) -> AttentionMetadata:
-    """The metadata with a plan for these heads and this cache.
+    """Return the metadata with a plan for these heads and this cache.
 
     Raises:
-        ValueError: its tensors are of another type or shape than kernels/metadata.py says, or a block is missing.
+        ValueError: a tensor has another type or shape than kernels/metadata.py says, or a block is missing.
     """
     num_seqs, num_tokens = len(meta.seq_lens), len(meta.slot_mapping)
     address(meta.query_start_loc, (num_seqs + 1,), I32, "query_start_loc")
@@ -186,10 +180,10 @@ def planned(meta: AttentionMetadata, heads: Heads, cache: CpuKVCache, planner: P
 
 
 def check_plan(meta: AttentionMetadata, cache: CpuKVCache, num_heads: int, threads: int) -> None:
-    """Raise ValueError unless the plan is for such heads, such a cache and so many threads."""
+    """Raise ValueError unless the plan fits these heads, this cache and this number of threads."""
     plan = meta.plan
     if plan is None:
-        raise ValueError("plan: attention runs only what was planned")
+        raise ValueError("plan: the metadata has no plan")
     shape = plan.shape
     fits = shape.num_heads == num_heads and shape.num_kv_heads == cache.num_kv_heads
     fits &= shape.head_dim == cache.head_dim and shape.kv_cache_dtype == cache.dtype_name
@@ -199,10 +193,10 @@ def check_plan(meta: AttentionMetadata, cache: CpuKVCache, num_heads: int, threa
 
 
 def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> None:
-    """Write what `planned` has checked. The step keeps addresses: meta has to outlive its use."""
+    """Write planned metadata. The step keeps addresses of its tensors, so meta has to outlive the step."""
     plan = meta.plan
     if plan is None:
-        raise ValueError("plan: attention runs only what was planned")
+        raise ValueError("plan: the metadata has no plan")
     step.sequences, step.tokens = len(meta.seq_lens), len(meta.slot_mapping)
     step.query_start_loc = meta.query_start_loc.data_ptr()
     step.seq_lens = meta.seq_lens.data_ptr()
@@ -219,3 +213,10 @@ def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> None:
     step.references = plan.references.ctypes.data
     step.staged = plan.staged.ctypes.data
     step.partial_rows = plan.partial_rows
+
+
+def new_step(meta: AttentionMetadata) -> PenstockAttentionStep:
+    """Return a step for planned metadata; see `fill_step`."""
+    step = PenstockAttentionStep()
+    fill_step(step, meta)
+    return step

@@ -1,39 +1,44 @@
-"""NativeCalls: the context of the native library that all operations of an engine share, and how they call it."""
+"""NativeCalls: the context of the native library that all operations of an engine share, and the way they call it."""
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.errors import EngineError, InvalidRequestError
+from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.arguments import TYPES
-from penstock.kernels.cpu.library import LEVELS, SIGNATURES, check_status, chosen_level, load_library, why_missing
+from penstock.kernels.cpu.library import LEVELS, check_status, chosen_level, load_library, why_missing
 from penstock.kernels.cpu.program import Program, Recorder
 from penstock.kernels.metadata import AttentionMetadata
 from penstock.validation import check_choice
 
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
 
 class NativeCalls:
-    """Threads and kernels of one instruction level, which carry out one call at a time.
+    """Threads and kernels of one instruction level; one call runs at a time.
 
     Attributes:
-        dtype: type of weights and of what products read.
-        level: name of the instruction level, which decides the bits.
-        threads: that compute, the caller's included.
+        dtype: type of weights and of the inputs of products.
+        level: name of the instruction level, which determines the bits of results.
+        threads: computing threads, the caller's included.
     """
 
     name = "cpu"
     device = torch.device("cpu")
 
     def __init__(self, dtype: torch.dtype, *, threads: int = 1, level: str | None = None) -> None:
-        """Start the threads. Without a level it is the machine's best, or the one that the environment forces.
+        """Start the threads. level: None means `chosen_level()`.
 
         Raises:
-            InvalidRequestError: there is no native library, or no such level.
-            EngineError: the threads cannot be had.
+            InvalidRequestError: there is no native library, or this machine does not have the level.
+            EngineError: the threads cannot be started.
         """
         library, level = load_library(), level or chosen_level()
         if library is None or level is None:
@@ -49,14 +54,14 @@ class NativeCalls:
         self._type = TYPES[dtype]
         self._context: int = context
         self._library = library
-        self._native: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in SIGNATURES}
+        self._native: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in ABI.functions}
         self._recorder: Recorder | None = None
 
     def _call(self, name: str, used: tuple[object, ...], *arguments: int | float | None) -> None:
-        """Carry out one native function; `used` are the owners of the memory behind its arguments.
+        """Call a native function; `used` owns the memory that its arguments point to.
 
         Raises:
-            ValueError, MemoryError: as library.check_status.
+            ValueError, MemoryError: see `library.check_status`.
         """
         if self._recorder is not None:
             self._recorder.call(name, arguments)
@@ -67,7 +72,6 @@ class NativeCalls:
     def record(
         self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata]
     ) -> tuple[Tensor, Program | None]:
-        """Run a forward pass and write down what it did; see `kernels.ops.RecordingOps`."""
         recorder = Recorder(attention, partial(self._native["penstock_replay"], self._context))
         recorder.keep(self)
         self._recorder = recorder
@@ -81,18 +85,28 @@ class NativeCalls:
     # --- measurements -------------------------------------------------------------------------------------------------
 
     def kernel_seconds(self) -> float:
-        """Seconds that operations have taken so far; the rest of a step is Python and torch."""
+        """Return the seconds spent in operations so far; the rest of a step is Python and torch."""
         seconds: float = self._library.penstock_busy_seconds(self._context)
         return seconds
 
     def limit_read(self, memory: Tensor) -> float:
-        """Seconds that all threads need to read this memory once."""
+        """Return the seconds that all threads together need to read this memory once."""
         seconds: float = self._library.penstock_limit_read(self._context, memory.data_ptr(), memory.nbytes)
         return seconds
 
     def limit_multiply(self, kind: int, iterations: int) -> tuple[int, float]:
-        """Multiply in registers with all threads, kind 0 float32, 1 bfloat16, 2 int8: operations, and seconds."""
+        """Multiply in registers with all threads; return operations and seconds. kind: Kind of native/abi.h."""
         operations = ctypes.c_int64()
         at = ctypes.addressof(operations)
         seconds = self._library.penstock_limit_multiply(self._context, kind, iterations, at)
         return operations.value, seconds
+
+
+def remembered(known: dict[Key, Value], key: Key, limit: int, make: Callable[[], Value]) -> Value:
+    """Return the value of a key; if it is unknown, make and keep it, and forget all others once there are `limit`."""
+    value = known.get(key)
+    if value is None:
+        if len(known) >= limit:
+            known.clear()
+        value = known[key] = make()
+    return value

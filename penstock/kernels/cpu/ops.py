@@ -1,7 +1,7 @@
-"""CpuOps: every operation by one call of the native library, with addresses of tensors.
+"""CpuOps: every operation is one call of the native library with the addresses of tensors.
 
-Bits depend on the instruction level only, never on the batch or on threads (native/abi.h). A decode step makes about
-180 calls, so each checks its tensors cheaply and allocates nothing where `out=` is given.
+Bits depend only on the instruction level, never on the batch or the threads (native/abi.h). A decode step makes about
+180 calls, so the checks of each are cheap, and it allocates nothing if `out=` is given.
 """
 
 import ctypes
@@ -10,8 +10,9 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.arguments import address, optional_address, rows_of
-from penstock.kernels.cpu.attention import CpuKVCache, NativeParams, check_plan, fill_step, own_cache, planned
+from penstock.kernels.cpu.arguments import address, optional_address, output, rows_of
+from penstock.kernels.cpu.attention import CpuKVCache, NativeParams, check_plan, new_step, own_cache, planned
+from penstock.kernels.cpu.calls import remembered
 from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockSampling, check_status
 from penstock.kernels.cpu.products import ProductOps
 from penstock.kernels.cpu.rows import RowOps
@@ -20,16 +21,16 @@ from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads,
 from penstock.kernels.sampling import SamplingTensors
 
 F32, I64 = torch.float32, torch.int64
-REMEMBERED_STEPS = 8  # whose native form is kept for the layers to come
-REMEMBERED_PARAMS = 1024  # of layers
+REMEMBERED_STEPS = 8  # steps whose native form is kept for the other layers
+REMEMBERED_PARAMS = 1024  # layers whose NativeParams are kept
 
 
 class CpuOps(ProductOps, RowOps):
-    """All operations at one instruction level: products, operations on rows, and here attention and logits. It carries
-    out one call at a time, so every engine has its own.
+    """All operations at one instruction level: products, operations on rows, and here attention and logits. Runs one
+    call at a time, so every engine has its own.
 
     Attributes:
-        plan_counts: how often each kind of attention was planned, by its key (kernels/attention/key.py).
+        plan_counts: number of plans by key of the kind of attention (kernels/attention/key.py).
     """
 
     def __init__(self, dtype: torch.dtype, *, threads: int = 1, level: str | None = None) -> None:
@@ -38,7 +39,7 @@ class CpuOps(ProductOps, RowOps):
         self._params: dict[tuple[AttentionParams, int], NativeParams] = {}
         self._steps: dict[int, tuple[AttentionMetadata, PenstockAttentionStep]] = {}
         self.plan_counts: Counter[int] = Counter()
-        self._reserved = (0, 0)  # workspace and scratch bytes of attention
+        self._reserved = (0, 0)  # bytes of workspace and scratch memory of attention
 
     # --- attention -------------------------------------------------------------------------------------------------
 
@@ -103,9 +104,11 @@ class CpuOps(ProductOps, RowOps):
             raise ValueError(f"q: {tokens} tokens where the metadata has {len(meta.slot_mapping)}")
         if meta.plan is None:
             meta = self.plan(meta, Heads(num_heads, own.num_kv_heads, head_dim), own)
-        if out is None:
-            out = torch.empty(shape, dtype=self.dtype)
-        step, native_params = self._step(meta, own, num_heads), self._native_params(params, num_heads)
+        out = output(out, shape, self.dtype)
+        step = self._step(meta, own, num_heads)
+        native_params = remembered(
+            self._params, (params, num_heads), REMEMBERED_PARAMS, lambda: NativeParams(params, num_heads)
+        )
         self._call(
             "penstock_attend",
             (q, k_new, v_new, own, out, lse, native_params),
@@ -123,7 +126,7 @@ class CpuOps(ProductOps, RowOps):
         return out
 
     def _step(self, meta: AttentionMetadata, cache: CpuKVCache, num_heads: int) -> PenstockAttentionStep:
-        """The native form of planned metadata: that of the program being recorded, or of the last few steps.
+        """Return the native form of planned metadata: that of the program being recorded, or of one of the last steps.
 
         Raises:
             ValueError: the plan was made for other heads, another cache or another number of threads.
@@ -132,21 +135,7 @@ class CpuOps(ProductOps, RowOps):
         recorded = None if self._recorder is None else self._recorder.step(meta)
         if recorded is not None:
             return recorded
-        known = self._steps.get(id(meta))
-        if known is None:
-            if len(self._steps) >= REMEMBERED_STEPS:
-                self._steps.clear()
-            known = self._steps[id(meta)] = meta, PenstockAttentionStep()
-            fill_step(known[1], meta)
-        return known[1]
-
-    def _native_params(self, params: AttentionParams, num_heads: int) -> NativeParams:
-        known = self._params.get((params, num_heads))
-        if known is None:
-            if len(self._params) >= REMEMBERED_PARAMS:
-                self._params.clear()
-            known = self._params[params, num_heads] = NativeParams(params, num_heads)
-        return known
+        return remembered(self._steps, id(meta), REMEMBERED_STEPS, lambda: (meta, new_step(meta)))[1]
 
     # --- logits ----------------------------------------------------------------------------------------------------
 
@@ -158,8 +147,7 @@ class CpuOps(ProductOps, RowOps):
 
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         rows, vocab_size = shape = rows_of(logits, "logits")
-        if out is None:
-            out = torch.empty(shape, dtype=F32)
+        out = output(out, shape, F32)
         at, to = address(logits, shape, F32, "logits"), address(out, shape, F32, "out")
         self._call("penstock_log_softmax", (), at, rows, vocab_size, to)
         return out

@@ -1,7 +1,7 @@
-"""CpuLinear: a weight as the native products read it, in memory of its own or over tensors of a mapped file.
+"""CpuLinear: a packed weight for native products, in its own memory or in tensors of a mapped file.
 
-native/abi.h has the layout. Python decides how much memory a weight takes and reads its rows piece by piece;
-`penstock_pack_rows` quantises them and puts them in their places.
+native/abi.h has the layout. Python allocates the memory and reads rows piece by piece; `penstock_pack_rows` quantises
+and packs them.
 """
 
 import contextlib
@@ -17,32 +17,33 @@ import torch
 from torch import Tensor
 
 from penstock.errors import NotSupportedError
+from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.library import MAX_LEAVES, PenstockWeight
 from penstock.kernels.ops import PackedLinear, RowSource
 from penstock.quant.scheme import GROUP_SIZES, Scheme
 
-PANEL = 32  # columns that are packed together
-K_UNIT = 64  # leaves are padded to a multiple of this
+PANEL = ABI.constants["PANEL"]  # columns that are packed together
+K_UNIT = ABI.constants["K_UNIT"]  # leaves are padded to a multiple of this
 ALIGNMENT = 64  # bytes
-MAX_INTEGER_LEAF = 2**16  # more products of two bytes than this may leave the range of an int32 sum
-SLICE_BYTES = 2**24  # rows that are read at once while a weight is packed
+MAX_INTEGER_LEAF = 2**16  # a longer sum of products of two bytes may overflow an int32
+SLICE_BYTES = 2**24  # bytes of rows that are read at once while a weight is packed
 HUGE_PAGE = 2**21
-FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1}  # native/abi.h, Kind
-INT8, INT4, INT4_A16 = 2, 3, 4
-PANEL_BYTES = {0: 128, 1: 64, INT8: 32, INT4: 16, INT4_A16: 16}  # for one element of K
+F32, BF16, INT8, INT4, INT4_A16 = list(ABI.enums["Kind"].values())[:5]
+FLOAT_KINDS = {torch.float32: F32, torch.bfloat16: BF16}
+PANEL_BYTES = {F32: 128, BF16: 64, INT8: 32, INT4: 16, INT4_A16: 16}  # per element of K
 
-Pack = Callable[["CpuLinear", Tensor, int], None]  # weight, rows, the number of the first of them
+Pack = Callable[["CpuLinear", Tensor, int], None]  # weight, rows, index of the first row
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything of a weight [n, k] is.
+    """The memory layout of a weight [n, k].
 
     Attributes:
-        kind: native/abi.h, Kind.
-        leaf_ends: where the leaves of K end, the last at k.
-        group_size, slices: of the scheme; 0 where there is none.
-        gated: the first half of the rows are a gate's, the second half what it lets through.
+        kind: Kind of native/abi.h.
+        leaf_ends: ends of the leaves of K, the last at k.
+        group_size, slices: of the scheme, or 0.
+        gated: the first half of the rows is the gate, the second half up.
     """
 
     n: int
@@ -57,11 +58,11 @@ class Layout:
     def of(
         cls, shape: Sequence[int], dtype: torch.dtype, scheme: Scheme | None, leaf_ends: Sequence[int], gated: bool
     ) -> "Layout":
-        """The layout of a weight of that shape.
+        """Return the layout of a weight of a shape.
 
         Raises:
-            ValueError: a shape or leaves that no weight can have.
-            NotSupportedError: a leaf is too long to be summed as integers.
+            ValueError: the shape or the leaves are invalid.
+            NotSupportedError: a leaf is too long for integer sums.
         """
         n, k = shape if len(shape) == 2 else (0, 0)
         ends = tuple(leaf_ends) or (k,)
@@ -78,7 +79,7 @@ class Layout:
                 param="quantization",
             )
         if scheme.group_size not in (None, *GROUP_SIZES):
-            raise ValueError(f"no groups of {scheme.group_size}; there are {', '.join(map(str, GROUP_SIZES))}")
+            raise ValueError(f"group size {scheme.group_size}; supported are {', '.join(map(str, GROUP_SIZES))}")
         kind = INT8 if scheme.weight_bits == 8 else INT4 if scheme.slices else INT4_A16
         return cls(n, k, kind, ends, scheme.group_size or 0, scheme.slices, gated)
 
@@ -99,17 +100,17 @@ class Layout:
         return -(-self.n // PANEL) if not self.gated else -(-(self.n // 2) // (PANEL // 2))
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of every array but the bias."""
+        """Return shape and type of every array except the bias."""
         arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         arrays["values"] = ((self.panels, PANEL_BYTES[self.kind] * self.padded_k), torch.uint8)
         if self.kind == INT8:
             arrays["column_scales"] = ((self.panels * PANEL,), torch.float32)
-        if self.group_size:  # int16 stands for the bits of a bfloat16
+        if self.group_size:  # int16: bits of bfloat16
             arrays["group_scales"] = ((self.panels, self.padded_k // self.group_size, PANEL), torch.int16)
         return arrays
 
     def columns(self) -> Tensor:
-        """Which row of the weight each packed column is, -1 for padding: [panels * 32] int64."""
+        """Return the row of the weight of each packed column, -1 for padding: [panels * 32] int64."""
         column = torch.arange(self.panels * PANEL)
         if not self.gated:
             return column.masked_fill(column >= self.n, -1)
@@ -119,7 +120,7 @@ class Layout:
         return row.masked_fill(index >= half, -1)
 
     def parts(self) -> list[range]:
-        """The rows that may be packed together: all, or the gate's and then the others."""
+        """Return ranges of rows that may be packed together: all rows, or gate rows and up rows."""
         return [range(self.n // 2), range(self.n // 2, self.n)] if self.gated else [range(self.n)]
 
 
@@ -127,22 +128,23 @@ class CpuLinear:
     """A PenstockWeight and the tensors it points to.
 
     Attributes:
-        shape: of the weight, [N, K].
-        depth: K.    outputs: columns of a product, which are N, or N / 2 where gated.
-        weight, address: the PenstockWeight, and where it is.
+        shape: shape of the weight, [N, K].
+        depth: K.
+        outputs: columns of a product: N, or N / 2 if gated.
+        weight, address: the PenstockWeight and its address.
     """
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-        """Take the arrays of a layout, with a bias in the order of the packed columns or without.
+        """Use the arrays of a layout, with or without a bias in the order of the packed columns.
 
         Raises:
-            ValueError: they are not the layout's, or not aligned.
+            ValueError: the arrays do not fit the layout or are not aligned.
         """
         expected = layout.arrays()
         if "bias" in tensors:
             expected["bias"] = ((layout.panels * PANEL,), torch.float32)
         if set(tensors) != set(expected):
-            raise ValueError(f"a packed weight of {', '.join(expected)}, and given are {', '.join(tensors) or 'none'}")
+            raise ValueError(f"a packed weight needs {', '.join(expected)}; given are {', '.join(tensors) or 'none'}")
         for name, (shape, dtype) in expected.items():
             _check_array(name, tensors[name], shape, dtype)
         self.layout = layout
@@ -156,15 +158,16 @@ class CpuLinear:
         self.address = ctypes.addressof(self.weight)
 
     def state(self) -> dict[str, Tensor]:
-        """The arrays, not copied."""
+        """Return the arrays without copying them."""
         return dict(self._tensors)
 
 
 def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
-    """The weight as one of this backend, packed for a gate or without.
+    """Return the weight.
 
     Raises:
-        TypeError, ValueError: it is not.
+        TypeError: it was packed by another backend.
+        ValueError: it is gated and must not be, or the other way round.
     """
     if type(weight) is not CpuLinear:
         raise TypeError(f"a weight packed by another backend: {type(weight).__name__}")
@@ -174,7 +177,7 @@ def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
 
 
 def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: torch.dtype, pack_rows: Pack) -> CpuLinear:
-    """Pack a weight, reading a few rows at a time. Weight and bias are rounded to dtype before anything else."""
+    """Pack a weight, reading a few rows at a time. Weight and bias are first rounded to dtype."""
     tensors = {name: empty(shape, element) for name, (shape, element) in layout.arrays().items()}
     if bias is not None:
         tensors["bias"] = _in_columns(layout, bias.to(dtype).float())
@@ -188,18 +191,18 @@ def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: torch.dt
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory for an array. A large one is asked for in huge pages: a product walks through it page after page."""
+    """Return memory for an array, in huge pages if it is large, because products read it page after page."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without huge pages gives small ones
+    with contextlib.suppress(OSError):  # no huge pages on this system
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)  # which keeps the mapping as long as it lives
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # the tensor keeps the mapping alive
 
 
 def _in_columns(layout: Layout, bias: Tensor) -> Tensor:
-    """bias [N] -> [panels * 32] in the order of the packed columns, 0 where there is no row."""
+    """Return bias [N] as [panels * 32] in the order of the packed columns, with 0 for padding."""
     if bias.shape != (layout.n,):
         raise ValueError(f"bias: {list(bias.shape)} where [{layout.n}] is needed")
     columns = layout.columns()
@@ -210,7 +213,7 @@ def _check_array(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch
     if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu or not tensor.is_contiguous():
         raise ValueError(f"{name}: {list(tensor.shape)} {tensor.dtype} where {list(shape)} {dtype} is needed")
     if tensor.data_ptr() % ALIGNMENT:
-        raise ValueError(f"{name}: it must begin at a multiple of {ALIGNMENT} bytes")
+        raise ValueError(f"{name}: its address must be a multiple of {ALIGNMENT}")
 
 
 def _structure(layout: Layout, tensors: Mapping[str, Tensor]) -> PenstockWeight:

@@ -1,4 +1,4 @@
-"""ProductOps: products with packed weights, alone and as a mixture of experts."""
+"""ProductOps: products with packed weights, mixtures of experts, and the router."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.arguments import TYPES, activation_code, address, rows_address, rows_of
-from penstock.kernels.cpu.calls import NativeCalls
+from penstock.kernels.cpu.arguments import TYPES, activation_code, address, output, rows_address, rows_of
+from penstock.kernels.cpu.calls import NativeCalls, remembered
 from penstock.kernels.cpu.experts import NativeExperts
 from penstock.kernels.cpu.packed import CpuLinear, Layout, own_linear, pack
 from penstock.kernels.ops import PackedLinear, RowSource, TensorRows
 from penstock.quant.scheme import Scheme
 
 F32, I64 = torch.float32, torch.int64
-REMEMBERED_EXPERTS = 1024  # layers whose experts are kept as the native functions read them
+REMEMBERED_EXPERTS = 1024  # layers whose NativeExperts are kept
 
 
 class ProductOps(NativeCalls):
@@ -66,8 +66,7 @@ class ProductOps(NativeCalls):
     def _product(self, x: Tensor, weight: CpuLinear, activation: int, dtype: torch.dtype, out: Tensor | None) -> Tensor:
         rows, _ = rows_of(x, "x")
         shape = (rows, weight.outputs)
-        if out is None:
-            out = torch.empty(shape, dtype=dtype)
+        out = output(out, shape, dtype)
         x_at = address(x, (rows, weight.depth), self.dtype, "x")
         out_at, stride = rows_address(out, shape, dtype, "out")
         self._call(
@@ -97,8 +96,7 @@ class ProductOps(NativeCalls):
     ) -> Tensor:
         native = self._native_experts(gate_up, down)
         (rows, _), (_, top_k) = rows_of(x, "x"), rows_of(ids, "ids")
-        if out is None:
-            out = torch.empty((rows, native.outputs), dtype=F32)
+        out = output(out, (rows, native.outputs), F32)
         self._call(
             "penstock_experts",
             (x, native, ids, weights, out),
@@ -118,16 +116,10 @@ class ProductOps(NativeCalls):
 
     def _native_experts(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> NativeExperts:
         key = tuple(gate_up), tuple(down)
-        known = self._experts.get(key)
-        if known is None:
-            if len(self._experts) >= REMEMBERED_EXPERTS:
-                self._experts.clear()
-            known = self._experts[key] = NativeExperts(*key)
-        return known
+        return remembered(self._experts, key, REMEMBERED_EXPERTS, lambda: NativeExperts(*key))
 
     def expert_counts(self) -> tuple[int, int]:
-        """What `experts` has done so far: weights of experts that a call had to read, once each, and pairs of a row and
-        an expert that it went through."""
+        """Return what `experts` did so far: experts whose weights were read, once per call, and (row, expert) pairs."""
         counts = (ctypes.c_int64 * 2)()
         self._library.penstock_expert_counts(self._context, ctypes.addressof(counts))
         return counts[0], counts[1]

@@ -1,11 +1,11 @@
-"""Programs: the operations of a forward pass, recorded while they run once and carried out again without its Python.
+"""Programs: the native calls of a forward pass, recorded once and replayed without running its Python.
 
 A line of Python between two kernels starts cold, because weights have streamed through the caches: measured on a
-1.1B model, 1.2 ms of Python become 4 ms. A program is one native call. What changes from step to step is where the
-sequences stand: each cache group has one PenstockAttentionStep, which is written anew before every run.
+1.1B model, 1.2 ms of Python become 4 ms. A program is one native call. Only the attention metadata changes from step to
+step: each cache group has one PenstockAttentionStep, which is rewritten before every run.
 
-What a program does is only right if the forward pass did nothing else. So a Recorder watches torch: views and new
-memory are kept for the program's life, and any other operation makes the pass one that cannot be recorded.
+A program is correct only if the forward pass did nothing else. So a Recorder watches torch: views and new memory are
+kept alive with the program, and any other operation makes the forward pass unrecordable.
 """
 
 import ctypes
@@ -16,21 +16,21 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.kernels.cpu.attention import fill_step
+from penstock.kernels.cpu.abi import ABI
+from penstock.kernels.cpu.attention import fill_step, new_step
 from penstock.kernels.cpu.library import (
     MAX_ARGUMENTS,
     RECORDABLE,
-    SIGNATURES,
     PenstockAttentionStep,
     PenstockCall,
     check_status,
 )
 from penstock.kernels.metadata import AttentionMetadata
 
-Replay = Callable[[int, int], int]  # carries out PenstockCalls, given their address and number; 0 is success
+Replay = Callable[[int, int], int]  # address and number of PenstockCalls -> status
 Calls = list[tuple[str, tuple[int | float | None, ...]]]  # function, arguments after the context
 
-HARMLESS = {  # these compute nothing: they make memory, or look at it in another way
+HARMLESS = {  # allocate memory or create views, and compute nothing
     "aten::empty.memory_format",
     "aten::new_empty",
     "aten::slice.Tensor",
@@ -47,10 +47,10 @@ HARMLESS = {  # these compute nothing: they make memory, or look at it in anothe
 
 
 class Program:
-    """What a forward pass did, for as many tokens as it had.
+    """A recorded forward pass, for a fixed number of tokens.
 
     Attributes:
-        result: what it returned; every run writes it anew.
+        result: the tensor it returned; every run overwrites it.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Program:
         self._kept = kept  # memory that the calls read and write
 
     def run(self, attention: Sequence[AttentionMetadata]) -> Tensor:
-        """Do it again, with this step's metadata for each cache group, planned.
+        """Replay the pass with the planned metadata of this step for each cache group.
 
         Raises:
-            ValueError, MemoryError: as library.check_status.
+            ValueError, MemoryError: see `library.check_status`.
         """
         for step, meta in zip(self._steps, attention, strict=True):
             fill_step(step, meta)
@@ -81,26 +81,24 @@ class Program:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what happens while it is entered.
+    """Records native calls while it is entered.
 
     Attributes:
-        foreign: an operation that a program would leave out, or None.
+        foreign: an operation that a program cannot contain, or None.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing here is ever compiled, and skipping would first import the compiler, which takes a second."""
+        """Return False: nothing here is ever compiled, and True would import the compiler, which takes a second."""
         return False
 
     def __init__(self, attention: Sequence[AttentionMetadata], replay: Replay) -> None:
-        """Take the metadata of this pass, planned, and what carries out native calls."""
+        """Start with the planned metadata of this pass and the function that replays native calls."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.foreign: str | None = None
         self._attention = attention
         self._replay = replay
-        self._steps = [PenstockAttentionStep() for _ in attention]
-        for step, meta in zip(self._steps, attention, strict=True):
-            fill_step(step, meta)
+        self._steps = [new_step(meta) for meta in attention]
         self._calls: Calls = []
         self._kept: list[Any] = []
 
@@ -113,17 +111,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def call(self, name: str, arguments: tuple[int | float | None, ...]) -> None:
-        """A native function was called."""
+        """Record the call of a native function; arguments without the context."""
         self._calls.append((name, arguments))
         if name not in RECORDABLE:
             self.foreign = name
 
     def keep(self, *memory: object) -> None:
-        """What the native calls read beside tensors."""
+        """Keep the owners of memory that native calls use alive."""
         self._kept += memory
 
     def step(self, meta: AttentionMetadata) -> PenstockAttentionStep | None:
-        """Where this metadata's cache group is told how a step stands; None for metadata of unknown origin."""
+        """Return the step of the cache group of this metadata, or None if the metadata is not that of this pass."""
         for step, item in zip(self._steps, self._attention, strict=True):
             if item is meta:
                 return step
@@ -131,21 +129,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def program(self, result: Tensor) -> Program | None:
-        """What was recorded; None where it would not be the whole of it."""
+        """Return the program, or None if it would be incomplete."""
         if self.foreign:
             return None
-        calls = (PenstockCall * len(self._calls))(*(_written(name, values) for name, values in self._calls))
+        calls = (PenstockCall * len(self._calls))(*(_recorded_call(name, values) for name, values in self._calls))
         return Program(calls, self._replay, self._steps, self._kept, result)
 
 
-def _written(name: str, arguments: tuple[int | float | None, ...]) -> PenstockCall:
-    types = SIGNATURES[name][1][1:]  # without the context
+def _recorded_call(name: str, arguments: tuple[int | float | None, ...]) -> PenstockCall:
+    types = ABI.functions[name][1][1:]  # without the context
     words = (_word(value, kind) for value, kind in zip(arguments, types, strict=True))
     return PenstockCall(RECORDABLE.index(name), (ctypes.c_int64 * MAX_ARGUMENTS)(*words))
 
 
 def _word(value: int | float | None, kind: type) -> int:
-    """A float as the bits of a double, an address or a number as it is, nothing as 0."""
+    """Return a float as the bits of a double, an integer or address unchanged, None as 0."""
     if kind is ctypes.c_float:
         word: int = struct.unpack("<q", struct.pack("<d", value))[0]
         return word

@@ -1,9 +1,9 @@
-"""RowOps: what happens to rows between the products. Norms, rotary, embedding, and what is done element by element."""
+"""RowOps: operations on rows between the products. Norms, rotary and token embedding, element-wise operations."""
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.arguments import address, optional_address, rows_of, type_code
+from penstock.kernels.cpu.arguments import address, optional_address, output, rows_of, type_code
 from penstock.kernels.cpu.calls import NativeCalls
 from penstock.kernels.metadata import RotaryParams
 
@@ -11,13 +11,12 @@ F32, I64 = torch.float32, torch.int64
 
 
 class RowOps(NativeCalls):
-    """The operations of kernels/ops.py whose rows stand alone."""
+    """The operations of kernels/ops.py in which every row is computed by itself."""
 
     def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         rows, (vocab_size, hidden) = len(ids), rows_of(weight, "weight")
         table, at = address(weight, (vocab_size, hidden), self.dtype, "weight"), address(ids, (rows,), I64, "ids")
-        if out is None:
-            out = torch.empty((rows, hidden), dtype=F32)
+        out = output(out, (rows, hidden), F32)
         to = address(out, (rows, hidden), F32, "out")
         self._call("penstock_embedding", (ids, weight, out), at, table, self._type, vocab_size, rows, hidden, scale, to)
         return out
@@ -25,16 +24,43 @@ class RowOps(NativeCalls):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None, out: Tensor | None = None
     ) -> Tensor:
-        rows, hidden = shape = rows_of(x, "x")
-        dtype = dtype or self.dtype
+        return self._norm("penstock_rms_norm", (x,), weight, (), eps, dtype or self.dtype, out)
+
+    def add_rms_norm(
+        self, x: Tensor, h: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return x, self._norm("penstock_add_rms_norm", (x, h), weight, (), eps, self.dtype, out)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+    ) -> Tensor:
+        return self._norm("penstock_layer_norm", (x,), weight, (bias,), eps, self.dtype, out)
+
+    def add_layer_norm(
+        self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return x, self._norm("penstock_add_layer_norm", (x, h), weight, (bias,), eps, self.dtype, out)
+
+    def _norm(
+        self,
+        function: str,
+        inputs: tuple[Tensor, ...],
+        weight: Tensor,
+        bias: tuple[Tensor | None, ...],
+        eps: float,
+        dtype: torch.dtype,
+        out: Tensor | None,
+    ) -> Tensor:
+        """Call a norm. inputs: x, or x and h [rows, hidden]; weight and bias [hidden], a bias only for layer norms."""
+        rows, hidden = shape = rows_of(inputs[0], "x")
         out_type = type_code(dtype)
-        if out is None:
-            out = torch.empty(shape, dtype=dtype)
+        out = output(out, shape, dtype)
         self._call(
-            "penstock_rms_norm",
-            (x, weight, out),
-            address(x, shape, F32, "x"),
+            function,
+            (*inputs, weight, *bias, out),
+            *[address(tensor, shape, F32, name) for tensor, name in zip(inputs, "xh", strict=False)],
             address(weight, (hidden,), F32, "weight"),
+            *[optional_address(tensor, (hidden,), F32, "bias") for tensor in bias],
             eps,
             rows,
             hidden,
@@ -42,67 +68,6 @@ class RowOps(NativeCalls):
             out_type,
         )
         return out
-
-    def add_rms_norm(
-        self, x: Tensor, h: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        rows, hidden = shape = rows_of(x, "x")
-        if out is None:
-            out = torch.empty(shape, dtype=self.dtype)
-        self._call(
-            "penstock_add_rms_norm",
-            (x, h, weight, out),
-            address(x, shape, F32, "x"),
-            address(h, shape, F32, "h"),
-            address(weight, (hidden,), F32, "weight"),
-            eps,
-            rows,
-            hidden,
-            address(out, shape, self.dtype, "out"),
-            self._type,
-        )
-        return x, out
-
-    def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
-    ) -> Tensor:
-        rows, hidden = shape = rows_of(x, "x")
-        if out is None:
-            out = torch.empty(shape, dtype=self.dtype)
-        self._call(
-            "penstock_layer_norm",
-            (x, weight, bias, out),
-            address(x, shape, F32, "x"),
-            address(weight, (hidden,), F32, "weight"),
-            optional_address(bias, (hidden,), F32, "bias"),
-            eps,
-            rows,
-            hidden,
-            address(out, shape, self.dtype, "out"),
-            self._type,
-        )
-        return out
-
-    def add_layer_norm(
-        self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        rows, hidden = shape = rows_of(x, "x")
-        if out is None:
-            out = torch.empty(shape, dtype=self.dtype)
-        self._call(
-            "penstock_add_layer_norm",
-            (x, h, weight, bias, out),
-            address(x, shape, F32, "x"),
-            address(h, shape, F32, "h"),
-            address(weight, (hidden,), F32, "weight"),
-            optional_address(bias, (hidden,), F32, "bias"),
-            eps,
-            rows,
-            hidden,
-            address(out, shape, self.dtype, "out"),
-            self._type,
-        )
-        return x, out
 
     def add(self, x: Tensor, h: Tensor) -> Tensor:
         rows, hidden = shape = rows_of(x, "x")
@@ -112,8 +77,7 @@ class RowOps(NativeCalls):
 
     def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         rows, hidden = shape = rows_of(x, "x")
-        if out is None:
-            out = torch.empty(shape, dtype=self.dtype)
+        out = output(out, shape, self.dtype)
         at, to = address(x, shape, F32, "x"), address(out, shape, self.dtype, "out")
         self._call("penstock_round", (x, out), at, rows * hidden, to, self._type)
         return out
@@ -132,10 +96,8 @@ class RowOps(NativeCalls):
         num_heads, num_kv_heads, head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
         rows, dtype = qkv.shape[0], self.dtype
         q_shape, kv_shape = (rows, num_heads, head_dim), (rows, num_kv_heads, head_dim)
-        if out is None:
-            q, k, v = (torch.empty(shape, dtype=dtype) for shape in (q_shape, kv_shape, kv_shape))
-        else:
-            q, k, v = out
+        shapes = q_shape, kv_shape, kv_shape
+        q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes) if out is None else out
         positions_at, cos_sin_at = address(positions, (rows,), I64, "positions"), None
         num_positions = rotary_dim = 0
         if cos_sin is not None:
@@ -155,8 +117,8 @@ class RowOps(NativeCalls):
             num_heads,
             num_kv_heads,
             head_dim,
-            *_norm_of_heads(q_norm, num_heads, head_dim, "q_norm"),
-            *_norm_of_heads(k_norm, num_kv_heads, head_dim, "k_norm"),
+            *_head_norm(q_norm, num_heads, head_dim, "q_norm"),
+            *_head_norm(k_norm, num_kv_heads, head_dim, "k_norm"),
             params.eps,
             address(q, q_shape, dtype, "q"),
             address(k, kv_shape, dtype, "k"),
@@ -166,8 +128,8 @@ class RowOps(NativeCalls):
         return q, k, v
 
 
-def _norm_of_heads(weight: Tensor | None, heads: int, head_dim: int, name: str) -> tuple[int | None, int]:
-    """Address and size of a norm's weight: [D] for each head by itself, [heads * D] for all of them together."""
+def _head_norm(weight: Tensor | None, heads: int, head_dim: int, name: str) -> tuple[int | None, int]:
+    """Return address and size of a weight: [D] norms each head by itself, [heads * D] all heads together."""
     if weight is None:
         return None, head_dim
     size = len(weight) if weight.shape == (heads * head_dim,) else head_dim

@@ -1,4 +1,4 @@
-"""From SamplingTensors to the structure that the native sampler reads."""
+"""SamplingTensors as the structure that the native sampler reads."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ F32, I64 = torch.float32, torch.int64
 
 
 def fill_sampling(native: PenstockSampling, params: SamplingTensors, rows: int, vocab_size: int) -> None:
-    """Fill every field for logits [rows, vocab_size]. The tensors have to outlive the call that reads them.
+    """Fill every field for logits [rows, vocab_size]. The tensors have to outlive the call that reads the structure.
 
     Raises:
-        ValueError: a tensor of another shape or type, or a pair outside the logits.
+        ValueError: a tensor has another shape or type, or a pair is outside the logits.
     """
     native.temperature = address(params.temperature, (rows,), F32, "temperature")
     native.top_k = optional_address(params.top_k, (rows,), I64, "top_k")
@@ -36,12 +36,12 @@ def fill_sampling(native: PenstockSampling, params: SamplingTensors, rows: int, 
 
 
 def _pairs(pairs: Tensor | None, rows: int, vocab_size: int, name: str) -> tuple[int | None, int]:
-    """Address and number of the pairs [P, 2]; every one must be a place in the logits, since it is written to."""
+    """Return address and number of the pairs [P, 2], after checking that all of them are inside the logits."""
     if pairs is None or not len(pairs):
         return None, 0
     count = len(pairs)
     at = address(pairs, (count, 2), I64, name)
     (row, token), (last_row, last_token) = pairs.amin(dim=0).tolist(), pairs.amax(dim=0).tolist()
     if row < 0 or token < 0 or last_row >= rows or last_token >= vocab_size:
-        raise ValueError(f"{name}: a pair lies outside the logits [{rows}, {vocab_size}]")
+        raise ValueError(f"{name}: a pair is outside the logits [{rows}, {vocab_size}]")
     return at, count

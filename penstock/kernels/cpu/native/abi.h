@@ -1,97 +1,128 @@
-// The plain C interface between Python (ctypes) and the native kernels. Knows nothing of models, layers or tensors.
+// The C interface between Python and the native kernels, declared once: the C++ compiler checks every definition against
+// this file, and kernels/cpu/abi.py reads the same text. It may therefore contain only constants, enums, structs and
+// functions in the forms used below.
 //
-// Every function that computes takes a Context first (context.h), reads and writes memory that the caller owns, and
-// keeps no pointer after it returns. Arrays are contiguous. A Context carries out one call at a time.
+// A function that computes takes a Context (context.h) first, reads and writes memory that the caller owns, keeps no
+// pointer after it returns, and returns a Status unless declared otherwise. Arrays are contiguous. A Context runs one
+// call at a time.
 //
-// Two rules hold for every file here.
-//   - A row of a result is a function of that row's own inputs: never of how many rows there are, of where the row
-//     stands, or of which thread ran.
-//   - A file compiled for an instruction level (its name ends in _avx2, _avx512, _amx) defines nothing with external
-//     linkage but its table of kernels, and calls no inline function or template of the standard library that could
-//     be kept out of line: the linker would keep one copy for all levels, perhaps one this processor cannot run.
+// Two rules hold for every file in this folder.
+//   - A row of a result is a function of that row's inputs: never of the number of rows, of its place among them, or of
+//     the thread that computed it.
+//   - A file compiled for an instruction level (its name ends in _avx2, _avx512 or _amx) exports its table of kernels
+//     and nothing else, and calls no inline function or template of the standard library that might not be inlined:
+//     the linker would keep one copy for all levels, perhaps one that this processor cannot run.
 #pragma once
 
 #include <cstdint>
 
-#define PENSTOCK_EXPORT extern "C" __attribute__((visibility("default")))
+#define PENSTOCK_API __attribute__((visibility("default")))
 
 namespace penstock {
 
-constexpr int PANEL = 32;      // output columns that are packed together
-constexpr int K_UNIT = 64;     // every leaf of K is padded with zeros to a multiple of this (or of the int4 group)
-constexpr int MAX_LEAVES = 8;  // pieces of K that are summed apart and added as a binary tree
+struct Context;
+
+constexpr int ABI_VERSION = 5;         // goes up when the meaning of a struct or function changes
+constexpr int PANEL = 32;              // output columns that are packed together
+constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
+constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
+constexpr int MAX_CALL_ARGUMENTS = 18;
+
+// Instruction levels in ascending order; each includes the ones before it.
+enum Level : std::int32_t {
+    LEVEL_PORTABLE = 0,  // plain C++
+    LEVEL_AVX2 = 1,      // AVX2 and FMA
+    LEVEL_AVX512 = 2,    // AVX-512 F, BW, DQ, VL, VNNI and BF16
+    LEVEL_AMX = 3        // and AMX tiles of bf16 and int8
+};
+
+enum Status : std::int32_t {
+    STATUS_OK = 0,
+    STATUS_NO_MEMORY = -1,
+    STATUS_NOT_QUANTISABLE = -2,  // a weight is not finite, or its magnitude is 2^100 or more
+    STATUS_OUT_OF_RANGE = -3      // an id, position or slot outside its table
+};
 
 enum DataType : std::int32_t { TYPE_F32 = 0, TYPE_BF16 = 1 };
 
-constexpr int type_bytes(std::int32_t type) { return type == TYPE_F32 ? 4 : 2; }
+enum Activation : std::int32_t { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU = 2, ACT_GELU_TANH = 3 };
 
 // How a weight is stored and what it is multiplied with.
 enum Kind : std::int32_t {
     KIND_F32 = 0,       // float32 x float32
     KIND_BF16 = 1,      // bfloat16 x bfloat16
-    KIND_INT8 = 2,      // int8, a scale a column; activations as 1, 2 or 3 int8 slices
-    KIND_INT4 = 3,      // int4, a scale a group of K and column; activations as for int8
+    KIND_INT8 = 2,      // int8, one scale per column; activations as 1, 2 or 3 int8 slices
+    KIND_INT4 = 3,      // int4, one scale per group of K and column; activations as for int8
     KIND_INT4_A16 = 4,  // stored as KIND_INT4; activations bfloat16
     NUM_KINDS = 5
 };
 
-// What a function returns.
-enum Status : std::int32_t {
-    STATUS_DONE = 0,
-    STATUS_NO_MEMORY = -1,
-    STATUS_NOT_QUANTISABLE = -2,  // a weight is not finite, or its size is 2^100 or more
-    STATUS_OUT_OF_RANGE = -3      // an id or a position that its table does not have
-};
+enum CacheKind : std::int32_t { CACHE_F32 = 0, CACHE_BF16 = 1, CACHE_INT8 = 2, NUM_CACHE_KINDS = 3 };
 
-enum Activation : std::int32_t { ACT_NONE = 0, ACT_SILU = 1, ACT_GELU = 2, ACT_GELU_TANH = 3 };
+// Functions that a recorded program may call: RECORD_X is penstock_x.
+enum Recordable : std::int64_t {
+    RECORD_LINEAR,
+    RECORD_EXPERTS,
+    RECORD_RMS_NORM,
+    RECORD_ADD_RMS_NORM,
+    RECORD_LAYER_NORM,
+    RECORD_ADD_LAYER_NORM,
+    RECORD_ADD,
+    RECORD_ROUND,
+    RECORD_SOFTCAP,
+    RECORD_ROTARY_QKV,
+    RECORD_EMBEDDING,
+    RECORD_ROUTE,
+    RECORD_ATTEND
+};
 
 }  // namespace penstock
 
 extern "C" {
 
-// A weight [n, k], packed. K is laid out leaf after leaf, each padded: position padded_leaf_ends[l-1] + j holds element
+// A packed weight [n, k]. K is laid out leaf after leaf, each padded: position padded_leaf_ends[l-1] + j holds element
 // leaf_ends[l-1] + j. Columns come in panels of 32: column c of panel p is row 32 p + c of the weight; in a gated
-// weight (gate's n/2 rows, then up's) columns 0..15 of panel p are gate's rows 16 p .., columns 16..31 up's. Padding is
-// a weight of zero. All arrays begin at a multiple of 64 bytes.
+// weight (n/2 gate rows, then n/2 up rows) columns 0..15 of panel p are gate rows 16 p .., columns 16..31 up rows.
+// Padding is a weight of zero. All arrays begin at a multiple of 64 bytes.
 //
-//   kind       values, panel after panel                            bytes of a panel
+//   kind       values, panel after panel                            bytes per panel
 //   f32        [padded_k][32] float                                 128 padded_k
 //   bf16       [padded_k / 2][32][2] bfloat16                        64 padded_k
 //   int8       [padded_k / 4][32][4] uint8, weight + 128             32 padded_k
-//   int4       [padded_k / 4][16][4] bytes: low nibble the weight    16 padded_k
-//              + 8 of columns 0..15, high nibble of columns 16..31
+//   int4       [padded_k / 4][16][4] bytes: low nibble weight + 8    16 padded_k
+//              of columns 0..15, high nibble of columns 16..31
 struct PenstockWeight {
     std::int64_t n, k;
     std::int64_t padded_k;
     std::int64_t panels;
     std::int32_t kind;
-    std::int32_t slices;      // int8, int4: how many int8 rows stand for one activation row
+    std::int32_t slices;      // int8, int4: int8 rows per activation row
     std::int32_t group_size;  // int4: 32, 64 or 128, a divisor of every padded leaf; else 0
     std::int32_t gated;
     std::int32_t leaves;
     std::int32_t reserved;
-    std::int64_t leaf_ends[8];
-    std::int64_t padded_leaf_ends[8];
+    std::int64_t leaf_ends[penstock::MAX_LEAVES];
+    std::int64_t padded_leaf_ends[penstock::MAX_LEAVES];
     void* values;
     float* column_scales;         // int8: [panels * 32]; else null
     std::uint16_t* group_scales;  // int4: bfloat16 [panels][padded_k / group_size][32]; else null
-    const float* bias;            // [panels * 32] in the order of the columns, or null
+    const float* bias;            // [panels * 32] in column order, or null
 };
 
-// The keys and values of one layer; attention.h has the layout.
+// The keys and values of one layer; attention/attention.h has the layout.
 struct PenstockCache {
     void* memory;
     std::int64_t blocks, block_size;  // block_size: a multiple of 16
     std::int64_t kv_heads, head_dim, padded_dim;
     std::int32_t kind;                // CacheKind
-    std::int32_t slices;              // int8: how many int8 rows stand for a query row, and for a row of probabilities
-    const float* key_scales;          // int8: [kv heads][padded_dim]; all four null: scales belong to tokens
+    std::int32_t slices;              // int8: int8 rows per query row and per row of probabilities
+    const float* key_scales;          // int8: [kv heads][padded_dim]; all four null: one scale and offset per token
     const float* key_offsets;
     const float* value_scales;
     const float* value_offsets;
 };
 
-// How scores are made in one layer.
+// How one layer computes its scores.
 struct PenstockAttention {
     float scale;
     float softcap;             // 0: none
@@ -101,23 +132,24 @@ struct PenstockAttention {
     std::int32_t reserved;
 };
 
-// A piece of work, and a result that several pieces make together: kernels/attention/plan.py.
+// A unit of work of an attention plan (kernels/attention/plan.py).
 struct PenstockAttentionItem {
     std::int32_t sequence;              // whose block table is read
     std::int32_t head_begin, head_end;  // kv heads
     std::int32_t row_begin, row_end;    // rows of the packed step: token * group + g
     std::int32_t span_begin, span_end;
-    std::int32_t partial;               // -1: results are final; else the first of the partial rows it writes
+    std::int32_t partial;               // -1: results are final; else the first partial row it writes
 };
 
+// A result that several items contribute to.
 struct PenstockAttentionCombine {
     std::int32_t head_begin, head_end;
     std::int32_t row_begin, row_end;
     std::int32_t reference_begin, reference_end;  // into references: items, spans ascending
 };
 
-// One step for the layers of one cache group: where its sequences stand (kernels/ops.py, AttentionMetadata) and its
-// plan. Python rewrites it before each step; recorded programs keep its address.
+// One step for the layers of one cache group: its sequences (kernels/ops.py, AttentionMetadata) and its plan. Python
+// rewrites it before each step; recorded programs keep its address.
 struct PenstockAttentionStep {
     std::int64_t sequences, tokens;
     const std::int32_t* query_start_loc;  // [sequences + 1]
@@ -130,10 +162,181 @@ struct PenstockAttentionStep {
     std::int64_t num_sink_tokens;
     std::int64_t items, combines;
     const PenstockAttentionItem* item;
-    const std::int64_t* item_starts;      // [threads + 1]: the first item of each thread, then their number
+    const std::int64_t* item_starts;      // [threads + 1]: the first item of each thread, then the number of items
     const PenstockAttentionCombine* combine;
     const std::int32_t* references;
-    const std::int32_t* staged;           // [sequences + 1]: the first staged granule (of each head) of a sequence
+    const std::int32_t* staged;           // [sequences + 1]: first staged granule (of each head) of each sequence
     std::int64_t partial_rows;
 };
+
+// Sampling parameters of M rows. kernels/sampling.py explains the fields; a null pointer is None there.
+struct PenstockSampling {
+    const float* temperature;              // [M]
+    const std::int64_t* top_k;             // [M]
+    const float* top_p;                    // [M]
+    const float* min_p;                    // [M]
+    const std::int64_t* noise_key;         // [M, 3]
+    const std::int64_t* masked;            // [num_masked, 2]
+    std::int64_t num_masked;
+    const std::int64_t* bias_pairs;        // [num_bias, 2]
+    const float* bias_values;              // [num_bias]
+    std::int64_t num_bias;
+    const float* repetition;               // [M]
+    const std::int64_t* repetition_pairs;  // [num_repetition, 2]
+    std::int64_t num_repetition;
+    const float* frequency;                // [M]
+    const float* presence;                 // [M]
+    const std::int64_t* count_pairs;       // [num_counts, 2]
+    const float* count_values;             // [num_counts]
+    std::int64_t num_counts;
+};
+
+// One call of a recorded program.
+struct PenstockCall {
+    std::int64_t function;                                 // Recordable
+    std::int64_t arguments[penstock::MAX_CALL_ARGUMENTS];  // those after the context; a float as the bits of a double
+};
+
+// ---- Library and context
+
+PENSTOCK_API std::int32_t penstock_abi_version();
+
+// Return the highest Level that this library and this processor support.
+PENSTOCK_API std::int32_t penstock_best_level();
+
+// Create a context for `threads` computing threads, the caller's included, at a level up to penstock_best_level().
+// Return null if memory or threads cannot be allocated. Free it with penstock_context_free.
+PENSTOCK_API penstock::Context* penstock_context_new(std::int32_t level, std::int32_t threads);
+PENSTOCK_API void penstock_context_free(penstock::Context* context);
+
+// Return the seconds spent in calls of this context so far, not counting time spent waiting for another call.
+PENSTOCK_API double penstock_busy_seconds(penstock::Context* context);
+
+// Run recorded calls in order; stop at the first that fails and return its status.
+PENSTOCK_API std::int32_t penstock_replay(
+    penstock::Context* context, const PenstockCall* calls, std::int64_t count);
+
+// ---- Products. kernels/ops.py specifies the operations here and below.
+
+// Pack rows [num_rows, k] as rows first_row .. first_row + num_rows - 1 of a weight, whose arrays are written. Every row
+// must be packed exactly once, in any order. Only quantised kinds return STATUS_NOT_QUANTISABLE.
+PENSTOCK_API std::int32_t penstock_pack_rows(
+    penstock::Context* context, PenstockWeight* weight, const void* rows, std::int32_t type, std::int64_t first_row,
+    std::int64_t num_rows);
+
+// x [rows, k] -> out [rows, n], or [rows, n / 2] if the weight is gated; out_stride is in elements between rows of out.
+// The activation of a gated weight applies to the gate.
+PENSTOCK_API std::int32_t penstock_linear(
+    penstock::Context* context, const PenstockWeight* weight, const void* x, std::int32_t x_type, std::int64_t rows,
+    void* out, std::int64_t out_stride, std::int32_t out_type, std::int32_t activation);
+
+// Mixture of experts: gate_up and down are arrays [experts], all weights of an array of one shape; x [rows, k] of
+// x_type, which the inner activations get too; ids and weights [rows, top_k]; out [rows, n]. Ids are checked before
+// anything is written.
+PENSTOCK_API std::int32_t penstock_experts(
+    penstock::Context* context, const PenstockWeight* gate_up, const PenstockWeight* down, std::int64_t experts,
+    const void* x, std::int32_t x_type, std::int64_t rows, std::int64_t top_k, const std::int64_t* ids,
+    const float* weights, std::int32_t activation, float* out);
+
+// counts [2]: experts whose weights were read, once per call, and (row, expert) pairs computed, by all calls so far.
+PENSTOCK_API void penstock_expert_counts(penstock::Context* context, std::int64_t* counts);
+
+// ---- Rows
+
+PENSTOCK_API std::int32_t penstock_rms_norm(
+    penstock::Context* context, const float* x, const float* weight, float eps, std::int64_t rows, std::int64_t n,
+    void* out, std::int32_t out_type);
+
+// x += h, then the norm of x.
+PENSTOCK_API std::int32_t penstock_add_rms_norm(
+    penstock::Context* context, float* x, const float* h, const float* weight, float eps, std::int64_t rows,
+    std::int64_t n, void* out, std::int32_t out_type);
+
+// bias may be null, also below.
+PENSTOCK_API std::int32_t penstock_layer_norm(
+    penstock::Context* context, const float* x, const float* weight, const float* bias, float eps, std::int64_t rows,
+    std::int64_t n, void* out, std::int32_t out_type);
+
+PENSTOCK_API std::int32_t penstock_add_layer_norm(
+    penstock::Context* context, float* x, const float* h, const float* weight, const float* bias, float eps,
+    std::int64_t rows, std::int64_t n, void* out, std::int32_t out_type);
+
+// x += h, element by element.
+PENSTOCK_API std::int32_t penstock_add(penstock::Context* context, float* x, const float* h, std::int64_t count);
+
+PENSTOCK_API std::int32_t penstock_round(
+    penstock::Context* context, const float* x, std::int64_t count, void* out, std::int32_t out_type);
+
+// x = cap * tanh(x / cap).
+PENSTOCK_API std::int32_t penstock_softcap(penstock::Context* context, float* x, float cap, std::int64_t count);
+
+// cos_sin [num_positions, rotary_dim] or null; q_norm and k_norm or null, of head_dim elements (each head by itself) or
+// of all heads' elements. Positions are checked before anything is written.
+PENSTOCK_API std::int32_t penstock_rotary_qkv(
+    penstock::Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin,
+    std::int64_t num_positions, std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads,
+    std::int64_t head_dim, const float* q_norm, std::int64_t q_norm_size, const float* k_norm,
+    std::int64_t k_norm_size, float eps, void* q, void* k, void* v, std::int32_t out_type);
+
+// table [table_rows, n] -> out [rows, n]. Ids are checked before anything is written.
+PENSTOCK_API std::int32_t penstock_embedding(
+    penstock::Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type,
+    std::int64_t table_rows, std::int64_t rows, std::int64_t n, float scale, float* out);
+
+// Router logits [rows, experts] -> ids and weights [rows, top_k].
+PENSTOCK_API std::int32_t penstock_route(
+    penstock::Context* context, const float* logits, std::int64_t rows, std::int64_t experts, std::int64_t top_k,
+    std::int32_t renormalize, std::int64_t* ids, float* weights);
+
+// ---- Attention
+
+// q [tokens, heads, D], k_new and v_new [tokens, Hkv, D] of a type -> out [tokens, heads * D] of that type, and lse
+// [tokens, heads] unless null.
+PENSTOCK_API std::int32_t penstock_attend(
+    penstock::Context* context, const PenstockAttentionStep* step, const PenstockCache* cache,
+    const PenstockAttention* params, const void* q, const void* k_new, const void* v_new, std::int32_t type,
+    std::int64_t heads, void* out, float* lse);
+
+// Reserve bytes of the workspace that threads share and of each thread's scratch memory.
+PENSTOCK_API std::int32_t penstock_attention_reserve(
+    penstock::Context* context, std::int64_t workspace, std::int64_t scratch);
+
+// bytes [2]: workspace and scratch memory that a step needs.
+PENSTOCK_API std::int32_t penstock_attention_bytes(
+    const PenstockAttentionStep* step, const PenstockCache* cache, std::int64_t* bytes);
+
+// Write k and v [tokens, Hkv, D] to slots [tokens]; negative slots are skipped.
+PENSTOCK_API std::int32_t penstock_cache_store(
+    penstock::Context* context, const PenstockCache* cache, const void* k, const void* v, std::int32_t type,
+    const std::int64_t* slots, std::int64_t tokens);
+
+// Read slots [tokens], none of them negative, into k and v [tokens, Hkv, D].
+PENSTOCK_API std::int32_t penstock_cache_load(
+    penstock::Context* context, const PenstockCache* cache, const std::int64_t* slots, std::int64_t tokens, float* k,
+    float* v);
+
+// ---- Sampling. Logits are [rows, vocab].
+
+// out [rows, vocab] may be `logits`.
+PENSTOCK_API std::int32_t penstock_log_softmax(
+    penstock::Context* context, const float* logits, std::int64_t rows, std::int64_t vocab, float* out);
+
+// out [rows]: 1 if no value is NaN or +inf and some value is above -inf, else 0.
+PENSTOCK_API std::int32_t penstock_finite_rows(
+    penstock::Context* context, const float* logits, std::int64_t rows, std::int64_t vocab, std::uint8_t* out);
+
+// out [rows]: the chosen ids, -1 if no id may be chosen.
+PENSTOCK_API std::int32_t penstock_sample(
+    penstock::Context* context, const float* logits, std::int64_t rows, std::int64_t vocab,
+    const PenstockSampling* params, std::int64_t* out);
+
+// ---- Limits of the machine, with all threads of the context. Both return seconds.
+
+// Read memory that begins at a multiple of 64 once, except for a tail of less than 256 bytes.
+PENSTOCK_API double penstock_limit_read(penstock::Context* context, const void* memory, std::int64_t bytes);
+
+// Multiply in registers about `iterations` times per thread, as KIND_F32, KIND_BF16 or KIND_INT8 products do; write the
+// number of operations.
+PENSTOCK_API double penstock_limit_multiply(
+    penstock::Context* context, std::int32_t kind, std::int64_t iterations, std::int64_t* operations);
 }

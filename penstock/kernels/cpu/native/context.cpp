@@ -13,7 +13,7 @@ namespace penstock {
 
 namespace {
 
-constexpr std::int64_t SMALL_PAGE = 4096, BIG_PAGE = std::int64_t{2} << 20;
+constexpr std::int64_t PAGE = 4096, HUGE_PAGE = std::int64_t{2} << 20;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
@@ -25,7 +25,7 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
 
-// AMX: the processor has tiles of bf16 and int8, and the system lets this process use them when asked.
+// AMX tiles of bf16 and int8, which the system has to permit for this process.
 bool has_amx() {
 #if defined(__linux__)
     constexpr int LEAF = 7, BF16_BIT = 22, TILE_BIT = 24, INT8_BIT = 25;
@@ -41,7 +41,14 @@ bool has_amx() {
 
 #endif
 
-// Kernels of a level; what it leaves out comes from the level below.
+// For each kind the kernel of the highest level up to `level` that has one.
+template <class Kernel, std::size_t LEVELS, std::size_t KINDS>
+void choose_by_kind(Level level, const Kernel (&by_level)[LEVELS][KINDS], Kernel (&chosen)[KINDS]) {
+    for (int at = 0; at <= level; ++at)
+        for (std::size_t kind = 0; kind < KINDS; ++kind)
+            if (by_level[at][kind]) chosen[kind] = by_level[at][kind];
+}
+
 void choose_products(Level level, ProductKernel (&products)[NUM_KINDS]) {
     const ProductKernel by_level[][NUM_KINDS] = {
         {portable_f32(), portable_bf16(), portable_int8(), portable_int4(), portable_int4_a16()},
@@ -55,9 +62,7 @@ void choose_products(Level level, ProductKernel (&products)[NUM_KINDS]) {
         {{}, amx_bf16(), amx_int8(), {}, {}},
 #endif
     };
-    for (int at = 0; at <= level; ++at)
-        for (int kind = 0; kind < NUM_KINDS; ++kind)
-            if (by_level[at][kind].multiply != nullptr) products[kind] = by_level[at][kind];
+    choose_by_kind(level, by_level, products);
 }
 
 void choose_caches(Level level, CacheKernel (&caches)[NUM_CACHE_KINDS]) {
@@ -73,9 +78,7 @@ void choose_caches(Level level, CacheKernel (&caches)[NUM_CACHE_KINDS]) {
         {{}, amx_cache_bf16(), amx_cache_int8()},
 #endif
     };
-    for (int at = 0; at <= level; ++at)
-        for (int kind = 0; kind < NUM_CACHE_KINDS; ++kind)
-            if (by_level[at][kind].attend_tile != nullptr) caches[kind] = by_level[at][kind];
+    choose_by_kind(level, by_level, caches);
 }
 
 #if defined(PENSTOCK_HAVE_AVX2)
@@ -89,7 +92,7 @@ void choose_caches(Level level, CacheKernel (&caches)[NUM_CACHE_KINDS]) {
 #define IF_AVX512(function) nullptr
 #endif
 
-// The table of this level, or of the highest one below it that has one.
+// The table of the highest level up to `level` that this build has.
 template <class Table>
 Table choose(Level level, Table (*portable)(), Table (*avx2)(), Table (*avx512)()) {
     if (level >= LEVEL_AVX512 && avx512 != nullptr) return avx512();
@@ -97,8 +100,7 @@ Table choose(Level level, Table (*portable)(), Table (*avx2)(), Table (*avx512)(
     return portable();
 }
 
-}  // namespace
-
+// The highest level that this build has and this processor can run.
 Level best_level() {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
@@ -115,18 +117,20 @@ Level best_level() {
     return LEVEL_PORTABLE;
 }
 
+}  // namespace
+
 Scratch::~Scratch() { std::free(memory_); }
 
-void* Scratch::take(std::int64_t bytes) {
+void* Scratch::reserve(std::int64_t bytes) {
     if (bytes > capacity_) {
         std::free(memory_);
         capacity_ = 0;
-        const std::int64_t page = bytes < BIG_PAGE ? SMALL_PAGE : BIG_PAGE;
-        const std::int64_t rounded = (bytes + page - 1) / page * page;
+        const std::int64_t page = bytes < HUGE_PAGE ? PAGE : HUGE_PAGE;
+        const std::int64_t rounded = divide_up(bytes, page) * page;
         memory_ = std::aligned_alloc(static_cast<std::size_t>(page), static_cast<std::size_t>(rounded));
         if (memory_ == nullptr) throw std::bad_alloc();
 #if defined(MADV_HUGEPAGE)
-        if (page == BIG_PAGE) madvise(memory_, static_cast<std::size_t>(rounded), MADV_HUGEPAGE);  // only a wish
+        if (page == HUGE_PAGE) madvise(memory_, static_cast<std::size_t>(rounded), MADV_HUGEPAGE);  // may be refused
 #endif
         capacity_ = rounded;
     }
@@ -149,25 +153,30 @@ Context::Context(Level chosen, int threads)
 
 Context::~Context() { delete[] per_thread; }
 
+void Context::reserve_per_thread(std::int64_t bytes) {
+    for (int thread = 0; thread < pool.threads(); ++thread) per_thread[thread].reserve(bytes);
+}
+
 }  // namespace penstock
 
-using penstock::Context;
+using namespace penstock;
 
-// A context for `threads` computing threads, this one included, at a level up to penstock_best_level(); null where
-// memory or threads cannot be had. To be given back with penstock_context_free.
-PENSTOCK_EXPORT Context* penstock_context_new(std::int32_t level, std::int32_t threads) {
-    if (level < penstock::LEVEL_PORTABLE || level > penstock::best_level() || threads < 1) return nullptr;
+extern "C" std::int32_t penstock_abi_version() { return ABI_VERSION; }
+
+extern "C" std::int32_t penstock_best_level() { return best_level(); }
+
+extern "C" Context* penstock_context_new(std::int32_t level, std::int32_t threads) {
+    if (level < LEVEL_PORTABLE || level > best_level() || threads < 1) return nullptr;
     try {
-        return new Context(static_cast<penstock::Level>(level), threads);
+        return new Context(static_cast<Level>(level), threads);
     } catch (...) {
         return nullptr;
     }
 }
 
-PENSTOCK_EXPORT void penstock_context_free(Context* context) { delete context; }
+extern "C" void penstock_context_free(Context* context) { delete context; }
 
-// Seconds that the calls of this context have taken so far, waiting for their turn not counted.
-PENSTOCK_EXPORT double penstock_busy_seconds(Context* context) {
-    const std::lock_guard<std::mutex> turn(context->in_use);
+extern "C" double penstock_busy_seconds(Context* context) {
+    const std::lock_guard<std::mutex> lock(context->in_use);
     return static_cast<double>(context->busy_nanoseconds) * 1e-9;
 }

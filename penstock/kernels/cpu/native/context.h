@@ -1,4 +1,4 @@
-// Context: an instruction level, its kernels, a thread pool and scratch memory. One for each engine; nothing is global.
+// Context: the kernels of one instruction level, a thread pool and scratch memory. Each engine has one; nothing is global.
 #pragma once
 
 #include <chrono>
@@ -6,28 +6,20 @@
 #include <mutex>
 
 #include "abi.h"
-#include "attention.h"
+#include "attention/attention.h"
+#include "elements.inc.h"
 #include "float_mode.h"
-#include "pack_kernels.h"
-#include "products.h"
-#include "row_kernels.h"
-#include "sampler_kernels.h"
-#include "thread_pool.h"
+#include "products/pack_kernels.h"
+#include "products/products.h"
+#include "rows/row_kernels.h"
+#include "sampling/sampler_kernels.h"
+#include "threads/thread_pool.h"
 
 namespace penstock {
 
-// In ascending order; each can do all that the ones before can.
-enum Level : std::int32_t {
-    LEVEL_PORTABLE = 0,  // plain C++
-    LEVEL_AVX2 = 1,      // AVX2 and FMA
-    LEVEL_AVX512 = 2,    // AVX-512 F, BW, DQ, VL, VNNI and BF16
-    LEVEL_AMX = 3        // and AMX tiles of bf16 and int8
-};
+inline std::int64_t divide_up(std::int64_t count, std::int64_t by) { return (count + by - 1) / by; }
 
-// The highest level that this build has and this processor can run.
-Level best_level();
-
-// Memory that grows when more is asked for and is kept until the end. Not initialised.
+// Memory that grows on demand and is kept until the end. Not initialised.
 class Scratch {
   public:
     Scratch() = default;
@@ -35,24 +27,24 @@ class Scratch {
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
 
-    // At least `bytes`, 64-aligned, in big pages where it is large; what it held before is lost when it grows. Throws
-    // std::bad_alloc.
-    void* take(std::int64_t bytes);
+    // Return at least `bytes`, 64-aligned, in huge pages if large; growing loses the contents. Throws std::bad_alloc.
+    void* reserve(std::int64_t bytes);
+    void* data() const { return memory_; }
 
   private:
     void* memory_ = nullptr;
     std::int64_t capacity_ = 0;
 };
 
-// Cuts memory into arrays that begin at multiples of 64 bytes. From null it only counts the bytes.
-class Carver {
+// Allocates arrays from a block of memory, each at a multiple of 64 bytes. From null it only counts the bytes.
+class BumpAllocator {
   public:
-    explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
+    explicit BumpAllocator(void* memory) : memory_(static_cast<char*>(memory)) {}
 
     template <class Element>
-    Element* cut(std::int64_t count) {
+    Element* allocate(std::int64_t count) {
         char* array = memory_ == nullptr ? nullptr : memory_ + bytes_;
-        bytes_ += (count * static_cast<std::int64_t>(sizeof(Element)) + 63) / 64 * 64;
+        bytes_ += divide_up(count * static_cast<std::int64_t>(sizeof(Element)), 64) * 64;
         return reinterpret_cast<Element*>(array);
     }
     std::int64_t bytes() const { return bytes_; }
@@ -64,11 +56,15 @@ class Carver {
 
 struct Context {
     Context(Level level, int threads);
+    ~Context();
 
-    std::mutex in_use;                  // held by the call that is carried out
-    std::int64_t busy_nanoseconds = 0;  // that calls have taken so far
-    std::int64_t experts_read = 0;      // by mixtures of experts so far, once a call
-    std::int64_t expert_rows = 0;       // rows that went through an expert, once for each
+    // Reserve scratch memory of every thread, so that none has to allocate inside a parallel loop.
+    void reserve_per_thread(std::int64_t bytes);
+
+    std::mutex in_use;                  // held by the running call
+    std::int64_t busy_nanoseconds = 0;  // spent in calls so far
+    std::int64_t experts_read = 0;      // by mixtures of experts so far, once per call
+    std::int64_t expert_rows = 0;       // (row, expert) pairs computed so far
     const Level level;
     ProductKernel products[NUM_KINDS];
     const RowKernels rows;
@@ -77,27 +73,36 @@ struct Context {
     CacheKernel caches[NUM_CACHE_KINDS];
     const FoldKernel fold;
     ThreadPool pool;
-    Scratch operands;             // activation tiles of the product under way
-    Scratch workspace;            // whatever else an operation shares among its threads
+    Scratch operands;             // packed activations of the running product
+    Scratch workspace;            // other memory that threads share
     Scratch* const per_thread;    // [pool.threads()]
-    ~Context();
 };
 
-// One call of the C interface: it waits until no other is carried out, notes how long it took, and computes with the
-// usual rounding whatever the calling thread has set.
-class Turn {
+// The duration of one call of the C interface: waits until no other call runs, measures the time, and computes in the
+// default float mode, whatever the calling thread has set.
+class CallScope {
   public:
-    explicit Turn(Context* context) : context_(context), lock_(context->in_use), begun_(Clock::now()) {}
-    ~Turn() { context_->busy_nanoseconds += std::chrono::nanoseconds(Clock::now() - begun_).count(); }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
+    explicit CallScope(Context* context) : context_(context), lock_(context->in_use), start_(Clock::now()) {}
+    ~CallScope() { context_->busy_nanoseconds += std::chrono::nanoseconds(Clock::now() - start_).count(); }
+    CallScope(const CallScope&) = delete;
+    CallScope& operator=(const CallScope&) = delete;
 
   private:
     using Clock = std::chrono::steady_clock;
     Context* context_;
     std::lock_guard<std::mutex> lock_;
-    Clock::time_point begun_;
+    Clock::time_point start_;
     FloatMode mode_;
 };
+
+// Run the body of a function of the C interface, which returns its Status. The only exception it may throw is a failed
+// allocation.
+template <class Body>
+Status run_call(Context* context, const Body& body) try {
+    const CallScope scope(context);
+    return body();
+} catch (...) {
+    return STATUS_NO_MEMORY;
+}
 
 }  // namespace penstock

@@ -1,5 +1,5 @@
-// FloatMode: rounding to nearest, and numbers below the normal range kept, for as long as it lives. Other libraries of
-// the process may have switched these off for a thread; then the bits of a row would depend on which thread ran it.
+// FloatMode: rounding to nearest with subnormal numbers, for the lifetime of the object. Other libraries in the process
+// may have changed the mode of a thread; the bits of a row would then depend on the thread that computed it.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace penstock {
 
 class FloatMode {
   public:
-    FloatMode() : before_(read()) { write(USUAL); }
+    FloatMode() : before_(read()) { write(DEFAULT); }
     ~FloatMode() { write(before_); }
     FloatMode(const FloatMode&) = delete;
     FloatMode& operator=(const FloatMode&) = delete;
@@ -20,12 +20,12 @@ class FloatMode {
   private:
 #if defined(__x86_64__)
     using Register = std::uint32_t;
-    static constexpr Register USUAL = 0x1f80;
+    static constexpr Register DEFAULT = 0x1f80;
     static Register read() { return _mm_getcsr(); }
     static void write(Register value) { _mm_setcsr(value); }
 #elif defined(__aarch64__)
     using Register = std::uint64_t;
-    static constexpr Register USUAL = 0;
+    static constexpr Register DEFAULT = 0;
     static Register read() {
         Register value;
         __asm__ volatile("mrs %0, fpcr" : "=r"(value));
@@ -34,8 +34,8 @@ class FloatMode {
     static void write(Register value) { __asm__ volatile("msr fpcr, %0" : : "r"(value)); }
 #else
     using Register = int;
-    static constexpr Register USUAL = 0;
-    static Register read() { return USUAL; }
+    static constexpr Register DEFAULT = 0;
+    static Register read() { return DEFAULT; }
     static void write(Register) {}
 #endif
     const Register before_;

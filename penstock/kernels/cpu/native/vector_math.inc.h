@@ -1,8 +1,8 @@
 // Sixteen lanes of float32 and int32 on the compiler's vector types, and elementary functions of them.
 //
-// Included by files that are compiled once for each instruction level. Everything is in an anonymous namespace and kept
-// inline, so that no level can end up with another level's code. Multiplications and additions are never fused and sums
-// have one order, so every level gives the same bits; a level only changes how many registers hold the sixteen lanes.
+// Included by files that are compiled once per instruction level. Everything is inline in an anonymous namespace, so that
+// no level can end up with the code of another. Multiplications and additions are never fused and sums have one order,
+// so every level gives the same bits; levels differ in the number of registers that hold the sixteen lanes.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-#define PENSTOCK_INLINE inline __attribute__((always_inline))
+#include "elements.inc.h"
 
 namespace penstock {
 namespace {
@@ -94,7 +94,7 @@ PENSTOCK_INLINE F32x16 to_float(I32x16 a) {
     return result;
 }
 
-// a where the mask is set, else b.
+// a in lanes whose mask is set, else b.
 template <class Part, class Scalar>
 PENSTOCK_INLINE Lanes<Part, Scalar> select(I32x16 mask, Lanes<Part, Scalar> a, Lanes<Part, Scalar> b) {
     Lanes<Part, Scalar> result;
@@ -102,25 +102,25 @@ PENSTOCK_INLINE Lanes<Part, Scalar> select(I32x16 mask, Lanes<Part, Scalar> a, L
     return result;
 }
 
-// The smaller and the greater; where either is NaN: b. The x86 instructions do just that, but GCC does not find them.
+// The smaller and the larger; b if either is NaN. GCC does not find the x86 instructions that do this.
 #if defined(__AVX512F__)
-PENSTOCK_INLINE FloatPart lesser(FloatPart a, FloatPart b) { return _mm512_maskz_min_ps(0xFFFF, a, b); }
-PENSTOCK_INLINE FloatPart greater(FloatPart a, FloatPart b) { return _mm512_maskz_max_ps(0xFFFF, a, b); }
+PENSTOCK_INLINE FloatPart min_part(FloatPart a, FloatPart b) { return _mm512_maskz_min_ps(0xFFFF, a, b); }
+PENSTOCK_INLINE FloatPart max_part(FloatPart a, FloatPart b) { return _mm512_maskz_max_ps(0xFFFF, a, b); }
 #elif defined(__AVX2__)
-PENSTOCK_INLINE FloatPart lesser(FloatPart a, FloatPart b) { return _mm256_min_ps(a, b); }
-PENSTOCK_INLINE FloatPart greater(FloatPart a, FloatPart b) { return _mm256_max_ps(a, b); }
+PENSTOCK_INLINE FloatPart min_part(FloatPart a, FloatPart b) { return _mm256_min_ps(a, b); }
+PENSTOCK_INLINE FloatPart max_part(FloatPart a, FloatPart b) { return _mm256_max_ps(a, b); }
 #else
-PENSTOCK_INLINE FloatPart lesser(FloatPart a, FloatPart b) { return a < b ? a : b; }
-PENSTOCK_INLINE FloatPart greater(FloatPart a, FloatPart b) { return a > b ? a : b; }
+PENSTOCK_INLINE FloatPart min_part(FloatPart a, FloatPart b) { return a < b ? a : b; }
+PENSTOCK_INLINE FloatPart max_part(FloatPart a, FloatPart b) { return a > b ? a : b; }
 #endif
 
 PENSTOCK_INLINE F32x16 min(F32x16 a, F32x16 b) {
-    for (int i = 0; i < PARTS; ++i) a.part[i] = lesser(a.part[i], b.part[i]);
+    for (int i = 0; i < PARTS; ++i) a.part[i] = min_part(a.part[i], b.part[i]);
     return a;
 }
 
 PENSTOCK_INLINE F32x16 max(F32x16 a, F32x16 b) {
-    for (int i = 0; i < PARTS; ++i) a.part[i] = greater(a.part[i], b.part[i]);
+    for (int i = 0; i < PARTS; ++i) a.part[i] = max_part(a.part[i], b.part[i]);
     return a;
 }
 
@@ -130,7 +130,7 @@ PENSTOCK_INLINE F32x16 abs(F32x16 a) { return bits_as<F32x16>(bits_as<U32x16>(a)
 PENSTOCK_INLINE F32x16 minus_abs(F32x16 a) { return bits_as<F32x16>(bits_as<U32x16>(a) | 0x80000000u); }
 
 // The magnitude of one with the sign of the other.
-PENSTOCK_INLINE F32x16 with_sign(F32x16 magnitude, F32x16 sign) {
+PENSTOCK_INLINE F32x16 copysign(F32x16 magnitude, F32x16 sign) {
     return bits_as<F32x16>(bits_as<U32x16>(abs(magnitude)) | (bits_as<U32x16>(sign) & 0x80000000u));
 }
 
@@ -141,7 +141,7 @@ PENSTOCK_INLINE I32x16 lane_index() {
     return result;
 }
 
-// ---- Memory. Addresses need the alignment of their elements only.
+// ---- Memory. Addresses need only the alignment of their elements.
 
 PENSTOCK_INLINE F32x16 load(const float* from) {
     typedef FloatPart Unaligned __attribute__((aligned(4), may_alias));
@@ -175,8 +175,7 @@ PENSTOCK_INLINE F32x16 load(const std::uint16_t* from) {
 PENSTOCK_INLINE void store(std::uint16_t* to, F32x16 a) {
     typedef ShortPart Unaligned __attribute__((aligned(2), may_alias));
     const U32x16 bits = bits_as<U32x16>(a);
-    const U32x16 rounded = (bits + 0x7FFFu + ((bits >> 16u) & 1u)) >> 16u;
-    const U32x16 result = select(a == a, rounded, U32x16(0x7FC0u));
+    const U32x16 result = select(a == a, round_to_bf16(bits), U32x16(0x7FC0u));
     for (int i = 0; i < PARTS; ++i) {
         *reinterpret_cast<Unaligned*>(to + i * PART_LANES) = __builtin_convertvector(result.part[i], ShortPart);
     }
@@ -197,9 +196,9 @@ PENSTOCK_INLINE void store_first(Element* to, F32x16 a, int count) {
     __builtin_memcpy(to, padded, count * sizeof(Element));
 }
 
-// ---- One number from sixteen, as a binary tree: lane i with lane i + 8, then i + 4, i + 2, i + 1.
+// ---- Reductions of sixteen lanes as a binary tree: lane i with lane i + 8, then i + 4, i + 2, i + 1.
 
-PENSTOCK_INLINE float sum(F32x16 a) {
+PENSTOCK_INLINE float reduce_sum(F32x16 a) {
     alignas(64) float lane[LANES];
     store(lane, a);
     for (int i = 0; i < 8; ++i) lane[i] += lane[i + 8];
@@ -207,18 +206,18 @@ PENSTOCK_INLINE float sum(F32x16 a) {
     return (lane[0] + lane[2]) + (lane[1] + lane[3]);
 }
 
-PENSTOCK_INLINE float greater(float a, float b) { return a > b ? a : b; }
+PENSTOCK_INLINE float max(float a, float b) { return a > b ? a : b; }
 
 // Not for NaN.
-PENSTOCK_INLINE float greatest(F32x16 a) {
+PENSTOCK_INLINE float reduce_max(F32x16 a) {
     alignas(64) float lane[LANES];
     store(lane, a);
-    for (int i = 0; i < 8; ++i) lane[i] = greater(lane[i], lane[i + 8]);
-    for (int i = 0; i < 4; ++i) lane[i] = greater(lane[i], lane[i + 4]);
-    return greater(greater(lane[0], lane[2]), greater(lane[1], lane[3]));
+    for (int i = 0; i < 8; ++i) lane[i] = max(lane[i], lane[i + 8]);
+    for (int i = 0; i < 4; ++i) lane[i] = max(lane[i], lane[i + 4]);
+    return max(max(lane[0], lane[2]), max(lane[1], lane[3]));
 }
 
-// ---- Elementary functions. Polynomials are minimax fits of the relative error; an ulp is one of the exact result.
+// ---- Elementary functions. Polynomials are minimax fits of the relative error; an ulp is that of the exact result.
 
 // c[0] + c[1] x + .. by Horner's rule.
 template <int COUNT>
@@ -228,7 +227,7 @@ PENSTOCK_INLINE F32x16 polynomial(F32x16 x, const float (&c)[COUNT]) {
     return result;
 }
 
-constexpr float LN2_HIGH = 0.693359375f;      // 355/512: times an exponent it is exact
+constexpr float LN2_HIGH = 0.693359375f;      // 355/512: the product with an exponent is exact
 constexpr float LN2_LOW = -2.12194440e-4f;    // ln 2 - LN2_HIGH
 
 // e^x as power * 2^n, with n an integer from -2^22 to 2^22 and power from about 0.7 to 1.4.
@@ -252,18 +251,18 @@ PENSTOCK_INLINE Exponential exponential(F32x16 x) {
 PENSTOCK_INLINE F32x16 exp(F32x16 x) {
     constexpr float LOWEST = -104.0f, HIGHEST = 89.0f;  // beyond them: 0 and infinity
     const Exponential e = exponential(max(LOWEST, min(HIGHEST, x)));
-    // 2^n as two factors: 2^128 and the subnormal 2^-150 have no exponent of their own.
+    // 2^n as two factors: float32 has no exponent for 2^128 and 2^-150.
     const I32x16 first = e.n >> 1;
     return e.power * bits_as<F32x16>((first + 127) << 23) * bits_as<F32x16>((e.n - first + 127) << 23);
 }
 
-// e^x for x <= 0 within 1 ulp, cheaper than exp: it is 0 below -87, where it would soon be subnormal. NaN gives NaN.
+// e^x for x <= 0 within 1 ulp, cheaper than exp: 0 below -87, near the subnormal numbers. NaN gives NaN.
 PENSTOCK_INLINE F32x16 exp_to_zero(F32x16 x) {
     const Exponential e = exponential(x);
     return select(x < -87.0f, F32x16(0.0f), e.power * bits_as<F32x16>((e.n + 127) << 23));
 }
 
-// Natural logarithm within 1 ulp. 0 gives -inf, +inf gives +inf, below zero and NaN give NaN.
+// Natural logarithm within 1 ulp. 0 gives -inf, +inf gives +inf, negative numbers and NaN give NaN.
 PENSTOCK_INLINE F32x16 log(F32x16 x) {
     constexpr float SMALLEST_NORMAL = 1.17549435e-38f, TWO_23 = 8388608.0f, INFINITE = __builtin_inff();
     constexpr std::int32_t SQRT_HALF_BITS = 0x3F3504F3;
@@ -291,10 +290,10 @@ PENSTOCK_INLINE F32x16 tanh(F32x16 x) {
     const F32x16 square = x * x;
     const F32x16 near = x + x * square * polynomial(square, CURVE);
     const F32x16 far = 1.0f - 2.0f / (exp(abs(x) * 2.0f) + 1.0f);
-    return select(abs(x) < NEAR, near, with_sign(far, x));
+    return select(abs(x) < NEAR, near, copysign(far, x));
 }
 
-// 1 - erf(x) for x >= 0 within 8 + x^2 ulp; 0 where that is less than 2e-39.
+// 1 - erf(x) for x >= 0 within 8 + x^2 ulp; 0 if that is less than 2e-39.
 PENSTOCK_INLINE F32x16 erfc_positive(F32x16 x) {
     constexpr float SCALED[] = {2.257049084e-01f,  2.249909490e-01f,  2.145949602e-01f, 1.311951131e-01f,
                                 2.676755488e-01f,  -2.761764824e-01f, 5.375779867e-01f, -4.914137125e-01f,
@@ -309,7 +308,7 @@ PENSTOCK_INLINE F32x16 erf(F32x16 x) {
     constexpr float CURVE[] = {1.283791661e-01f, -3.761262596e-01f, 1.128358543e-01f, -2.685381286e-02f,
                                5.188329611e-03f, -8.010208840e-04f, 7.853907300e-05f};
     const F32x16 near = x + x * polynomial(x * x, CURVE);
-    return select(abs(x) < NEAR, near, with_sign(1.0f - erfc_positive(abs(x)), x));
+    return select(abs(x) < NEAR, near, copysign(1.0f - erfc_positive(abs(x)), x));
 }
 
 }  // namespace

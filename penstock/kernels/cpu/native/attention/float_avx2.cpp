@@ -1,0 +1,146 @@
+// Attention over float caches with AVX2: vectors of eight floats, multiplied and added in one rounding. A bfloat16 cache
+// is widened as it is read; probabilities stay float32.
+
+#include "attention/layout.inc.h"
+#include "attention/tile.inc.h"
+
+namespace penstock {
+namespace {
+
+constexpr int GROUP = 6;  // rows per load: 12 vectors of sums and 3 operands fill the 16 registers
+constexpr std::int64_t LINE = 64;
+
+PENSTOCK_INLINE F32x16 multiply_add(float a, F32x16 b, F32x16 c) {
+    for (int i = 0; i < PARTS; ++i) c.part[i] = _mm256_fmadd_ps(FloatPart{} + a, b.part[i], c.part[i]);
+    return c;
+}
+
+// Both products have the same form: a line of 64 bytes adds one term to 16 columns in float32 (16 floats) and two terms
+// in bfloat16 (16 pairs).
+struct F32 {
+    using Element = float;
+    static constexpr int TERMS = 1;
+    static PENSTOCK_INLINE F32x16 term(const char* line, int) { return load(reinterpret_cast<const float*>(line)); }
+};
+
+struct Bf16 {
+    using Element = std::uint16_t;
+    static constexpr int TERMS = 2;
+    static PENSTOCK_INLINE F32x16 term(const char* line, int i) {
+        const U32x16 pairs = bits_as<U32x16>(load(reinterpret_cast<const float*>(line)));
+        return bits_as<F32x16>(i == 0 ? pairs << 16u : pairs & 0xFFFF0000u);
+    }
+};
+
+// Add `lines` lines times a [ROWS][lines * TERMS] to the sums. Prefetches one line of `ahead` per line read.
+template <class Type, int ROWS>
+PENSTOCK_INLINE void multiply(
+    F32x16 (&sums)[ROWS], const float* a, std::int64_t a_stride, const char* b, std::int64_t b_stride, int lines,
+    const char* ahead) {
+    for (int line = 0; line < lines; ++line, b += b_stride, a += Type::TERMS) {
+        if (ahead != nullptr) _mm_prefetch(ahead + line * LINE, _MM_HINT_T1);
+#pragma GCC unroll 2
+        for (int i = 0; i < Type::TERMS; ++i) {
+            const F32x16 term = Type::term(b, i);
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; ++r) sums[r] = multiply_add(a[r * a_stride + i], term, sums[r]);
+        }
+    }
+}
+
+// One product for up to GROUP rows. Only the first group of a tile prefetches.
+struct GroupArgs {
+    const TileArgs& tile;
+    bool prefetches;
+    const float* a;  // [rows][a_stride]: queries, or p
+    std::int64_t a_stride;
+    float* out;  // [rows][out_stride]
+    std::int64_t out_stride;
+
+    const char* ahead(int granule) const { return prefetches ? tile.next[granule] : nullptr; }
+};
+
+template <class Type, int ROWS>
+void group_keys(const GroupArgs& g) {
+    const int lines = static_cast<int>(g.tile.cache->padded_dim / Type::TERMS);
+    for (int granule = 0; granule < TILE_GRANULES; ++granule) {
+        F32x16 sums[ROWS] = {};
+        multiply<Type, ROWS>(sums, g.a, g.a_stride, g.tile.granules[granule], LINE, lines, g.ahead(granule));
+        for (int r = 0; r < ROWS; ++r) store(g.out + r * g.out_stride + granule * GRANULE, sums[r]);
+    }
+}
+
+template <class Type, int ROWS>
+void group_values(const GroupArgs& g) {
+    constexpr int LINES = GRANULE / Type::TERMS;  // per 16 columns of a granule
+    const std::int64_t dim = g.tile.cache->padded_dim;
+    const std::int64_t keys = dim * GRANULE * sizeof(typename Type::Element);
+    for (std::int64_t d = 0; d < dim; d += LANES) {
+        F32x16 sums[ROWS] = {};
+        for (int granule = 0; granule < TILE_GRANULES; ++granule) {
+            const char* const values = g.tile.granules[granule] + keys + d * 4;
+            const char* ahead = g.ahead(granule);
+            if (ahead != nullptr) ahead += keys + d / LANES * LINES * LINE;
+            multiply<Type, ROWS>(sums, g.a + granule * GRANULE, g.a_stride, values, dim * 4, LINES, ahead);
+        }
+        for (int r = 0; r < ROWS; ++r) store(g.out + r * g.out_stride + d, sums[r]);
+    }
+}
+
+using GroupKernel = void (*)(const GroupArgs&);
+
+// Split a strip into groups of nearly equal size.
+inline void each_group(GroupArgs g, int rows, const GroupKernel (&kernels)[GROUP]) {
+    for (int groups = (rows + GROUP - 1) / GROUP; groups > 0; --groups) {
+        const int count = (rows + groups - 1) / groups;
+        kernels[count - 1](g);
+        g.prefetches = false;
+        g.a += count * g.a_stride;
+        g.out += count * g.out_stride;
+        rows -= count;
+    }
+}
+
+inline const float* query_floats(const float* q, std::int64_t, float*) { return q; }
+
+inline const float* query_floats(const std::uint16_t* q, std::int64_t count, float* room) {
+    for (std::int64_t i = 0; i < count; i += LANES) store(room + i, load(q + i));
+    return room;
+}
+
+template <class Type>
+struct FloatKind {
+    static constexpr int STRIP = 2 * GROUP;
+
+    static void multiply_keys(const TileArgs& a, int first, int rows, float* s) {
+        static constexpr GroupKernel KERNELS[GROUP] = {
+            group_keys<Type, 1>, group_keys<Type, 2>, group_keys<Type, 3>,
+            group_keys<Type, 4>, group_keys<Type, 5>, group_keys<Type, 6>};
+        alignas(64) float room[STRIP * MAX_HEAD_DIM];
+        const std::int64_t dim = a.cache->padded_dim;
+        const auto* const operand = static_cast<const typename Type::Element*>(a.operand) + first * dim;
+        const float* const q = query_floats(operand, rows * dim, room);
+        each_group({a, first == 0, q, dim, s, TILE}, rows, KERNELS);
+    }
+
+    static void multiply_values(const TileArgs& a, int first, int rows, float* p, float* o) {
+        static constexpr GroupKernel KERNELS[GROUP] = {
+            group_values<Type, 1>, group_values<Type, 2>, group_values<Type, 3>,
+            group_values<Type, 4>, group_values<Type, 5>, group_values<Type, 6>};
+        const std::int64_t dim = a.cache->padded_dim;
+        each_group({a, first == 0, p, TILE, o, dim}, rows, KERNELS);
+    }
+};
+
+template <class Type>
+constexpr CacheKernel cache_kernel() {
+    using Element = typename Type::Element;
+    return {pack_queries<Element>, attend_tile<FloatKind<Type>>, store_granule<Element>, load_granule<Element>};
+}
+
+}  // namespace
+
+CacheKernel avx2_cache_f32() { return cache_kernel<F32>(); }
+CacheKernel avx2_cache_bf16() { return cache_kernel<Bf16>(); }
+
+}  // namespace penstock

@@ -1,0 +1,253 @@
+// Attention over caches of bfloat16 and of float32 with AVX-512.
+//
+// Both kinds are processed in words of four bytes, as in products/float_avx512.cpp: a pair of bfloat16 or one float32, of
+// elements of a head in q . k, of positions in P . V. In both products every output is one accumulator in a register,
+// which adds its words in ascending order. The number of rows is a template argument: 12 rows x 2 registers of outputs
+// leave 8 for keys, values and addresses; with few rows there are 4 registers of outputs per row.
+//
+// The operand of queries is [strips][words of a head][12 rows]; missing rows of a strip are not read.
+
+#include "attention/tile.inc.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr int STRIP = 12;
+constexpr int WIDE = 4;           // registers of outputs per row, for up to
+constexpr int WIDE_ROWS = 3;      // rows
+constexpr int NARROW = 2;         // registers of outputs per row, for more rows
+constexpr std::int64_t LINE = 64;
+static_assert(STRIP <= MAX_STRIP && ROW_CAPACITY % STRIP == 0, "operands are sized for whole strips");
+
+struct Bf16 {
+    using Element = std::uint16_t;
+    static constexpr int ELEMENTS = 2;  // per word
+
+    // acc += vector * *word, both elements; in assembly, because compilers load the broadcast word into an extra
+    // register and then spill.
+    PENSTOCK_INLINE static void multiply_add(__m512& acc, __m512i vector, const std::int32_t* word) {
+        __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(vector), "m"(*word));
+    }
+};
+
+struct F32 {
+    using Element = float;
+    static constexpr int ELEMENTS = 1;
+
+    PENSTOCK_INLINE static void multiply_add(__m512& acc, __m512i vector, const std::int32_t* word) {
+        __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(vector), "m"(*word));
+    }
+};
+
+}  // namespace
+
+}  // namespace penstock
+
+#include "attention/layout_avx512.inc.h"
+
+namespace penstock {
+
+namespace {
+
+// ---- q . k
+
+// A strip's rows with some neighbouring granules.
+struct KeyPass {
+    const std::int32_t* queries;         // [words][STRIP]
+    const char* keys[TILE_GRANULES];     // of the granules
+    const char* ahead[TILE_GRANULES];    // prefetched
+    std::int64_t words;
+    float* scores;                       // out: [rows][TILE], at the first granule's column
+};
+
+template <class Type, int ROWS, int GRANULES>
+void multiply_keys(const KeyPass& pass) {
+    __m512 acc[ROWS][GRANULES];
+#pragma GCC unroll 24
+    for (int i = 0; i < ROWS * GRANULES; ++i) acc[i / GRANULES][i % GRANULES] = _mm512_setzero_ps();
+    const std::int32_t* queries = pass.queries;
+    for (std::int64_t at = 0; at < pass.words * LINE; at += LINE) {
+        __m512i keys[GRANULES];
+#pragma GCC unroll 4
+        for (int g = 0; g < GRANULES; ++g) {
+            keys[g] = _mm512_load_si512(pass.keys[g] + at);
+            _mm_prefetch(pass.ahead[g] + at, _MM_HINT_T1);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+            for (int g = 0; g < GRANULES; ++g) Type::multiply_add(acc[r][g], keys[g], queries + r);
+        queries += STRIP;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+        for (int g = 0; g < GRANULES; ++g) _mm512_store_ps(pass.scores + r * TILE + g * LANES, acc[r][g]);
+}
+
+// ---- P . V, folded into the state
+
+// A strip's rows with some neighbouring registers of a head's elements.
+struct ValuePass {
+    const std::int32_t* p;               // [rows][words of a tile]
+    const char* values[TILE_GRANULES];   // at the first element
+    const char* ahead[TILE_GRANULES];
+    std::int64_t stride;                 // bytes per word of positions
+    const StripFold* fold;
+    float* accumulator;                  // of the state: [rows][dim], at the first element
+    std::int64_t dim;
+};
+
+// Without a branch, because GCC would keep the sums in memory; with full stores, which are cheaper than masked ones.
+template <int ROWS, int WIDTH>
+PENSTOCK_INLINE void fold_accumulator(const ValuePass& pass, const __m512 (&acc)[ROWS][WIDTH]) {
+    const StripFold& fold = *pass.fold;
+    const std::uint32_t rows = fold.rows;
+    float* accumulator = pass.accumulator;
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) {
+        const __mmask16 folds = static_cast<__mmask16>(-(rows >> r & 1));
+        const __m512 keep = _mm512_set1_ps(fold.keep[r]), add = _mm512_set1_ps(fold.add[r]);
+#pragma GCC unroll 4
+        for (int i = 0; i < WIDTH; ++i) {
+            const __m512 state = _mm512_load_ps(accumulator + i * LANES);
+            const __m512 kept = _mm512_mul_ps(state, keep), part = _mm512_mul_ps(acc[r][i], add);
+            _mm512_store_ps(accumulator + i * LANES, _mm512_mask_add_ps(state, folds, kept, part));
+        }
+        accumulator += pass.dim;
+    }
+}
+
+template <class Type, int ROWS, int WIDTH>
+void multiply_values(const ValuePass& pass) {
+    constexpr int WORDS = GRANULE / Type::ELEMENTS;  // of a granule
+    constexpr int ROW_WORDS = TILE_GRANULES * WORDS;
+    __m512 acc[ROWS][WIDTH];
+#pragma GCC unroll 24
+    for (int i = 0; i < ROWS * WIDTH; ++i) acc[i / WIDTH][i % WIDTH] = _mm512_setzero_ps();
+    const std::int32_t* p = pass.p;
+    for (int g = 0; g < TILE_GRANULES; ++g) {
+        const char* from = pass.values[g];
+        const char* ahead = pass.ahead[g];
+        for (int word = 0; word < WORDS; ++word) {
+            __m512i values[WIDTH];
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDTH; ++i) {
+                values[i] = _mm512_load_si512(from + i * LINE);
+                _mm_prefetch(ahead + i * LINE, _MM_HINT_T1);
+            }
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+                for (int i = 0; i < WIDTH; ++i) Type::multiply_add(acc[r][i], values[i], p + r * ROW_WORDS);
+            ++p;
+            from += pass.stride;
+            ahead += pass.stride;
+        }
+    }
+    fold_accumulator<ROWS, WIDTH>(pass, acc);
+}
+
+// ---- The kernels by the number of rows
+
+using KeyKernel = void (*)(const KeyPass&);
+using ValueKernel = void (*)(const ValuePass&);
+
+struct StripKernels {
+    KeyKernel keys;
+    ValueKernel values;       // `width` registers
+    ValueKernel last_values;  // the rest of a head: 2 registers
+    int width;
+};
+
+template <class Type, int ROWS>
+constexpr StripKernels kernels_for() {
+    constexpr int WIDTH = ROWS <= WIDE_ROWS ? WIDE : NARROW;
+    return {multiply_keys<Type, ROWS, WIDTH>, multiply_values<Type, ROWS, WIDTH>, multiply_values<Type, ROWS, NARROW>,
+            WIDTH};
+}
+
+template <class Type>
+const StripKernels& kernels_of(int rows) {
+    static constexpr StripKernels KERNELS[STRIP] = {
+        kernels_for<Type, 1>(), kernels_for<Type, 2>(),  kernels_for<Type, 3>(),  kernels_for<Type, 4>(),
+        kernels_for<Type, 5>(), kernels_for<Type, 6>(),  kernels_for<Type, 7>(),  kernels_for<Type, 8>(),
+        kernels_for<Type, 9>(), kernels_for<Type, 10>(), kernels_for<Type, 11>(), kernels_for<Type, 12>()};
+    return KERNELS[rows - 1];
+}
+
+// ---- A tile
+
+// What a strip prefetches: its part of the granules of the next tile or, if there are none, the granules that it reads.
+void choose_ahead(const TileArgs& a, int strip, int strips, const char* (&ahead)[TILE_GRANULES]) {
+    for (int g = 0; g < TILE_GRANULES; ++g) {
+        const bool mine = a.next[g] != nullptr && g * strips / TILE_GRANULES == strip;
+        ahead[g] = mine ? a.next[g] : a.granules[g];
+    }
+}
+
+template <class Type>
+void attend_strip(const TileArgs& a, int first, int rows, const char* const (&ahead)[TILE_GRANULES]) {
+    const std::int64_t dim = a.cache->padded_dim;
+    const std::int64_t words = dim / Type::ELEMENTS;
+    const StripKernels& kernels = kernels_of<Type>(rows);
+    alignas(64) float s[STRIP * TILE];
+    alignas(64) typename Type::Element p[STRIP * TILE];
+    StripParts parts;
+    StripFold fold;
+
+    for (int g = 0; g < TILE_GRANULES; g += kernels.width) {
+        KeyPass pass;
+        pass.queries = static_cast<const std::int32_t*>(a.operand) + first * words;
+        for (int i = 0; i < kernels.width; ++i) {
+            pass.keys[i] = a.granules[g + i];
+            pass.ahead[i] = ahead[g + i];
+        }
+        pass.words = words;
+        pass.scores = s + g * GRANULE;
+        kernels.keys(pass);
+    }
+    softmax(a, first, rows, s, p, parts);
+    fold_sums(a, first, rows, parts, fold);
+
+    const std::int64_t keys_bytes = words * LINE;
+    for (std::int64_t d = 0; d < dim;) {
+        const bool whole = dim - d >= kernels.width * LANES;
+        ValuePass pass;
+        pass.p = reinterpret_cast<const std::int32_t*>(p);
+        for (int g = 0; g < TILE_GRANULES; ++g) {
+            pass.values[g] = a.granules[g] + keys_bytes + d * 4;
+            pass.ahead[g] = ahead[g] + keys_bytes + d * 4;
+        }
+        pass.stride = dim * 4;
+        pass.fold = &fold;
+        pass.accumulator = a.accumulator + first * dim + d;
+        pass.dim = dim;
+        (whole ? kernels.values : kernels.last_values)(pass);
+        d += (whole ? kernels.width : NARROW) * LANES;
+    }
+}
+
+template <class Type>
+void attend_rows(const TileArgs& a) {
+    const int strips = (a.rows + STRIP - 1) / STRIP;
+    for (int strip = 0; strip < strips; ++strip) {
+        const int first = strip * STRIP;
+        const char* ahead[TILE_GRANULES];
+        choose_ahead(a, strip, strips, ahead);
+        attend_strip<Type>(a, first, a.rows - first < STRIP ? a.rows - first : STRIP, ahead);
+    }
+}
+
+}  // namespace
+
+CacheKernel avx512_cache_f32() {
+    return {pack_query_words<F32>, attend_rows<F32>, store_granule_words<F32>, load_granule<float>};
+}
+
+CacheKernel avx512_cache_bf16() {
+    return {pack_query_words<Bf16>, attend_rows<Bf16>, store_granule_words<Bf16>, load_granule<std::uint16_t>};
+}
+
+}  // namespace penstock

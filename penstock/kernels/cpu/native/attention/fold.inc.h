@@ -1,0 +1,50 @@
+// Folding one state of attention into another and turning states into results: FoldKernel of attention.h.
+#pragma once
+
+#include "attention/tile.inc.h"
+
+namespace penstock {
+namespace {
+
+void fold(int rows, std::int64_t padded_dim, const States& state, const States& part) {
+    for (int r = 0; r < rows; ++r)
+        fold_row(padded_dim, state.running_max[r], state.running_sum[r], state.accumulator + r * padded_dim,
+                 {part.running_max[r], part.running_sum[r]}, part.accumulator + r * padded_dim);
+}
+
+// Fold in a sum of 1 whose maximum score is the logit, without a value.
+PENSTOCK_INLINE void fold_sink(std::int64_t padded_dim, float& m, float& l, float* o, float logit) {
+    alignas(64) const float nothing[MAX_HEAD_DIM] = {};
+    fold_row(padded_dim, m, l, o, {logit, 1.0f}, nothing);
+}
+
+// o / l, with 0 for -0: the sign of a zero sum depends on the number of zeros added.
+template <class Element>
+PENSTOCK_INLINE void divide(std::int64_t head_dim, const float* o, float l, Element* out) {
+    const auto quotient = [=](std::int64_t d) { return l == 0.0f ? F32x16(0.0f) : load(o + d) / l + 0.0f; };
+    std::int64_t d = 0;
+    for (; d + LANES <= head_dim; d += LANES) store(out + d, quotient(d));
+    if (d < head_dim) store_first(out + d, quotient(d), static_cast<int>(head_dim - d));
+}
+
+PENSTOCK_INLINE float log_of_sum(float m, float l) {
+    alignas(64) float lane[LANES];
+    store(lane, log(F32x16(l)));
+    return l == 0.0f ? MINUS_INFINITY : m + lane[0];
+}
+
+void write_output(const OutputArgs& a) {
+    for (int r = 0; r < a.rows; ++r) {
+        float &m = a.state.running_max[r], &l = a.state.running_sum[r];
+        float* o = a.state.accumulator + r * a.padded_dim;
+        if (a.sinks != nullptr) fold_sink(a.padded_dim, m, l, o, a.sinks[r]);
+        if (a.type == TYPE_F32) divide(a.head_dim, o, l, static_cast<float*>(a.out[r]));
+        if (a.type == TYPE_BF16) divide(a.head_dim, o, l, static_cast<std::uint16_t*>(a.out[r]));
+        if (a.lse != nullptr) *a.lse[r] = log_of_sum(m, l);
+    }
+}
+
+constexpr FoldKernel FOLD_KERNEL = {fold, write_output};
+
+}  // namespace
+}  // namespace penstock

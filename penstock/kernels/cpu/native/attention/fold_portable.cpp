@@ -1,0 +1,5 @@
+#include "attention/fold.inc.h"
+
+namespace penstock {
+FoldKernel portable_fold() { return FOLD_KERNEL; }
+}  // namespace penstock

@@ -1,0 +1,153 @@
+// Attention with an int8 cache, without converting stored integers to floats: the rows of queries and of probabilities
+// are written as int8 slices instead, and the products are of integers, exact on every level (the antiquantisation of
+// Huawei's IncreFlashAttention operator). quant/kv.py specifies integers and slices.
+//
+// A stored integer B means (B + offset) * scale. With x = scale * (q0 + q1 / 254 + q2 / 254^2) a sliced row, and
+// d0, d1, d2 the dot products of its slices with B, v = (d0 + d1 * (1/254) + d2 * (1/254^2)) * scale. Then
+//
+//            scales per token                                   scales per channel
+//   score    (v + (key offset * sum of the slices)) * key scale  v + sum of (x * key offset), x = query * key scales
+//   o        v + sum of (x * value offset), x = p * value scale  (v + (value offset * sum of x)) * value scale, x = p
+//
+// with every operation rounded separately and none fused. (The sum of the slices per token is that of x.)
+//
+// Included by the file of each level, which provides a Dot:
+//     static constexpr int ZERO_POINT;  // by how much stored bytes are too large in multiply(): 128, or 0
+//     template <int OPERANDS, int QUADS, class Find>
+//     static void multiply(int runs, std::int64_t step, const Find& find, const std::int32_t* start,
+//                          I32x16 (*sums)[2]);
+// multiply adds, to the start of each of OPERANDS int8 rows, its products with two vectors of stored integers. A vector
+// has 16 lanes of 4 bytes, each multiplied with the same 4 bytes of the row; each of the runs has QUADS vectors, `step`
+// bytes apart. find(run) returns the addresses of a run.
+#pragma once
+
+#include "attention/int8_rows.inc.h"
+
+namespace penstock {
+namespace {
+
+// The start of a run of quads: in two vectors of stored integers, in the vectors to prefetch, and in the operand.
+struct Run {
+    const std::uint8_t* stored[2];
+    const std::uint8_t* next[2];
+    const std::int8_t* operand;
+};
+
+// The granule to prefetch while granule g is read: that of the next tile for the first strip; otherwise g itself, which is
+// already in the cache.
+PENSTOCK_INLINE Granule next_granule(const TileArgs& a, int first, int g) {
+    return Granule(*a.cache, first == 0 && a.next[g] != nullptr ? a.next[g] : a.granules[g]);
+}
+
+template <class Dot>
+struct Int8Kind {
+    static constexpr int STRIP = STRIP_ROWS;
+
+    static void multiply_keys(const TileArgs& a, int first, int rows, float* s) {
+        constexpr decltype(&strip_keys<1, 2>) KERNELS[2][STRIP] = {
+            {strip_keys<1, 2>, strip_keys<2, 2>, strip_keys<3, 2>, strip_keys<4, 2>},
+            {strip_keys<1, 3>, strip_keys<2, 3>, strip_keys<3, 3>, strip_keys<4, 3>}};
+        KERNELS[a.cache->slices - 2][rows - 1](a, first, s);
+    }
+
+    static void multiply_values(const TileArgs& a, int first, int rows, float* p, float* o) {
+        constexpr decltype(&strip_values<1, 2>) KERNELS[2][STRIP] = {
+            {strip_values<1, 2>, strip_values<2, 2>, strip_values<3, 2>, strip_values<4, 2>},
+            {strip_values<1, 3>, strip_values<2, 3>, strip_values<3, 3>, strip_values<4, 3>}};
+        KERNELS[a.cache->slices - 2][rows - 1](a, first, p, o);
+    }
+
+  private:
+    // Two granules at a time.
+    template <int ROWS, int SLICES>
+    static void strip_keys(const TileArgs& a, int first, float* s) {
+        constexpr int OPERANDS = ROWS * SLICES, CHUNK_QUADS = CHUNK / QUAD;
+        const QueryStrip<STRIP> strip(const_cast<void*>(a.operand), *a.cache, first);
+        std::int32_t start[OPERANDS];
+        for (int i = 0; i < OPERANDS; ++i) start[i] = -Dot::ZERO_POINT * strip.row(i / SLICES).sums[i % SLICES];
+        const int chunks = static_cast<int>(a.cache->padded_dim / CHUNK);
+        for (int g = 0; g < TILE_GRANULES; g += 2) {
+            const Granule left(*a.cache, a.granules[g]), right(*a.cache, a.granules[g + 1]);
+            const Granule next_left = next_granule(a, first, g), next_right = next_granule(a, first, g + 1);
+            I32x16 sums[OPERANDS][2];
+            Dot::template multiply<OPERANDS, CHUNK_QUADS>(
+                chunks, LINE,
+                [&](int chunk) {
+                    const std::int64_t at = chunk * CHUNK_QUADS * LINE;
+                    return Run{{left.keys + at, right.keys + at},
+                               {next_left.keys + at, next_right.keys + at},
+                               strip.slices + chunk * STRIP * SLICES * CHUNK};
+                },
+                start, sums);
+            finish_scores<ROWS, SLICES>(*a.cache, strip, sums, 0, left, s + g * GRANULE);
+            finish_scores<ROWS, SLICES>(*a.cache, strip, sums, 1, right, s + (g + 1) * GRANULE);
+        }
+    }
+
+    // Scores of one granule, column 0 or 1 of the sums.
+    template <int ROWS, int SLICES>
+    static PENSTOCK_INLINE void finish_scores(const PenstockCache& cache, const QueryStrip<STRIP>& strip,
+                                              const I32x16 (*sums)[2], int column, const Granule& granule, float* s) {
+        for (int r = 0; r < ROWS; ++r) {
+            I32x16 of_slice[SLICES];
+            for (int i = 0; i < SLICES; ++i) of_slice[i] = sums[r * SLICES + i][column];
+            store(s + r * TILE, scores_of<SLICES>(cache, strip.row(r), granule, of_slice));
+        }
+    }
+
+    // 32 elements of a head at a time.
+    template <int ROWS, int SLICES>
+    static void strip_values(const TileArgs& a, int first, float* p, float* o) {
+        constexpr int OPERANDS = ROWS * SLICES, GRANULE_QUADS = GRANULE / QUAD;
+        const std::int64_t dim = a.cache->padded_dim;
+        constexpr int CHUNK_BYTES = OPERANDS * CHUNK;
+        alignas(64) std::int8_t slices[TILE / CHUNK * CHUNK_BYTES];
+        ProbabilityRows<SLICES> numbers;
+        slice_probabilities<ROWS>(a, p, slices, CHUNK, CHUNK_BYTES, numbers);
+        std::int32_t start[OPERANDS];
+        for (int i = 0; i < OPERANDS; ++i) start[i] = -Dot::ZERO_POINT * numbers.sums[i % SLICES][4 * (i / SLICES)];
+        const std::uint8_t *values[TILE_GRANULES], *next[TILE_GRANULES];
+        for (int g = 0; g < TILE_GRANULES; ++g) {
+            values[g] = Granule(*a.cache, a.granules[g]).values;
+            next[g] = next_granule(a, first, g).values;
+        }
+        for (std::int64_t d = 0; d < dim; d += 2 * LANES) {
+            I32x16 sums[OPERANDS][2];
+            Dot::template multiply<OPERANDS, GRANULE_QUADS>(
+                TILE_GRANULES, dim * QUAD,
+                [&](int g) {
+                    const std::uint8_t *here = values[g] + d * QUAD, *there = next[g] + d * QUAD;
+                    constexpr int IN_CHUNK = CHUNK / GRANULE;
+                    return Run{{here, here + LINE},
+                               {there, there + LINE},
+                               slices + g / IN_CHUNK * CHUNK_BYTES + g % IN_CHUNK * GRANULE};
+                },
+                start, sums);
+            finish_values<ROWS, SLICES>(a, numbers, sums, 0, d, o);
+            finish_values<ROWS, SLICES>(a, numbers, sums, 1, d + LANES, o);
+        }
+    }
+
+    // Elements d .. d + 15 of a head, column 0 or 1 of the sums.
+    template <int ROWS, int SLICES>
+    static PENSTOCK_INLINE void finish_values(const TileArgs& a, const ProbabilityRows<SLICES>& numbers,
+                                           const I32x16 (*sums)[2], int column, std::int64_t d, float* o) {
+        const PenstockCache& cache = *a.cache;
+        const std::int64_t channel = a.kv_head * cache.padded_dim + d;
+        for (int r = 0; r < ROWS; ++r) {
+            I32x16 of_slice[SLICES];
+            for (int i = 0; i < SLICES; ++i) of_slice[i] = sums[r * SLICES + i][column];
+            store(o + r * cache.padded_dim + d,
+                  outputs_of<SLICES>(cache, numbers.scale[4 * r], numbers.sum[4 * r], channel, of_slice));
+        }
+    }
+};
+
+template <class Dot>
+CacheKernel int8_kernel() {
+    const auto pack_queries = [](const QueryArgs& a) { pack_strips<STRIP_ROWS>(a, CHUNK); };
+    return {pack_queries, attend_tile<Int8Kind<Dot>>, store_tokens, load_tokens};
+}
+
+}  // namespace
+}  // namespace penstock

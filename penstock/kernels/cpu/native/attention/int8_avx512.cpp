@@ -1,0 +1,60 @@
+// Attention with an int8 cache and the dot product of AVX-512 VNNI: 4 unsigned times 4 signed bytes, added to int32.
+//
+// The sums of a strip with two vectors stay in registers, at most 24, over a whole head or tile. They start at -128 times
+// the sum of the row: bytes are stored + 128.
+
+#include "avx512.inc.h"
+
+#include "attention/int8.inc.h"
+
+namespace penstock {
+namespace {
+
+struct VnniDot {
+    static constexpr int ZERO_POINT = penstock::ZERO_POINT;
+
+    template <int OPERANDS, int QUADS, class Find>
+    static PENSTOCK_INLINE void multiply(
+        int runs, std::int64_t step, const Find& find, const std::int32_t* start, I32x16 (*sums)[2]) {
+        __m512i left[OPERANDS], right[OPERANDS];
+#pragma GCC unroll 12
+        for (int i = 0; i < OPERANDS; ++i) left[i] = right[i] = _mm512_set1_epi32(start[i]);
+        for (int run = 0; run < runs; ++run) {
+            Run at = find(run);
+#pragma GCC unroll 4
+            for (int quad = 0; quad < QUADS; ++quad) {
+                _mm_prefetch(at.next[0], _MM_HINT_T0);
+                _mm_prefetch(at.next[1], _MM_HINT_T0);
+                const __m512i a = _mm512_load_si512(at.stored[0]), b = _mm512_load_si512(at.stored[1]);
+#pragma GCC unroll 12
+                for (int i = 0; i < OPERANDS; ++i) {
+                    std::int32_t four;
+                    __builtin_memcpy(&four, at.operand + i * CHUNK, sizeof four);
+                    const __m512i row = _mm512_set1_epi32(four);
+                    add_products(left[i], a, row);
+                    add_products(right[i], b, row);
+                }
+                at = {{at.stored[0] + step, at.stored[1] + step},
+                      {at.next[0] + step, at.next[1] + step},
+                      at.operand + QUAD};
+            }
+        }
+#pragma GCC unroll 12
+        for (int i = 0; i < OPERANDS; ++i) {
+            sums[i][0].part[0] = (IntPart)left[i];
+            sums[i][1].part[0] = (IntPart)right[i];
+        }
+    }
+
+  private:
+    // In assembly: GCC 12 copies and spills the sums of the intrinsic.
+    static PENSTOCK_INLINE void add_products(__m512i& sums, const __m512i& stored, const __m512i& row) {
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(stored), "v"(row));
+    }
+};
+
+}  // namespace
+
+CacheKernel avx512_cache_int8() { return int8_kernel<VnniDot>(); }
+
+}  // namespace penstock

@@ -1,0 +1,110 @@
+// Packing queries and storing keys and values in the words of float_avx512.cpp and bf16_amx.cpp, for a Type of theirs: a
+// row of a head is read as registers of 16 words, and transposed 16 x 16 into word-by-word layouts.
+#pragma once
+
+#include "attention/layout.inc.h"
+#include "avx512_transpose.inc.h"
+
+namespace penstock {
+namespace {
+
+constexpr int MAX_ROW_REGISTERS = MAX_HEAD_DIM / LANES;  // words of float32
+
+// The first `count` of 16 elements as float32, the others 0.
+PENSTOCK_INLINE F32x16 load_elements(const float* from, int count) { return load_rows(from, count); }
+
+PENSTOCK_INLINE F32x16 load_elements(const std::uint16_t* from, int count) {
+    const __m256i bits = _mm256_maskz_loadu_epi16(first_rows(count), from);
+    F32x16 result;
+    result.part[0] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    return result;
+}
+
+// A row of a head as elements of the cache, padded with zeros; null: zeros.
+template <class Element, class From>
+PENSTOCK_INLINE void convert_row(const From* from, std::int64_t head_dim, std::int64_t padded_dim, Element* to) {
+    for (std::int64_t d = 0; d < padded_dim; d += LANES) {
+        const std::int64_t left = from == nullptr || head_dim <= d ? 0 : head_dim - d;
+        store(to + d, load_elements(from + (left > 0 ? d : 0), left < LANES ? static_cast<int>(left) : LANES));
+    }
+}
+
+// The same from elements `at`, .. of an array of a type.
+template <class Element>
+PENSTOCK_INLINE void convert_row(
+    const void* x, std::int32_t type, std::int64_t at, const PenstockCache& cache, Element* to) {
+    const float* const floats = static_cast<const float*>(x);
+    const std::uint16_t* const halves = static_cast<const std::uint16_t*>(x);
+    if (type == TYPE_F32)
+        convert_row(x == nullptr ? floats : floats + at, cache.head_dim, cache.padded_dim, to);
+    else
+        convert_row(x == nullptr ? halves : halves + at, cache.head_dim, cache.padded_dim, to);
+}
+
+template <class Type>
+struct Row {
+    alignas(64) typename Type::Element element[MAX_HEAD_DIM];
+};
+
+// Write word w of row r to to[w * stride + r], for the rows in the mask.
+template <class Type>
+void transpose_rows(const Row<Type>* rows, __mmask16 mask, std::int64_t words, std::int32_t* to, std::int64_t stride) {
+    for (std::int64_t first = 0; first < words; first += REGISTER_WORDS) {
+        __m512i word[REGISTER_WORDS];
+#pragma GCC unroll 16
+        for (int r = 0; r < REGISTER_WORDS; ++r) {
+            word[r] = _mm512_setzero_si512();
+            if (mask >> r & 1) word[r] = _mm512_load_si512(rows[r].element + first * Type::ELEMENTS);
+        }
+        transpose(word);
+        for (int j = 0; j < REGISTER_WORDS; ++j) _mm512_mask_storeu_epi32(to + (first + j) * stride, mask, word[j]);
+    }
+}
+
+template <class Type>
+void pack_query_words(const QueryArgs& a) {
+    const PenstockCache& cache = *a.cache;
+    const std::int64_t words = cache.padded_dim / Type::ELEMENTS;
+    for (int first = 0; first < a.rows; first += STRIP) {
+        const int count = a.rows - first < STRIP ? a.rows - first : STRIP;
+        Row<Type> rows[STRIP];
+        for (int r = 0; r < count; ++r) {
+            const std::int64_t head = query_head(a, a.first_row + first + r);
+            convert_row(a.q, a.type, head * cache.head_dim, cache, rows[r].element);
+        }
+        transpose_rows(rows, first_rows(count), words, static_cast<std::int32_t*>(a.operand) + first * words, STRIP);
+    }
+}
+
+// Write the values of a position: element d is a word, or half of one.
+PENSTOCK_INLINE void store_values(const float* row, int position, std::int64_t dim, char* values) {
+    __builtin_memcpy(values + position * dim * 4, row, dim * 4);
+}
+
+PENSTOCK_INLINE void store_values(const std::uint16_t* row, int position, std::int64_t dim, char* values) {
+    const int half = position % 2;
+    const __mmask32 mask = half == 0 ? 0x55555555 : 0xAAAAAAAA;
+    char* const to = values + position / 2 * dim * 4;
+    for (std::int64_t d = 0; d < dim; d += LANES) {
+        const __m512i words = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(row + d)));
+        _mm512_mask_storeu_epi16(to + d * 4, mask, half == 0 ? words : _mm512_slli_epi32(words, 16));
+    }
+}
+
+template <class Type>
+void store_granule_words(const StoreArgs& a) {
+    const PenstockCache& cache = *a.cache;
+    const std::int64_t dim = cache.padded_dim, words = dim / Type::ELEMENTS;
+    Row<Type> rows[GRANULE];
+    for (int i = a.start; i < a.start + a.count; ++i)
+        convert_row(a.keys, a.type, (i - a.start) * a.stride, cache, rows[i].element);
+    const __mmask16 mask = static_cast<__mmask16>(((1u << a.count) - 1) << a.start);
+    transpose_rows(rows, mask, words, reinterpret_cast<std::int32_t*>(a.granule), GRANULE);
+    for (int i = a.start; i < a.start + a.count; ++i) {
+        convert_row(a.values, a.type, (i - a.start) * a.stride, cache, rows[i].element);
+        store_values(rows[i].element, i, dim, a.granule + words * GRANULE * 4);
+    }
+}
+
+}  // namespace
+}  // namespace penstock

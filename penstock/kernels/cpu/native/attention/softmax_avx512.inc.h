@@ -1,0 +1,168 @@
+// The softmax of a tile with AVX-512. Included by attention_tile.inc.h, which has its contract.
+//
+// Four rows are processed together: reducing four registers to four numbers takes half the shuffles of reducing each
+// alone. Multiplications and additions are fused in the exponential, so its bits differ from those of other levels.
+#pragma once
+
+namespace penstock {
+namespace {
+
+constexpr int ROW_GROUP = 4;
+static_assert(MAX_STRIP % ROW_GROUP == 0 && MAX_STRIP <= LANES, "whole groups of rows fit into the arrays of a strip");
+
+PENSTOCK_INLINE __mmask16 first_rows(int rows) { return static_cast<__mmask16>((1u << rows) - 1); }
+
+PENSTOCK_INLINE F32x16 load_rows(const float* from, int rows) {
+    F32x16 result;
+    result.part[0] = _mm512_maskz_loadu_ps(first_rows(rows), from);
+    return result;
+}
+
+PENSTOCK_INLINE void store_rows(float* to, F32x16 a, int rows) {
+    _mm512_mask_storeu_ps(to, first_rows(rows), a.part[0]);
+}
+
+// Bit i is set if lane i of the mask is.
+PENSTOCK_INLINE std::uint32_t bits_set(I32x16 mask) {
+    return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask.part[0]));
+}
+
+struct Sum {
+    PENSTOCK_INLINE static __m512 of(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+    PENSTOCK_INLINE static __m256 of(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
+    PENSTOCK_INLINE static __m128 of(__m128 a, __m128 b) { return _mm_add_ps(a, b); }
+};
+
+struct Max {  // not for NaN
+    PENSTOCK_INLINE static __m512 of(__m512 a, __m512 b) { return _mm512_maskz_max_ps(0xFFFF, a, b); }
+    PENSTOCK_INLINE static __m256 of(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+    PENSTOCK_INLINE static __m128 of(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
+};
+
+// Number r from the sixteen lanes of row r, in the same order for each row.
+template <class Op>
+PENSTOCK_INLINE __m128 reduce(const __m512 (&row)[ROW_GROUP]) {
+    constexpr __mmask16 ALL = 0xFFFF;
+    __m512 pair[2];
+    for (int i = 0; i < 2; ++i) {
+        const __m512 a = row[2 * i], b = row[2 * i + 1];
+        pair[i] = Op::of(_mm512_maskz_unpacklo_ps(ALL, a, b), _mm512_maskz_unpackhi_ps(ALL, a, b));
+    }
+    const __m512 quarters = Op::of(_mm512_maskz_shuffle_ps(ALL, pair[0], pair[1], 0x44),
+                                   _mm512_maskz_shuffle_ps(ALL, pair[0], pair[1], 0xEE));
+    const __m256 halves = Op::of(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps(quarters, 1));
+    return Op::of(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+}
+
+// e^x as power * 2^n: within 1 ulp for n from -30, within 3 ulp for all normal numbers.
+struct Power {
+    __m512 power, n;
+};
+
+PENSTOCK_INLINE Power exponential(__m512 x) {
+    constexpr float LOG2_E = 1.44269504f, LN2 = 0.693147181f;
+    constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer in the lowest bits
+    constexpr float CURVE[] = {1.0f, 1.0f, 4.999999343e-01f, 1.666652040e-01f, 4.166839079e-02f, 8.368745196e-03f,
+                               1.381454011e-03f};
+    const __m512 rounder = _mm512_set1_ps(ROUNDER);
+    const __m512 n = _mm512_sub_ps(_mm512_fmadd_ps(x, _mm512_set1_ps(LOG2_E), rounder), rounder);
+    const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(LN2), x);  // |r| <= ln 2 / 2; the product is exact
+    __m512 power = _mm512_set1_ps(CURVE[6]);
+#pragma GCC unroll 6
+    for (int i = 5; i >= 0; --i) power = _mm512_fmadd_ps(power, r, _mm512_set1_ps(CURVE[i]));
+    return {power, n};
+}
+
+// Sixteen p, or 0 if hidden or near the subnormal numbers. NaN gives NaN.
+PENSTOCK_INLINE __m512 probabilities(__m512 x, __mmask16 visible) {
+    constexpr float LOWEST = -87.0f;
+    const __mmask16 seen = _mm512_mask_cmp_ps_mask(visible, x, _mm512_set1_ps(LOWEST), _CMP_NLT_UQ);
+    const Power e = exponential(x);
+    return _mm512_maskz_scalef_ps(seen, e.power, e.n);
+}
+
+PENSTOCK_INLINE void store_row(float* p, const __m512 (&x)[TILE_LANES]) {
+    for (int i = 0; i < TILE_LANES; ++i) _mm512_storeu_ps(p + i * LANES, x[i]);
+}
+
+PENSTOCK_INLINE void store_row(std::uint16_t* p, const __m512 (&x)[TILE_LANES]) {
+    for (int i = 0; i < TILE_LANES; i += 2)
+        _mm512_storeu_si512(p + i * LANES, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1], x[i]));
+}
+
+// ROWS rows of a group. The scores are s times `scale`.
+template <int ROWS, bool ALL_VISIBLE, class P>
+void softmax_group(const TileArgs& a, int first, float scale, const float* s, P* p, float* m, float* l) {
+    std::uint64_t visible[ROWS];
+    __m512 top[ROW_GROUP], total[ROW_GROUP];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+        visible[r] = ALL_VISIBLE ? ~std::uint64_t{0} : visible_positions(a, first + r);
+        top[r] = _mm512_set1_ps(MINUS_INFINITY);
+#pragma GCC unroll 4
+        for (int i = 0; i < TILE_LANES; ++i) {
+            const __m512 x = _mm512_loadu_ps(s + r * TILE + i * LANES);
+            const __mmask16 lanes = static_cast<__mmask16>(visible[r] >> i * LANES);
+            top[r] = _mm512_mask_max_ps(top[r], lanes, x, top[r]);  // top if x is NaN
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = ROWS; r < ROW_GROUP; ++r) top[r] = top[0];
+    // Scaling is monotone: the maximum score is the maximum dot product, scaled.
+    const __m128 max_score = _mm_mul_ps(reduce<Max>(top), _mm_set1_ps(scale));
+    _mm_store_ps(m, max_score);
+    alignas(16) float shift[ROW_GROUP];
+    const __m128 hidden = _mm_cmpeq_ps(max_score, _mm_set1_ps(MINUS_INFINITY));
+    _mm_store_ps(shift, _mm_andnot_ps(hidden, max_score));
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+        __m512 x[TILE_LANES];
+#pragma GCC unroll 4
+        for (int i = 0; i < TILE_LANES; ++i) {
+            const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(s + r * TILE + i * LANES), _mm512_set1_ps(scale));
+            x[i] = probabilities(_mm512_sub_ps(scaled, _mm512_set1_ps(shift[r])),
+                                 static_cast<__mmask16>(visible[r] >> i * LANES));
+        }
+        store_row(p + r * TILE, x);
+        total[r] = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
+    }
+#pragma GCC unroll 4
+    for (int r = ROWS; r < ROW_GROUP; ++r) total[r] = total[0];
+    _mm_store_ps(l, reduce<Sum>(total));
+}
+
+template <bool ALL_VISIBLE, class P>
+PENSTOCK_INLINE void softmax_groups(
+    const TileArgs& a, int first, int rows, float scale, const float* s, P* p, StripParts& parts) {
+    for (int r = 0; r < rows; r += ROW_GROUP) {
+        float* const m = parts.max + r;
+        float* const l = parts.sum + r;
+        const float* const from = s + r * TILE;
+        P* const to = p + r * TILE;
+        switch (rows - r) {
+            case 1: softmax_group<1, ALL_VISIBLE>(a, first + r, scale, from, to, m, l); break;
+            case 2: softmax_group<2, ALL_VISIBLE>(a, first + r, scale, from, to, m, l); break;
+            case 3: softmax_group<3, ALL_VISIBLE>(a, first + r, scale, from, to, m, l); break;
+            default: softmax_group<4, ALL_VISIBLE>(a, first + r, scale, from, to, m, l); break;
+        }
+    }
+}
+
+template <class P>
+PENSTOCK_INLINE void softmax(const TileArgs& a, int first, int rows, float* s, P* p, StripParts& parts) {
+    float scale = a.params->scale;
+    const bool only_scaled = a.slopes == nullptr && !(a.params->softcap > 0.0f) && scale > 0.0f;
+    if (!only_scaled) {
+        for (int r = 0; r < rows; ++r)
+            for (float* x = s + r * TILE; x != s + (r + 1) * TILE; x += LANES)
+                store(x, score(a, first + r, static_cast<int>(x - (s + r * TILE)), load(x)));
+        scale = 1.0f;
+    }
+    if (a.low == nullptr)
+        softmax_groups<true>(a, first, rows, scale, s, p, parts);
+    else
+        softmax_groups<false>(a, first, rows, scale, s, p, parts);
+}
+
+}  // namespace
+}  // namespace penstock

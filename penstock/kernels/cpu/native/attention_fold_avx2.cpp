@@ -1,5 +1,0 @@
-#include "attention_fold.inc.h"
-
-namespace penstock {
-FoldKernel avx2_fold() { return FOLD_KERNEL; }
-}  // namespace penstock

@@ -1,5 +1,0 @@
-#include "attention_fold.inc.h"
-
-namespace penstock {
-FoldKernel portable_fold() { return FOLD_KERNEL; }
-}  // namespace penstock

@@ -1,0 +1,43 @@
+// Elements of rows, float32 or bfloat16: their size and the conversions between them, for all kernels of all levels.
+// Internal linkage: every level has its own copy.
+#pragma once
+
+#include <cstdint>
+
+#include "abi.h"
+
+#define PENSTOCK_INLINE inline __attribute__((always_inline))
+
+namespace penstock {
+namespace {
+
+constexpr int type_bytes(std::int32_t type) { return type == TYPE_F32 ? 4 : 2; }
+
+template <class To, class From>
+PENSTOCK_INLINE To same_bits(const From& from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    __builtin_memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// Bits of float32 as bits of bfloat16, rounded to nearest even. Not for NaN. Words: std::uint32_t or a vector of them.
+template <class Words>
+PENSTOCK_INLINE Words round_to_bf16(Words bits) {
+    return (bits + 0x7FFFu + (bits >> 16u & 1u)) >> 16u;
+}
+
+// Rounds to nearest even; a NaN stays a NaN.
+PENSTOCK_INLINE std::uint16_t to_bf16(float value) {
+    const std::uint32_t bits = same_bits<std::uint32_t>(value);
+    return static_cast<std::uint16_t>(value != value ? bits >> 16 | 0x40 : round_to_bf16(bits));
+}
+
+PENSTOCK_INLINE std::uint16_t to_bf16(std::uint16_t bits) { return bits; }
+
+PENSTOCK_INLINE float to_float(std::uint16_t bits) { return same_bits<float>(std::uint32_t{bits} << 16); }
+
+PENSTOCK_INLINE float to_float(float value) { return value; }
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,119 @@
+// The machine's limits: how fast it reads memory and how fast it multiplies. No product uses these loops.
+
+#include "limits/limits.h"
+
+#include <chrono>
+
+#include "context.h"
+
+namespace penstock {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+typedef std::int64_t Words __attribute__((vector_size(16)));
+
+// Read a multiple of 256 bytes as four streams: one stream does not keep enough cache lines in flight.
+std::int64_t read_range(const char* memory, std::int64_t bytes) {
+    constexpr int STREAMS = 4, LINE = 64, AHEAD = 2048, INTO_L2 = 2;
+    const std::int64_t stream = bytes / STREAMS;
+    Words sums[STREAMS] = {};
+    for (std::int64_t at = 0; at < stream; at += LINE) {
+#pragma GCC unroll 4
+        for (int s = 0; s < STREAMS; ++s) {
+            const Words* line = reinterpret_cast<const Words*>(memory + s * stream + at);
+            __builtin_prefetch(memory + s * stream + at + AHEAD, 0, INTO_L2);
+            sums[s] += (line[0] + line[1]) + (line[2] + line[3]);
+        }
+    }
+    const Words sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    return sum[0] + sum[1];
+}
+
+constexpr int NUM_CHAINS = 12;  // that begin apart, or the compiler computes one for all
+
+// Plain C++ has no fused multiply-add and no bfloat16 products: its kernels widen bfloat16 to float32.
+float multiply_floats(std::int64_t iterations) {
+    typedef float Floats __attribute__((vector_size(16)));
+    const Floats factor = {0.5f, 0.5f, 0.5f, 0.5f}, addend = {1, 2, 3, 4};
+    Floats sums[NUM_CHAINS];
+#pragma GCC unroll 12
+    for (int i = 0; i < NUM_CHAINS; ++i) sums[i] = addend * static_cast<float>(i);
+    for (std::int64_t i = 0; i < iterations; ++i)
+#pragma GCC unroll 12
+        for (Floats& sum : sums) sum = sum * factor + addend;
+#pragma GCC unroll 12
+    for (int i = 1; i < NUM_CHAINS; ++i) sums[0] += sums[i];
+    return sums[0][0] + sums[0][1] + sums[0][2] + sums[0][3];
+}
+
+float multiply_integers(std::int64_t iterations) {
+    typedef std::uint16_t Integers __attribute__((vector_size(16)));
+    const Integers factor = {3, 5, 7, 9, 11, 13, 15, 17};
+    Integers sums[NUM_CHAINS];
+#pragma GCC unroll 12
+    for (int i = 0; i < NUM_CHAINS; ++i) sums[i] = factor * static_cast<std::uint16_t>(i);
+    for (std::int64_t i = 0; i < iterations; ++i)
+#pragma GCC unroll 12
+        for (Integers& sum : sums) sum = sum * factor + factor;
+#pragma GCC unroll 12
+    for (int i = 1; i < NUM_CHAINS; ++i) sums[0] += sums[i];
+    return static_cast<float>(sums[0][0] + sums[0][7]);
+}
+
+void choose_loops(Level level, LimitLoops& loops) {
+    portable_limits(loops);
+    (void)level;
+#if defined(PENSTOCK_HAVE_AVX2)
+    if (level >= LEVEL_AVX2) avx2_limits(loops);
+#endif
+#if defined(PENSTOCK_HAVE_AVX512)
+    if (level >= LEVEL_AVX512) avx512_limits(loops);
+#endif
+#if defined(PENSTOCK_HAVE_AMX)
+    if (level >= LEVEL_AMX) amx_limits(loops);
+#endif
+}
+
+}  // namespace
+
+void portable_limits(LimitLoops& loops) {
+    loops[KIND_F32] = loops[KIND_BF16] = {multiply_floats, NUM_CHAINS * 4 * 2};
+    loops[KIND_INT8] = {multiply_integers, NUM_CHAINS * 8 * 2};
+}
+
+}  // namespace penstock
+
+using namespace penstock;
+
+extern "C" double penstock_limit_read(Context* context, const void* memory, std::int64_t bytes) {
+    const CallScope scope(context);
+    constexpr std::int64_t RANGE = 2 << 20, UNIT = 256;
+    const std::int64_t whole = bytes / UNIT * UNIT;
+    volatile std::int64_t sink = 0;
+    const Clock::time_point start = Clock::now();
+    context->pool.parallel_for_blocks(whole, RANGE, [&](std::int64_t first, std::int64_t size, int) {
+        sink = read_range(static_cast<const char*>(memory) + first, size);
+    });
+    return seconds_since(start);
+}
+
+extern "C" double penstock_limit_multiply(
+    Context* context, std::int32_t kind, std::int64_t iterations, std::int64_t* operations) {
+    const CallScope scope(context);
+    constexpr int PIECES = 16;  // per thread, so that a thread that starts late does not delay the others
+    LimitLoops loops;
+    choose_loops(context->level, loops);
+    const LimitLoop loop = loops[kind];
+    const std::int64_t pieces = static_cast<std::int64_t>(context->pool.threads()) * PIECES;
+    const std::int64_t piece = (iterations + PIECES - 1) / PIECES;
+    volatile float sink = 0;
+    const Clock::time_point start = Clock::now();
+    context->pool.parallel_for(pieces, [&](std::int64_t, int) { sink = loop.run(piece); });
+    const double seconds = seconds_since(start);
+    *operations = pieces * piece * loop.operations;
+    return seconds;
+}

@@ -1,7 +1,0 @@
-#include "pack_kernels.inc.h"
-
-namespace penstock {
-
-PackKernels avx512_pack() { return KERNELS; }
-
-}  // namespace penstock

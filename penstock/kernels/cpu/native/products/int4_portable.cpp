@@ -1,0 +1,82 @@
+// Products with int4 weights in plain C++: a group is unpacked, then multiplied row by row.
+
+#include "products/leaves.inc.h"
+#include "slices.inc.h"
+
+namespace penstock {
+namespace {
+
+#include "products/quantize_rows.inc.h"
+#include "products/int4.inc.h"
+
+// The weights of a group as numbers -8 .. 7.
+template <class Number>
+void unpack(const Group& g, Number (&weights)[MAX_GROUP][PANEL]) {
+    for (int k = 0; k < g.size; ++k) {
+        const std::uint8_t* bytes = g.values + k / QUAD * QUAD_BYTES + k % QUAD;
+        for (int c = 0; c < PANEL / 2; ++c) {
+            weights[k][c] = static_cast<Number>((bytes[QUAD * c] & 15) - 8);
+            weights[k][c + PANEL / 2] = static_cast<Number>((bytes[QUAD * c] >> 4) - 8);
+        }
+    }
+}
+
+// Activations in int8, a tile [padded_k / 4][rows][4].
+struct Int8Rows {
+    static constexpr int ELEMENT = 1;
+    static constexpr int SHORT_SUM = 16;  // products whose sum fits in 16 bits: 16 * 8 * 127 < 2^15
+
+    static void pack(const OperandArgs& args) { pack_int8(args); }
+
+    // The weights are signed here, so the sums of the operands are not needed; the integers are the same.
+    static void add_row(const Group& g, const std::int16_t (&weights)[MAX_GROUP][PANEL], int row, int rows) {
+        const auto* x = static_cast<const std::int8_t*>(g.operands) + row * QUAD;
+        std::int32_t sums[PANEL] = {};
+        for (int first = 0; first < g.size; first += SHORT_SUM) {
+            std::int16_t part[PANEL] = {};
+            for (int k = first; k < first + SHORT_SUM; ++k) {
+                const std::int16_t factor = x[k / QUAD * rows * QUAD + k % QUAD];
+                for (int c = 0; c < PANEL; ++c) part[c] = static_cast<std::int16_t>(part[c] + weights[k][c] * factor);
+            }
+            for (int c = 0; c < PANEL; ++c) sums[c] += part[c];
+        }
+        for (int c = 0; c < PANEL; ++c)
+            g.totals[row * PANEL + c] += static_cast<float>(sums[c]) * to_float(g.scales[c]);
+    }
+
+    static void add_group(const Group& g, int rows) {
+        std::int16_t weights[MAX_GROUP][PANEL];
+        unpack(g, weights);
+        for (int row = 0; row < rows; ++row) add_row(g, weights, row, rows);
+    }
+};
+
+// Activations in bfloat16, a tile [padded_k][rows]; both operands are converted to float32.
+struct Bf16Rows {
+    static constexpr int ELEMENT = 2;
+
+    static void pack(const OperandArgs& args) { pack_bf16_columns(args); }
+
+    static void add_row(const Group& g, const float (&weights)[MAX_GROUP][PANEL], int row, int rows) {
+        const auto* x = static_cast<const std::uint16_t*>(g.operands) + row;
+        float sums[PANEL] = {};
+        for (int k = 0; k < g.size; ++k) {
+            const float factor = to_float(x[k * rows]);
+            for (int c = 0; c < PANEL; ++c) sums[c] += weights[k][c] * factor;
+        }
+        for (int c = 0; c < PANEL; ++c) g.totals[row * PANEL + c] += sums[c] * to_float(g.scales[c]);
+    }
+
+    static void add_group(const Group& g, int rows) {
+        float weights[MAX_GROUP][PANEL];
+        unpack(g, weights);
+        for (int row = 0; row < rows; ++row) add_row(g, weights, row, rows);
+    }
+};
+
+}  // namespace
+
+ProductKernel portable_int4() { return unpacking_kernel<Int8Rows>(); }
+ProductKernel portable_int4_a16() { return unpacking_kernel<Bf16Rows>(); }
+
+}  // namespace penstock

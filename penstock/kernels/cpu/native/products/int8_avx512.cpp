@@ -1,0 +1,104 @@
+// int8 products with the dot product of AVX-512 VNNI: 4 unsigned times 4 signed bytes, added to int32.
+//
+// A micro-kernel keeps the sums of all its rows and panels in registers over a whole leaf: every weight and every four
+// operands are loaded once per step. The sums start at -128 times the sum of the operands: weights are stored + 128.
+
+#include <immintrin.h>
+
+#include "products/leaves.inc.h"
+#include "slices.inc.h"
+
+namespace penstock {
+namespace {
+
+#include "products/quantize_rows.inc.h"
+#include "products/int8.inc.h"
+
+constexpr int TILE_ROWS = 12;  // times 2 registers of columns: 24 of the 32
+constexpr int VECTORS = PANEL / LANES;
+constexpr int LINE = 64;
+constexpr int AHEAD_STEPS = 32;  // a page of 4 KiB, which the hardware prefetcher does not cross
+
+int max_panels(int operand_rows) { return operand_rows <= 2 ? 4 : operand_rows <= 6 ? 2 : 1; }
+
+inline Ints load_weights(const std::uint8_t* from) { return same_bits<Ints>(_mm512_load_si512(from)); }
+
+inline Ints broadcast(const std::int8_t* four) {
+    std::int32_t bits;
+    __builtin_memcpy(&bits, four, sizeof bits);
+    return Ints{} + bits;
+}
+
+// Add 4 unsigned weights times 4 signed operands to each sum. In assembly: GCC 12 copies and spills the sums of the
+// intrinsic.
+inline void add_products(Ints& sums, const Ints& weights, const Ints& operands) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights), "v"(operands));
+}
+
+template <int ROWS, int PANELS>
+void multiply_leaf(const LeafArgs& leaf) {
+    constexpr int COLUMNS = PANELS * VECTORS;
+    Ints sums[ROWS][COLUMNS];
+#pragma GCC unroll 12
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; ++c) sums[row][c] = Ints{} - ZERO_POINT * leaf.sums[row];
+    const std::uint8_t *weights = leaf.weights, *prefetch = leaf.prefetch;
+    const bool two_lines = leaf.prefetch_step > LINE;
+    const std::int8_t* operands = leaf.operands;
+    for (std::int64_t step = 0; step < leaf.steps; ++step) {
+        Ints columns[COLUMNS];
+#pragma GCC unroll 4
+        for (int panel = 0; panel < PANELS; ++panel) {
+            _mm_prefetch(prefetch + panel * leaf.panel_stride, _MM_HINT_T0);
+            if (two_lines) _mm_prefetch(prefetch + panel * leaf.panel_stride + LINE, _MM_HINT_T0);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; ++v)
+                columns[panel * VECTORS + v] = load_weights(weights + panel * leaf.panel_stride + v * LINE);
+        }
+#pragma GCC unroll 12
+        for (int row = 0; row < ROWS; ++row) {
+            const Ints four = broadcast(operands + row * STEP);
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; ++c) add_products(sums[row][c], columns[c], four);
+        }
+        weights += STEP_BYTES;
+        prefetch += leaf.prefetch_step;
+        operands += ROWS * STEP;
+    }
+    if constexpr (ROWS % 3 == 0)
+        if (leaf.slices == 3) return finish_leaf<3, ROWS>(leaf, sums);
+    if constexpr (ROWS % 2 == 0)
+        if (leaf.slices == 2) return finish_leaf<2, ROWS>(leaf, sums);
+    finish_leaf<1, ROWS>(leaf, sums);
+}
+
+using LeafKernel = void (*)(const LeafArgs&);
+
+// By operand rows - 1 and panels - 1.
+constexpr LeafKernel LEAF_KERNELS[TILE_ROWS][MAX_PANELS] = {
+    {multiply_leaf<1, 1>, multiply_leaf<1, 2>, multiply_leaf<1, 3>, multiply_leaf<1, 4>},
+    {multiply_leaf<2, 1>, multiply_leaf<2, 2>, multiply_leaf<2, 3>, multiply_leaf<2, 4>},
+    {multiply_leaf<3, 1>, multiply_leaf<3, 2>},
+    {multiply_leaf<4, 1>, multiply_leaf<4, 2>},
+    {multiply_leaf<5, 1>, multiply_leaf<5, 2>},
+    {multiply_leaf<6, 1>, multiply_leaf<6, 2>},
+    {multiply_leaf<7, 1>},
+    {multiply_leaf<8, 1>},
+    {multiply_leaf<9, 1>},
+    {multiply_leaf<10, 1>},
+    {multiply_leaf<11, 1>},
+    {multiply_leaf<12, 1>},
+};
+
+void pack(const OperandArgs& args) { quantize_interleaved(args, 0); }
+
+void multiply(const MultiplyArgs& args) {
+    multiply_leaves(args, AHEAD_STEPS, LEAF_KERNELS[args.rows * args.weight->slices - 1][args.panels - 1]);
+}
+
+}  // namespace
+
+ProductKernel avx512_int8() { return {TILE_ROWS, max_panels, pack, multiply}; }
+
+}  // namespace penstock

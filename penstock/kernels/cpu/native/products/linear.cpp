@@ -1,0 +1,284 @@
+// Products with packed weights: splits rows into tiles and columns into panels, and both among threads.
+//
+// First the rows are packed into tiles, then every item multiplies some tiles with some panels and runs the epilogue.
+// The split decides only which thread computes what and when: each output is one micro-kernel's sum over its own row.
+
+#include "products/linear.h"
+
+#include <algorithm>
+
+namespace penstock {
+
+namespace {
+
+// Bytes of weights that an item reads if there are few rows: long enough for the hardware prefetcher, short enough that
+// no thread waits long for the last item.
+constexpr std::int64_t ITEM_BYTES = 128 << 10;
+
+// Tiles per call of a micro-kernel: a leaf of a panel is read once from memory, then from the L2.
+constexpr std::int64_t TILES_PER_CALL = 8;
+
+// Operand rows from which on multiplying takes longer than reading the weights from memory.
+constexpr std::int64_t REREAD_ROWS = 256;
+
+// Bytes of operand tiles per pass over the weight. They are read again for every panel, so they should stay in the L3.
+constexpr std::int64_t OPERANDS_PER_PASS = 16 << 20;
+
+// Below these, waking a helper takes longer than the work.
+constexpr std::int64_t SERIAL_BYTES = 128 << 10;    // of weights, once per ROWS_PER_READ rows
+constexpr std::int64_t ROWS_PER_READ = 8;           // rows that are multiplied about as fast as the weights are read
+constexpr std::int64_t SERIAL_ELEMENTS = 32 << 10;  // of activations to pack
+
+constexpr std::int64_t OUT_FLOATS = TILES_PER_CALL * MAX_TILE_ROWS * PANEL * MAX_PANELS;
+constexpr std::int64_t TREE_FLOATS = OUT_FLOATS * TREE_LEVELS;
+
+constexpr std::int64_t FLOATS_PER_LINE = 16;  // per cache line
+
+constexpr int ELEMENT_BYTES[NUM_KINDS] = {4, 2, 1, 1, 2};  // of an operand
+
+std::int64_t panel_bytes(const PenstockWeight& weight) {
+    const bool nibbles = weight.kind == KIND_INT4 || weight.kind == KIND_INT4_A16;
+    return nibbles ? weight.padded_k * PANEL / 2 : weight.padded_k * PANEL * ELEMENT_BYTES[weight.kind];
+}
+
+int slices_of(const PenstockWeight& weight) { return std::max(weight.slices, 1); }
+
+// A product, split into tiles and items.
+struct Plan {
+    Product product;
+    const ProductKernel* kernel;
+    int slices;     // operand rows per activation row
+    int tile_rows;  // activation rows of a full tile
+    int rest_rows;  // of the last tile if it is not full, else 0
+    std::int64_t full_tiles;
+    std::int64_t tile_bytes, scales_stride, sums_stride;  // from one tile to the next
+    std::int64_t item_panels;
+    std::int64_t tile_groups;              // items with the same panels
+    std::int64_t first_tile, first_item;   // counted over all products
+    char* tiles;
+    float* scales;
+    std::int32_t* sums;
+
+    std::int64_t tile_count() const { return full_tiles + (rest_rows > 0); }
+    std::int64_t item_count() const { return divide_up(product.weight->panels, item_panels) * tile_groups; }
+    int max_panels(int rows) const { return std::clamp(kernel->max_panels(rows * slices), 1, MAX_PANELS); }
+};
+
+// Panels per item: few rows stream the weight, many rows keep the panels in the cache.
+std::int64_t panels_of_item(const Plan& plan) {
+    if (plan.tile_count() > 1) return plan.max_panels(plan.tile_rows);
+    const int together = plan.max_panels(static_cast<int>(plan.product.rows));
+    return std::max<std::int64_t>(ITEM_BYTES / panel_bytes(*plan.product.weight) / together, 1) * together;
+}
+
+Plan plan_product(const Context& context, const Product& product) {
+    const PenstockWeight& weight = *product.weight;
+    Plan plan{};
+    plan.product = product;
+    plan.kernel = &context.products[weight.kind];
+    plan.slices = slices_of(weight);
+    plan.tile_rows = plan.kernel->tile_rows / plan.slices;
+    plan.full_tiles = product.rows / plan.tile_rows;
+    plan.rest_rows = static_cast<int>(product.rows % plan.tile_rows);
+    plan.tile_bytes = operand_bytes(weight, *plan.kernel);
+    const std::int64_t groups = weight.group_size > 0 ? weight.padded_k / weight.group_size : 0;
+    plan.scales_stride = std::int64_t{weight.leaves} * plan.tile_rows;
+    plan.sums_stride = std::max<std::int64_t>(groups, weight.leaves) * plan.tile_rows * plan.slices;
+    plan.item_panels = panels_of_item(plan);
+    plan.tile_groups = std::max<std::int64_t>(divide_up(plan.full_tiles, TILES_PER_CALL), 1);
+    return plan;
+}
+
+void allocate_operands(Plan& plan, BumpAllocator& memory) {
+    plan.tiles = memory.allocate<char>(plan.tile_count() * plan.tile_bytes);
+    plan.scales = memory.allocate<float>(plan.tile_count() * plan.scales_stride);
+    plan.sums = memory.allocate<std::int32_t>(plan.tile_count() * plan.sums_stride);
+}
+
+// The plans of all products, with memory for their tiles in context.operands.
+Plan* plan_all(Context& context, const Product* products, std::int64_t count) {
+    BumpAllocator counter(nullptr);
+    counter.allocate<Plan>(count);
+    for (std::int64_t i = 0; i < count; ++i) {
+        Plan plan = plan_product(context, products[i]);
+        allocate_operands(plan, counter);
+    }
+    BumpAllocator memory(context.operands.reserve(counter.bytes()));
+    Plan* plans = memory.allocate<Plan>(count);
+    std::int64_t tiles = 0, items = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+        plans[i] = plan_product(context, products[i]);
+        plans[i].first_tile = tiles;
+        plans[i].first_item = items;
+        tiles += plans[i].tile_count();
+        items += plans[i].item_count();
+        allocate_operands(plans[i], memory);
+    }
+    return plans;
+}
+
+void pack_tile(const Plan& plan, std::int64_t tile) {
+    const Product& product = plan.product;
+    const std::int64_t first = tile * plan.tile_rows;
+    OperandArgs args{};
+    args.weight = product.weight;
+    args.x = product.x;
+    args.x_type = product.x_type;
+    args.x_stride = product.weight->k;
+    args.row_index = product.row_index != nullptr ? product.row_index + first : nullptr;
+    args.first_row = first;
+    args.rows = tile < plan.full_tiles ? plan.tile_rows : plan.rest_rows;
+    args.tile = plan.tiles + tile * plan.tile_bytes;
+    args.scales = plan.scales + tile * plan.scales_stride;
+    args.sums = plan.sums + tile * plan.sums_stride;
+    plan.kernel->pack(args);
+}
+
+void run_epilogue(const RowKernels& kernels, const Plan& plan, const MultiplyArgs& multiplied, std::int64_t first_row) {
+    const Product& product = plan.product;
+    EpilogueArgs args{};
+    args.weight = product.weight;
+    args.first_panel = multiplied.first_panel;
+    args.panels = multiplied.panels;
+    args.rows = std::int64_t{multiplied.tiles} * multiplied.rows;
+    args.sums = multiplied.out;
+    args.activation = product.activation;
+    args.out_stride = product.out_stride;
+    args.out = row_of(product.out, product.out_type, args.out_stride, first_row);
+    args.out_type = product.out_type;
+    kernels.epilogue(args);
+}
+
+struct Panels {
+    std::int64_t begin, end;
+};
+
+// Whether the product needs no epilogue, so that the micro-kernel can write to the output directly: no scales, bias,
+// gate or activation, float32, and whole cache lines in every row, also of the last panel.
+bool writes_directly(const Plan& plan) {
+    const Product& product = plan.product;
+    const PenstockWeight& weight = *product.weight;
+    return plan.kernel->strided && product.out_type == TYPE_F32 && weight.column_scales == nullptr &&
+           weight.bias == nullptr && weight.gated == 0 && product.activation == ACT_NONE &&
+           weight.n == weight.panels * PANEL && product.out_stride % FLOATS_PER_LINE == 0 &&
+           reinterpret_cast<std::uintptr_t>(product.out) % 64 == 0;
+}
+
+// Tiles of `rows` rows each times some panels, as many panels per call as suit the micro-kernel. memory: of the thread.
+void multiply_tiles(const RowKernels& kernels, const Plan& plan, std::int64_t tile, std::int64_t tiles, int rows,
+                    Panels panels, float* memory) {
+    MultiplyArgs args{};
+    args.weight = plan.product.weight;
+    args.rows = rows;
+    args.tiles = static_cast<int>(tiles);
+    args.tile = plan.tiles + tile * plan.tile_bytes;
+    args.tile_stride = plan.tile_bytes;
+    args.scales = plan.scales + tile * plan.scales_stride;
+    args.scales_stride = plan.scales_stride;
+    args.sums = plan.sums + tile * plan.sums_stride;
+    args.sums_stride = plan.sums_stride;
+    args.partial = memory;
+    args.tree = memory + OUT_FLOATS;
+    const std::int64_t together = plan.max_panels(rows), first_row = tile * plan.tile_rows;
+    const bool direct = writes_directly(plan);
+    for (args.first_panel = panels.begin; args.first_panel < panels.end; args.first_panel += together) {
+        args.panels = static_cast<int>(std::min(together, panels.end - args.first_panel));
+        args.out_stride = direct ? plan.product.out_stride : args.panels * PANEL;
+        args.out = args.partial;
+        if (direct)
+            args.out = static_cast<float*>(plan.product.out) + first_row * args.out_stride + args.first_panel * PANEL;
+        plan.kernel->multiply(args);
+        if (!direct) run_epilogue(kernels, plan, args, first_row);
+    }
+}
+
+// Consecutive items of a plan go through the groups of tiles first, so that a thread reuses panels; or, if the groups
+// are large, through the panels, so that it reuses operands.
+void run_item(const RowKernels& kernels, const Plan& plan, std::int64_t item, float* memory) {
+    const std::int64_t ranges = divide_up(plan.product.weight->panels, plan.item_panels);
+    const bool large = plan.kernel->tile_rows * TILES_PER_CALL >= REREAD_ROWS;
+    const std::int64_t group = large ? item / ranges : item % plan.tile_groups;
+    const std::int64_t panel = (large ? item % ranges : item / plan.tile_groups) * plan.item_panels;
+    const Panels panels{panel, std::min(panel + plan.item_panels, plan.product.weight->panels)};
+    const std::int64_t begin = plan.full_tiles * group / plan.tile_groups;
+    const std::int64_t end = plan.full_tiles * (group + 1) / plan.tile_groups;
+    if (end > begin) multiply_tiles(kernels, plan, begin, end - begin, plan.tile_rows, panels, memory);
+    if (plan.rest_rows > 0 && group + 1 == plan.tile_groups)
+        multiply_tiles(kernels, plan, plan.full_tiles, 1, plan.rest_rows, panels, memory);
+}
+
+// The plan that an item (or tile) belongs to: the last one that begins at or before it.
+const Plan& plan_of(const Plan* plans, std::int64_t count, std::int64_t Plan::*first, std::int64_t at) {
+    return *(std::partition_point(plans, plans + count, [=](const Plan& plan) { return plan.*first <= at; }) - 1);
+}
+
+void pack_all(Context& context, const Plan* plans, std::int64_t count) {
+    std::int64_t elements = 0;
+    for (std::int64_t i = 0; i < count; ++i) elements += plans[i].product.rows * plans[i].product.weight->k;
+    const Plan& last = plans[count - 1];
+    const std::int64_t tiles = last.first_tile + last.tile_count();
+    const auto task = [=](std::int64_t tile, int) {
+        const Plan& plan = plan_of(plans, count, &Plan::first_tile, tile);
+        pack_tile(plan, tile - plan.first_tile);
+    };
+    context.pool.parallel_for(tiles, task, elements < SERIAL_ELEMENTS);
+}
+
+void run_all_items(Context& context, const Plan* plans, std::int64_t count) {
+    std::int64_t bytes = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+        const Product& product = plans[i].product;
+        bytes += product.weight->panels * panel_bytes(*product.weight) * divide_up(product.rows, ROWS_PER_READ);
+    }
+    context.reserve_per_thread((OUT_FLOATS + TREE_FLOATS) * std::int64_t{sizeof(float)});
+    const Plan& last = plans[count - 1];
+    const std::int64_t items = last.first_item + last.item_count();
+    const auto task = [=, &context](std::int64_t item, int thread) {
+        const Plan& plan = plan_of(plans, count, &Plan::first_item, item);
+        run_item(context.rows, plan, item - plan.first_item, static_cast<float*>(context.per_thread[thread].data()));
+    };
+    context.pool.parallel_for(items, task, bytes < SERIAL_BYTES);
+}
+
+// Rows per pass, so that operands stay in the cache: whole tiles, evenly distributed over the passes.
+std::int64_t rows_per_pass(const Context& context, const PenstockWeight& weight, std::int64_t rows) {
+    const ProductKernel& kernel = context.products[weight.kind];
+    const std::int64_t step = kernel.tile_rows / slices_of(weight);
+    const std::int64_t tiles = divide_up(rows, step);
+    const std::int64_t most = std::max(OPERANDS_PER_PASS / operand_bytes(weight, kernel), TILES_PER_CALL);
+    return divide_up(tiles, divide_up(tiles, most)) * step;
+}
+
+}  // namespace
+
+std::int64_t operand_bytes(const PenstockWeight& weight, const ProductKernel& kernel) {
+    return kernel.tile_rows * weight.padded_k * ELEMENT_BYTES[weight.kind];
+}
+
+std::int64_t result_columns(const PenstockWeight& weight) { return weight.gated != 0 ? weight.n / 2 : weight.n; }
+
+void multiply_all(Context& context, const Product* products, std::int64_t count) {
+    if (count == 0) return;
+    const Plan* plans = plan_all(context, products, count);
+    pack_all(context, plans, count);
+    run_all_items(context, plans, count);
+}
+
+}  // namespace penstock
+
+using namespace penstock;
+
+extern "C" std::int32_t penstock_linear(
+    Context* context, const PenstockWeight* weight, const void* x, std::int32_t x_type, std::int64_t rows, void* out,
+    std::int64_t out_stride, std::int32_t out_type, std::int32_t activation) {
+    return run_call(context, [&] {
+        const std::int64_t step = rows > 0 ? rows_per_pass(*context, *weight, rows) : 1;
+        for (std::int64_t row = 0; row < rows; row += step) {
+            const Product product{weight, row_of(x, x_type, weight->k, row), x_type, nullptr,
+                                  std::min(step, rows - row), row_of(out, out_type, out_stride, row), out_stride,
+                                  out_type, activation};
+            multiply_all(*context, &product, 1);
+        }
+        return STATUS_OK;
+    });
+}

@@ -1,0 +1,96 @@
+// What an instruction level provides for products with a weight: for each Kind, packing a tile of activation rows and the
+// micro-kernel that multiplies tiles with panels. linear.cpp is the only caller.
+//
+// Products are batch invariant because the order of every sum is the same for any number of rows, tiles, panels and
+// threads: within a leaf one chain over ascending K; leaves as a binary tree ((l0+l1)+(l2+l3))+((l4+l5)+(l6+l7)).
+#pragma once
+
+#include <cstdint>
+
+#include "abi.h"
+
+namespace penstock {
+
+constexpr int MAX_TILE_ROWS = 32;  // operand rows of a tile, on any level
+constexpr int MAX_PANELS = 4;      // neighbouring panels in one call of a micro-kernel
+constexpr int TREE_LEVELS = 3;     // partial sums kept by the tree of 8 leaves
+
+// Pack up to tile_rows / slices activation rows as the operand of a product.
+//
+// Integer kinds: with a = max |x| of the row within the leaf, scale = a / 127 and y = x * (127 / a), slice 0 is
+// q0 = round(y), slice 1 q1 = round((y - q0) * 254), slice 2 q2 = round(((y - q0) * 254 - q1) * 254), to nearest even
+// (the multi-step decomposition of Huawei's IncreFlashAttention operator). So x is scale * (q0 + q1/254 + q2/254^2).
+// Operand row r * slices + s is slice s of row r. A leaf whose a is below 2^-118 (where 127 / a would overflow) has
+// scale 0 and slices of zeros; a leaf with a value that is not finite has scale NaN and slices of zeros, so that the
+// results of its row, and of no other, are NaN.
+struct OperandArgs {
+    const PenstockWeight* weight;
+    const void* x;                  // [.., k] of x_type
+    std::int32_t x_type;
+    std::int64_t x_stride;          // elements between rows of x
+    const std::int64_t* row_index;  // [rows] rows of x to read; null: first_row, first_row + 1, ..
+    std::int64_t first_row;
+    int rows;                       // activation rows, 1 .. tile_rows / slices
+    void* tile;                     // out: operands in the layout of the level, operand_bytes(), 64-aligned
+    float* scales;                  // out, integer kinds: [leaves][rows]
+    std::int32_t* sums;             // out: sums of operands; int8 [leaves][rows * slices], int4 [groups][rows * slices]
+};
+
+// Multiply `tiles` tiles of `rows` activation rows each with `panels` neighbouring panels.
+//
+// Leaves are the outer loop and tiles the inner one, so that the part of a panel in a leaf stays in the cache. Results
+// are float32 sums before column scales and bias. Integer kinds compute, per leaf and slice, the exact integer dot
+// product d (less 128 or 8 times the operands' sum) and from it, with every operation rounded separately and none fused,
+// so that all levels agree:
+//   int8   leaf = (d0 + d1 * (1/254) + d2 * (1/254^2)) * scale
+//   int4   f_s = sum over ascending groups of d_s * group scale (a multiplication, then an addition); leaf as above
+struct MultiplyArgs {
+    const PenstockWeight* weight;
+    std::int64_t first_panel;
+    int panels;                  // 1 .. max_panels(rows)
+    int rows;                    // activation rows of every tile
+    int tiles;                   // at least 1
+    const void* tile;            // operands of the first tile
+    std::int64_t tile_stride;    // bytes from one tile to the next
+    const float* scales;         // from OperandArgs, of the first tile
+    std::int64_t scales_stride;  // elements from one tile to the next
+    const std::int32_t* sums;
+    std::int64_t sums_stride;
+    float* tree;                 // scratch, [tiles][TREE_LEVELS][MAX_TILE_ROWS * PANEL * panels], 64-aligned
+    float* partial;              // scratch, [tiles * rows][panels * 32], 64-aligned; may be out
+    float* out;                  // [tiles * rows][panels * 32], 64-aligned
+    std::int64_t out_stride;     // elements between rows of out; panels * 32 unless the kernel is `strided`
+};
+
+struct ProductKernel {
+    int tile_rows;                        // operand rows of a full tile
+    int (*max_panels)(int operand_rows);  // best number of panels per call
+    void (*pack)(const OperandArgs&);
+    void (*multiply)(const MultiplyArgs&);
+    bool strided = false;  // multiply supports any out_stride that is a multiple of 16
+    explicit operator bool() const { return multiply != nullptr; }
+};
+
+// Bytes of the operands of one full tile, on any level.
+std::int64_t operand_bytes(const PenstockWeight& weight, const ProductKernel& kernel);
+
+// The tables, one function per file of kernels; a level without kernels for a kind uses those of the level below.
+ProductKernel portable_f32();
+ProductKernel portable_bf16();
+ProductKernel portable_int8();
+ProductKernel portable_int4();
+ProductKernel portable_int4_a16();
+ProductKernel avx2_f32();
+ProductKernel avx2_bf16();
+ProductKernel avx2_int8();
+ProductKernel avx2_int4();
+ProductKernel avx2_int4_a16();
+ProductKernel avx512_f32();
+ProductKernel avx512_bf16();
+ProductKernel avx512_int8();
+ProductKernel avx512_int4();
+ProductKernel avx512_int4_a16();
+ProductKernel amx_bf16();
+ProductKernel amx_int8();
+
+}  // namespace penstock

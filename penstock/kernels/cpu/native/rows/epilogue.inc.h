@@ -1,0 +1,133 @@
+// The epilogue of products: scales, bias and activation. Compiled once per instruction level; row_kernels.h specifies it.
+#pragma once
+
+#include "rows/row_kernels.h"
+#include "vector_math.inc.h"
+
+namespace penstock {
+namespace {
+
+// Call body(i, count) for each vector of n elements: count is 16, a constant there, or the rest at the end.
+template <class Body>
+PENSTOCK_INLINE void each_vector(std::int64_t n, const Body& body) {
+    std::int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) body(i, LANES);
+    if (i < n) body(i, static_cast<int>(n - i));
+}
+
+#define PENSTOCK_BODY [&](std::int64_t i, int count) __attribute__((always_inline))
+
+template <class Element>
+PENSTOCK_INLINE F32x16 load_some(const Element* from, int count) {
+    return count == LANES ? load(from) : load_first(from, count);
+}
+
+template <class Element>
+PENSTOCK_INLINE void store_some(Element* to, F32x16 a, int count) {
+    if (count == LANES) {
+        store(to, a);
+    } else {
+        store_first(to, a, count);
+    }
+}
+
+constexpr float LOWEST = -3.40282347e38f;  // the lowest finite float, in place of -inf if it is multiplied by 0
+
+// Activations. Some results below 2e-36 are 0; the error bounds are for the others.
+
+// x / (1 + e^-t) for x and t of the same sign. Large |t| and infinite x give the limit: e^-|t| cannot overflow.
+PENSTOCK_INLINE F32x16 times_sigmoid(F32x16 x, F32x16 t) {
+    const F32x16 decay = exp_to_zero(minus_abs(t));
+    return select(t < 0.0f, max(LOWEST, x) * decay, x) / (decay + 1.0f);
+}
+
+// Within 4 ulp.
+PENSTOCK_INLINE F32x16 silu(F32x16 x) { return times_sigmoid(x, x); }
+
+// 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), where (1 + tanh(t)) / 2 is the sigmoid of 2 t.
+// Within 10 + 2 x^2 ulp: far below zero the rounding of the exponent dominates.
+PENSTOCK_INLINE F32x16 gelu_tanh(F32x16 x) {
+    constexpr float LINEAR = 1.59576912f, CUBIC = 0.0713548163f;  // 2 sqrt(2 / pi), and that times 0.044715
+    return times_sigmoid(x, x * (x * x * CUBIC + LINEAR));
+}
+
+// x times the cumulative normal distribution of x, within 10 + 2 x^2 ulp. Below zero it is computed as a tail, which
+// keeps its precision.
+PENSTOCK_INLINE F32x16 gelu(F32x16 x) {
+    constexpr float SQRT_HALF = 0.707106781f;
+    const F32x16 tail = erfc_positive(abs(x) * SQRT_HALF) * 0.5f;
+    return select(x < 0.0f, max(LOWEST, x) * tail, x * (1.0f - tail));
+}
+
+template <int ACTIVATION>
+PENSTOCK_INLINE F32x16 activate(F32x16 x) {
+    if constexpr (ACTIVATION == ACT_SILU) return silu(x);
+    if constexpr (ACTIVATION == ACT_GELU) return gelu(x);
+    if constexpr (ACTIVATION == ACT_GELU_TANH) return gelu_tanh(x);
+    return x;
+}
+
+// Sums of sixteen columns, times scales plus bias.
+PENSTOCK_INLINE F32x16 scaled(const PenstockWeight& weight, F32x16 sums, std::int64_t column) {
+    if (weight.column_scales != nullptr) sums = sums * load(weight.column_scales + column);
+    if (weight.bias != nullptr) sums = sums + load(weight.bias + column);
+    return sums;
+}
+
+PENSTOCK_INLINE int columns_left(std::int64_t end, std::int64_t column) {
+    return static_cast<int>(end - column < LANES ? end - column : LANES);
+}
+
+template <class Out, int ACTIVATION>
+void epilogue_plain(const EpilogueArgs& a) {
+    const PenstockWeight weight = *a.weight;
+    const std::int64_t first = a.first_panel * PANEL;
+    const std::int64_t width = std::int64_t{a.panels} * PANEL;
+    const std::int64_t columns = weight.n - first < width ? weight.n - first : width;
+    for (std::int64_t row = 0; row < a.rows; ++row) {
+        const float* sums = a.sums + row * width;
+        Out* out = static_cast<Out*>(a.out) + row * a.out_stride + first;
+        each_vector(columns, PENSTOCK_BODY {
+            store_some(out + i, activate<ACTIVATION>(scaled(weight, load(sums + i), first + i)), count);
+        });
+    }
+}
+
+template <class Out, int ACTIVATION>
+void epilogue_gated(const EpilogueArgs& a) {
+    const PenstockWeight weight = *a.weight;
+    const std::int64_t width = std::int64_t{a.panels} * PANEL;
+    for (std::int64_t row = 0; row < a.rows; ++row) {
+        Out* out = static_cast<Out*>(a.out) + row * a.out_stride;
+        for (int panel = 0; panel < a.panels; ++panel) {
+            const float* sums = a.sums + row * width + panel * PANEL;
+            const std::int64_t column = (a.first_panel + panel) * PANEL;
+            const F32x16 gate = scaled(weight, load(sums), column);
+            const F32x16 up = scaled(weight, load(sums + LANES), column + LANES);
+            const std::int64_t to = column / 2;
+            store_some(out + to, activate<ACTIVATION>(gate) * up, columns_left(weight.n / 2, to));
+        }
+    }
+}
+
+template <class Out, int ACTIVATION>
+void epilogue_with(const EpilogueArgs& a) {
+    if (a.weight->gated) return epilogue_gated<Out, ACTIVATION>(a);
+    epilogue_plain<Out, ACTIVATION>(a);
+}
+
+template <class Out>
+void epilogue_as(const EpilogueArgs& a) {
+    if (a.activation == ACT_SILU) return epilogue_with<Out, ACT_SILU>(a);
+    if (a.activation == ACT_GELU) return epilogue_with<Out, ACT_GELU>(a);
+    if (a.activation == ACT_GELU_TANH) return epilogue_with<Out, ACT_GELU_TANH>(a);
+    epilogue_with<Out, ACT_NONE>(a);
+}
+
+void epilogue(const EpilogueArgs& a) {
+    if (a.out_type == TYPE_BF16) return epilogue_as<std::uint16_t>(a);
+    epilogue_as<float>(a);
+}
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,99 @@
+// What an instruction level provides for operations on rows: the epilogue of products, norms, rotary embedding, token
+// embedding, routing, and element-wise operations.
+//
+// row_kernels.inc.h is compiled once per level with compiler vector types and without fused multiply-add, so all levels
+// give the same bits. Arrays of rows are contiguous; kernels process `rows` rows from `first` on.
+#pragma once
+
+#include <cstdint>
+
+#include "abi.h"
+
+namespace penstock {
+
+// Turn product sums into results: times the scale of the column, plus its bias, then the activation; if the weight is
+// gated, the activation of the gate times the up half.
+struct EpilogueArgs {
+    const PenstockWeight* weight;
+    std::int64_t first_panel;
+    int panels;
+    std::int64_t rows;         // rows of `sums`
+    const float* sums;         // [rows][panels * 32]
+    std::int32_t activation;
+    void* out;                 // the first of these rows, at column 0 (not at the first panel)
+    std::int64_t out_stride;   // elements between rows
+    std::int32_t out_type;
+};
+
+// The RMS norm is x / sqrt(mean(x^2) + eps) * weight; the layer norm is the RMS norm of x - mean(x), plus the bias.
+struct NormArgs {
+    const float* x;       // [.., n]
+    const float* branch;  // [.., n], added to x first, or null
+    float* sum;           // out: x + branch if there is a branch; may be x
+    const float* weight;  // [n]
+    const float* bias;    // [n] or null; layer norm only
+    float eps;
+    std::int64_t n;
+    void* out;  // [.., n] of out_type
+    std::int32_t out_type;
+};
+
+// The norm of the heads of q or of k.
+struct HeadNorm {
+    const float* weight;  // [size], or null: none
+    std::int64_t size;    // head_dim: each head by itself; elements of all heads: all of them together
+};
+
+// Split rows of q, k and v, norm the heads of q and k if weights are given, and rotate them.
+struct RotaryArgs {
+    const float* qkv;  // [.., heads + 2 kv_heads, head_dim]
+    const std::int64_t* positions;  // rows of cos_sin, checked by the caller
+    const float* cos_sin;  // [positions, rotary_dim], cosines then sines; null: no rotation
+    std::int64_t rotary_dim;
+    std::int64_t heads, kv_heads, head_dim;
+    HeadNorm q_norm, k_norm;
+    float eps;
+    void* q;  // [.., heads, head_dim] of out_type; k and v [.., kv_heads, head_dim]
+    void* k;
+    void* v;
+    std::int32_t out_type;
+};
+
+struct EmbeddingArgs {
+    const std::int64_t* ids;
+    const void* table;  // [.., n] of table_type; ids are checked by the caller
+    std::int32_t table_type;
+    std::int64_t n;
+    float scale;  // factor of every element
+    float* out;   // [.., n]
+};
+
+// Softmax over all experts, then the top_k most likely, the lower id first on a tie. A row whose softmax contains NaN (a
+// logit is NaN or +inf, or all are -inf) gets the ids 0, 1, .. with weights NaN.
+struct RouteArgs {
+    const float* logits;  // [.., experts]
+    std::int64_t experts;
+    std::int64_t top_k;        // at most `experts`
+    std::int32_t renormalize;  // divide the weights by their sum
+    std::int64_t* ids;         // [.., top_k]
+    float* weights;            // [.., top_k]
+};
+
+struct RowKernels {
+    void (*epilogue)(const EpilogueArgs&);
+    void (*rms_norm)(const NormArgs&, std::int64_t first, std::int64_t rows);
+    void (*layer_norm)(const NormArgs&, std::int64_t first, std::int64_t rows);
+    void (*rotary)(const RotaryArgs&, std::int64_t first, std::int64_t rows);
+    void (*embedding)(const EmbeddingArgs&, std::int64_t first, std::int64_t rows);
+    // scratch: room for the probabilities of a row, in whole vectors of 16.
+    void (*route)(const RouteArgs&, std::int64_t first, std::int64_t rows, float* scratch);
+    void (*add)(float* x, const float* h, std::int64_t count);          // x += h
+    void (*round)(const float* x, std::uint16_t* out, std::int64_t count);
+    void (*softcap)(float* x, float cap, std::int64_t count);           // x = cap tanh(x / cap)
+};
+
+RowKernels portable_rows();
+RowKernels avx2_rows();
+RowKernels avx512_rows();
+
+}  // namespace penstock

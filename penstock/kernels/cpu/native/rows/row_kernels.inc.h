@@ -1,0 +1,248 @@
+// The row kernels that row_kernels.h specifies, compiled once per instruction level.
+#pragma once
+
+#include "rows/epilogue.inc.h"
+
+namespace penstock {
+namespace {
+
+// ---- Norms
+
+// 1 / sqrt(mean of the squares + eps), from their sum.
+PENSTOCK_INLINE float norm_scale(F32x16 squares, std::int64_t n, float eps) {
+    return 1.0f / __builtin_sqrtf(reduce_sum(squares) / static_cast<float>(n) + eps);
+}
+
+// The row to be normed: x, or x + branch, which is also written. visit(value) gets each vector of it, with zeros after
+// the end.
+template <class Visit>
+PENSTOCK_INLINE const float* normed_row(const NormArgs& a, std::int64_t row, const Visit& visit) {
+    const float* x = a.x + row * a.n;
+    if (a.branch == nullptr) {
+        each_vector(a.n, PENSTOCK_BODY { visit(load_some(x + i, count)); });
+        return x;
+    }
+    const float* branch = a.branch + row * a.n;
+    float* total = a.sum + row * a.n;
+    each_vector(a.n, PENSTOCK_BODY {
+        const F32x16 value = load_some(x + i, count) + load_some(branch + i, count);
+        store_some(total + i, value, count);
+        visit(value);
+    });
+    return total;
+}
+
+#define PENSTOCK_VISIT [&](F32x16 value) __attribute__((always_inline))
+
+template <class Out>
+void rms_norm_as(const NormArgs& a, std::int64_t first, std::int64_t rows) {
+    for (std::int64_t row = first; row < first + rows; ++row) {
+        F32x16 squares = 0.0f;
+        const float* x = normed_row(a, row, PENSTOCK_VISIT { squares = squares + value * value; });
+        const F32x16 scale = norm_scale(squares, a.n, a.eps);
+        Out* out = static_cast<Out*>(a.out) + row * a.n;
+        each_vector(a.n, PENSTOCK_BODY {
+            store_some(out + i, load_some(x + i, count) * scale * load_some(a.weight + i, count), count);
+        });
+    }
+}
+
+void rms_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
+    if (a.out_type == TYPE_BF16) return rms_norm_as<std::uint16_t>(a, first, rows);
+    rms_norm_as<float>(a, first, rows);
+}
+
+// The sum of squared deviations from the mean. Lanes after the end add nothing.
+PENSTOCK_INLINE F32x16 squared_deviations(const float* x, std::int64_t n, F32x16 mean) {
+    F32x16 squares = 0.0f;
+    each_vector(n, PENSTOCK_BODY {
+        const F32x16 all = load_some(x + i, count) - mean;
+        const F32x16 deviation = count == LANES ? all : select(lane_index() < count, all, F32x16(0.0f));
+        squares = squares + deviation * deviation;
+    });
+    return squares;
+}
+
+template <class Out>
+void layer_norm_as(const NormArgs& a, std::int64_t first, std::int64_t rows) {
+    for (std::int64_t row = first; row < first + rows; ++row) {
+        F32x16 total = 0.0f;
+        const float* x = normed_row(a, row, PENSTOCK_VISIT { total = total + value; });
+        const F32x16 mean = reduce_sum(total) / static_cast<float>(a.n);
+        const F32x16 scale = norm_scale(squared_deviations(x, a.n, mean), a.n, a.eps);
+        Out* out = static_cast<Out*>(a.out) + row * a.n;
+        each_vector(a.n, PENSTOCK_BODY {
+            const F32x16 normed = (load_some(x + i, count) - mean) * scale * load_some(a.weight + i, count);
+            store_some(out + i, a.bias == nullptr ? normed : normed + load_some(a.bias + i, count), count);
+        });
+    }
+}
+
+void layer_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
+    if (a.out_type == TYPE_BF16) return layer_norm_as<std::uint16_t>(a, first, rows);
+    layer_norm_as<float>(a, first, rows);
+}
+
+// ---- Rotary
+
+// A head, normed if it has a weight.
+struct Head {
+    const float* x;
+    const float* weight;  // null: not normed
+    F32x16 scale;
+
+    PENSTOCK_INLINE F32x16 at(std::int64_t i, int count) const {
+        const F32x16 value = load_some(x + i, count);
+        return weight == nullptr ? value : value * scale * load_some(weight + i, count);
+    }
+};
+
+// The scale of a norm over n elements.
+PENSTOCK_INLINE float scale_of(const float* x, std::int64_t n, float eps) {
+    F32x16 squares = 0.0f;
+    each_vector(n, PENSTOCK_BODY {
+        const F32x16 value = load_some(x + i, count);
+        squares = squares + value * value;
+    });
+    return norm_scale(squares, n, eps);
+}
+
+// Rotate element i against element i + half, for i < half. Elements from 2 half on are copied.
+template <class Out>
+PENSTOCK_INLINE void rotate(const Head& head, const float* cosines, std::int64_t half, std::int64_t n, Out* out) {
+    const float* sines = cosines + half;
+    each_vector(half, PENSTOCK_BODY {
+        const F32x16 c = load_some(cosines + i, count), s = load_some(sines + i, count);
+        const F32x16 a = head.at(i, count), b = head.at(i + half, count);
+        store_some(out + i, a * c - b * s, count);
+        store_some(out + i + half, b * c + a * s, count);
+    });
+    const std::int64_t rest = 2 * half;
+    each_vector(n - rest, PENSTOCK_BODY { store_some(out + rest + i, head.at(rest + i, count), count); });
+}
+
+// The heads [heads, n] of q, or of k, normed and rotated.
+template <class Out>
+PENSTOCK_INLINE void rotate_heads(const float* x, std::int64_t heads, std::int64_t n, const HeadNorm& norm, float eps,
+                                const float* cosines, std::int64_t half, Out* out) {
+    const bool together = norm.size != n;
+    Head head{x, norm.weight, 1.0f};
+    if (norm.weight != nullptr && together) head.scale = scale_of(x, norm.size, eps);
+    for (std::int64_t at = 0; at < heads; ++at, head.x += n, out += n) {
+        if (norm.weight != nullptr && !together) head.scale = scale_of(head.x, n, eps);
+        rotate(head, cosines, half, n, out);
+        if (together && norm.weight != nullptr) head.weight += n;
+    }
+}
+
+template <class Out>
+void rotary_as(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
+    const std::int64_t n = a.head_dim;
+    const std::int64_t half = a.cos_sin == nullptr ? 0 : a.rotary_dim / 2;
+    for (std::int64_t row = first; row < first + rows; ++row) {
+        const float* from = a.qkv + row * (a.heads + 2 * a.kv_heads) * n;
+        const float* cosines = half == 0 ? nullptr : a.cos_sin + a.positions[row] * a.rotary_dim;
+        Out* q = static_cast<Out*>(a.q) + row * a.heads * n;
+        Out* k = static_cast<Out*>(a.k) + row * a.kv_heads * n;
+        Out* v = static_cast<Out*>(a.v) + row * a.kv_heads * n;
+        rotate_heads(from, a.heads, n, a.q_norm, a.eps, cosines, half, q);
+        from += a.heads * n;
+        rotate_heads(from, a.kv_heads, n, a.k_norm, a.eps, cosines, half, k);
+        from += a.kv_heads * n;
+        each_vector(a.kv_heads * n, PENSTOCK_BODY { store_some(v + i, load_some(from + i, count), count); });
+    }
+}
+
+void rotary(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
+    if (a.out_type == TYPE_BF16) return rotary_as<std::uint16_t>(a, first, rows);
+    rotary_as<float>(a, first, rows);
+}
+
+// ---- Embedding
+
+template <class Element>
+void embedding_from(const EmbeddingArgs& a, std::int64_t first, std::int64_t rows) {
+    for (std::int64_t row = first; row < first + rows; ++row) {
+        const Element* from = static_cast<const Element*>(a.table) + a.ids[row] * a.n;
+        float* to = a.out + row * a.n;
+        each_vector(a.n, PENSTOCK_BODY { store_some(to + i, load_some(from + i, count) * a.scale, count); });
+    }
+}
+
+void embedding(const EmbeddingArgs& a, std::int64_t first, std::int64_t rows) {
+    if (a.table_type == TYPE_BF16) return embedding_from<std::uint16_t>(a, first, rows);
+    embedding_from<float>(a, first, rows);
+}
+
+// ---- Routing
+
+constexpr float TAKEN = -1.0f;  // in place of a probability: already chosen, or no expert
+
+// The maximum of n numbers, none of them NaN, in whole vectors.
+PENSTOCK_INLINE float max_of(const float* values, std::int64_t n) {
+    F32x16 best = load(values);
+    for (std::int64_t i = LANES; i < n; i += LANES) best = max(load(values + i), best);
+    return reduce_max(best);
+}
+
+// The softmax of n logits, padded with TAKEN to a whole vector. Returns false if it contains NaN.
+PENSTOCK_INLINE bool softmax(const float* logits, std::int64_t n, float* out) {
+    constexpr float MINUS_INFINITY = -__builtin_inff();
+    F32x16 best = MINUS_INFINITY;
+    each_vector(n, PENSTOCK_BODY { best = max(load_first(logits + i, count, MINUS_INFINITY), best); });
+    const F32x16 top = reduce_max(best);
+    F32x16 sums = 0.0f;
+    each_vector(n, PENSTOCK_BODY {
+        const F32x16 power = exp(load_first(logits + i, count, MINUS_INFINITY) - top);
+        store(out + i, power);
+        sums = sums + power;
+    });
+    const float total = reduce_sum(sums);
+    each_vector(n, PENSTOCK_BODY {
+        store(out + i, select(lane_index() < count, load(out + i) / total, F32x16(TAKEN)));
+    });
+    return total >= 1.0f;  // the maximum logit alone contributes 1
+}
+
+void route(const RouteArgs& a, std::int64_t first, std::int64_t rows, float* scratch) {
+    for (std::int64_t row = first; row < first + rows; ++row) {
+        std::int64_t* ids = a.ids + row * a.top_k;
+        float* weights = a.weights + row * a.top_k;
+        const bool valid = softmax(a.logits + row * a.experts, a.experts, scratch);
+        float total = 0.0f;
+        for (std::int64_t at = 0; at < a.top_k; ++at) {
+            std::int64_t id = 0;
+            if (valid) {
+                const float best = max_of(scratch, a.experts);
+                while (scratch[id] != best) ++id;
+            } else {
+                id = at;
+            }
+            ids[at] = id;
+            weights[at] = valid ? scratch[id] : __builtin_nanf("");
+            total += weights[at];
+            scratch[id] = TAKEN;
+        }
+        if (!a.renormalize) continue;
+        for (std::int64_t at = 0; at < a.top_k; ++at) weights[at] /= total;
+    }
+}
+
+// ---- Element-wise
+
+void add(float* x, const float* h, std::int64_t count) {
+    each_vector(count, PENSTOCK_BODY { store_some(x + i, load_some(x + i, count) + load_some(h + i, count), count); });
+}
+
+void round(const float* x, std::uint16_t* out, std::int64_t count) {
+    each_vector(count, PENSTOCK_BODY { store_some(out + i, load_some(x + i, count), count); });
+}
+
+void softcap(float* x, float cap, std::int64_t count) {
+    each_vector(count, PENSTOCK_BODY { store_some(x + i, tanh(load_some(x + i, count) / cap) * cap, count); });
+}
+
+constexpr RowKernels ROW_KERNELS = {epilogue, rms_norm, layer_norm, rotary, embedding, route, add, round, softcap};
+
+}  // namespace
+}  // namespace penstock

@@ -1,0 +1,5 @@
+#include "rows/row_kernels.inc.h"
+
+namespace penstock {
+RowKernels avx2_rows() { return ROW_KERNELS; }
+}  // namespace penstock

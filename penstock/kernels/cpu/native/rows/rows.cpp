@@ -1,0 +1,131 @@
+// Operations on rows between the products, in parallel over blocks of rows; element-wise operations also split rows.
+
+#include <algorithm>
+
+#include "context.h"
+
+namespace penstock {
+namespace {
+
+constexpr std::int64_t BLOCK_ELEMENTS = 8192;    // per item of work: about 2 microseconds
+constexpr std::int64_t SERIAL_ELEMENTS = 32768;  // fewer take less time than waking a helper
+constexpr std::int64_t SOFTCAP_COST = 4;         // an exponential and two divisions, in simple operations
+
+// Call task(first, count, thread) for blocks of `count` rows or elements, each of which costs so many simple operations.
+template <class Task>
+Status over_blocks(Context& context, std::int64_t count, std::int64_t cost, const Task& task) {
+    const std::int64_t block = std::max<std::int64_t>(1, BLOCK_ELEMENTS / cost);
+    context.pool.parallel_for_blocks(count, block, task, count * cost < SERIAL_ELEMENTS);
+    return STATUS_OK;
+}
+
+bool all_within(const std::int64_t* numbers, std::int64_t count, std::int64_t stop) {
+    return std::all_of(numbers, numbers + count, [=](std::int64_t number) { return number >= 0 && number < stop; });
+}
+
+using NormKernel = void (*)(const NormArgs&, std::int64_t first, std::int64_t rows);
+
+Status run_norm(Context* context, NormKernel kernel, const NormArgs& args, std::int64_t rows) {
+    return run_call(context, [&] {
+        return over_blocks(*context, rows, args.n, [&](std::int64_t first, std::int64_t count, int) {
+            kernel(args, first, count);
+        });
+    });
+}
+
+}  // namespace
+}  // namespace penstock
+
+using namespace penstock;
+
+extern "C" std::int32_t penstock_rms_norm(
+    Context* context, const float* x, const float* weight, float eps, std::int64_t rows, std::int64_t n, void* out,
+    std::int32_t out_type) {
+    return run_norm(context, context->rows.rms_norm, {x, nullptr, nullptr, weight, nullptr, eps, n, out, out_type}, rows);
+}
+
+extern "C" std::int32_t penstock_add_rms_norm(
+    Context* context, float* x, const float* h, const float* weight, float eps, std::int64_t rows, std::int64_t n,
+    void* out, std::int32_t out_type) {
+    return run_norm(context, context->rows.rms_norm, {x, h, x, weight, nullptr, eps, n, out, out_type}, rows);
+}
+
+extern "C" std::int32_t penstock_layer_norm(
+    Context* context, const float* x, const float* weight, const float* bias, float eps, std::int64_t rows,
+    std::int64_t n, void* out, std::int32_t out_type) {
+    return run_norm(context, context->rows.layer_norm, {x, nullptr, nullptr, weight, bias, eps, n, out, out_type}, rows);
+}
+
+extern "C" std::int32_t penstock_add_layer_norm(
+    Context* context, float* x, const float* h, const float* weight, const float* bias, float eps, std::int64_t rows,
+    std::int64_t n, void* out, std::int32_t out_type) {
+    return run_norm(context, context->rows.layer_norm, {x, h, x, weight, bias, eps, n, out, out_type}, rows);
+}
+
+extern "C" std::int32_t penstock_add(Context* context, float* x, const float* h, std::int64_t count) {
+    return run_call(context, [&] {
+        return over_blocks(*context, count, 1, [=](std::int64_t first, std::int64_t size, int) {
+            context->rows.add(x + first, h + first, size);
+        });
+    });
+}
+
+extern "C" std::int32_t penstock_round(
+    Context* context, const float* x, std::int64_t count, void* out, std::int32_t out_type) {
+    return run_call(context, [&] {
+        return over_blocks(*context, count, 1, [=](std::int64_t first, std::int64_t size, int) {
+            if (out_type == TYPE_F32) std::copy_n(x + first, size, static_cast<float*>(out) + first);
+            if (out_type == TYPE_BF16) context->rows.round(x + first, static_cast<std::uint16_t*>(out) + first, size);
+        });
+    });
+}
+
+extern "C" std::int32_t penstock_softcap(Context* context, float* x, float cap, std::int64_t count) {
+    return run_call(context, [&] {
+        return over_blocks(*context, count, SOFTCAP_COST, [=](std::int64_t first, std::int64_t size, int) {
+            context->rows.softcap(x + first, cap, size);
+        });
+    });
+}
+
+extern "C" std::int32_t penstock_rotary_qkv(
+    Context* context, const float* qkv, const std::int64_t* positions, const float* cos_sin, std::int64_t num_positions,
+    std::int64_t rotary_dim, std::int64_t rows, std::int64_t heads, std::int64_t kv_heads, std::int64_t head_dim,
+    const float* q_norm, std::int64_t q_norm_size, const float* k_norm, std::int64_t k_norm_size, float eps, void* q,
+    void* k, void* v, std::int32_t out_type) {
+    return run_call(context, [&] {
+        if (cos_sin != nullptr && !all_within(positions, rows, num_positions)) return STATUS_OUT_OF_RANGE;
+        const HeadNorm q_norms = {q_norm, q_norm_size}, k_norms = {k_norm, k_norm_size};
+        const RotaryArgs args = {qkv,     positions, cos_sin, rotary_dim, heads, kv_heads, head_dim,
+                                 q_norms, k_norms,   eps,     q,          k,     v,        out_type};
+        const std::int64_t cost = (heads + 2 * kv_heads) * head_dim;
+        return over_blocks(*context, rows, cost, [&](std::int64_t first, std::int64_t count, int) {
+            context->rows.rotary(args, first, count);
+        });
+    });
+}
+
+extern "C" std::int32_t penstock_embedding(
+    Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type, std::int64_t table_rows,
+    std::int64_t rows, std::int64_t n, float scale, float* out) {
+    return run_call(context, [&] {
+        if (!all_within(ids, rows, table_rows)) return STATUS_OUT_OF_RANGE;
+        const EmbeddingArgs args = {ids, table, table_type, n, scale, out};
+        return over_blocks(*context, rows, n, [&](std::int64_t first, std::int64_t count, int) {
+            context->rows.embedding(args, first, count);
+        });
+    });
+}
+
+extern "C" std::int32_t penstock_route(
+    Context* context, const float* logits, std::int64_t rows, std::int64_t experts, std::int64_t top_k,
+    std::int32_t renormalize, std::int64_t* ids, float* weights) {
+    return run_call(context, [&] {
+        const RouteArgs args = {logits, experts, top_k, renormalize, ids, weights};
+        context->reserve_per_thread(divide_up(experts, 16) * 16 * std::int64_t{sizeof(float)});
+        const std::int64_t cost = experts * (4 + top_k);  // per expert an exponential and its part of top_k searches
+        return over_blocks(*context, rows, cost, [&](std::int64_t first, std::int64_t count, int thread) {
+            context->rows.route(args, first, count, static_cast<float*>(context->per_thread[thread].data()));
+        });
+    });
+}

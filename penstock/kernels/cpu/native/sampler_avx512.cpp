@@ -1,5 +1,0 @@
-#include "sampler_kernels.inc.h"
-
-namespace penstock {
-SamplerKernels avx512_sampler() { return sampler_kernels(); }
-}  // namespace penstock

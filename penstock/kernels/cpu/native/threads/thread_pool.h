@@ -1,0 +1,68 @@
+// ThreadPool: runs numbered items of work on the calling thread and its helpers.
+//
+// Items 0 .. count-1 are split into one contiguous range per thread. A thread takes items from the front of its own
+// range and, when that is empty, from the back of the fullest other one: neighbouring panels are read in order by one
+// core, and a core that another process is using delays the others by one item at most. Waiting spins briefly, then
+// sleeps.
+//
+// Helpers inherit the affinity of the thread that creates the pool. A task must not throw and must not use the pool.
+// A forked child has no helpers: its calling thread runs all items alone.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace penstock {
+
+class ThreadPool {
+  public:
+    // threads: all that compute, the caller included; at least 1.
+    explicit ThreadPool(int threads);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int threads() const;
+
+    // Call task(item, thread) once for every item; return when all calls have returned. `thread` is in 0 .. threads()-1
+    // and belongs to one running call at a time: it selects scratch memory and must not change a result. `serial`: the
+    // calling thread runs all items, for work that takes no longer than waking a helper. One thread at a time may call.
+    template <class Task>
+    void parallel_for(std::int64_t count, const Task& task, bool serial = false) {
+        if (!serial) return run(count, nullptr, call<Task>, &task);
+        for (std::int64_t item = 0; item < count; ++item) task(item, 0);
+    }
+
+    // Call task(first, size, thread) for blocks of `block` items that cover 0 .. count-1; one block if serial.
+    template <class Task>
+    void parallel_for_blocks(std::int64_t count, std::int64_t block, const Task& task, bool serial = false) {
+        if (serial) block = std::max<std::int64_t>(count, 1);
+        parallel_for(
+            (count + block - 1) / block,
+            [&](std::int64_t index, int thread) {
+                task(index * block, std::min(block, count - index * block), thread);
+            },
+            serial);
+    }
+
+    // parallel_for with given ranges: thread t begins with items starts[t] .. starts[t + 1] - 1.
+    // starts: [threads() + 1], ascending from 0; the last one is the number of items.
+    template <class Task>
+    void parallel_for_ranges(const std::int64_t* starts, const Task& task) {
+        run(starts[threads()], starts, call<Task>, &task);
+    }
+
+  private:
+    using Function = void (*)(const void*, std::int64_t, int);
+
+    template <class Task>
+    static void call(const void* task, std::int64_t item, int thread) {
+        (*static_cast<const Task*>(task))(item, thread);
+    }
+    void run(std::int64_t count, const std::int64_t* starts, Function function, const void* object);
+
+    struct State;
+    State* state_;
+};
+
+}  // namespace penstock
