@@ -65,7 +65,7 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, free_bytes: int) -> 
         InvalidRequestError: kv_cache_memory_bytes, or the share of the free memory, cannot hold one sequence of
             max_model_len, or exceeds the free memory.
     """
-    needs = [_need(config, model, _group(config, layers, window)) for layers, window in model.cache_groups()]
+    needs = [_need(config, model, layers, window) for layers, window in model.cache_groups()]
     wanted = sum(need.wanted * need.block_bytes for need in needs)
     minimum = sum(need.minimum * need.block_bytes for need in needs)
     given = config.cache.kv_cache_memory_bytes
@@ -78,35 +78,31 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, free_bytes: int) -> 
             f"{config.scheduler.max_model_len}, which needs {_mib(minimum)}; increase it or reduce max_model_len",
             param="kv_cache_memory_bytes",
         )
-    counts = _share_out(needs, limit, fill=given is not None)
+    counts = _share_out(needs, limit - minimum, fill=given is not None)
     groups = [replace(need.group, num_blocks=count) for need, count in zip(needs, counts, strict=True)]
     num_bytes = sum(need.block_bytes * count for need, count in zip(needs, counts, strict=True))
     return CachePlan(groups, num_bytes, _reason(config, num_bytes, wanted))
 
 
-def _group(config: EngineConfig, layers: tuple[int, ...], window: int | None) -> CacheGroup:
-    """Return the group of these layers, without blocks. If one block holds the longest request, each request has one
-    block, and a shorter window makes it a ring."""
-    block_size, longest = config.cache.block_size, config.scheduler.max_model_len
-    if block_size is None or longest is None:
+def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], window: int | None) -> _GroupNeed:
+    """Return what the cache group of these layers needs.
+
+    If one block holds the longest request, each request has one block, and a shorter window makes it a ring.
+    """
+    scheduler, block_size = config.scheduler, config.cache.block_size
+    length, chunk = scheduler.max_model_len, scheduler.max_num_batched_tokens
+    if block_size is None or length is None or chunk is None:
         raise InvalidRequestError("block_size: the config is not resolved", param="block_size")
-    if window is not None and block_size >= longest:
-        ring_size = -(-window // GRANULE) * GRANULE
-        if ring_size < block_size:
-            return CacheGroup(layers, window, 0, ring_size, ring=True)
-    return CacheGroup(layers, window, 0, block_size)
-
-
-def _need(config: EngineConfig, model: ModelConfig, group: CacheGroup) -> _GroupNeed:
-    scheduler = config.scheduler
-    length, chunk = scheduler.max_model_len or 0, scheduler.max_num_batched_tokens or 0
+    group = CacheGroup(layers, window, 0, block_size)
+    ring_size = -(-(window or block_size) // GRANULE) * GRANULE
+    if length <= block_size and ring_size < block_size:
+        group = CacheGroup(layers, window, 0, ring_size, ring=True)
     minimum = peak_blocks(group, length, chunk)
-    at_rest = peak_blocks(group, length, 1)
     # With a window, all sequences together hold at most one step's new tokens beyond what each holds at rest.
-    new = 0 if group.sliding_window is None else -(-chunk // group.block_size)
+    new = 0 if window is None else -(-chunk // group.block_size)
     most = scheduler.max_num_seqs * table_length(group, length)
-    wanted = max(minimum, min(most, scheduler.max_num_seqs * at_rest + new))
-    return _GroupNeed(group, len(group.layers) * group.block_size * cached_token_bytes(config, model), minimum, wanted)
+    wanted = max(minimum, min(most, scheduler.max_num_seqs * peak_blocks(group, length, 1) + new))
+    return _GroupNeed(group, len(layers) * group.block_size * cached_token_bytes(config, model), minimum, wanted)
 
 
 def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
@@ -120,12 +116,9 @@ def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
     )
 
 
-def _share_out(needs: list[_GroupNeed], limit: int, *, fill: bool) -> list[int]:
-    """Return the blocks of each group: its minimum, and a part of the rest in proportion to what it wants beyond it.
-
-    fill: use the limit up, even beyond what is wanted.
-    """
-    rest = limit - sum(need.minimum * need.block_bytes for need in needs)
+def _share_out(needs: list[_GroupNeed], rest: int, *, fill: bool) -> list[int]:
+    """Return the blocks of each group: its minimum, and a part of the remaining bytes in proportion to what it wants
+    beyond it. `fill` uses all bytes, even beyond what is wanted."""
     parts = [need.wanted - need.minimum for need in needs]
     if not any(parts):
         parts = [need.minimum if fill else 0 for need in needs]
