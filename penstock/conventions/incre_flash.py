@@ -295,45 +295,35 @@ def _read_slots(
     keys: KeyValue, num_seqs: int, lengths: Lengths, block_table: Tensor | None, block_size: int, padding: int | None
 ) -> _Slots:
     """Return where each sequence's keys are; keys as _read_tokens returns them."""
+    given, listed = lengths is not None, not isinstance(keys, Tensor)
     if block_table is not None:
         _support(padding is None, "kv_padding_size", "not with a block_table")
-        return _paged_slots(keys, num_seqs, lengths, block_table, block_size)
-    _require(block_size == 0, "block_size", "goes with a block_table")
-    _require(len(keys) == num_seqs, "key", f"{num_seqs} sequences, as the query has, not {len(keys)}")
-    rooms = [len(item) for item in keys]
-    count, counts = max(rooms, default=0), _read_lengths(lengths, rooms)
+        _support(not listed, "block_table", "not with a list of tensors")
+        _require(given, "actual_seq_lengths", "needed with a block_table")
+        unit, stored = (32 if keys[0].dtype == torch.int8 else 16), len(keys[0])
+        right = 0 < block_size <= MAX_BLOCK_SIZE and block_size % unit == 0 and block_size == stored
+        allowed = f"a multiple of {unit} up to {MAX_BLOCK_SIZE}, as the cache has ({stored}), not {block_size}"
+        _require(right, "block_size", allowed)
+        right = block_table.ndim == 2 and len(block_table) == num_seqs
+        _require(right, "block_table", f"[{num_seqs}, blocks per sequence], not {tuple(block_table.shape)}")
+        rooms = [block_table.shape[1] * block_size] * num_seqs
+    else:
+        _require(block_size == 0, "block_size", "goes with a block_table")
+        _require(len(keys) == num_seqs, "key", f"{num_seqs} sequences, as the query has, not {len(keys)}")
+        _require(given or padding is None, "actual_seq_lengths", "needed with kv_padding_size")
+        _support(not listed or padding is None, "kv_padding_size", "not with a list of tensors")
+        rooms = [len(item) for item in keys]
+    count, counts = max(rooms, default=0), rooms
+    if lengths is not None:
+        counts = list(lengths) * num_seqs if len(lengths) == 1 else list(lengths)
+        right = len(counts) == num_seqs and all(0 <= own <= room for own, room in zip(counts, rooms, strict=True))
+        _require(right, "actual_seq_lengths", f"one per sequence, 0 to {rooms}, not {list(lengths)}")
     if padding is None:
-        return _Slots([0] * num_seqs, counts, count)
-    _require(lengths is not None, "actual_seq_lengths", "needed with kv_padding_size")
-    _support(isinstance(keys, Tensor), "kv_padding_size", "not with a list of tensors")
+        return _Slots([0] * num_seqs, counts, count, block_table, block_size)
     end = count - max(0, padding)
     starts = [end - own for own in counts]
     # A sequence that the padding leaves no room for has no tokens.
     return _Slots([max(0, start) for start in starts], [end if start >= 0 else 0 for start in starts], count)
-
-
-def _paged_slots(keys: KeyValue, num_seqs: int, lengths: Lengths, block_table: Tensor, block_size: int) -> _Slots:
-    if not isinstance(keys, Tensor):
-        raise NotSupportedError("block_table: not with a list of tensors", param="block_table")
-    _require(lengths is not None, "actual_seq_lengths", "needed with a block_table")
-    unit = 32 if keys.dtype == torch.int8 else 16
-    allowed = f"a multiple of {unit} up to {MAX_BLOCK_SIZE}, as the cache has ({keys.shape[1]}), not {block_size}"
-    right = 0 < block_size <= MAX_BLOCK_SIZE and block_size % unit == 0 and keys.shape[1] == block_size
-    _require(right, "block_size", allowed)
-    right = block_table.ndim == 2 and len(block_table) == num_seqs
-    _require(right, "block_table", f"[{num_seqs}, blocks per sequence], not {tuple(block_table.shape)}")
-    count = block_table.shape[1] * block_size
-    return _Slots([0] * num_seqs, _read_lengths(lengths, [count] * num_seqs), count, block_table, block_size)
-
-
-def _read_lengths(lengths: Lengths, rooms: Sequence[int]) -> Sequence[int]:
-    """Return the tokens of each sequence, whose slots are `rooms`."""
-    if lengths is None:
-        return rooms
-    counts = list(lengths) * len(rooms) if len(lengths) == 1 else list(lengths)
-    right = len(counts) == len(rooms) and all(0 <= own <= room for own, room in zip(counts, rooms, strict=True))
-    _require(right, "actual_seq_lengths", f"one per sequence, 0 to {list(rooms)}, not {list(lengths)}")
-    return counts
 
 
 def _read_antiquant(name: str, given: Antiquant | None, tokens: KeyValue, form: Form) -> _Stored:

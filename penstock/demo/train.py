@@ -69,7 +69,8 @@ class Trainer:
     def __init__(self, model: Any, steps: int, peak: float, rank: int, processes: int) -> None:
         self.model, self.steps, self.peak, self.rank, self.processes = model, steps, peak, rank, processes
         norms = [p for p in model.parameters() if p.ndim == 1]  # do not decay
-        groups = [{"params": [p for p in model.parameters() if p.ndim > 1]}, {"params": norms, "weight_decay": 0.0}]
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
         self.step = 0
         self.seconds = 0.0

@@ -1,9 +1,9 @@
-"""How much memory the key/value cache gets, decided before anything is allocated. No torch.
+"""The size of the key/value cache, decided before anything is allocated. No torch.
 
-    bytes of a block = layers of its group x block_size x cache_token_bytes (kernels/attention/layout.py)
+    bytes per block = layers of its group x block_size x cache_token_bytes (kernels/attention/layout.py)
 
-Without an explicit size the cache gets what max_num_seqs sequences of max_model_len need, at most MAX_SHARE of the
-memory that is free. A cache that cannot hold one sequence of max_model_len is refused with the numbers.
+Without an explicit size the cache gets what max_num_seqs sequences of max_model_len need, at most MAX_SHARE of the free
+memory. A cache that cannot hold one sequence of max_model_len is refused.
 """
 
 import os
@@ -18,12 +18,12 @@ from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.layout import GRANULE, cache_token_bytes
 from penstock.spec.model_config import ModelConfig
 
-MAX_SHARE = 0.4  # of the free memory, unless the user says how much
+MAX_SHARE = 0.4  # of the free memory, unless kv_cache_memory_bytes is given
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The cache groups with their numbers of blocks, what they take, and why as many."""
+    """The cache groups with their numbers of blocks, their bytes together, and the reason for this size."""
 
     groups: list[CacheGroup]
     num_bytes: int
@@ -34,12 +34,12 @@ class CachePlan:
 class _GroupNeed:
     group: CacheGroup  # without blocks
     block_bytes: int
-    minimum: int  # blocks that one sequence of max_model_len needs
-    wanted: int  # blocks that max_num_seqs of them need together
+    minimum: int  # blocks for one sequence of max_model_len
+    wanted: int  # blocks for max_num_seqs of them
 
 
 def free_memory_bytes() -> int:
-    """Memory this process could still take: the machine's, or its control group's if that is less."""
+    """Return the bytes that this process can still allocate: the machine's, or its control group's if that is less."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024, _cgroup_free_bytes())
@@ -47,24 +47,25 @@ def free_memory_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
-    """What the control group leaves, or an endless amount where it sets no limit."""
+    """Return the bytes that the control group leaves, or 2**62 without a limit."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
     except OSError:
         return 2**62
-    # Pages of files read a while ago (the checkpoint, say) count as used but are given back when asked for.
+    # Pages of files read earlier, such as the checkpoint, count as used but are reclaimed on demand.
     return 2**62 if limit == "max" else max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
 
 
 def plan_kv_cache(config: EngineConfig, model: ModelConfig, free_bytes: int) -> CachePlan:
-    """Blocks for every cache group of a resolved config.
+    """Return the blocks of every cache group of a resolved config.
 
     Raises:
-        InvalidRequestError: the memory given, or the share of the free one, cannot hold one longest sequence.
+        InvalidRequestError: kv_cache_memory_bytes, or the share of the free memory, cannot hold one sequence of
+            max_model_len, or exceeds the free memory.
     """
-    needs = [_need(config, model, _group(config, layers, window)) for layers, window in model.cache_groups()]
+    needs = [_need(config, model, layers, window) for layers, window in model.cache_groups()]
     wanted = sum(need.wanted * need.block_bytes for need in needs)
     minimum = sum(need.minimum * need.block_bytes for need in needs)
     given = config.cache.kv_cache_memory_bytes
@@ -72,40 +73,40 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, free_bytes: int) -> 
         raise check.fail("kv_cache_memory_bytes", given, f"at most the free memory, {free_bytes} bytes")
     limit = given if given is not None else int(free_bytes * MAX_SHARE)
     if limit < minimum:
-        raise _too_small(config, limit, minimum)
-    counts = [_share_out(need, needs, limit, minimum, fill=given is not None) for need in needs]
+        raise InvalidRequestError(
+            f"kv_cache_memory_bytes: {_mib(limit)} cannot hold one sequence of max_model_len = "
+            f"{config.scheduler.max_model_len}, which needs {_mib(minimum)}; increase it or reduce max_model_len",
+            param="kv_cache_memory_bytes",
+        )
+    counts = _share_out(needs, limit - minimum, fill=given is not None)
     groups = [replace(need.group, num_blocks=count) for need, count in zip(needs, counts, strict=True)]
     num_bytes = sum(need.block_bytes * count for need, count in zip(needs, counts, strict=True))
-    return CachePlan(groups, num_bytes, _reason(config, num_bytes, wanted, limit))
+    return CachePlan(groups, num_bytes, _reason(config, num_bytes, wanted))
 
 
-def _group(config: EngineConfig, layers: tuple[int, ...], window: int | None) -> CacheGroup:
-    """The group of these layers, still without blocks. Where a block is as long as a request can get, a request has
-    one, and a shorter window makes a ring of it."""
-    block_size, longest = config.cache.block_size, config.scheduler.max_model_len
-    if block_size is None or longest is None:
+def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], window: int | None) -> _GroupNeed:
+    """Return what the cache group of these layers needs.
+
+    If one block holds the longest request, each request has one block, and a shorter window makes it a ring.
+    """
+    scheduler, block_size = config.scheduler, config.cache.block_size
+    length, chunk = scheduler.max_model_len, scheduler.max_num_batched_tokens
+    if block_size is None or length is None or chunk is None:
         raise InvalidRequestError("block_size: the config is not resolved", param="block_size")
-    if window is not None and block_size >= longest:
-        ring_size = -(-window // GRANULE) * GRANULE
-        if ring_size < block_size:
-            return CacheGroup(layers, window, 0, ring_size, ring=True)
-    return CacheGroup(layers, window, 0, block_size)
-
-
-def _need(config: EngineConfig, model: ModelConfig, group: CacheGroup) -> _GroupNeed:
-    scheduler = config.scheduler
-    length, chunk = scheduler.max_model_len or 0, scheduler.max_num_batched_tokens or 0
+    group = CacheGroup(layers, window, 0, block_size)
+    ring_size = -(-(window or block_size) // GRANULE) * GRANULE
+    if length <= block_size and ring_size < block_size:
+        group = CacheGroup(layers, window, 0, ring_size, ring=True)
     minimum = peak_blocks(group, length, chunk)
-    at_rest = peak_blocks(group, length, 1)
-    # Behind a window only one step's worth of new tokens is shared out among all sequences.
-    moving = 0 if group.sliding_window is None else -(-chunk // group.block_size)
+    # With a window, all sequences together hold at most one step's new tokens beyond what each holds at rest.
+    new = 0 if window is None else -(-chunk // group.block_size)
     most = scheduler.max_num_seqs * table_length(group, length)
-    wanted = max(minimum, min(most, scheduler.max_num_seqs * at_rest + moving))
-    return _GroupNeed(group, len(group.layers) * group.block_size * cached_token_bytes(config, model), minimum, wanted)
+    wanted = max(minimum, min(most, scheduler.max_num_seqs * peak_blocks(group, length, 1) + new))
+    return _GroupNeed(group, len(layers) * group.block_size * cached_token_bytes(config, model), minimum, wanted)
 
 
 def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes of one token in one layer, as the backend of a resolved config stores it."""
+    """Return the bytes per token and layer, as the backend of a resolved config stores them."""
     return cache_token_bytes(
         model.num_key_value_heads,
         model.head_dim,
@@ -115,27 +116,19 @@ def cached_token_bytes(config: EngineConfig, model: ModelConfig) -> int:
     )
 
 
-def _share_out(need: _GroupNeed, needs: list[_GroupNeed], limit: int, minimum: int, *, fill: bool) -> int:
-    """Blocks of one group: the minimum, and of the rest a part in proportion to what the groups want beyond it."""
-    extra = sum((item.wanted - item.minimum) * item.block_bytes for item in needs)
-    if extra == 0:
-        extra, part = sum(item.minimum * item.block_bytes for item in needs), need.minimum
-    else:
-        part = need.wanted - need.minimum
-    scale = (limit - minimum) / extra
-    return need.minimum + int(part * (scale if fill else min(scale, need.wanted > need.minimum)))
+def _share_out(needs: list[_GroupNeed], rest: int, *, fill: bool) -> list[int]:
+    """Return the blocks of each group: its minimum, and a part of the remaining bytes in proportion to what it wants
+    beyond it. `fill` uses all bytes, even beyond what is wanted."""
+    parts = [need.wanted - need.minimum for need in needs]
+    if not any(parts):
+        parts = [need.minimum if fill else 0 for need in needs]
+    total = sum(part * need.block_bytes for part, need in zip(parts, needs, strict=True))
+    scale = rest / total if total else 0.0
+    scale = scale if fill else min(scale, 1.0)
+    return [need.minimum + int(part * scale) for part, need in zip(parts, needs, strict=True)]
 
 
-def _too_small(config: EngineConfig, limit: int, minimum: int) -> InvalidRequestError:
-    length = config.scheduler.max_model_len
-    return InvalidRequestError(
-        f"kv_cache_memory_bytes: {_mib(limit)} cannot hold one sequence of max_model_len = {length}, which needs "
-        f"{_mib(minimum)}; give more, or a smaller max_model_len",
-        param="kv_cache_memory_bytes",
-    )
-
-
-def _reason(config: EngineConfig, num_bytes: int, wanted: int, limit: int) -> str:
+def _reason(config: EngineConfig, num_bytes: int, wanted: int) -> str:
     scheduler = config.scheduler
     full = f"{scheduler.max_num_seqs} sequences of {scheduler.max_model_len} tokens"
     if config.cache.kv_cache_memory_bytes is not None:
