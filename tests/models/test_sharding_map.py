@@ -105,7 +105,7 @@ def test_every_parameter_has_its_axis(parameters: dict[str, Parameter]) -> None:
     ("old", "new", "said"),
     [
         (f"{LAYER}.mlp.down_proj.weight: 0\n", "", rf"{LAYER}.mlp.down_proj.weight is not named"),
-        ("model.norm.weight", "model.norms.weight", r"model.norms.weight is not a parameter \(is model.norm.weight meant"),
+        ("model.norm.weight", "model.norms.weight", r"norms.weight is not a parameter \(is model.norm.weight meant"),
         (
             "model.norm.weight: -1",
             "model.norm.weight: 1",
