@@ -40,6 +40,13 @@ class DecoderLM(nn.Module):
         return logits
 
 
+class RMSNormLM(DecoderLM):
+    """A DecoderLM whose decoder is an RMSNormDecoder."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory, block: MakeBlock, *, unit_offset: bool = False) -> None:
+        super().__init__(cfg, make, lambda cfg, make: RMSNormDecoder(cfg, make, block, unit_offset=unit_offset))
+
+
 class RMSNormDecoder(nn.Module):
     """Embedding, blocks and a final RMSNorm, under the names that Llama's checkpoints have.
 

@@ -1,9 +1,9 @@
-"""Certificate: what `penstock check` has proved about a model, and where the engine finds it again. No torch here.
+"""Certificate: the result of a passed `penstock check`, kept where the engine finds it. No torch.
 
-A file of the user's cache directory, named by a hash of all that the proof rests on: the parameter table, the code
-that computes the model, the numerics version and config.json. Change any of them and it is no longer found, so it
-cannot be stale. It says of itself which weights, kernels and types were checked. What was proved of random weights has
-a file of its own, and is found where nothing was proved of real ones.
+It is a file in the user's cache directory, named by a hash of everything that the proof depends on: the parameter
+table, the code that computes the model, the numerics version and config.json. If any of them changes, it is no longer
+found, so it cannot be stale. It records which weights, kernels and types were checked. A check of random weights has a
+file of its own, which is used if there is none for real weights.
 """
 
 import hashlib
@@ -17,21 +17,21 @@ from typing import Any
 
 from penstock.models.registry import find_architecture
 
-RANDOM_TINY = "random tiny"  # stands for the weights of a twin that was made for the check
-# Code that every model shares, from the package's root; what computes one architecture is added in find_basis. The
-# families' readers of config.json import from each other, so all of them count.
+RANDOM_TINY = "random tiny"  # in place of a fingerprint: the weights of a small model made for the check
+# Code that every model depends on, from the package's root; find_basis adds an architecture's own. The families'
+# config.py import from each other, so all of them count.
 SHARED_CODE = ("layers/*.py", "models/*/config.py", "models/config_json.py", "spec/*.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What a proof rests on, as hashes. A proof holds for nothing else.
+    """Hashes of everything that a proof depends on.
 
     Attributes:
-        table: of the family's parameter table.
-        code: of the model's module, of the one that reads its config.json, and of what they share (SHARED_CODE).
+        table: hash of the family's parameter table.
+        code: hash of the model's module, the one that reads its config.json, and SHARED_CODE.
         numerics: kernels.ops.NUMERICS_VERSION.
-        config: of config.json.
+        config: hash of config.json.
     """
 
     table: str
@@ -49,11 +49,11 @@ class Certificate:
     """One passed check.
 
     Attributes:
-        id: of its Basis, whose fields are table, code, numerics and config.
+        id: of its Basis; table, code, numerics and config are that Basis.
         weights: their fingerprint (weights/safetensors.py), or RANDOM_TINY.
         kernels: "reference", or "cpu" and the level.
-        dtypes: types that were computed in.
-        proofs: name -> the worst error found, 0.0 where all bits were equal.
+        dtypes: the types that were checked.
+        proofs: name -> the largest error, 0.0 if all bits were equal.
     """
 
     id: str
@@ -72,7 +72,7 @@ class Certificate:
 
 
 def find_basis(architecture: str, model_file: Path, table_file: Path, config_file: Path, numerics: int) -> Basis:
-    """The hashes for the model whose class stands in `model_file`.
+    """Return the hashes for the model whose class is defined in `model_file`.
 
     Raises:
         OSError: a file cannot be read.
@@ -84,14 +84,14 @@ def find_basis(architecture: str, model_file: Path, table_file: Path, config_fil
 
 
 def certificate_file(certificate_id: str, weights: str) -> Path:
-    """Where the certificate of that id for such weights is kept: $XDG_CACHE_HOME, or ~/.cache."""
+    """Return the file of a certificate, below $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"{certificate_id}-tiny.json" if weights == RANDOM_TINY else f"{certificate_id}.json"
     return Path(base) / "penstock" / "certificates" / name
 
 
 def write_certificate(certificate: Certificate) -> Path:
-    """Keep it; one of the same id is replaced as a whole."""
+    """Write a certificate, replacing one of the same id atomically. Return its file."""
     file = certificate_file(certificate.id, certificate.weights)
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(f".{os.getpid()}")
@@ -101,12 +101,12 @@ def write_certificate(certificate: Certificate) -> Path:
 
 
 def remove_certificate(certificate_id: str, weights: str) -> None:
-    """What it said of such weights has been disproved."""
+    """Remove a certificate that a later check has contradicted."""
     certificate_file(certificate_id, weights).unlink(missing_ok=True)
 
 
 def read_certificate(basis: Basis) -> dict[str, Any] | None:
-    """The certificate for this basis, rather of real weights; None where there is none, or one that is damaged."""
+    """Return the certificate for a basis, preferably of real weights; None if there is none that is intact."""
     files = (certificate_file(basis.id, weights) for weights in ("", RANDOM_TINY))
     return next((found for file in files if (found := _read_file(file, basis)) is not None), None)
 
@@ -124,7 +124,7 @@ def _read_file(file: Path, basis: Basis) -> dict[str, Any] | None:
 
 
 def _file_of(read: Callable[..., Any]) -> Path:
-    """Where a function stands; that of a partial one is the function inside."""
+    """Return the file that defines a function, or the function inside a partial."""
     return Path(inspect.getfile(inspect.unwrap(getattr(read, "func", read))))
 
 
@@ -133,7 +133,7 @@ def _hash_files(files: Iterable[Path]) -> str:
 
 
 def _digest(parts: list[bytes]) -> str:
-    """A short hash of the parts, whose borders count."""
+    """Return a short hash of the parts and their lengths."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

@@ -1,4 +1,4 @@
-"""Registry: which family reads and computes which architecture. No torch: a built-in class is imported when first used.
+"""Registry: the family that reads and computes each architecture. No torch: built-in classes are imported on first use.
 
 `register_model` adds an architecture, or another version of one, from a user's own file.
 """
@@ -55,16 +55,16 @@ class ModelVersion:
         return cast(type, getattr(importlib.import_module(module), name))
 
     def read_table(self) -> ParamTable:
-        """Read the parameter table; needs no torch."""
+        """Read the parameter table, without torch."""
         return ParamTable.from_file(self.table_file)
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What is known of one value of `architectures` in config.json.
+    """One value of `architectures` in config.json.
 
     Attributes:
-        model_type: what config.json must say; None allows anything.
+        model_type: the value that config.json must have; None allows any.
         read_config: returns ModelConfig's numbers; a field that it does not return keeps its default.
         versions: the classes that compute it, by the value of the engine option `model_impl`.
     """
@@ -77,7 +77,7 @@ class Architecture:
 def _built_in(
     model_type: str, read_config: ReadConfig, source: str, table: str = "", *, plain: str | None = None
 ) -> Architecture:
-    """Describe an architecture of ours; its table is the one beside its class unless another is named."""
+    """Describe a built-in architecture; its table is the one beside its class unless another is named."""
     here = Path(__file__).parent
     versions = {DEFAULT_VERSION: ModelVersion(source, here / (table or f"{source.split('.')[0]}/table.yaml"))}
     if plain is not None:
@@ -107,10 +107,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def find_architecture(name: str) -> Architecture:
-    """Return what is registered under the name of an architecture.
+    """Return a registered architecture by name.
 
     Raises:
-        ModelLoadError: nothing is. The message gives the reason, where the name tells it, and the nearest known name.
+        ModelLoadError: it is not registered; the message gives the reason if the name tells it, and the nearest name.
     """
     if name not in ARCHITECTURES:
         raise unsupported(name)
@@ -133,7 +133,7 @@ def find_model(architecture: str, version: str = "auto") -> ModelVersion:
 
     Raises:
         ModelLoadError: the architecture is not registered.
-        InvalidRequestError: it has no such version; the message names the versions that it has.
+        InvalidRequestError: it has no such version; the message lists its versions.
     """
     versions = find_architecture(architecture).versions
     wanted = DEFAULT_VERSION if version == "auto" else version
@@ -153,9 +153,9 @@ def register_model(
 
     Args:
         table: the YAML file of its parameters, beside the file of the class.
-        config: for an architecture that is not known yet, how its config.json is read: a function, or the name of an
-            architecture that is read in the same way.
-        version: several classes may compute one architecture; the engine option `model_impl` chooses.
+        config: for a new architecture, the function that reads its config.json, or the name of an architecture whose
+            function serves.
+        version: name of this implementation if there are several; the engine option `model_impl` chooses.
         convention: "penstock", forward(input_ids [T], ctx) and compute_logits as in layers/causal_lm.py; or
             "jetstream", forward(tokens [B, S], input_pos [B, S], caches, mask) as in conventions/jetstream.py.
 
@@ -182,7 +182,7 @@ def register_model(
 
 
 def _same_class(known: type | str, other: type) -> bool:
-    """Return whether two classes are one whose file was imported twice. A built-in class is nobody else's."""
+    """Return whether two classes are the same one, its file imported twice. A built-in class equals no other."""
     if isinstance(known, str):
         return False
     return known.__qualname__ == other.__qualname__ and inspect.getfile(known) == inspect.getfile(other)

@@ -1,6 +1,6 @@
-"""Typed reads of one JSON object: every key is asked for by type and range, and keys nobody asked for are found.
+"""Typed reads of one JSON object: every key is read with its type and range, and unread keys are found.
 
-It knows no key and no model. Every complaint is a ModelLoadError that names file, key, value and what is allowed.
+It knows no key and no model. Every error is a ModelLoadError that names file, key, value and what is allowed.
 """
 
 import json
@@ -15,7 +15,7 @@ MAX_SIZE = 2**31 - 1  # larger than any size in a config.json
 
 
 class Required(Enum):
-    """Stands where a default would: the key has to be there."""
+    """In place of a default: the key must be present."""
 
     REQUIRED = "required"
 
@@ -24,15 +24,15 @@ REQUIRED = Required.REQUIRED
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Whether a value of a file says what is expected: 1 is 1.0, but 0 is not false and true is not 1."""
+    """Return whether a value in a file equals the expected one: 1 equals 1.0, but 0 is not false and true is not 1."""
     return isinstance(value, bool) == isinstance(expected, bool) and bool(value == expected)
 
 
 class ConfigReader:
-    """Reads one JSON object. A key that is null counts as absent wherever it has a default.
+    """Reads one JSON object. A key that is null counts as absent if it has a default.
 
     Attributes:
-        where: what error messages call this object, "config.json" for instance.
+        where: the name of this object in error messages, "config.json" for instance.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -41,21 +41,21 @@ class ConfigReader:
         self._read: set[str] = set()
 
     def fail(self, key: str, allowed: str) -> ModelLoadError:
-        """The error for a key whose value is not allowed."""
+        """Return the error for a key that is missing or whose value is not allowed."""
         if key not in self._values:
             return ModelLoadError(f"{self.where}: {key} is missing; it must be {allowed}")
         return ModelLoadError(f"{self.where}: {key} = {shown(self._values[key])} is not allowed; it must be {allowed}")
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null. It counts as read."""
+        """Return whether the key is present and not null, and mark it as read."""
         return self.raw(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there and says null. It counts as read."""
+        """Return whether the key is present and null, and mark it as read."""
         return key in self._values and self.raw(key) is None
 
     def raw(self, key: str) -> Any:
-        """The value as it stands, None if absent."""
+        """Return the value unchecked, None if absent, and mark the key as read."""
         self._read.add(key)
         return self._values.get(key)
 
@@ -66,7 +66,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, low: float, high: float, default: float | Required = REQUIRED) -> float:
-        """A number in low..high, both finite and allowed."""
+        """Return a number from low to high, both finite."""
         value = self._value_or(key, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not low <= value <= high:  # NaN compares false; an integer may be too long for a float
@@ -74,7 +74,7 @@ class ConfigReader:
         return float(value)
 
     def numbers(self, key: str, low: float, high: float) -> tuple[float, ...]:
-        """A list of numbers in low..high, at least one. The key has to be there."""
+        """Return a list of at least one number from low to high. The key must be present."""
         items = self.raw(key)
         if not isinstance(items, list) or not items:
             raise self.fail(key, f"a list of numbers from {low:g} to {high:g}")
@@ -94,7 +94,7 @@ class ConfigReader:
         return value
 
     def section(self, key: str) -> "ConfigReader | None":
-        """A nested object, with a reader of its own; None if absent."""
+        """Return a reader of a nested object; None if absent."""
         value = self.raw(key)
         if value is None:
             return None
@@ -103,7 +103,7 @@ class ConfigReader:
         return ConfigReader(value, f"{self.where}: {key}")
 
     def neutral(self, values: Mapping[str, Any]) -> None:
-        """Keys that would change what is computed, each with the one value that does not.
+        """Check keys that would change what is computed against the one value of each that does not.
 
         Raises:
             ModelLoadError: a key has another value.
@@ -113,18 +113,22 @@ class ConfigReader:
                 raise self.fail(key, f"{json.dumps(value)}, or absent")
 
     def unread(self, harmless: Collection[str]) -> list[str]:
-        """The keys that were not read, are not harmless and are no private bookkeeping (_name); sorted."""
+        """Return the keys, sorted, that were not read, are not harmless and do not begin with an underscore."""
         return sorted(key for key in self._values if key not in self._read and key not in harmless and key[:1] != "_")
 
     def finish(self, harmless: Collection[str]) -> None:
-        """Raise if a key is unread."""
+        """Check that no key is unread.
+
+        Raises:
+            ModelLoadError: one is.
+        """
         unknown = self.unread(harmless)
         if unknown:
             key = unknown[0]
             raise ModelLoadError(
                 f"{self.where}: {key} = {shown(self._values[key])} is unknown, and it may change what the model "
                 f"computes; remove it if it does not (unknown keys: {', '.join(unknown)}). In a family of your own, "
-                f"read it, or name it in harmless()"
+                f"read it, or pass it to harmless()"
             )
 
     def _value_or(self, key: str, default: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What families share in reading a config.json: shapes, activations, biases, windows. No torch here.
+"""Rules for reading a config.json that families share: shapes, activations, biases, windows. No torch.
 
-A family's own file (models/<family>_config.py) says which of these hold, and what it spells differently.
+A family's config.py (models/<family>/) calls those that hold, with its own spellings and defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ ACTIVATIONS = {  # Hugging Face's name -> the mathematical one in kernels/ops.py
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# Sizes that a file must give, and the largest that is believed: far beyond any model, small enough to be counted with.
+# Sizes that a file must give, and the largest allowed: far beyond any model, small enough for arithmetic.
 LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -26,7 +26,7 @@ LARGEST = {
     "max_position_embeddings": 2**24,
 }
 MAX_HEAD_DIM = 2**16
-DEFAULT_WINDOW = 4096  # Transformers' own, where a file leaves sliding_window out
+DEFAULT_WINDOW = 4096  # Transformers' default for sliding_window
 
 Numbers = dict[str, Any]  # fields of ModelConfig
 Windows = tuple[int | None, ...]
@@ -39,19 +39,18 @@ def decoder_shape(
     defaults: Mapping[str, Callable[[Numbers], int]] | None = None,
     head_dim: int | None = None,
 ) -> Numbers:
-    """The sizes of a decoder: those of LARGEST, num_key_value_heads and head_dim.
+    """Read the sizes of a decoder: those of LARGEST, num_key_value_heads and head_dim.
 
-    spelling: what the file calls a size, where it is not Transformers' common name; that one is read too.
-    defaults: a size that the file may leave out, from the sizes read before it, which come in the order of LARGEST.
-    head_dim: where the file is silent; None is hidden_size / num_attention_heads.
+    spelling: the file's key for a size, if it is not Transformers' common name; that one is read too.
+    defaults: for a size that the file may leave out, a function of the sizes without a default.
+    head_dim: the default; None is hidden_size / num_attention_heads.
     """
     shape: Numbers = {}
-    ordered = sorted(LARGEST, key=lambda name: name in (defaults or {}))  # what follows from others comes after them
-    for name in ordered:
+    defaults = defaults or {}
+    for name in sorted(LARGEST, key=lambda name: name in defaults):  # those with a default last
         key = spelled(read, name, spelling)
-        default = (defaults or {}).get(name)
-        if default is not None and not read.has(key):
-            shape[name] = default(shape)
+        if name in defaults and not read.has(key):
+            shape[name] = defaults[name](shape)
         else:
             shape[name] = read.integer(key, 1, LARGEST[name])
     heads = shape["num_attention_heads"]
@@ -72,28 +71,23 @@ def gated_decoder(
     original_context: int | None = None,
     tied: bool = False,
 ) -> Numbers:
-    """What all of them share: sizes, RMS norms, a gated activation, rotary embedding.
+    """Read what decoders of Llama's kind share: sizes, RMS norms, a gated activation, rotary embedding.
 
-    The keywords are what holds where the file is silent; those of rotary embedding are explained in read_rope.
+    The keywords are defaults for keys that the file leaves out; read_rope explains those of rotary embedding.
     """
     shape = decoder_shape(read, head_dim=head_dim)
     require_even_heads(read, shape["head_dim"])
+    context = shape["max_position_embeddings"]
     return shape | {
         "hidden_act": activation(read),
         "norm_eps": read.number("rms_norm_eps", 0.0, 1.0),
-        "rope": read_rope(
-            read,
-            shape["max_position_embeddings"],
-            theta,
-            partial_rotary=partial_rotary,
-            original_context=original_context,
-        ),
+        "rope": read_rope(read, context, theta, partial_rotary=partial_rotary, original_context=original_context),
         "tie_word_embeddings": read.boolean("tie_word_embeddings", tied),
     }
 
 
 def spelled(read: ConfigReader, name: str, spelling: Mapping[str, str] | None) -> str:
-    """The key that the file uses for a number of that name."""
+    """Return the key that the file uses for a number of that name."""
     own = (spelling or {}).get(name, name)
     return name if own != name and not read.has(own) and read.has(name) else own
 
@@ -106,25 +100,25 @@ def _read_head_dim(read: ConfigReader, shape: Numbers, hidden_key: str, default:
 
 
 def require_even_heads(read: ConfigReader, head_dim: int) -> None:
-    """Rotary embedding turns pairs of a head's elements.
+    """Check that a head has pairs of elements for rotary embedding.
 
     Raises:
-        ModelLoadError: they are odd.
+        ModelLoadError: head_dim is odd.
     """
     if head_dim % 2:
-        raise read.fail("head_dim", f"even, because rotary embedding turns pairs; here it is {head_dim}")
+        raise read.fail("head_dim", f"even, because rotary embedding rotates pairs; here it is {head_dim}")
 
 
 def activation(read: ConfigReader, key: str = "hidden_act", default: str = "silu") -> str:
-    """The mathematical name of the file's activation."""
+    """Return the mathematical name of the file's activation."""
     return ACTIVATIONS[read.choice(key, ACTIVATIONS, default)]
 
 
 def fixed(read: ConfigReader, key: str, value: bool) -> bool:
-    """A switch that the architecture decides; the file may only agree.
+    """Return a switch that the architecture decides.
 
     Raises:
-        ModelLoadError: it says something else.
+        ModelLoadError: the file contradicts it.
     """
     if read.boolean(key, value) != value:
         raise read.fail(key, f"{str(value).lower()} for this architecture, or absent")
@@ -132,9 +126,8 @@ def fixed(read: ConfigReader, key: str, value: bool) -> bool:
 
 
 def no_windows(read: ConfigReader, num_layers: int) -> Windows:
-    """Every layer sees everything, and the file does not say otherwise."""
-    if read.has("layer_types") and read.raw("layer_types") != ["full_attention"] * num_layers:
-        raise read.fail("layer_types", "absent for this architecture")
+    """Return no window for any layer; a file that says otherwise is refused."""
+    _full_attention(read, num_layers)
     fixed(read, "use_sliding_window", False)
     if read.has("sliding_window"):
         raise read.fail("sliding_window", "null for this architecture, or absent")
@@ -142,9 +135,8 @@ def no_windows(read: ConfigReader, num_layers: int) -> Windows:
 
 
 def same_windows(read: ConfigReader, num_layers: int, default: int | None) -> Windows:
-    """Every layer has `sliding_window`. Null is no window; `default` is what holds where the key is absent."""
-    if read.has("layer_types") and read.raw("layer_types") != ["full_attention"] * num_layers:
-        raise read.fail("layer_types", "absent for this architecture")
+    """Return `sliding_window` for every layer. Null is no window; `default` holds if the key is absent."""
+    _full_attention(read, num_layers)
     window = sliding_window(read, default)
     if window is not None and not read.boolean("use_sliding_window", True):
         raise read.fail("use_sliding_window", f"true or absent beside sliding_window = {window}")
@@ -152,27 +144,33 @@ def same_windows(read: ConfigReader, num_layers: int, default: int | None) -> Wi
     return (window,) * num_layers
 
 
+def _full_attention(read: ConfigReader, num_layers: int) -> None:
+    if read.has("layer_types") and read.raw("layer_types") != ["full_attention"] * num_layers:
+        raise read.fail("layer_types", "absent for this architecture")
+
+
 def sliding_window(read: ConfigReader, default: int | None) -> int | None:
+    """Return `sliding_window`. Null is no window; `default` holds if the key is absent."""
     if default is None and not read.has("sliding_window"):
         return None
     return None if read.is_null("sliding_window") else read.integer("sliding_window", 1, MAX_SIZE, default or 0)
 
 
 def windows_by_type(read: ConfigReader, num_layers: int, window: int | None, default: list[str]) -> Windows:
-    """`layer_types` says which layers have the window; where it is absent, `default` does."""
-    types = read.raw("layer_types")
-    if types is None:
-        types = default
+    """Return the window of each layer that `layer_types` gives one; `default` holds if the key is absent."""
+    types = read.raw("layer_types") if read.has("layer_types") else default
     allowed: dict[str, int | None] = {"full_attention": None, "attention": None, "sliding_attention": window}
     if not isinstance(types, list) or len(types) != num_layers or not all(item in list(allowed) for item in types):
         raise read.fail("layer_types", f"a list of {num_layers} of full_attention, sliding_attention")
     if window is None and "sliding_attention" in types:
-        raise read.fail("layer_types", "full_attention only, where use_sliding_window is false or sliding_window null")
+        raise read.fail(
+            "layer_types", "full_attention only, because use_sliding_window is false or sliding_window null"
+        )
     return tuple(allowed[item] for item in types)
 
 
 def harmless(read: ConfigReader, *keys: str) -> Numbers:
-    """Keys of this architecture that change nothing in a forward pass for inference. They count as read."""
+    """Mark keys of an architecture as read that change nothing in a forward pass for inference. Return {}."""
     for key in keys:
         read.raw(key)
     return {}

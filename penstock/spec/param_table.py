@@ -1,8 +1,8 @@
-"""ParamTable: every parameter of a model family, once, read from its YAML file. No torch here.
+"""ParamTable: every parameter of a model family, once, read from its YAML file. No torch.
 
-Four readers: the loader (checkpoint names), sharding (axes), the quantiser (what to pack), the planner (sizes).
-spec/table_rows.py has the language; here is what its lines mean for one model's numbers: names, shapes, and the
-layouts in which a checkpoint may hold them.
+The loader takes checkpoint names from it, sharding the axes, the quantiser what to pack, the planner the sizes.
+spec/table_rows.py reads the file; this module expands its rows with the numbers of one model: names, shapes, and the
+layouts in which a checkpoint may hold the parameters.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.errors import ModelLoadError
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.table_rows import EXTRA, SIZES, UNIT_SIZES, Conditions, Held, Row, read_lines
+from penstock.spec.table_rows import EXTRA, SIZES, UNIT_SIZES, Conditions, Held, Row, read_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Layout:
     """One way in which a checkpoint may hold a parameter.
 
     Attributes:
-        sources: checkpoint tensors and their shapes there. Several are joined along `join_axis`.
-        pieces: sizes along `join_axis` of what is joined, whether it lies in one tensor or in several.
+        sources: checkpoint tensors and their shapes. Several are joined along `join_axis`.
+        pieces: sizes of the joined pieces along `join_axis`, whether they are in one tensor or in several.
         groups: one tensor holds all pieces as `groups` times an equal share of each; 1: one piece after the other.
-        transposed: the tensor is [K, N] in the checkpoint.
-        paired_head: rows of a head whose rotated rows stand in pairs, in all tensors but the last; 0: in halves.
-        index: this parameter's place on the first axis of a tensor that has one more; None: it has the tensor alone.
+        transposed: the tensors are [K, N] in the checkpoint.
+        paired_head: head size if all tensors but the last interleave rotated rows as pairs; 0: as halves.
+        index: this parameter's index on the first axis of a stacked tensor; None: the tensor is not stacked.
     """
 
     sources: dict[str, tuple[int, ...]]
@@ -45,11 +45,11 @@ class Parameter:
     """One parameter of one model.
 
     Attributes:
-        layouts: how checkpoints may hold it; Transformers' own way first, its own name last.
-        shard: axis, or None where every rank has all of it.
+        layouts: how checkpoints may hold it; Transformers' layout first, the one under its own name last.
+        shard: the axis that tensor parallelism splits; None: every rank has all of it.
         quant: False, True or "int8".
         tied_to: name of the parameter whose values it shares.
-        unit_size: elements of the last axis that its leaves do not cut apart.
+        unit_size: elements of the last axis that stay in one leaf.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Parameter:
 
     @property
     def sources(self) -> dict[str, tuple[int, ...]]:
-        """Checkpoint tensors and their shapes, as Transformers writes them."""
+        """Return the checkpoint tensors that Transformers writes, with their shapes."""
         return self.layouts[0].sources
 
     @property
@@ -73,7 +73,7 @@ class Parameter:
 
     @property
     def leaf_ends(self) -> tuple[int, ...]:
-        """Where the leaves of the last axis end; none where it reduces in one piece."""
+        """Return where the leaves of the last axis end; none if it reduces in one piece."""
         if self.leaves == 1:
             return ()
         return tuple(end for _, end in leaf_bounds(self.shape[-1], self.leaves, self.unit_size))
@@ -81,7 +81,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class ParamTable:
-    """All lines of one family's file."""
+    """The parameter table of one family.
+
+    Attributes:
+        ignore: patterns of checkpoint tensors that hold no values of the model.
+        prefix: start of Transformers' names that some checkpoints leave out.
+    """
 
     rows: tuple[Row, ...]
     ignore: tuple[str, ...]
@@ -89,20 +94,19 @@ class ParamTable:
 
     @classmethod
     def from_text(cls, text: str, where: str) -> "ParamTable":
-        """Read a table. Errors call it `where`.
+        """Read a table, which errors call `where`.
 
         Raises:
-            ModelLoadError: an unknown field or a value that a field cannot have.
+            ModelLoadError: a field is unknown, or its value is not allowed.
         """
-        lines = read_lines(text, where)
-        return cls(lines.rows, lines.ignore, lines.prefix)
+        return cls(*read_table(text, where))
 
     @classmethod
     def from_file(cls, path: Path) -> "ParamTable":
-        """The table of a YAML file.
+        """Read a YAML file.
 
         Raises:
-            ModelLoadError: it cannot be read, or is no table.
+            ModelLoadError: it cannot be read, or is not a table.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -112,10 +116,10 @@ class ParamTable:
         return cls.from_text(text, path.name)
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
-        """Every parameter of this model by name, in the order of the table.
+        """Return every parameter of a model by name, in the order of the table.
 
         Raises:
-            ModelLoadError: two parameters claim one checkpoint tensor, or one is tied to nothing of its shape.
+            ModelLoadError: two parameters claim one checkpoint tensor, or one is tied to no parameter of its shape.
         """
         expanded = [item for row in self.rows for item in _expand(row, config)]
         result = {item.name: item for item in expanded}
@@ -130,16 +134,16 @@ class ParamTable:
         return result
 
     def ignores(self, name: str) -> bool:
-        """Whether this checkpoint tensor carries nothing; its name may lack the prefix."""
+        """Return whether a checkpoint tensor, whose name may lack the prefix, holds no values of the model."""
         pattern = re.sub(r"\.\d+\.", ".*.", name)
         return pattern in self.ignore or self.prefix + pattern in self.ignore
 
 
 def leaf_bounds(k: int, leaves: int, unit: int = 1) -> list[tuple[int, int]]:
-    """First and past-the-last element of each leaf of an axis of k elements that is cut between units only.
+    """Return [first, past-the-last) element of each leaf of an axis of k elements that is cut between units only.
 
     Raises:
-        ValueError: k is no multiple of the unit.
+        ValueError: k is not a multiple of the unit.
     """
     if k % unit:
         raise ValueError(f"an axis of {k} elements is not made of units of {unit}")
@@ -148,76 +152,76 @@ def leaf_bounds(k: int, leaves: int, unit: int = 1) -> list[tuple[int, int]]:
 
 
 def num_elements(parameters: Iterable[Parameter]) -> int:
-    """Elements that are stored; what is tied counts once."""
+    """Count the stored elements; tied parameters count once."""
     return sum(item.num_elements for item in parameters if item.tied_to is None)
 
 
 def _expand(row: Row, config: ModelConfig) -> list[Parameter]:
-    """The parameters of one line, one for each layer and expert for which it exists."""
+    """Return the parameters of one row: one for each layer and expert for which it exists."""
     layers = range(config.num_hidden_layers if "*" in row.pattern else 1)
     experts = range(config.num_experts if row.pattern.count("*") > 1 else 1)
-    there = [layer for layer in layers if _holds(row.when, config, layer)]
-    return [_parameter(row, config, layer, expert) for layer in there for expert in experts]
+    existing = [layer for layer in layers if _holds(row.when, config, layer)]
+    return [_Expansion(config, layer, expert).parameter(row) for layer in existing for expert in experts]
 
 
-def _parameter(row: Row, config: ModelConfig, layer: int, expert: int) -> Parameter:
-    pieces = [
-        [_size(config, word) for word in (axis if isinstance(axis, tuple) else (axis,))]  # of each axis
-        for axis in row.shape
-    ]
-    join_axis = next((index for index, axis in enumerate(row.shape) if isinstance(axis, tuple)), 0)
-    shape = tuple(sum(axis) for axis in pieces)
-    return Parameter(
-        name=_numbered(row.pattern, layer, expert),
-        shape=shape,
-        layouts=tuple(_layout(held, config, shape, join_axis, pieces[join_axis], layer, expert) for held in row.held),
-        shard=row.shard,
-        unit=row.unit,
-        quant=row.quant,
-        leaves=row.leaves,
-        tied_to=row.tied_to if config.tie_word_embeddings else None,
-        unit_size=UNIT_SIZES[row.unit](config),
-    )
+@dataclass(frozen=True, slots=True)
+class _Expansion:
+    """Makes the parameters of one layer and one expert of a model."""
 
+    config: ModelConfig
+    layer: int
+    expert: int
 
-def _layout(
-    held: Held, config: ModelConfig, shape: tuple[int, ...], axis: int, pieces: list[int], layer: int, expert: int
-) -> Layout:
-    sizes = pieces if len(held.names) > 1 else [shape[axis]]
-    parts = [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
-    if held.transposed:
-        parts = [part[::-1] for part in parts]
-    if held.stacked:
-        parts = [(config.num_experts, *part) for part in parts]
-    names = [_numbered(name, layer, expert) for name in held.names]
-    return Layout(
-        sources=dict(zip(names, parts, strict=True)),
-        join_axis=axis,
-        pieces=tuple(pieces),
-        groups=config.num_key_value_heads if held.order == "kv_group" else 1,
-        transposed=held.transposed,
-        paired_head=config.head_dim if held.order == "rotary_pairs" else 0,
-        index=expert if held.stacked else None,
-    )
+    def parameter(self, row: Row) -> Parameter:
+        axes = [axis if isinstance(axis, tuple) else (axis,) for axis in row.shape]
+        pieces = [tuple(self._size(word) for word in axis) for axis in axes]
+        return Parameter(
+            name=self._name(row.pattern),
+            shape=tuple(map(sum, pieces)),
+            layouts=tuple(self._layout(held, pieces) for held in row.held),
+            shard=row.shard,
+            unit=row.unit,
+            quant=row.quant,
+            leaves=row.leaves,
+            tied_to=row.tied_to if self.config.tie_word_embeddings else None,
+            unit_size=UNIT_SIZES[row.unit](self.config),
+        )
 
+    def _layout(self, held: Held, pieces: list[tuple[int, ...]]) -> Layout:
+        """pieces: for each axis, the sizes of its pieces; at most one axis has several."""
+        shape = tuple(map(sum, pieces))
+        axis = next((index for index, sizes in enumerate(pieces) if len(sizes) > 1), 0)
+        sizes = pieces[axis] if len(held.names) > 1 else (shape[axis],)
+        parts = [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
+        if held.transposed:
+            parts = [part[::-1] for part in parts]
+        if held.stacked:
+            parts = [(self.config.num_experts, *part) for part in parts]
+        return Layout(
+            sources=dict(zip(map(self._name, held.names), parts, strict=True)),
+            join_axis=axis,
+            pieces=pieces[axis],
+            groups=self.config.num_key_value_heads if held.order == "kv_group" else 1,
+            transposed=held.transposed,
+            paired_head=self.config.head_dim if held.order == "rotary_pairs" else 0,
+            index=self.expert if held.stacked else None,
+        )
 
-def _numbered(pattern: str, layer: int, expert: int) -> str:
-    return pattern.replace("*", str(layer), 1).replace("*", str(expert), 1)
+    def _name(self, pattern: str) -> str:
+        return pattern.replace("*", str(self.layer), 1).replace("*", str(self.expert), 1)
 
-
-def _size(config: ModelConfig, word: str | int) -> int:
-    if isinstance(word, int):
-        return word
-    if word.startswith(EXTRA):
-        return int(config.extra[word.removeprefix(EXTRA)])
-    return SIZES[word](config) if word in SIZES else int(getattr(config, word))
+    def _size(self, word: str | int) -> int:
+        if isinstance(word, int):
+            return word
+        if word.startswith(EXTRA):
+            return int(self.config.extra[word.removeprefix(EXTRA)])
+        return SIZES[word](self.config) if word in SIZES else int(getattr(self.config, word))
 
 
 def _holds(when: Conditions, config: ModelConfig, layer: int) -> bool:
-    """Whether every field has one of its values, for this layer."""
+    """Return whether every field has one of its allowed values in this layer."""
     for name, allowed in when.items():
-        own = name.startswith(EXTRA)
-        value = config.extra.get(name.removeprefix(EXTRA)) if own else getattr(config, name)
+        value = config.extra.get(name.removeprefix(EXTRA)) if name.startswith(EXTRA) else getattr(config, name)
         if isinstance(value, tuple):
             value = value[layer]
         if not any(value == item and type(value) is type(item) for item in allowed):

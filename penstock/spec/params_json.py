@@ -1,9 +1,9 @@
-"""Mistral's own params.json, as the config.json that says the same. No torch, no model.
+"""Mistral's own params.json, translated into the config.json that says the same. No torch.
 
     {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8,
      "norm_eps": 1e-05, "vocab_size": 32000, "sliding_window": 4096}
 
-Its weights are in consolidated.safetensors, under the names that models/llama.yaml and mixtral.yaml list under `or`.
+Its weights are in consolidated.safetensors, under the names that the tables of Llama and Mixtral list under `or`.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 
 NAME = "params.json"
-CONTEXT = 32768  # of the models that do not say theirs
-WINDOW_THETA, THETA = 1e4, 1e6  # rotary base of a file that is silent: with a window, and without one
-BOS, EOS = 1, 2  # of all their tokenizers
-SIZES = {  # theirs -> Transformers'
+CONTEXT = 32768  # if the file does not say
+WINDOW_THETA, THETA = 1e4, 1e6  # rotary base if the file does not say: with a window, and without one
+BOS, EOS = 1, 2  # in all of Mistral's tokenizers
+SIZES = {  # Mistral's keys -> Transformers'
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "head_dim": "head_dim",
@@ -27,7 +27,7 @@ NEUTRAL = {"use_biases": False, "causal": True}
 
 
 def config_of(params: dict[str, Any]) -> dict[str, Any]:
-    """What config.json would hold.
+    """Return the contents of the equivalent config.json.
 
     Raises:
         ModelLoadError: a key is missing, wrong, or unknown.
@@ -60,9 +60,9 @@ def config_of(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _windows(read: ConfigReader) -> tuple[int | None, dict[str, Any]]:
-    """The window, and where not all layers have it, which do: a list, repeated from the first layer to the last.
+    """Return the window, and `layer_types` if not all layers have it.
 
-    Ministral's file says `_sliding_window`.
+    The file then has a list, repeated from the first layer to the last. Ministral's key is `_sliding_window`.
     """
     key = "sliding_window" if read.has("sliding_window") else "_sliding_window"
     if key == "sliding_window" and read.has("_sliding_window"):

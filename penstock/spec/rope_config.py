@@ -1,34 +1,36 @@
-"""RopeConfig: how rotary embedding scales its frequencies, read from either spelling of Transformers.
+"""RopeConfig: rotary embedding and how its frequencies are scaled, read from either spelling of Transformers.
 
-Knows the numbers only; the tables are made in layers/rotary.py.
+The tables of cosines and sines are made in layers/rotary.py.
 """
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader, same
 from penstock.validation import shown
 
+SUPPORTED_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
+UNSUPPORTED_TYPES = ("axial", "mrope", "proportional")
 OLDER_NAMES = {"su": "longrope"}
-NOT_BUILT = ("axial", "mrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: frequencies theta^(-2i/D), scaled as `rope_type` says.
+    """Rotary embedding with the frequencies theta^(-2i/D), scaled as `rope_type` says.
 
     Attributes:
         rope_type: "default"; "linear" divides all frequencies by factor; "llama3" and "yarn" divide the slow ones only;
             "dynamic" raises theta with the position; "longrope" divides each frequency by a number of its own.
-        partial_rotary_factor: how much of each head is rotated, from its first element on.
+        partial_rotary_factor: the fraction of each head that is rotated, from its first element on.
         original_max_position_embeddings: context before scaling.
-        low_freq_factor, high_freq_factor: "llama3": turns within that context below which a frequency is divided, and
-            above which it stays.
+        low_freq_factor, high_freq_factor: "llama3": a frequency is divided if it makes fewer turns within that context
+            than the first, and kept if it makes more than the second.
         beta_slow, beta_fast: "yarn": the same two bounds; `truncate` widens them to whole dimensions.
-        short_factor, long_factor: "longrope": what each frequency is divided by, where that context is long enough for
-            everything that may be asked for, and where it is not.
-        attention_factor: "yarn", "longrope": what cosines and sines are multiplied by.
+        short_factor, long_factor: "longrope": divisors of each frequency if the original context is long enough for
+            the served one, and if it is not.
+        attention_factor: "yarn", "longrope": factor of cosines and sines.
     """
 
     theta: float = 10000.0
@@ -46,14 +48,14 @@ class RopeConfig:
     attention_factor: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """D: how many elements of a head are rotated. Where that is odd, its last frequency turns one more."""
+        """Return D, the number of rotated elements of a head. If it is odd, the last frequency rotates one more."""
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, head_dim: int) -> None:
-        """Refuse what does not fit heads of that size.
+        """Check that this fits heads of `head_dim` elements.
 
         Raises:
-            ModelLoadError: nothing is rotated, or more than there is, or there is not one factor for each frequency.
+            ModelLoadError: nothing is rotated, or more than a head has, or there is not one factor per frequency.
         """
         rotary_dim = self.rotary_dim(head_dim)
         frequencies = (rotary_dim + 1) // 2
@@ -65,8 +67,8 @@ class RopeConfig:
         for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if self.rope_type == "longrope" and len(factors) != frequencies:
                 raise ModelLoadError(
-                    f"config.json: {name} has {len(factors)} numbers; it must have {frequencies}, one for each pair of "
-                    f"the {rotary_dim} elements that are rotated"
+                    f"config.json: {name} has {len(factors)} numbers; it must have {frequencies}, one per pair of the "
+                    f"{rotary_dim} elements that are rotated"
                 )
 
 
@@ -78,12 +80,12 @@ def read_rope(
     partial_rotary: float | None = None,
     original_context: int | None = None,
 ) -> RopeConfig:
-    """From `rope_parameters`, or from `rope_scaling` and `rope_theta`, as older files spell it.
+    """Read `rope_parameters`, or `rope_scaling` and `rope_theta` as older files spell it.
 
-    partial_rotary: how much of a head is rotated where the file is silent; None: the architecture rotates all of it, so
-        the file may not say anything else.
-    original_context: what `original_max_position_embeddings` is where the file is silent, of an architecture that has
-        it beside the section; one inside may only repeat it. None: the section has it, or it is the context.
+    partial_rotary: the fraction of a head that is rotated if the file does not say; None: the architecture rotates all
+        of it, and the file may say nothing else.
+    original_context: `original_max_position_embeddings` if the file does not say, for an architecture that has it
+        beside the section; one inside may only repeat it. None: it is read from the section, default the context.
     """
     theta = read.number("rope_theta", 1.001, MAX_SIZE, default_theta)
     context = read.integer("original_max_position_embeddings", 2, MAX_SIZE, original_context or max_position_embeddings)
@@ -102,22 +104,22 @@ def read_rope(
             raise scaling.fail(key, f"the same as {key} beside it, {shown(read.raw(key))}")
     inside = scaling.raw("original_max_position_embeddings")
     if original_context is not None and inside not in (None, context):
-        raise scaling.fail("original_max_position_embeddings", f"{context}, which holds for this architecture")
+        raise scaling.fail("original_max_position_embeddings", f"{context}, as this architecture has it")
     return read_scaling(scaling, plain, max_position_embeddings, partial_rotary=partial_rotary is not None)
 
 
 def read_scaling(
     read: ConfigReader, plain: RopeConfig, max_position_embeddings: int, *, partial_rotary: bool = False
 ) -> RopeConfig:
-    """From one section; what it leaves out is as in `plain`. Keys that its kind of scaling lacks are refused."""
+    """Read one section; what it leaves out is as in `plain`. Keys that its rope_type does not have are refused."""
     kind = _read_kind(read)
     rope = replace(
         plain,
         theta=read.number("rope_theta", 1.001, MAX_SIZE, plain.theta),
         rope_type=kind,
         partial_rotary_factor=_read_partial(read, plain.partial_rotary_factor if partial_rotary else None),
+        **_read_numbers(read, kind, plain.original_max_position_embeddings, max_position_embeddings),
     )
-    rope = READERS[kind](read, rope, max_position_embeddings)
     read.finish(())
     return rope
 
@@ -126,11 +128,12 @@ def _read_kind(read: ConfigReader) -> str:
     if read.has("type") and read.has("rope_type") and read.raw("type") != read.raw("rope_type"):
         raise read.fail("type", f"the same as rope_type, {shown(read.raw('rope_type'))}")
     key = "rope_type" if read.has("rope_type") else "type"
-    if read.raw(key) in NOT_BUILT:
+    if read.raw(key) in UNSUPPORTED_TYPES:
+        supported = ", ".join(SUPPORTED_TYPES)
         raise NotSupportedError(
-            f"{read.where}: {key} = {read.raw(key)} is not supported; supported are {', '.join(READERS)}", param="model"
+            f"{read.where}: {key} = {read.raw(key)} is not supported; supported are {supported}", param="model"
         )
-    kind = read.choice(key, (*READERS, *OLDER_NAMES), "default")
+    kind = read.choice(key, (*SUPPORTED_TYPES, *OLDER_NAMES), "default")
     return OLDER_NAMES.get(kind, kind)
 
 
@@ -142,72 +145,54 @@ def _read_partial(read: ConfigReader, default: float | None) -> float:
     return 1.0
 
 
-def _with_context(read: ConfigReader, rope: RopeConfig) -> RopeConfig:
-    default = rope.original_max_position_embeddings
-    context = read.integer("original_max_position_embeddings", 2, MAX_SIZE, default)
-    return replace(rope, original_max_position_embeddings=context)
+def _read_numbers(read: ConfigReader, kind: str, context: int, max_position_embeddings: int) -> dict[str, Any]:
+    """Return the fields of RopeConfig that a rope_type has of its own; `context` is the default before scaling."""
+    if kind == "default":
+        return {}
+    if kind == "dynamic":  # frequencies change beyond max_position_embeddings, which is the context before scaling
+        factor = read.number("factor", 1.0, MAX_SIZE)
+        return {"factor": factor, "original_max_position_embeddings": max_position_embeddings}
+    if kind == "linear":
+        return {"factor": read.number("factor", 1e-6, MAX_SIZE)}
+    context = read.integer("original_max_position_embeddings", 2, MAX_SIZE, context)
+    if kind == "longrope":
+        numbers = _read_longrope(read, context, max_position_embeddings)
+    else:
+        numbers = {"factor": read.number("factor", 1e-6, MAX_SIZE)}
+        numbers |= _read_llama3(read) if kind == "llama3" else _read_yarn(read, numbers["factor"])
+    return numbers | {"original_max_position_embeddings": context}
 
 
-def _read_default(read: ConfigReader, rope: RopeConfig, max_position_embeddings: int) -> RopeConfig:
-    return rope
-
-
-def _read_linear(read: ConfigReader, rope: RopeConfig, max_position_embeddings: int) -> RopeConfig:
-    return replace(rope, factor=read.number("factor", 1e-6, MAX_SIZE))
-
-
-def _read_dynamic(read: ConfigReader, rope: RopeConfig, max_position_embeddings: int) -> RopeConfig:
-    """The context before scaling is max_position_embeddings itself: what comes later is scaled."""
-    factor = read.number("factor", 1.0, MAX_SIZE)
-    return replace(rope, factor=factor, original_max_position_embeddings=max_position_embeddings)
-
-
-def _read_llama3(read: ConfigReader, rope: RopeConfig, max_position_embeddings: int) -> RopeConfig:
-    rope = _with_context(read, _read_linear(read, rope, max_position_embeddings))
+def _read_llama3(read: ConfigReader) -> dict[str, Any]:
     low, high = (read.number(key, 1e-6, MAX_SIZE) for key in ("low_freq_factor", "high_freq_factor"))
     if high <= low:
         raise read.fail("high_freq_factor", f"above low_freq_factor = {low:g}")
-    return replace(rope, low_freq_factor=low, high_freq_factor=high)
+    return {"low_freq_factor": low, "high_freq_factor": high}
 
 
-def _read_longrope(read: ConfigReader, rope: RopeConfig, max_position_embeddings: int) -> RopeConfig:
-    """Where attention_factor is absent it follows from how much longer the context has become."""
-    rope = _with_context(read, rope)
-    context = rope.original_max_position_embeddings
+def _read_longrope(read: ConfigReader, context: int, max_position_embeddings: int) -> dict[str, Any]:
+    """The default of attention_factor follows from how much longer the context has become."""
     factor = read.number("factor", 1e-6, MAX_SIZE, max_position_embeddings / context)
     by_factor = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(context))
-    return replace(
-        rope,
-        factor=factor,
-        short_factor=read.numbers("short_factor", 1e-6, MAX_SIZE),
-        long_factor=read.numbers("long_factor", 1e-6, MAX_SIZE),
-        attention_factor=read.number("attention_factor", 0.0, MAX_SIZE, by_factor),
-    )
+    return {
+        "factor": factor,
+        "short_factor": read.numbers("short_factor", 1e-6, MAX_SIZE),
+        "long_factor": read.numbers("long_factor", 1e-6, MAX_SIZE),
+        "attention_factor": read.number("attention_factor", 0.0, MAX_SIZE, by_factor),
+    }
 
 
-def _read_yarn(read: ConfigReader, rope: RopeConfig, max_position_embeddings: int) -> RopeConfig:
-    """Where attention_factor is absent it follows from the factor, in one of two ways (YaRN, and DeepSeek's)."""
-    rope = _with_context(read, _read_linear(read, rope, max_position_embeddings))
+def _read_yarn(read: ConfigReader, factor: float) -> dict[str, Any]:
+    """The default of attention_factor follows from the factor, in one of two ways (YaRN's, and DeepSeek's)."""
     slow, fast = read.number("beta_slow", 1e-6, MAX_SIZE, 1.0), read.number("beta_fast", 1e-6, MAX_SIZE, 32.0)
     if fast <= slow:
         raise read.fail("beta_fast", f"above beta_slow = {slow:g}")
     scales = [read.number(key, 0.0, MAX_SIZE, 0.0) for key in ("mscale", "mscale_all_dim")]
-    growth = 0.1 * math.log(max(rope.factor, 1.0))
+    growth = 0.1 * math.log(max(factor, 1.0))
     by_factor = (growth * scales[0] + 1) / (growth * scales[1] + 1) if all(scales) else growth + 1
-    return replace(
-        rope,
-        beta_slow=slow,
-        beta_fast=fast,
-        truncate=read.boolean("truncate", True),
-        attention_factor=read.number("attention_factor", 0.0, MAX_SIZE, by_factor),
-    )
-
-
-READERS = {
-    "default": _read_default,
-    "dynamic": _read_dynamic,
-    "linear": _read_linear,
-    "llama3": _read_llama3,
-    "longrope": _read_longrope,
-    "yarn": _read_yarn,
-}
+    return {
+        "beta_slow": slow,
+        "beta_fast": fast,
+        "truncate": read.boolean("truncate", True),
+        "attention_factor": read.number("attention_factor", 0.0, MAX_SIZE, by_factor),
+    }

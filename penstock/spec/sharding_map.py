@@ -1,10 +1,10 @@
-"""Sharding maps: which axis of every weight tensor parallelism splits, one a line. No torch.
+"""Sharding maps: the axis of each weight that tensor parallelism splits, one weight per line. No torch.
 
     layers.*.self_attn.wo.weight : 1 # -1, 1] #  torch.float32 (2048, 2048)
 
-That is the format of JetStream's sharding files: a name, with * for every number, and an axis of that tensor, -1 for
-none; what follows # is for the reader. Names are those of the parameter table or of the checkpoint's tensors. A map
-that is used has to fit the model: every parameter is named once, as itself or by all of its pieces.
+This is the format of JetStream's sharding files: a name, with * for every number, and an axis of that tensor, -1 for
+none; # begins a comment. Names are those of the parameter table or of the checkpoint's tensors. A map must fit the
+model: every parameter is named once, as itself or by all of its pieces.
 """
 
 import difflib
@@ -13,11 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from penstock.errors import ModelLoadError
 from penstock.spec.param_table import Layout, Parameter
-from penstock.spec.table_rows import UniqueKeys
+from penstock.spec.table_rows import read_yaml
 from penstock.validation import shown
 
 MAX_LISTED = 8  # problems that an error lists
@@ -26,10 +24,10 @@ REPLICATED = -1
 
 @dataclass(frozen=True, slots=True)
 class ShardingMap:
-    """The axes of a file.
+    """The axes in a sharding file.
 
     Attributes:
-        where: what errors call it.
+        where: the file's name in error messages.
         axes: name, with * for numbers -> axis.
     """
 
@@ -41,14 +39,11 @@ class ShardingMap:
         """Read a map.
 
         Raises:
-            ModelLoadError: it maps no names to whole numbers, or one name twice.
+            ModelLoadError: it does not map names to integers, or repeats a name.
         """
-        try:
-            entries = yaml.load(text, UniqueKeys)
-        except yaml.YAMLError as error:
-            raise ModelLoadError(f"{where}: not YAML: {error}") from None
+        entries = read_yaml(text, where)
         if not isinstance(entries, dict) or not entries:
-            raise ModelLoadError(f"{where}: it must map names of weights to the axis that is split")
+            raise ModelLoadError(f"{where}: it must map names of weights to the axis to split")
         for name, axis in entries.items():
             if not isinstance(name, str) or isinstance(axis, bool) or not isinstance(axis, int) or axis < REPLICATED:
                 raise ModelLoadError(
@@ -61,7 +56,7 @@ class ShardingMap:
         """Read a file.
 
         Raises:
-            ModelLoadError: it cannot be read, or as from_text.
+            ModelLoadError: it cannot be read, or is not a map.
         """
         try:
             text = file.read_text(encoding="utf-8")
@@ -70,15 +65,15 @@ class ShardingMap:
         return cls.from_text(text, file.name)
 
     def resolve(self, parameters: Mapping[str, Parameter]) -> dict[str, int | None]:
-        """The axis of every parameter of a model, None where it is not split. A tied one need not be named.
+        """Return the axis of every parameter of a model, None if it is not split. A tied one may be left out.
 
         Raises:
-            ModelLoadError: a name is of no parameter, an axis of no such tensor; or a parameter is named twice, not at
-                all, or with pieces that are split otherwise.
+            ModelLoadError: a name matches no parameter, or an axis is out of range; or a parameter is named twice, not
+                at all, or with pieces that are split differently.
         """
         axes: dict[str, int | None] = {}
         used: set[str] = set()
-        problems: dict[str, None] = {}  # layers have the same
+        problems: dict[str, None] = {}  # as an ordered set: all layers have the same
         for parameter in parameters.values():
             found = [layout for layout in parameter.layouts if self._names(layout)]
             used |= {name for layout in found for name in self._names(layout)}
@@ -87,22 +82,22 @@ class ShardingMap:
             except ValueError as error:
                 problems[str(error)] = None
         known = {general(name) for item in parameters.values() for layout in item.layouts for name in layout.sources}
-        unknown = [f"{name} is no parameter{_hint(name, known)}" for name in self.axes if name not in used]
+        unknown = [f"{name} is not a parameter{_hint(name, known)}" for name in self.axes if name not in used]
         if problems or unknown:
-            told = [*unknown, *problems]
-            more = f"; and {len(told) - MAX_LISTED} more" if len(told) > MAX_LISTED else ""
-            raise ModelLoadError(f"{self.where}: {'; '.join(told[:MAX_LISTED])}{more}")
+            all_problems = [*unknown, *problems]
+            more = f"; and {len(all_problems) - MAX_LISTED} more" if len(all_problems) > MAX_LISTED else ""
+            raise ModelLoadError(f"{self.where}: {'; '.join(all_problems[:MAX_LISTED])}{more}")
         return axes
 
     def _names(self, layout: Layout) -> list[str]:
-        """Of a layout's tensors, those that the map names."""
+        """Return the tensors of a layout that the map names."""
         return [name for name in map(general, layout.sources) if name in self.axes]
 
     def _axis(self, parameter: Parameter, found: list[Layout]) -> int | None:
-        """Of one parameter, from the layouts that the map names.
+        """Return the axis of one parameter from `found`, its layouts that the map names.
 
         Raises:
-            ValueError: it is not named once.
+            ValueError: it is not named exactly once.
         """
         name = general(parameter.name)
         if not found:
@@ -119,11 +114,11 @@ class ShardingMap:
             raise ValueError(f"{missing[0]} is not named, another piece of {name}")
         split = {self._own_axis(general(source), shape, layout) for source, shape in layout.sources.items()}
         if len(split) > 1:
-            raise ValueError(f"{', '.join(spellings.pop())} are one parameter and have to be split alike")
+            raise ValueError(f"{', '.join(spellings.pop())} are one parameter and must be split alike")
         return split.pop()
 
     def _own_axis(self, source: str, shape: tuple[int, ...], layout: Layout) -> int | None:
-        """The parameter's axis for that of a tensor which may be on its side, or hold all experts.
+        """Translate the axis of a tensor, which may be transposed or stacked, to the parameter's.
 
         Raises:
             ValueError: the tensor has no such axis.
@@ -140,7 +135,7 @@ class ShardingMap:
 
 
 def general(name: str) -> str:
-    """A name with * for every number."""
+    """Return a name with * for every number."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 

@@ -63,7 +63,7 @@ def test_the_flags_of_the_document(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "I believe the meaning of life is" in capsys.readouterr().out
     sharding.write_text(sharding.read_text().replace("model.norm.weight", "model.nrom.weight"))
     assert main(flags) == 2
-    assert "sharding_config: gemma.yaml: model.nrom.weight is no parameter" in capsys.readouterr().err
+    assert "sharding_config: gemma.yaml: model.nrom.weight is not a parameter" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     assert main([*flags[:-1], f"--checkpoint_path={tmp_path}"]) == 2
     error = capsys.readouterr().err

@@ -82,9 +82,9 @@ def test_the_example_is_of_another_gemma(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError) as caught:
         resolve(JETSTREAM, gemma)
     said = str(caught.value)
-    assert "freqs_cis is no parameter;" in said
+    assert "freqs_cis is not a parameter;" in said
     nearest = "model.layers.*.self_attn.qkv_proj.weight"
-    assert f"; layers.*.self_attn.qkv_proj.weight is no parameter (is {nearest} meant?)" in said
+    assert f"; layers.*.self_attn.qkv_proj.weight is not a parameter (is {nearest} meant?)" in said
     assert "more" in said
 
 
@@ -105,14 +105,14 @@ def test_every_parameter_has_its_axis(parameters: dict[str, Parameter]) -> None:
     ("old", "new", "said"),
     [
         (f"{LAYER}.mlp.down_proj.weight: 0\n", "", rf"{LAYER}.mlp.down_proj.weight is not named"),
-        ("model.norm.weight", "model.norms.weight", r"model.norms.weight is no parameter \(is model.norm.weight meant"),
+        ("model.norm.weight", "model.norms.weight", r"norms.weight is not a parameter \(is model.norm.weight meant"),
         (
             "model.norm.weight: -1",
             "model.norm.weight: 1",
             r"model.norm.weight: axis 1 is out of range; it must be 0, or",
         ),
         ("o_proj.weight: 1", "o_proj.weight: 2", r"o_proj.weight: axis 2 is out of range; it must be 0 .. 1, or -1"),
-        ("v_proj.weight: 0", "v_proj.weight: 1", r"q_proj.weight, .*v_proj.weight are one parameter and have to be"),
+        ("v_proj.weight: 0", "v_proj.weight: 1", r"q_proj.weight, .*v_proj.weight are one parameter and must be"),
         (
             f"{LAYER}.self_attn.v_proj.weight: 0\n",
             "",
@@ -121,7 +121,7 @@ def test_every_parameter_has_its_axis(parameters: dict[str, Parameter]) -> None:
         ("lm_head", f"{LAYER}.self_attn.qkv_proj.weight: 0\nlm_head", r"qkv_proj.weight is named twice, as .*q_proj"),
         ("lm_head.weight: 0", "lm_head.weight: -2", r"lm_head.weight'?: -2 is not allowed; it must be an axis from 0"),
         ("lm_head.weight: 0", "lm_head.weight: true", "True is not allowed"),
-        ("lm_head.weight: 0", "lm_head.weight: 0\nmodel.norm.weight: 0", "twice"),
+        ("lm_head.weight: 0", "lm_head.weight: 0\nmodel.norm.weight: 0", "duplicate key"),
     ],
 )
 def test_what_does_not_fit_is_named(old: str, new: str, said: str, parameters: dict[str, Parameter]) -> None:
@@ -173,7 +173,7 @@ def test_the_engine_takes_a_map(tmp_path: Path) -> None:
     assert "splits 10 of 15 parameters; on one device nothing is split" in built.config.reasons["sharding_config"]
     assert built.info.choices_made["sharding_config"] == built.config.reasons["sharding_config"]
     file.write_text(JETSTREAM)
-    for name, said in ((str(file), "freqs_cis is no parameter"), (str(tmp_path), "cannot be read"), ("\0", "")):
+    for name, said in ((str(file), "freqs_cis is not a parameter"), (str(tmp_path), "cannot be read"), ("\0", "")):
         with pytest.raises(InvalidRequestError, match=f"sharding_config: .*{said}") as caught:
             build_engine(EngineConfig.from_options(sharding_config=name, **options))
         assert caught.value.param == "sharding_config"

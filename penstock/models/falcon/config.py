@@ -1,8 +1,8 @@
-"""How the config.json of Falcon is read.
+"""Reads the config.json of Falcon.
 
-Three generations share one architecture. 7B and RW name what they do: `parallel_attn`, `multi_query`, `alibi`. 40B says
-`new_decoder_architecture`, which stands for parallel branches and key/value groups, whatever the older keys say. 11B is
-a new one with one norm in place of two.
+Three generations share one architecture. 7B and RW spell out what they have: `parallel_attn`, `multi_query`, `alibi`.
+40B has `new_decoder_architecture`, which means parallel branches and key/value groups, regardless of the older keys.
+11B is a new one with one norm instead of two. The very first files are translated by spec/refined_web.py.
 """
 
 from penstock.spec.config_reader import ConfigReader
@@ -19,14 +19,14 @@ from penstock.spec.config_rules import (
 from penstock.spec.rope_config import read_rope
 
 OLDEST = {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
-CONTEXT = 2048  # where the file is silent, as Transformers has it
+CONTEXT = 2048  # Transformers' default
 
 
 def read_falcon(read: ConfigReader) -> Numbers:
-    """`bias` stands for all products of a block."""
+    """Read the numbers of any generation. `bias` applies to all products of a block."""
     shape = read_shape(read)
     fixed(read, "apply_residual_connection_post_layernorm", False)
-    harmless(read, "ff_factor")  # ffn_hidden_size has the number
+    harmless(read, "ff_factor")  # repeats ffn_hidden_size
     alibi, bias = read.boolean("alibi", False), read.boolean("bias", False)
     rope = read_rope(read, shape["max_position_embeddings"])
     if not alibi:
@@ -46,7 +46,7 @@ def read_falcon(read: ConfigReader) -> Numbers:
 
 
 def read_shape(read: ConfigReader) -> Numbers:
-    """Heads divide the hidden size evenly, and key/value heads follow from the generation."""
+    """Read the sizes. Heads divide the hidden size evenly, and the generation decides about key/value heads."""
     oldest = {name: key for name, key in OLDEST.items() if read.has(key)}
     shape = decoder_shape(
         read,
@@ -71,7 +71,7 @@ def read_shape(read: ConfigReader) -> Numbers:
 
 
 def read_parallel_norms(read: ConfigReader) -> int:
-    """How many norms stand before parallel branches; 0: the branches follow each other."""
+    """Return the number of norms before parallel branches; 0: the branches follow each other."""
     parallel = read.boolean("parallel_attn", True)
     if read.boolean("new_decoder_architecture", False):
         return read.integer("num_ln_in_parallel_attn", 1, 2, 2)

@@ -3,9 +3,9 @@
 block:  x = x + attn(ln(x)) + mlp(ln(x))                  7B, 11B: one norm for both branches
         x = x + attn(ln_attn(x)) + mlp(ln_mlp(x))         40B, 180B: one each
         x = x + attn(ln(x));  x = x + mlp(ln'(x))         RW: one branch after the other
-        LayerNorm, a plain MLP; rotary embedding, or a bias that falls with the distance (RW)
+        LayerNorm, a plain MLP; rotary embedding, or ALiBi (RW)
 varies by ModelConfig only: num_parallel_norms, key/value heads (one, groups, all), alibi, biases, tied head
-not here: how the fused query_key_value lies in a checkpoint (table.yaml), arithmetic and rounding (kernels/ops.py)
+not here: the layout of the fused query_key_value (table.yaml), arithmetic and rounding (kernels/ops.py)
 """
 
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class FalconModel(nn.Module):
         self.ln_f = make.layer_norm("ln_f", cfg.norm_eps)
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] int64 -> [T, hidden] dtype."""
+        """Map ids [T] int64 to hidden states [T, hidden] dtype."""
         x, h = self.word_embeddings(input_ids), None
         for block in self.h:
             x, h = block(x, h, ctx)
@@ -48,9 +48,9 @@ class FalconModel(nn.Module):
 
 
 class FalconBlock(nn.Module):
-    """What all blocks have: attention and feed-forward. The last branch is left for the next norm to add.
+    """Attention and feed-forward of all blocks. The next norm adds the last branch.
 
-    forward: residual stream x and the branch h not yet added, [T, hidden] float32 each -> the same, one block on.
+    forward maps the residual stream x and the branch h not yet added, [T, hidden] float32 each, to the next x and h.
     """
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
@@ -61,7 +61,7 @@ class FalconBlock(nn.Module):
 
 
 class SequentialBlock(FalconBlock):
-    """The feed-forward branch reads what attention has added."""
+    """The feed-forward branch reads the residual stream after attention."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
         super().__init__(cfg, make, index, rotary)
@@ -87,7 +87,7 @@ class OneNormBlock(FalconBlock):
 
 
 class TwoNormBlock(FalconBlock):
-    """Each branch has a norm of its own, of the same residual stream."""
+    """Each branch reads its own norm of the same residual stream."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
         super().__init__(cfg, make, index, rotary)

@@ -13,12 +13,13 @@ from penstock.spec.config_rules import (
 )
 from penstock.spec.rope_config import read_rope
 
-HEAD_DIM = 256  # this and what follows: Transformers' own, where a file leaves it out
+HEAD_DIM = 256  # this and the following: Transformers' defaults
 GATE = "gelu_pytorch_tanh"
 WINDOW = 4096
 
 
 def read_gemma(read: ConfigReader) -> Numbers:
+    """Read the numbers of the first Gemma."""
     shape = scaled_decoder(read)
     return shape | {
         "hidden_act": gate(read, "hidden_act", "hidden_activation"),
@@ -28,7 +29,7 @@ def read_gemma(read: ConfigReader) -> Numbers:
 
 
 def scaled_decoder(read: ConfigReader) -> Numbers:
-    """What all of them share: sizes, RMS norms, embeddings that are scaled and tied, attention that looks back only."""
+    """Read what all Gemmas share: sizes, RMS norms, scaled and tied embeddings, causal attention."""
     shape = decoder_shape(read, head_dim=HEAD_DIM)
     require_even_heads(read, shape["head_dim"])
     if not read.has("num_key_value_heads"):
@@ -36,7 +37,7 @@ def scaled_decoder(read: ConfigReader) -> Numbers:
     if read.boolean("use_bidirectional_attention", False):
         raise read.fail(
             "use_bidirectional_attention",
-            "false or absent: a cache of keys and values serves tokens that look back only",
+            "false or absent: a key/value cache serves causal attention only",
         )
     bias = read.boolean("attention_bias", False)
     return shape | {
@@ -49,13 +50,13 @@ def scaled_decoder(read: ConfigReader) -> Numbers:
 
 
 def gate(read: ConfigReader, key: str, other: str) -> str:
-    """The gate's activation. A file may say it a second time under the other key, but not another one.
+    """Return the gate's activation. A file may repeat it under the other key, but not contradict it.
 
-    `hidden_act: gelu` stands in the first files and always meant the tanh form.
+    `hidden_act: gelu`, as in the first files, always meant the tanh form.
     """
     named = {name: activation(read, name, GATE) for name in (key, other)}
     if read.raw("hidden_act") == "gelu":
         named["hidden_act"] = ACTIVATIONS[GATE]
     if read.has(other) and named[other] != named[key]:
-        raise read.fail(other, f"the same as {key}, which stands for {named[key]} here, or absent")
+        raise read.fail(other, f"the same as {key}, which means {named[key]} here, or absent")
     return named[key]

@@ -1,9 +1,9 @@
 """Gemma 2 and 3 decoder, text ("Gemma 2: Improving Open Language Models at a Practical Size", 2024; "Gemma 3", 2025).
 
 embed:  x = sqrt(hidden) * embedding
-block:  x = x + norm(attn(norm(x)));  x = x + norm(mlp(norm(x)))      four RMSNorms, weights the distance from 1
+block:  x = x + norm(attn(norm(x)));  x = x + norm(mlp(norm(x)))      four RMSNorms that multiply by 1 + weight
 varies by ModelConfig only: which layers have a window, soft caps of scores and logits (Gemma 2), norms of q and k and a
-    rotary base of their own for the layers with a window (Gemma 3), the scale of scores, rotary scaling, biases
+    separate rotary base for the layers with a window (Gemma 3), the scale of scores, rotary scaling, biases
 not here: parameter names and sharding (table.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
 """
 
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
-from penstock.layers.decoder import DecoderLM, RMSNormDecoder
+from penstock.layers.decoder import RMSNormLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 
 
-class Gemma2ForCausalLM(DecoderLM):
+class Gemma2ForCausalLM(RMSNormLM):
     """The decoder and its head."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
-        super().__init__(cfg, make, lambda cfg, make: RMSNormDecoder(cfg, make, Gemma2Block, unit_offset=True))
+        super().__init__(cfg, make, Gemma2Block, unit_offset=True)
 
 
 class Gemma2Block(nn.Module):
-    """Attention and feed-forward, each between two norms; the last branch is left for the next norm to add."""
+    """Attention and feed-forward, each between two norms; the next norm adds the last branch."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How the config.json of GPT-2 is read."""
+"""Reads the config.json of GPT-2."""
 
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.config_rules import Numbers, activation, decoder_shape, harmless, no_windows
@@ -13,7 +13,7 @@ SPELLING = {
 
 
 def read_gpt2(read: ConfigReader) -> Numbers:
-    """Learned positions: there are no more than n_positions. `n_ctx` repeats it; `summary_*` are of other heads."""
+    """Read the numbers. `n_ctx` repeats n_positions, the number of learned positions; `summary_*` serve other heads."""
     shape = decoder_shape(
         read, spelling=SPELLING, defaults={"intermediate_size": lambda sizes: 4 * sizes["hidden_size"]}
     )

@@ -2,7 +2,7 @@
 
 x = wte[id] + wpe[position]
 block:  x = x + attn(ln_1(x));  x = x + mlp(ln_2(x))      LayerNorm, as many key/value heads as query heads, a plain MLP
-varies by ModelConfig only: the scale of scores, also by layer; tied head
+varies by ModelConfig only: the scale of scores, optionally per layer; tied head
 not here: [in, out] weights and the names of checkpoints (table.yaml), arithmetic and rounding (kernels/ops.py)
 """
 
@@ -34,7 +34,7 @@ class GPT2Model(nn.Module):
         self.ln_f = make.layer_norm("ln_f", cfg.norm_eps)
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] int64 -> [T, hidden] dtype."""
+        """Map ids [T] int64 to hidden states [T, hidden] dtype."""
         x, h = self.wte(input_ids), self.wpe(ctx.positions)  # the first norm adds them
         for block in self.h:
             x, h = block(x, h, ctx)
@@ -42,7 +42,7 @@ class GPT2Model(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """Attention and feed-forward, each behind its norm; the last branch is left for the next norm to add."""
+    """Attention and feed-forward, each after its norm; the next norm adds the last branch."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int) -> None:
         super().__init__()
@@ -59,6 +59,6 @@ class GPT2Block(nn.Module):
 
 
 def score_scale(cfg: ModelConfig, index: int) -> float:
-    """What the scores of a layer are multiplied by: 1 / sqrt(D) or 1, and divided by the layer's number if asked."""
+    """Return the factor of a layer's scores: 1 / sqrt(D) or 1, divided by the layer's number if the config says so."""
     scale = cfg.attention_scale or cfg.head_dim**-0.5
     return scale / (index + 1) if cfg.extra["scale_by_layer"] else scale

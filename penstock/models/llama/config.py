@@ -1,4 +1,4 @@
-"""How the config.json of Llama, Mistral, Ministral, Qwen2 and Qwen3 is read."""
+"""Reads the config.json of Llama, Mistral, Ministral, Qwen2 and Qwen3."""
 
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 from penstock.spec.config_rules import (
@@ -15,7 +15,7 @@ from penstock.spec.config_rules import (
 
 
 def read_llama(read: ConfigReader) -> Numbers:
-    """`attention_bias` stands for all four products of attention."""
+    """Read the numbers of Llama. `attention_bias` applies to all four products of attention."""
     numbers = gated_decoder(read)
     bias = read.boolean("attention_bias", False)
     return numbers | {
@@ -27,6 +27,7 @@ def read_llama(read: ConfigReader) -> Numbers:
 
 
 def read_mistral(read: ConfigReader) -> Numbers:
+    """Read the numbers of Mistral: a window on all layers, or none."""
     numbers = gated_decoder(read)
     fixed(read, "attention_bias", False)
     fixed(read, "mlp_bias", False)
@@ -34,7 +35,7 @@ def read_mistral(read: ConfigReader) -> Numbers:
 
 
 def read_ministral(read: ConfigReader) -> Numbers:
-    """A window on the layers that `layer_types` names; on all where it names none."""
+    """Read the numbers of Ministral: a window on the layers that `layer_types` names, without it on all."""
     numbers = gated_decoder(read)
     fixed(read, "attention_bias", False)
     fixed(read, "mlp_bias", False)
@@ -44,7 +45,7 @@ def read_ministral(read: ConfigReader) -> Numbers:
 
 
 def read_qwen2(read: ConfigReader) -> Numbers:
-    """q, k and v have a bias, the product after attention has none."""
+    """Read the numbers of Qwen2: q, k and v have a bias, the product after attention has none."""
     numbers = gated_decoder(read)
     fixed(read, "attention_bias", True)
     fixed(read, "mlp_bias", False)
@@ -52,6 +53,7 @@ def read_qwen2(read: ConfigReader) -> Numbers:
 
 
 def read_qwen3(read: ConfigReader) -> Numbers:
+    """Read the numbers of Qwen3: norms of q and k."""
     numbers = gated_decoder(read, head_dim=128)
     bias = read.boolean("attention_bias", False)
     fixed(read, "mlp_bias", False)
@@ -64,8 +66,7 @@ def read_qwen3(read: ConfigReader) -> Numbers:
 
 
 def upper_windows(read: ConfigReader, num_layers: int) -> Windows:
-    """Qwen: nothing slides unless use_sliding_window; then layer_types says which layers do, else those from
-    max_window_layers on."""
+    """Return Qwen's windows: none unless use_sliding_window; then as layer_types says, or from max_window_layers on."""
     window = sliding_window(read, DEFAULT_WINDOW)
     first_sliding = read.integer("max_window_layers", 0, MAX_SIZE, 28)
     if not read.boolean("use_sliding_window", False):

@@ -10,28 +10,35 @@ from torch import Tensor, nn
 
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
-from penstock.layers.decoder import DecoderLM, RMSNormDecoder
+from penstock.layers.decoder import RMSNormLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 
 
-class LlamaForCausalLM(DecoderLM):
+class LlamaForCausalLM(RMSNormLM):
     """The decoder and its head."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
-        super().__init__(cfg, make, lambda cfg, make: RMSNormDecoder(cfg, make, LlamaBlock))
+        super().__init__(cfg, make, LlamaBlock)
 
 
 class LlamaBlock(nn.Module):
-    """Attention and feed-forward, each behind its norm; the last branch is left for the next norm to add."""
+    """Attention and feed-forward, each after its norm; the next norm adds the last branch.
+
+    Attributes:
+        unit_offset: whether norms multiply by 1 + weight.
+    """
+
+    unit_offset = False
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
         super().__init__()
-        self.input_layernorm = make.rms_norm("input_layernorm", cfg.norm_eps)
+        eps, offset = cfg.norm_eps, self.unit_offset
+        self.input_layernorm = make.rms_norm("input_layernorm", eps, unit_offset=offset)
         self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary)
-        self.post_attention_layernorm = make.rms_norm("post_attention_layernorm", cfg.norm_eps)
+        self.post_attention_layernorm = make.rms_norm("post_attention_layernorm", eps, unit_offset=offset)
         self.mlp = self.make_mlp(cfg, make.at("mlp"), index)
 
     def make_mlp(self, cfg: ModelConfig, make: LayerFactory, index: int) -> nn.Module:

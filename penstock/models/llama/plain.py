@@ -1,8 +1,8 @@
-"""Llama once more, written out with torch's own layers in JetStream's calling convention: the version "plain".
+"""Llama written out with torch's own layers in JetStream's calling convention: the version "plain".
 
 block:  x = x + attn(norm(x));  x = x + mlp(norm(x))      RMSNorm, rotary, grouped-query attention, SwiGLU
-For whoever wants to see every line of the arithmetic, or to change it: LLM(model, model_impl="plain"). It rounds where
-torch does, and promises no bits.
+It shows every line of the arithmetic, to read or to change: LLM(model, model_impl="plain"). It rounds where torch does
+and does not guarantee identical bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PlainLlama(nn.Module):
-    """Tokens to logits."""
+    """The decoder and its head."""
 
     def __init__(self, config: ModelConfig, env: Environment) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class PlainLlama(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, input_pos: Tensor, caches: Sequence[Any], mask: Tensor) -> Tensor:
-        """tokens, input_pos [B, S] -> logits [B, S, V]."""
+        """Map tokens and their positions, [B, S] each, to logits [B, S, V]."""
         logits: Tensor = self.lm_head(self.model(tokens, input_pos, caches, mask))
         return logits
 
@@ -56,7 +56,7 @@ class PlainDecoder(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """Attention and feed-forward, each behind its norm and added to what came in."""
+    """Attention and feed-forward, each after its norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """softmax(q k^T / sqrt(D) + mask) v over what the cache returns."""
+    """softmax(q k^T / sqrt(D) + mask) v over the keys and values in the cache."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class PlainAttention(nn.Module):
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Turn the two halves of each head against each other; turn holds cosines, then sines."""
+    """Rotate the two halves of each head [..., D]; `turn` holds cosines, then sines."""
     cos, sin = turn.chunk(2, dim=-1)
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

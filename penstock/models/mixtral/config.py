@@ -1,4 +1,4 @@
-"""How the config.json of Mixtral and Qwen3-MoE is read."""
+"""Reads the config.json of Mixtral and Qwen3-MoE."""
 
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.config_rules import (
@@ -18,7 +18,7 @@ TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise
 
 
 def read_mixtral(read: ConfigReader) -> Numbers:
-    """Every layer is sparse, and an expert is as large as a dense branch would be."""
+    """Read the numbers of Mixtral: every layer is sparse, and an expert is as large as a dense branch."""
     numbers = gated_decoder(read, theta=1000000.0)
     layers = numbers["num_hidden_layers"]
     fixed(read, "attention_bias", False)
@@ -35,8 +35,8 @@ def read_mixtral(read: ConfigReader) -> Numbers:
 
 
 def read_qwen3_moe(read: ConfigReader) -> Numbers:
-    """Sparse is every decoder_sparse_step-th layer, but for those that mlp_only_layers names."""
-    numbers = gated_decoder(read)  # unlike Qwen3, a file without head_dim means hidden_size / heads
+    """Read the numbers of Qwen3-MoE: every decoder_sparse_step-th layer not in mlp_only_layers is sparse."""
+    numbers = gated_decoder(read)  # head_dim defaults to hidden_size / heads, unlike Qwen3's
     layers = numbers["num_hidden_layers"]
     bias = read.boolean("attention_bias", False)
     harmless(read, *TRAINING)
@@ -56,7 +56,7 @@ def read_qwen3_moe(read: ConfigReader) -> Numbers:
 
 
 def read_experts(read: ConfigReader) -> Numbers:
-    """How many there are (`num_local_experts`, or `num_experts`) and how many a token goes through."""
+    """Read the number of experts (`num_local_experts` or `num_experts`), and of those per token."""
     count = read.integer(spelled(read, "num_experts", {"num_experts": "num_local_experts"}), 1, MAX_EXPERTS)
     return {"num_experts": count, "num_experts_per_tok": read.integer("num_experts_per_tok", 1, count)}
 
@@ -70,11 +70,11 @@ def _sparse_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
 
 
 def _window(read: ConfigReader) -> int | None:
-    """Of all layers alike: Transformers does not ask max_window_layers here, so it may not ask for anything either."""
+    """Return the window of all layers. Transformers ignores max_window_layers here, so it is refused if it matters."""
     window = sliding_window(read, DEFAULT_WINDOW)
     if not read.boolean("use_sliding_window", False):
         harmless(read, "max_window_layers")
         return None
     if read.has("max_window_layers"):
-        raise read.fail("max_window_layers", "absent where use_sliding_window is true: all layers slide")
+        raise read.fail("max_window_layers", "absent where use_sliding_window is true: all layers have the window")
     return window

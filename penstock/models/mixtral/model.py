@@ -1,25 +1,25 @@
 """Decoders whose feed-forward branch is a mixture of experts: Mixtral, Qwen3-MoE.
 
 block:  x = x + attn(norm(x));  x = x + moe(norm(x))      Llama's block with experts instead of the SwiGLU branch
-varies by ModelConfig only: which layers are sparse, how many experts there are, how many of them a token uses, whether
-    their weights are renormalised; windows, biases, norms of q and k
+varies by ModelConfig only: which layers are sparse, the number of experts, of experts per token, whether their weights
+    are renormalised; windows, biases, norms of q and k
 not here: parameter names (table.yaml, qwen3_moe.yaml), routing (layers/moe.py), KV layout (runner), arithmetic
 """
 
 from torch import nn
 
-from penstock.layers.decoder import DecoderLM, RMSNormDecoder
+from penstock.layers.decoder import RMSNormLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.moe import MoE
 from penstock.models.llama.model import LlamaBlock
 from penstock.spec.model_config import ModelConfig
 
 
-class MixtralForCausalLM(DecoderLM):
+class MixtralForCausalLM(RMSNormLM):
     """The decoder and its head."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
-        super().__init__(cfg, make, lambda cfg, make: RMSNormDecoder(cfg, make, MixtralBlock))
+        super().__init__(cfg, make, MixtralBlock)
 
 
 class MixtralBlock(LlamaBlock):

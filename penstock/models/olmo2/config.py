@@ -1,11 +1,11 @@
-"""How the config.json of OLMo 2 is read."""
+"""Reads the config.json of OLMo 2."""
 
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.config_rules import Numbers, gated_decoder, no_windows
 
 
 def read_olmo2(read: ConfigReader) -> Numbers:
-    """`attention_bias` stands for all four products of attention."""
+    """Read the numbers. `attention_bias` applies to all four products of attention."""
     numbers = gated_decoder(read)
     bias = read.boolean("attention_bias", False)
     return numbers | {

@@ -1,7 +1,7 @@
 """OLMo 2 decoder (OLMo team, "2 OLMo 2 Furious", 2025).
 
-block:  x = x + norm(attn(x));  x = x + norm(mlp(x))      norms behind the branches, none before them
-        attention norms q and k of all heads together, then rotates them; SwiGLU
+block:  x = x + norm(attn(x));  x = x + norm(mlp(x))      norms after the branches, none before them
+        attention normalises q and k over all heads together, then rotates them; SwiGLU
 varies by ModelConfig only: biases of attention, grouped queries, rotary scaling, tied head
 not here: parameter names and sharding (table.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
 """
@@ -10,22 +10,22 @@ from torch import Tensor, nn
 
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
-from penstock.layers.decoder import DecoderLM, RMSNormDecoder
+from penstock.layers.decoder import RMSNormLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 
 
-class Olmo2ForCausalLM(DecoderLM):
+class Olmo2ForCausalLM(RMSNormLM):
     """The decoder and its head."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
-        super().__init__(cfg, make, lambda cfg, make: RMSNormDecoder(cfg, make, Olmo2Block))
+        super().__init__(cfg, make, Olmo2Block)
 
 
 class Olmo2Block(nn.Module):
-    """Attention and feed-forward: each reads the residual stream as it is, and is normed before it is added."""
+    """Attention and feed-forward: each reads the residual stream itself; its result is normalised, then added."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
         super().__init__()
