@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.check.twin import find_class, one_line, read_config
+from penstock.check.twin import find_class, load_errors, read_config
 from penstock.errors import ModelLoadError
 from penstock.models.certificate import RANDOM_TINY
 from penstock.models.config_json import parse_model_config
@@ -101,10 +101,8 @@ def _make_tiny_from(source: Path, scratch: Path) -> Path:
         ModelLoadError: Transformers cannot make it.
     """
     config = read_config(source)
-    try:
+    with load_errors(f"{source}: Transformers cannot make a small model like it"):
         make_tiny(config, find_class(config.architectures[0]), scratch / "tiny")
-    except (ValueError, KeyError, RuntimeError, TypeError) as error:
-        raise ModelLoadError(f"{source}: Transformers cannot make a small model like it: {one_line(error)}") from error
     return scratch / "tiny"
 
 

@@ -38,12 +38,10 @@ class Twin:
         """
         model_class = find_class(load_model_config(directory).architecture)
         options = {"local_files_only": True, "use_safetensors": True}
-        try:
+        with load_errors(f"{directory}: Transformers cannot load it"):
             model = model_class.from_pretrained(
                 directory, dtype=torch.float32, attn_implementation=attention, **options
             )
-        except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
-            raise ModelLoadError(f"{directory}: Transformers cannot load it: {one_line(error)}") from error
         return cls(model.eval(), attention)
 
     @torch.inference_mode()
@@ -102,12 +100,14 @@ def read_config(directory: Path) -> Any:
         ModelLoadError: Transformers cannot read config.json.
     """
     config_class = find_class(load_model_config(directory).architecture).config_class
-    try:
+    with load_errors(f"{directory}: Transformers cannot read config.json"):
         return config_class.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"{directory}: Transformers cannot read config.json: {one_line(error)}") from error
 
 
-def one_line(error: Exception) -> str:
-    """Return an error message of another package on one line."""
-    return " ".join(str(error).split())
+@contextmanager
+def load_errors(message: str) -> Iterator[None]:
+    """Turn the errors that Transformers raises into a ModelLoadError of one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise ModelLoadError(f"{message}: {' '.join(str(error).split())}") from error

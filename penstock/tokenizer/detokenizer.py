@@ -12,7 +12,6 @@ no stop strings or requests. Joined, its pieces are the text that the ids add to
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
 
 from penstock.tokenizer.tokenizer import Tokenizer
 
@@ -38,7 +37,7 @@ class IncrementalDetokenizer:
         spaces_between_special_tokens: bool = True,
     ) -> None:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._reader: _Reader
+        self._reader: _ByteReader | _PieceReader
         if tokenizer.joins_bytes:
             self._reader = _ByteReader(tokenizer)
         else:
@@ -52,12 +51,6 @@ class IncrementalDetokenizer:
     def finish(self) -> str:
         """Return what was held back as half a character. No push may follow."""
         return self._reader.finish()
-
-
-class _Reader(Protocol):
-    def push(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
 
 
 class _ByteReader:

@@ -12,6 +12,8 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._first_chars = frozenset(stop[0] for stop in stops)
+        self._longest = max(map(len, stops), default=0)
         self._include = include
         self._held = ""  # the longest end of the text that begins a stop string
 
@@ -21,9 +23,9 @@ class StopStrings:
         After a match the text ends there (with the stop string itself if `include`) and no push may follow. With
         may_stop=False, matches that are complete within this piece do not count (`min_tokens` is not reached).
         """
-        if not self._stops:
-            return text, None
         whole = self._held + text
+        if self._first_chars.isdisjoint(whole):  # most pieces: nothing in it begins a stop string
+            return whole, None
         match = self._first_match(whole) if may_stop else None
         if match is not None:
             end, stop = match
@@ -40,18 +42,22 @@ class StopStrings:
 
     def _first_match(self, whole: str) -> tuple[int, str] | None:
         """Return the end and the stop string of the first match that ends beyond what was held back."""
-        found = ((whole.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops)
-        ends = [(start + len(stop), stop) for start, stop in found if start >= 0]
+        ends = []
+        for stop in self._stops:
+            start = whole.find(stop, max(0, len(self._held) - len(stop) + 1))
+            if start >= 0:
+                ends.append((start + len(stop), stop))
         return min(ends, key=lambda match: match[0], default=None)
 
     def _first_held(self, whole: str) -> int:
         """Return where the longest end of the text that begins a stop string starts.
 
-        Each step to the right gives up a character for good, so this takes linear time over the whole text.
+        A character that is passed here is never looked at again, so this takes linear time over the whole text.
         """
-        first = max(0, len(whole) - max(map(len, self._stops)))
-        starts = (start for start in range(first, len(whole)) if self._begins_stop(whole[start:]))
-        return next(starts, len(whole))
-
-    def _begins_stop(self, text: str) -> bool:
-        return any(stop.startswith(text) for stop in self._stops)
+        for start in range(max(0, len(whole) - self._longest), len(whole)):
+            if whole[start] in self._first_chars:
+                end = whole[start:]
+                for stop in self._stops:
+                    if stop.startswith(end):
+                        return start
+        return len(whole)
