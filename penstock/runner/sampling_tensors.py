@@ -17,6 +17,9 @@ from penstock.kernels.sampling import SamplingTensors
 from penstock.runner.input_batch import InputBatch, Int64
 from penstock.runner.logit_adjustments import FloatArray, IntArray
 
+_Part = tuple[int, IntArray, FloatArray]  # a row of the step, ids [P], their values [P] or none
+NO_VALUES: FloatArray = np.zeros(0, dtype=np.float32)
+
 
 def on_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Return the array as a tensor on a device; on the CPU they share memory."""
@@ -68,61 +71,42 @@ def _adjustments(batch: InputBatch, rows: Int64, vocab_size: int, device: torch.
     if not adjusted:
         return {}
     repetition, frequency, presence = np.ones(len(rows), np.float32), *np.zeros((2, len(rows)), np.float32)
-    masked, bias, seen, counts = (_PairList() for _ in range(4))
+    masked, bias, seen, counts = list[_Part](), list[_Part](), list[_Part](), list[_Part]()
     for index, row, item in adjusted:
-        for ids in item.masked_ids(batch.history(row), batch.num_outputs(row)):
-            masked.add(index, ids)
+        masked += [(index, ids, NO_VALUES) for ids in item.masked_ids(batch.history(row), batch.num_outputs(row))]
         if item.bias is not None:
-            bias.add(index, *item.bias)
+            bias.append((index, *item.bias))
         if item.seen is not None:
             repetition[index] = item.params.repetition_penalty
-            seen.add(index, item.seen.ids)
+            seen.append((index, item.seen.ids, NO_VALUES))
         if item.generated is not None:
             frequency[index], presence[index] = item.params.frequency_penalty, item.params.presence_penalty
-            counts.add(index, item.generated.ids, item.generated.counts)
+            counts.append((index, item.generated.ids, item.generated.counts))
     found: dict[str, Any] = {}
-    if pairs := masked.collect(vocab_size, device):
+    if pairs := _pairs(masked, vocab_size, device):
         found["masked"] = pairs[0]
-    if pairs := bias.collect(vocab_size, device):
+    if pairs := _pairs(bias, vocab_size, device):
         found["bias"] = pairs
-    if pairs := seen.collect(vocab_size, device):
+    if pairs := _pairs(seen, vocab_size, device):
         found["repetition"] = on_device(repetition, device), pairs[0]
-    if pairs := counts.collect(vocab_size, device):
+    if pairs := _pairs(counts, vocab_size, device):
         found["counts"] = on_device(frequency, device), on_device(presence, device), *pairs
     return found
 
 
-class _PairList:
-    """Collects (row, id) pairs, each with a value where values are given."""
+def _pairs(parts: list[_Part], vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Copy all (row, id) pairs [P, 2] int64 and their values [P] float32 (or none, [0]); None if there are no pairs.
 
-    def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._ids: list[IntArray] = []
-        self._values: list[FloatArray] = []
-
-    def add(self, row: int, ids: IntArray, values: FloatArray | None = None) -> None:
-        """Add ids [P] of a row, and their values [P]; the arrays must not change before `collect`."""
-        self._rows.append(row)
-        self._ids.append(ids)
-        if values is not None:
-            self._values.append(values)
-
-    def collect(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return copies of all pairs [P, 2] int64 and their values [P] float32 (or [0]); None if there are no pairs.
-
-        Ids beyond the vocabulary are left out: they have no logit.
-        """
-        if not self._ids:
-            return None
-        ids = np.concatenate(self._ids)
-        pairs = np.empty((len(ids), 2), dtype=np.int64)
-        pairs[:, 0] = np.repeat(self._rows, [len(part) for part in self._ids])
-        pairs[:, 1] = ids
-        values = np.concatenate(self._values) if self._values else np.zeros(0, dtype=np.float32)
-        inside = ids < vocab_size
-        if not inside.all():
-            pairs, values = pairs[inside], values[inside] if self._values else values
-        return (on_device(pairs, device), on_device(values, device)) if len(pairs) else None
+    Ids beyond the vocabulary are left out: they have no logit.
+    """
+    if not parts:
+        return None
+    rows, ids, values = zip(*parts, strict=True)
+    pairs = np.stack([np.repeat(rows, [len(part) for part in ids]), np.concatenate(ids)], axis=1)
+    numbers, inside = np.concatenate(values), pairs[:, 1] < vocab_size
+    if not inside.all():
+        pairs, numbers = pairs[inside], numbers[inside] if len(numbers) else numbers
+    return (on_device(pairs, device), on_device(numbers, device)) if len(pairs) else None
 
 
 def _noise_key(batch: InputBatch, rows: Int64) -> Int64:

@@ -6,6 +6,8 @@ from torch import Tensor
 from penstock.kernels.metadata import KVScales
 from penstock.quant import kv
 
+Quantised = tuple[Tensor, Tensor, Tensor]  # integers, scales, offsets
+
 
 class ReferenceKVCache:
     """Keys and values of one layer in a float type."""
@@ -72,26 +74,15 @@ class Int8KVCache(ReferenceKVCache):
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = super().read(slots)
-        if self.channels is not None:
-            own = self.channels
-            return (
-                kv.dequantize(keys, own.key_scales, own.key_offsets),
-                kv.dequantize(values, own.value_scales, own.value_offsets),
-            )
-        key_scales, value_scales = self.key_scales.flatten(0, 1)[slots], self.value_scales.flatten(0, 1)[slots]
-        return (
-            kv.dequantize(keys, key_scales[..., :1], key_scales[..., 1:]),
-            kv.dequantize(values, value_scales[..., :1], value_scales[..., 1:]),
-        )
+        if (own := self.channels) is not None:
+            of_keys, of_values = (own.key_scales, own.key_offsets), (own.value_scales, own.value_offsets)
+        else:
+            of_keys, of_values = (x.flatten(0, 1)[slots].chunk(2, dim=-1) for x in (self.key_scales, self.value_scales))
+        return kv.dequantize(keys, *of_keys), kv.dequantize(values, *of_values)
 
     def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.channels is not None:
-            own = self.channels
-            return (
-                _through_channels(k, own.key_scales, own.key_offsets),
-                _through_channels(v, own.value_scales, own.value_offsets),
-            )
-        return _through_tokens(k), _through_tokens(v)
+        keys, values = self._quantize(k, v)
+        return kv.dequantize(*keys).to(k.dtype), kv.dequantize(*values).to(v.dtype)
 
     def rounded_queries(self, q: Tensor) -> Tensor:
         if self.slices == 0:
@@ -103,21 +94,16 @@ class Int8KVCache(ReferenceKVCache):
         return kv.slices(q.float() * scales, self.slices).to(q.dtype) / scales.to(q.dtype)
 
     def _write(self, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
-        if self.channels is not None:
-            own = self.channels
-            self.keys.flatten(0, 1)[slots] = kv.quantize_channels(k_new, own.key_scales, own.key_offsets)
-            self.values.flatten(0, 1)[slots] = kv.quantize_channels(v_new, own.value_scales, own.value_offsets)
-            return
-        for new, rows, scales in ((k_new, self.keys, self.key_scales), (v_new, self.values, self.value_scales)):
-            integers, token_scales, token_offsets = kv.quantize_tokens(new)
+        places = (self.keys, self.key_scales), (self.values, self.value_scales)
+        for (integers, *numbers), (rows, scales) in zip(self._quantize(k_new, v_new), places, strict=True):
             rows.flatten(0, 1)[slots] = integers
-            scales.flatten(0, 1)[slots] = torch.stack([token_scales, token_offsets], dim=-1)
+            if self.channels is None:
+                scales.flatten(0, 1)[slots] = torch.cat(numbers, dim=-1)
 
-
-def _through_channels(x: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
-    return kv.dequantize(kv.quantize_channels(x, scales, offsets), scales, offsets).to(x.dtype)
-
-
-def _through_tokens(x: Tensor) -> Tensor:
-    values, scales, offsets = kv.quantize_tokens(x)
-    return kv.dequantize(values, scales[..., None], offsets[..., None]).to(x.dtype)
+    def _quantize(self, k: Tensor, v: Tensor) -> tuple[Quantised, Quantised]:
+        """Return the integers of keys and of values, and their scales and offsets as kv.dequantize takes them."""
+        if (own := self.channels) is not None:
+            of_keys, of_values = (own.key_scales, own.key_offsets), (own.value_scales, own.value_offsets)
+            return (kv.quantize_channels(k, *of_keys), *of_keys), (kv.quantize_channels(v, *of_values), *of_values)
+        (keys, *of_k), (values, *of_v) = kv.quantize_tokens(k), kv.quantize_tokens(v)
+        return (keys, of_k[0][..., None], of_k[1][..., None]), (values, of_v[0][..., None], of_v[1][..., None])
