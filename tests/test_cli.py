@@ -158,7 +158,7 @@ def server():
 
 def get(url: str) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=30) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -166,7 +166,7 @@ def get(url: str) -> tuple[int, bytes]:
 
 
 def wait_healthy(url: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while get(f"{url}/health")[0] != 200:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -178,8 +178,9 @@ def test_serve_survives_its_engine_and_drains(server):
     wait_healthy(url)
     status = json.loads(get(f"{url}/status")[1])
     os.kill(status["engine"]["pid"], signal.SIGKILL)
-    time.sleep(0.1)
-    assert get(f"{url}/health")[0] == 503
+    while get(f"{url}/health")[0] != 503:  # the test's own time limit ends this
+        if json.loads(get(f"{url}/status")[1])["engine"]["restarts"]:
+            break  # the new engine was ready before anybody looked
     wait_healthy(url)
     after = json.loads(get(f"{url}/status")[1])["engine"]
     assert after["restarts"] == 1
@@ -187,7 +188,7 @@ def test_serve_survives_its_engine_and_drains(server):
     maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert "libtorch" not in maps
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
     assert not Path(f"/proc/{after['pid']}").exists()
 
 

@@ -193,7 +193,7 @@ def test_a_client_that_goes_away_is_not_computed_for(url):
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
         next(answer.iter_lines())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while httpx.get(f"{url}/status").json()["running"]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
