@@ -41,19 +41,16 @@ class CacheConfig:
     """The key/value cache.
 
     A block_size of max_model_len or more gives every request one block, which is a ring in layers with a window; there
-    is no prefix caching then. An int8 cache takes half the memory of a bfloat16 one.
+    is no prefix caching then. An int8 cache takes half the memory of a bfloat16 one; kv_cache_scales is a safetensors
+    file (weights/kv_scales.py). planner.memory computes kv_cache_memory_bytes if it is None.
     """
 
     block_size: int | None = option(
         None, BLOCK_SIZES, "tokens in a cache block, a multiple of 16 (default: 16; max-model-len: one per request)"
     )
     kv_cache_dtype: str = option("auto", KV_CACHE_DTYPES, "type of the cached keys and values")
-    kv_cache_scales: str | None = option(
-        None, str, "safetensors file with scales per channel of an int8 cache (default: per token)"
-    )
-    kv_cache_memory_bytes: int | None = option(
-        None, range(1, 2**50 + 1), "memory for the cache, like 2GiB (default: at most 40 percent of what is free)"
-    )
+    kv_cache_scales: str | None = option(None, str, "scales per channel of an int8 cache (default: per token)")
+    kv_cache_memory_bytes: int | None = option(None, range(1, 2**50 + 1), "memory for the cache, like 2GiB")
     enable_prefix_caching: bool = option(True, bool, "reuse the cached blocks of equal prefixes (default: on)")
 
     def __post_init__(self) -> None:
@@ -90,15 +87,11 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits on what runs at once."""
+    """Limits on what runs at once. Prompts longer than max_num_batched_tokens are computed in chunks."""
 
-    max_model_len: int | None = option(
-        None, range(2, MAX_CONTEXT + 1), "longest prompt plus output, in tokens (default: the model's context)"
-    )
+    max_model_len: int | None = option(None, range(2, MAX_CONTEXT + 1), "longest prompt plus output, in tokens")
     max_num_seqs: int = option(32, range(1, 2**16 + 1), "most requests that run at once")
-    max_num_batched_tokens: int | None = option(
-        None, range(1, MAX_CONTEXT + 1), "most tokens computed in one step; longer prompts are chunked (default: 2048)"
-    )
+    max_num_batched_tokens: int | None = option(None, range(1, MAX_CONTEXT + 1), "most tokens per step (default: 2048)")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -132,7 +125,8 @@ class SchedulerConfig:
 class ParallelConfig:
     """How the model is split; none of it changes a bit of an answer. More than one process is planned, not built.
 
-    sharding_config (spec/sharding_map.py) is checked against the model even where nothing is split.
+    sharding_config (spec/sharding_map.py) is checked against the model even where nothing is split. The tokens that
+    pad_vocab_multiple adds are never sampled.
     """
 
     tensor_parallel_size: int = option(1, range(1, 4097), "processes that share each layer")
@@ -141,9 +135,7 @@ class ParallelConfig:
     pad_vocab_multiple: int = option(
         1, range(1, 2**16 + 1), "pad the LM head to a multiple of N tokens (1024 turns Falcon's 65024 into 65536)"
     )
-    sharding_config: str | None = option(
-        None, str, "YAML file with the split axis of each weight (default: the parameter table's axes)"
-    )
+    sharding_config: str | None = option(None, str, "split axis of each weight, YAML (default: the table's)")
 
     def __post_init__(self) -> None:
         check_options(self)
