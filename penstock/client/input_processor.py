@@ -57,7 +57,7 @@ class InputProcessor:
         self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
     def process(
-        self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: Any, params: SamplingParams | Any = None, request_id: str | None = None
     ) -> PreparedRequest:
         """Check and prepare a request.
 
@@ -75,7 +75,8 @@ class InputProcessor:
             check.check_str("request_id", request_id, max_length=MAX_REQUEST_ID_LENGTH)
             check_unicode(request_id, param="request_id")
         params = SamplingParams(**self._info.default_sampling) if params is None else params
-        check_params(params)
+        if not isinstance(params, SamplingParams):  # a dict is a common mistake
+            raise check.fail("sampling_params", params, "a SamplingParams")
         params.check_vocabulary(self._info.vocab_size)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError("stop: stop strings need a tokenizer, and the model has none", param="stop")
@@ -164,12 +165,6 @@ def _choices(prefix: str, ids: list[int], params: SamplingParams) -> tuple[Engin
     return tuple(
         EngineRequest(f"{prefix}-{choice}", ids, later if choice else first, choice) for choice in range(params.n)
     )
-
-
-def check_params(params: Any) -> None:
-    """Raise InvalidRequestError unless it is a SamplingParams; a dict is a common mistake."""
-    if not isinstance(params, SamplingParams):
-        raise check.fail("sampling_params", params, "a SamplingParams")
 
 
 def assigned_seed(engine_seed: int, arrival: int) -> int:

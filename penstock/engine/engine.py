@@ -11,13 +11,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
-from penstock.interface.step import (
-    CacheGroup,
-    Executor,
-    RequestStepOutput,
-    ScheduledRequest,
-    TokenLogprobs,
-)
+from penstock.interface.step import CacheGroup, Executor, RequestStepOutput, ScheduledRequest
 from penstock.plugins.logits_processors import check_registered
 
 MAX_FAILED_STEPS = 3  # in a row: then the engine is broken, not a request
@@ -73,9 +67,12 @@ class Engine:
         if not self.kv_cache.fits_alone(request.max_total_tokens, self.scheduler.max_num_batched_tokens):
             message = f"prompt and output of up to {request.max_total_tokens} tokens do not fit the cache"
             raise InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
-        ending = request.ending(self.eos_token_ids)
-        if ending is not None:  # resumed after its last token
-            self._early_outputs.append(self._output(request, [], None, ending=ending))
+        reason, stop_token = request.ending(self.eos_token_ids)
+        if reason is not None:  # resumed after its last token
+            last = EngineOutput(
+                source.request_id, request.num_output_tokens, [], finish_reason=reason, stop_reason=stop_token
+            )
+            self._early_outputs.append(last)
             return
         self._requests[request.request_id] = request
         self.scheduler.add(request)
@@ -96,13 +93,12 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request without another output. False if it is not open (it may just have finished)."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            num_early = len(self._early_outputs)
-            self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
-            return len(self._early_outputs) < num_early
-        self.scheduler.remove(request)
-        return True
+        if request_id in self._requests:
+            self._finish(self._requests[request_id])
+            return True
+        num_early = len(self._early_outputs)
+        self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
+        return len(self._early_outputs) < num_early
 
     @property
     def has_work(self) -> bool:
@@ -138,62 +134,49 @@ class Engine:
 
     def _commit(self, item: ScheduledRequest, result: RequestStepOutput) -> EngineOutput | None:
         request = self._requests[item.request_id]
+        start, cached = request.num_output_tokens, request.num_cached_tokens or 0
         if result.error is not None:
-            return self._finish(request, self._output(request, [], None, error=result.error))
+            self._finish(request)
+            return EngineOutput(
+                item.request_id,
+                start,
+                [],
+                finish_reason=FinishReason.ERROR,
+                num_cached_tokens=cached,
+                error=result.error,
+            )
         request.num_computed_tokens += item.num_new_tokens
-        start, ending = request.num_output_tokens, None
+        reason: FinishReason | None = None
+        stop_token: int | None = None
         for token_id in result.new_token_ids:
             request.token_ids.append(token_id)
-            ending = request.ending(self.eos_token_ids)
-            if ending is not None:
+            reason, stop_token = request.ending(self.eos_token_ids)
+            if reason is not None:
                 break
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
         self._num_generated_tokens += len(new_ids)
-        prompt_logprobs = self._new_prompt_logprobs(request, item, result.prompt_logprobs)
-        if not new_ids and not prompt_logprobs[1]:
+        prompt_logprobs_start = request.num_prompt_logprobs + 1
+        prompt_logprobs = request.new_prompt_logprobs(item.num_computed_tokens, result.prompt_logprobs or [])
+        if not new_ids and not prompt_logprobs:
             return None
-        output = self._output(request, new_ids, result.logprobs, prompt_logprobs=prompt_logprobs, ending=ending)
-        return output if ending is None else self._finish(request, output)
-
-    def _new_prompt_logprobs(
-        self, request: Request, item: ScheduledRequest, found: list[TokenLogprobs] | None
-    ) -> tuple[int, list[TokenLogprobs]]:
-        """Return the position of the first one not delivered yet, and those from there on."""
-        first = item.num_computed_tokens + 1  # the logits at a position are of the next token
-        start = request.num_prompt_logprobs + 1
-        fresh = (found or [])[max(0, start - first) :]
-        request.num_prompt_logprobs += len(fresh)
-        return start, fresh
-
-    def _finish(self, request: Request, output: EngineOutput) -> EngineOutput:
-        del self._requests[request.request_id]
-        self.scheduler.remove(request)
-        return output
-
-    def _output(
-        self,
-        request: Request,
-        new_ids: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        *,
-        prompt_logprobs: tuple[int, list[TokenLogprobs]] = (1, []),
-        ending: tuple[FinishReason, int | None] | None = None,
-        error: str | None = None,
-    ) -> EngineOutput:
-        reason, stop_token = ending or (FinishReason.ERROR if error is not None else None, None)
+        if reason is not None:
+            self._finish(request)
         return EngineOutput(
             request_id=request.request_id,
-            start_index=request.num_output_tokens - len(new_ids),
+            start_index=start,
             new_token_ids=new_ids,
-            logprobs=logprobs[: len(new_ids)] if logprobs is not None else None,
-            prompt_logprobs=prompt_logprobs[1] or None,
-            prompt_logprobs_start=prompt_logprobs[0],
+            logprobs=None if result.logprobs is None else result.logprobs[: len(new_ids)],
+            prompt_logprobs=prompt_logprobs or None,
+            prompt_logprobs_start=prompt_logprobs_start,
             finish_reason=reason,
             stop_reason=stop_token,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            error=error,
+            num_cached_tokens=cached,
         )
+
+    def _finish(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        self.scheduler.remove(request)
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -11,6 +11,7 @@ token; a preempted request lacks all of them again.
 
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import FinishReason
+from penstock.interface.step import TokenLogprobs
 
 
 class Request:
@@ -55,15 +56,21 @@ class Request:
     def max_total_tokens(self) -> int:
         return self.num_prompt_tokens + self.max_output_tokens
 
-    def ending(self, eos_token_ids: frozenset[int]) -> tuple[FinishReason, int | None] | None:
-        """Return why the request ends with its last token, and the stop token if that is why; None if it continues."""
+    def ending(self, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:
+        """Return why the request ends with its last token, if it does, and the stop token if that is why."""
         count = self.num_output_tokens
         if count == 0:
-            return None
+            return None, None
         last, params = self.token_ids[-1], self.params
         if count >= params.min_tokens:
             if last in eos_token_ids and not params.ignore_eos:
                 return FinishReason.STOP, None
             if last in (params.stop_token_ids or ()):
                 return FinishReason.STOP, last
-        return (FinishReason.LENGTH, None) if count >= self.max_output_tokens else None
+        return (FinishReason.LENGTH if count >= self.max_output_tokens else None), None
+
+    def new_prompt_logprobs(self, num_computed: int, found: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Return those of `found`, which begins with the token at position num_computed + 1, not delivered yet."""
+        fresh = found[max(0, self.num_prompt_logprobs - num_computed) :]
+        self.num_prompt_logprobs += len(fresh)
+        return fresh

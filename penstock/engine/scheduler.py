@@ -91,12 +91,9 @@ class Scheduler:
         plan.budget -= num_new
 
     def _preempt(self, request: Request, plan: _Plan) -> None:
+        """Free a running request's blocks; it waits at the head of the queue to be recomputed."""
         plan.budget += plan.tokens.pop(request.request_id, 0)
         plan.preempted.add(request.request_id)
-        self.preempt(request)
-
-    def preempt(self, request: Request) -> None:
-        """Free a running request's blocks; it waits at the head of the queue to be recomputed."""
         self.running.remove(request)
         self._free(request)
         self.waiting.appendleft(request)

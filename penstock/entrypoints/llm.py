@@ -9,7 +9,6 @@ from penstock import validation as check
 from penstock.build import build_engine
 from penstock.client.engine_client import Prompt
 from penstock.client.in_process import InProcessClient
-from penstock.client.input_processor import check_params
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, RequestFailedError
@@ -81,11 +80,11 @@ class LLM:
             InvalidRequestError: a prompt or parameter is wrong; nothing is generated then.
         """
         listed = _listed(prompts)
-        results: list[RequestOutput | None] = [None] * len(listed)
+        params = self._params(sampling_params, len(listed))
+        final = [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in params]
         with self._lock:
-            for index, output in self.stream(listed, _final(self._params(sampling_params, len(listed)))):
-                results[index] = output
-        return [output for output in results if output is not None]
+            results = dict(self.stream(listed, final))
+        return [results[index] for index in range(len(listed))]
 
     def stream(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -159,16 +158,15 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if given is None:
-            return [self.default_params()] * count
-        if isinstance(given, SamplingParams):
-            return [given] * count
-        if not isinstance(given, list | tuple):
+        """Return one per prompt."""
+        given = self.default_params() if given is None else given
+        listed = [given] * count if isinstance(given, SamplingParams) else given
+        if not isinstance(listed, list | tuple) or not all(isinstance(item, SamplingParams) for item in listed):
             raise check.fail("sampling_params", given, "a SamplingParams, or a list of them")
-        if len(given) != count:
-            message = f"sampling_params: {len(given)} for {count} prompts; give one, or one per prompt"
+        if len(listed) != count:
+            message = f"sampling_params: {len(listed)} for {count} prompts; give one, or one per prompt"
             raise InvalidRequestError(message, param="sampling_params")
-        return list(given)
+        return list(listed)
 
     def get_tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer; None if it has none."""
@@ -185,20 +183,12 @@ class LLM:
         self.shutdown()
 
 
-def _final(params: list[SamplingParams]) -> list[SamplingParams]:
-    for item in params:
-        check_params(item)
-    return [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in params]
-
-
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt, or several, as a list. A list of integers is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, list | tuple):
-        raise InvalidRequestError(
-            f"prompts: {type(prompts).__name__} is not a prompt or a list of prompts", param="prompts"
-        )
+        raise check.fail("prompts", prompts, "a prompt or a list of prompts")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [list(prompts)]
     return list(prompts)
