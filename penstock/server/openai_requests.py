@@ -15,7 +15,8 @@ from penstock.errors import InvalidRequestError
 from penstock.server.unsupported import strip_unsupported
 from penstock.validation import shown
 
-MAX_LABEL, MAX_LABEL_ITEMS = 64, 4  # characters and items of a label that the log shows
+MAX_LABEL = 64  # characters of a label that the log shows
+MAX_LABEL_ITEMS = 6  # of an object or a list, one more than `shown` shows
 LABELS = ("user", "metadata", "safety_identifier", "session_id", "request_id", "prompt_cache_key")
 
 
@@ -221,13 +222,15 @@ def label_text(parsed: Any) -> str:
 
 
 def _label(value: Any) -> str:
-    """Return a few flat items of a value: megabytes of labels must not delay other requests."""
-    if isinstance(value, dict):
-        short: Any = {key: _scalar(item) for key, item in islice(value.items(), MAX_LABEL_ITEMS)}
-    else:
-        short = _scalar(value)
-    return shown(short).encode("ascii", "backslashreplace").decode()[:MAX_LABEL]
+    return shown(_first_items(value)).encode("ascii", "backslashreplace").decode()[:MAX_LABEL]
 
 
-def _scalar(value: Any) -> Any:
-    return value if isinstance(value, str | int | float) else "..."
+def _first_items(value: Any, depth: int = 2) -> Any:
+    """Return the first items of a JSON value: megabytes of labels must not delay other requests."""
+    if not isinstance(value, dict | list):
+        return value
+    if depth == 0:
+        return "..."
+    if isinstance(value, list):
+        return [_first_items(item, depth - 1) for item in value[:MAX_LABEL_ITEMS]]
+    return {key: _first_items(item, depth - 1) for key, item in islice(value.items(), MAX_LABEL_ITEMS)}

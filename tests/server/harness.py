@@ -1,7 +1,11 @@
-"""Two ways to talk to the application in tests: in process, and over real sockets from another thread."""
+"""Two ways to talk to the application in tests: in process, and over real sockets from another thread.
+
+Tests wait for events, never for a time that a busy machine may exceed: WAIT_S only ends a test that has gone wrong.
+"""
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +20,10 @@ from penstock.server.serve import Serving, open_socket
 from tests.server.fakes import FakeEngineClient
 
 QUIET = ServerOptions(port=0, access_log=False)
+WAIT_S = 60
+get = functools.partial(httpx.get, timeout=WAIT_S)
+send = functools.partial(httpx.post, timeout=WAIT_S)
+stream = functools.partial(httpx.stream, timeout=WAIT_S)
 
 
 def app_client(client: FakeEngineClient | None = None, options: ServerOptions = QUIET) -> TestClient:
@@ -49,22 +57,22 @@ class RunningServer:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._ready.wait(15)
+        assert self._ready.wait(WAIT_S)
         wait_until(lambda: self._answers())
 
     def _answers(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/live").status_code == 200
+            return get(f"{self.url}/live").status_code == 200
         return False
 
-    def stop(self, timeout_s: float = 20) -> None:
+    def stop(self) -> None:
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._serving.stop)
-        self.join(timeout_s)
+        self.join()
 
-    def join(self, timeout_s: float = 20) -> None:
-        self._thread.join(timeout_s)
+    def join(self) -> None:
+        self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "the server did not stop"
 
 
@@ -78,8 +86,8 @@ def running(client: FakeEngineClient, options: ServerOptions = QUIET) -> Iterato
         server.stop()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 15) -> None:
-    end = time.monotonic() + timeout_s
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
         time.sleep(0.005)

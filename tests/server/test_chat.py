@@ -104,6 +104,7 @@ def test_answer_can_be_sent_back() -> None:
         [{"role": "user", "content": "Hi", "mood": "good"}],
         [{"role": "user", "content": "a" * 5000}],
         [{"role": "tool", "content": "4", "tool_call_id": "x"}],
+        [{"role": "user", "content": [{"type": ["text"], "text": "a"}]}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}],
         [{"role": "user", "content": [{"type": "file", "file": {"file_data": "file:///etc/passwd"}}]}],
     ],
@@ -127,6 +128,15 @@ def test_model_without_a_template() -> None:
     response = app_client(FakeEngineClient(chat_template=None)).post(PATH, json={"messages": [USER]})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "no_chat_template"
+
+
+@pytest.mark.parametrize("name", ["image_url", "file", "refusal"])
+def test_fields_beside_a_text_are_refused(name: str) -> None:
+    """Guards against an image that is accepted and ignored because the part that carries it calls itself a text."""
+    part = {"type": "text", "text": "Look", name: "x"}
+    error = refused({"messages": [{"role": "user", "content": [part]}]})
+    assert (error["param"], error["code"]) == (name, "not_implemented")
+    assert prompt_of({"messages": [{"role": "user", "content": [{**part, name: None}]}]}).startswith("<user>Look")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from penstock.errors import InvalidRequestError
@@ -20,10 +19,10 @@ from penstock.server.middleware import FREE_BODY_BYTES, BodyLimitMiddleware
 from penstock.server.openai_requests import ChatRequest, CompletionRequest, label_text, parse, to_request
 from penstock.server.options import ServerOptions
 from tests.server.fakes import FakeEngineClient
-from tests.server.harness import QUIET, RunningServer, app_client, running, wait_until
+from tests.server.harness import QUIET, RunningServer, app_client, running, send, wait_until
 from tests.server.test_sockets import post, raw, read_all
 
-KEYED = dataclasses.replace(QUIET, api_key="right", stall_timeout_s=0.5, max_body_bytes=100_000_000)
+KEYED = dataclasses.replace(QUIET, api_key="right", max_body_bytes=100_000_000)
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
 
 
@@ -43,7 +42,7 @@ def test_long_unknown_names_cost_little() -> None:
     """Guards against a regular expression that took quadratic time over the name of an unknown field."""
     begin = time.monotonic()
     failure({"prompt": "a", " - at " * 100_000: 1})
-    assert time.monotonic() - begin < 5  # it took minutes
+    assert time.monotonic() - begin < 30  # it took minutes
 
 
 @pytest.mark.parametrize("name", [" - at `$", "x` - at `$.n", "unknown", "` - at `key` in `$.n`", "required field `a`"])
@@ -82,17 +81,16 @@ def test_trailers_are_bounded(server: RunningServer, piece: bytes) -> None:
     assert sent < 50_000_000, "the server went on reading"
 
 
-def test_answer_that_nobody_takes_is_cut_off(server: RunningServer) -> None:
+def test_answer_that_nobody_takes_is_cut_off() -> None:
     """Guards against a connection, and its buffers, held for ever by a client that does not read a whole answer."""
     body = b'{"prompt": [%s], "max_tokens": 200, "n": 2, "logprobs": 5, "echo": true}' % b",".join(
         [b'"%s"' % (b"a" * 200)] * 99
     )
     data = post(body, "Authorization: Bearer right\r\n")
-    serving = server._serving._server.server_state.connections
-    before = len(serving)
-    with raw(server, data, receive_buffer=4096):
-        wait_until(lambda: len(serving) > before)
-        wait_until(lambda: len(serving) <= before, timeout_s=30)
+    impatient = dataclasses.replace(KEYED, stall_timeout_s=0.5)
+    with running(FakeEngineClient(), impatient) as server, raw(server, data, receive_buffer=4096):
+        wait_until(lambda: len(server.client.seen) == 99)
+        wait_until(lambda: not server._serving._server.server_state.connections)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +171,6 @@ def test_many_prompts_leave_the_loop_to_others(server: RunningServer) -> None:
     """Guards against one call whose prompts are all taken up before anybody else is served."""
     body = {"prompt": ["a" * 100] * 256, "max_tokens": 1}
     head = {"Authorization": "Bearer right"}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=head, timeout=60).json()
+    answer = send(f"{server.url}/v1/completions", json=body, headers=head).json()
     assert len(answer["choices"]) == 256
     assert len({id(params) for _, params, _ in server.client.seen[-256:]}) == 1

@@ -2,10 +2,8 @@
 
 import json
 
-import httpx
-
 from tests.server.fakes import Behaviour, FakeEngineClient
-from tests.server.harness import app_client, running, wait_until
+from tests.server.harness import app_client, get, running, stream, wait_until
 
 BODY = {"prompt": "a", "max_tokens": 4}
 
@@ -69,10 +67,10 @@ def test_status_is_exact() -> None:
 def test_gone_clients_are_counted_as_499() -> None:
     """Guards against a client that left being counted as a success or a failure of the server."""
     with running(FakeEngineClient(Behaviour(hang_at=1))) as server:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**BODY, "stream": True}) as response:
+        with stream("POST", f"{server.url}/v1/completions", json={**BODY, "stream": True}) as response:
             assert json.loads(next(response.iter_lines()).removeprefix("data: "))["choices"]
         gone = 'penstock_http_requests_total{route="/v1/completions",status="499"}'
-        wait_until(lambda: samples(httpx.get(f"{server.url}/metrics").text).get(gone) == 1)
+        wait_until(lambda: samples(get(f"{server.url}/metrics").text).get(gone) == 1)
 
 
 def test_version() -> None:

@@ -1,12 +1,12 @@
 """`penstock serve` as users run it: the command, the demo model, the official client. One process for all tests."""
 
-import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import httpx
 import openai
 import pytest
 
-from tests.server.harness import wait_until
+from tests.server.harness import WAIT_S, get, wait_until
+from tests.server.test_sockets import post
 
 USER: Any = [{"role": "user", "content": "Tell me a story."}]
 
@@ -30,7 +31,7 @@ class Served:
         line = self.process.stdout.readline()
         found = re.search(r"serving demo at (http://\S+)  \(ready in", line)
         assert found, f"no ready line but {line!r}"
-        self.http = httpx.Client(base_url=found.group(1), headers={"Authorization": "Bearer k"})
+        self.http = httpx.Client(base_url=found.group(1), headers={"Authorization": "Bearer k"}, timeout=WAIT_S)
         self.openai = openai.OpenAI(base_url=f"{found.group(1)}/v1", api_key="k", max_retries=0)
 
     def status(self) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def test_health_and_identity(served: Served) -> None:
     """Guards against a ready line that comes before the engine is ready."""
     assert served.http.get("/health").status_code == 200
     assert [model.id for model in served.openai.models.list()] == ["demo"]
-    assert httpx.get(served.http.base_url.join("/status")).status_code == 401
+    assert get(served.http.base_url.join("/status")).status_code == 401
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
@@ -126,11 +127,14 @@ def test_echo_scores_the_prompt(served: Served) -> None:
 def test_hanging_up_frees_the_engine(served: Served, stream: bool) -> None:
     """Guards against an engine that goes on for a caller who has left."""
     body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "n": 4, "stream": stream}
-    leaving = contextlib.suppress(httpx.ReadTimeout)
-    with leaving, served.http.stream("POST", "/v1/completions", json=body, timeout=0.3):
-        time.sleep(0.1)
+    data = post(json.dumps(body).encode(), "Authorization: Bearer k\r\n")
+    before = served.status()["aborted_total"]
+    with socket.create_connection((served.http.base_url.host, served.http.base_url.port)) as sock:
+        sock.sendall(data)
+        wait_until(lambda: served.status()["running"] > 0)
+    wait_until(lambda: served.status()["aborted_total"] == before + 1)
     wait_until(lambda: served.status()["running"] == 0)
-    assert served.status()["kv_blocks"]["free"] == served.status()["kv_blocks"]["total"]
+    wait_until(lambda: (blocks := served.status()["kv_blocks"])["free"] == blocks["total"])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +153,7 @@ def test_engine_death_and_return(served: Served) -> None:
     before = served.status()["engine"]
     os.kill(before["pid"], signal.SIGKILL)
     wait_until(lambda: served.http.get("/health").status_code == 503)
-    wait_until(lambda: served.http.get("/health").status_code == 200, timeout_s=30)
+    wait_until(lambda: served.http.get("/health").status_code == 200)
     after = served.status()["engine"]
     assert (after["restarts"], after["pid"] != before["pid"]) == (before["restarts"] + 1, True)
     assert served.openai.completions.create(model="demo", prompt="Once", max_tokens=2).choices[0].text
@@ -159,5 +163,5 @@ def test_sigterm_ends_it_with_0(served: Served) -> None:
     """Guards against an engine process that outlives its server. (The last test: it ends the shared process.)"""
     engine_pid = served.status()["engine"]["pid"]
     served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(15) == 0
+    assert served.process.wait(WAIT_S) == 0
     wait_until(lambda: not Path(f"/proc/{engine_pid}").exists())

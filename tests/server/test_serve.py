@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from penstock.client.engine_client import EngineState
@@ -22,7 +21,7 @@ from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError
 from penstock.server.options import ServerOptions
 from penstock.server.serve import run_server
 from tests.server.fakes import Behaviour, FakeEngineClient
-from tests.server.harness import QUIET, app_client, running, wait_until
+from tests.server.harness import QUIET, WAIT_S, app_client, get, running, send, stream, wait_until
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -54,12 +53,12 @@ def process() -> Iterator[tuple["subprocess.Popen[str]", str]]:
 def test_signal_drains(number: signal.Signals) -> None:
     """Guards against a restart that cuts off the answers under way, and a code other than 0 for a clean end."""
     with process() as (started, url):
-        with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 99}) as r:
+        with stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 99}) as r:
             lines = r.iter_lines()
             assert next(lines).startswith("data: ")
             os.kill(started.pid, number)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        out, err = started.communicate(timeout=10)
+        out, err = started.communicate(timeout=WAIT_S)
         assert (started.returncode, out) == (0, "")
         assert "POST /v1/completions 200" in err
         assert "Traceback" not in err
@@ -67,18 +66,18 @@ def test_signal_drains(number: signal.Signals) -> None:
 
 def test_draining_refuses_new_requests() -> None:
     """Guards against a load balancer that keeps sending to a server that is about to end."""
-    fake = FakeEngineClient(Behaviour(text="x" * 400, delay_s=0.02))
+    fake = FakeEngineClient(Behaviour(text="x" * 400, hang_at=2))  # until its client leaves
     body = {"prompt": "a", "max_tokens": 400, "stream": True}
-    with running(fake, dataclasses.replace(QUIET, drain_timeout_s=10.0)) as server, httpx.Client() as client:
-        with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+    with running(fake, dataclasses.replace(QUIET, drain_timeout_s=WAIT_S)) as server:
+        with stream("POST", f"{server.url}/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
             server._loop.call_soon_threadsafe(server._serving.stop)
-            wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
-            assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 503
-            assert httpx.get(f"{server.url}/ready").status_code == 503
-            assert httpx.get(f"{server.url}/live").status_code == 200
-            assert httpx.get(f"{server.url}/status").json()["engine"]["state"] == "draining"
+            wait_until(lambda: get(f"{server.url}/health").status_code == 503)
+            assert send(f"{server.url}/v1/completions", json=body).status_code == 503
+            assert get(f"{server.url}/ready").status_code == 503
+            assert get(f"{server.url}/live").status_code == 200
+            assert get(f"{server.url}/status").json()["engine"]["state"] == "draining"
         server.join()
     assert server.exit_code == 0
 
@@ -88,13 +87,13 @@ def test_health_follows_the_engine() -> None:
     fake = FakeEngineClient()
     fake.state = EngineState.STARTING
     with running(fake) as server:
-        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert get(f"{server.url}/health").status_code == 503
         fake.state = EngineState.READY
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert get(f"{server.url}/health").status_code == 200
         fake.making_progress = False
-        assert httpx.get(f"{server.url}/health").json()["error"]["message"] == "the engine is stuck"
+        assert get(f"{server.url}/health").json()["error"]["message"] == "the engine is stuck"
         fake.making_progress, fake.state = True, EngineState.RECOVERING
-        assert httpx.get(f"{server.url}/health").json()["error"]["message"] == "the engine is recovering"
+        assert get(f"{server.url}/health").json()["error"]["message"] == "the engine is recovering"
         fake.state = EngineState.READY
     assert server.exit_code == 0
 
@@ -163,25 +162,25 @@ class DyingClient(FakeEngineClient):
 
 def test_second_signal_ends_the_drain() -> None:
     """Guards against a Ctrl-C that does nothing while a stream that never ends is waited for."""
-    fake = DyingClient(Behaviour(text="x" * 400, delay_s=0.02))
+    fake = DyingClient(Behaviour(text="x" * 400, delay_s=0.05))
     body = {"prompt": "a", "max_tokens": 400, "stream": True}
     with running(fake) as server:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        with stream("POST", f"{server.url}/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
             for _ in range(2):
                 server._loop.call_soon_threadsafe(server._serving.stop)
             assert "engine_unavailable" in [line for line in lines if line][-1]
-        server.join(timeout_s=5)
+        server.join()
     assert server.exit_code == 0
 
 
 def test_streams_left_after_the_drain_are_told() -> None:
     """Guards against a stream that just breaks off when the drain takes too long."""
-    fake = DyingClient(Behaviour(text="x" * 400, delay_s=0.02))
+    fake = DyingClient(Behaviour(text="x" * 400, delay_s=0.05))
     body = {"prompt": "a", "max_tokens": 400, "stream": True}
     with running(fake, dataclasses.replace(QUIET, drain_timeout_s=0.1)) as server:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        with stream("POST", f"{server.url}/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
             stopper = threading.Thread(target=server.stop)

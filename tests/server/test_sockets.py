@@ -1,6 +1,7 @@
 """What only real connections show: hanging up, slow and rude clients, streaming while the engine works."""
 
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
@@ -11,11 +12,10 @@ import pytest
 
 from penstock.server.options import ServerOptions
 from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
-from tests.server.harness import RunningServer, running, wait_until
+from tests.server.harness import WAIT_S, RunningServer, get, running, send, stream, wait_until
 
-OPTIONS = ServerOptions(
-    port=0, access_log=False, keep_alive_s=0.1, receive_timeout_s=0.5, stall_timeout_s=0.5, max_body_bytes=100_000
-)
+OPTIONS = ServerOptions(port=0, access_log=False, keep_alive_s=0.1, max_body_bytes=100_000)
+IMPATIENT = dataclasses.replace(OPTIONS, receive_timeout_s=1.0, stall_timeout_s=0.5)
 BODY = {"prompt": "a", "max_tokens": 400}
 
 
@@ -25,11 +25,26 @@ def shared() -> Iterator[RunningServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def shared_impatient() -> Iterator[RunningServer]:
+    with running(FakeEngineClient(), IMPATIENT) as server:
+        yield server
+
+
 @pytest.fixture
 def server(shared: RunningServer) -> RunningServer:
+    """A server whose deadlines no test reaches."""
     shared.client.behaviour = Behaviour()
     shared.client.aborted.clear()
     return shared
+
+
+@pytest.fixture
+def impatient(shared_impatient: RunningServer) -> RunningServer:
+    """A server with short deadlines, for tests that wait for them."""
+    shared_impatient.client.behaviour = Behaviour()
+    shared_impatient.client.aborted.clear()
+    return shared_impatient
 
 
 def raw(server: RunningServer, data: bytes, *, receive_buffer: int | None = None) -> socket.socket:
@@ -37,7 +52,7 @@ def raw(server: RunningServer, data: bytes, *, receive_buffer: int | None = None
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     sock.connect(("127.0.0.1", server.port))
-    sock.settimeout(5)
+    sock.settimeout(WAIT_S)
     sock.sendall(data)
     return sock
 
@@ -72,7 +87,7 @@ def test_hanging_up_aborts(server: RunningServer, stream: bytes, hang_at: int) -
 def test_hanging_up_while_the_body_is_sent(server: RunningServer) -> None:
     """Guards against a handler that waits for ever, or logs an error, for a body that will not come."""
     raw(server, post(b'{"prompt": "a"}')[:-5]).close()
-    assert httpx.get(f"{server.url}/live").status_code == 200
+    assert get(f"{server.url}/live").status_code == 200
     assert not server.client.open
 
 
@@ -83,13 +98,13 @@ def test_many_disconnects_leave_nothing(server: RunningServer) -> None:
         raw(server, post(b'{"prompt": "a", "max_tokens": 400, "stream": true}')).close()
     wait_until(lambda: not server.client.open)
     server.client.behaviour = Behaviour()
-    assert httpx.post(f"{server.url}/v1/completions", json=BODY).status_code == 200
+    assert send(f"{server.url}/v1/completions", json=BODY).status_code == 200
 
 
 def test_stream_arrives_piece_by_piece(server: RunningServer) -> None:
     """Guards against an answer that is collected first and "streamed" at the end."""
     server.client.behaviour = Behaviour(text="abc", hang_at=2)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}) as response:
+    with stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}) as response:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert response.headers["cache-control"] == "no-cache"
         assert response.headers["x-accel-buffering"] == "no"
@@ -101,18 +116,16 @@ def test_stream_arrives_piece_by_piece(server: RunningServer) -> None:
 def test_keep_alive_comments(server: RunningServer, hang_at: int) -> None:
     """Guards against proxies that cut a stream which is silent while it waits: before its first token, or between."""
     server.client.behaviour = Behaviour(hang_at=hang_at)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}) as response:
+    with stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}) as response:
         comments = (line for line in response.iter_lines() if line.startswith(":"))
         assert [next(comments), next(comments)] == [": keep-alive"] * 2
 
 
-def test_slow_reader_is_cut_off(server: RunningServer) -> None:
+def test_slow_reader_is_cut_off(impatient: RunningServer) -> None:
     """Guards against a client that asks for much, reads nothing, and holds its blocks and buffers for ever."""
     body = b'{"prompt": [%s], "n": 8, "max_tokens": 500, "stream": true}' % b",".join([b'"a"'] * 32)
-    with raw(server, post(body), receive_buffer=4096) as sock:
-        wait_until(lambda: bool(server.client.open))
-        wait_until(lambda: not server.client.open, timeout_s=20)
-        assert server.client.aborted
+    with raw(impatient, post(body), receive_buffer=4096) as sock:
+        wait_until(lambda: bool(impatient.client.aborted) and not impatient.client.open)
         sock.setblocking(True)
         with contextlib.suppress(ConnectionResetError):
             while sock.recv(1 << 20):
@@ -122,51 +135,51 @@ def test_slow_reader_is_cut_off(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     "start", [b"POST /v1/completions HTTP/1.1\r\nHost:", post(b'{"prompt": "aaa"}')[:-3], post(b"{}" * 99)[:-1]]
 )
-def test_slow_sender_is_cut_off(server: RunningServer, start: bytes) -> None:
+def test_slow_sender_is_cut_off(impatient: RunningServer, start: bytes) -> None:
     """Guards against slow-loris, in the headers and in the body; uvicorn has no deadline for receiving."""
     begin = time.monotonic()
-    answer = read_all(raw(server, start))
-    assert time.monotonic() - begin < 4
+    answer = read_all(raw(impatient, start))
+    assert time.monotonic() - begin < 25  # the default deadline is 30 s
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"request_timeout"' in answer
 
 
 @pytest.mark.parametrize("start", [b"", b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"])
-def test_idle_connection_is_closed_without_a_word(server: RunningServer, start: bytes) -> None:
+def test_idle_connection_is_closed_without_a_word(impatient: RunningServer, start: bytes) -> None:
     """Guards against connections that are opened, or kept, for nothing, and against an answer to no question."""
-    with raw(server, start) as sock:
+    with raw(impatient, start) as sock:
         if start:
             assert sock.recv(65536).startswith(b"HTTP/1.1 200 ")
             sock.sendall(b"\r\n")  # which ends uvicorn's own deadline for idle connections
         assert read_all(sock) == b""
 
 
-def test_half_a_pipelined_request_does_not_end_the_stream_before_it(server: RunningServer) -> None:
+def test_half_a_pipelined_request_does_not_end_the_stream_before_it(impatient: RunningServer) -> None:
     """Guards against the deadline of the second request cutting off the answer to the first."""
-    server.client.behaviour = Behaviour(text="x" * 20, delay_s=0.06)
+    impatient.client.behaviour = Behaviour(text="x" * 20, delay_s=0.1)
     first = post(b'{"prompt": "a", "max_tokens": 30, "stream": true}')
-    answer = read_all(raw(server, first + post(b'{"prompt": "b"}')[:-3]))
+    answer = read_all(raw(impatient, first + post(b'{"prompt": "b"}')[:-3]))
     assert b"data: [DONE]\n\n" in answer
     assert b"HTTP/1.1 408 " in answer.partition(b"[DONE]")[2]
 
 
-def test_trickling_headers_do_not_extend_the_deadline(server: RunningServer) -> None:
+def test_trickling_headers_do_not_extend_the_deadline(impatient: RunningServer) -> None:
     """Guards against a deadline that starts again with every byte."""
-    sock = raw(server, b"GET /live HTTP/1.1\r\n")
+    sock = raw(impatient, b"GET /live HTTP/1.1\r\n")
     begin = time.monotonic()
     with sock, contextlib.suppress(ConnectionError):
-        while time.monotonic() - begin < 4:
+        while time.monotonic() - begin < 25:  # the default deadline is 30 s
             sock.sendall(b"X: y\r\n")
             time.sleep(0.05)
-    assert time.monotonic() - begin < 3
+        pytest.fail("the connection was not closed")
 
 
-def test_idle_keep_alive_connection_is_reused(server: RunningServer) -> None:
+def test_idle_keep_alive_connection_is_reused(impatient: RunningServer) -> None:
     """Guards against the receive deadline of one request hitting the next one on the same connection."""
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=impatient.url, timeout=WAIT_S) as client:
         for _ in range(3):
             assert client.get("/live").status_code == 200
-            time.sleep(0.25)
+            time.sleep(0.4)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +197,7 @@ def test_large_heads_are_refused(server: RunningServer, data: bytes) -> None:
         sock.sendall(data)
     answer = read_all(sock)
     assert not answer or answer.startswith(b"HTTP/1.1 431 ")
-    assert httpx.get(f"{server.url}/live").status_code == 200
+    assert get(f"{server.url}/live").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -202,7 +215,7 @@ def test_malformed_http_is_refused(server: RunningServer, data: bytes) -> None:
     answer = read_all(raw(server, data))
     assert answer.startswith(b"HTTP/1.1 4")
     assert b'{"error":{"message":' in answer
-    assert httpx.get(f"{server.url}/live").status_code == 200
+    assert get(f"{server.url}/live").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -236,7 +249,7 @@ def test_large_body_is_refused_before_it_is_sent(server: RunningServer) -> None:
 def test_large_body_in_chunks_is_refused(server: RunningServer) -> None:
     """Guards against a body without a length that goes on for ever; the client can read the answer while it sends."""
     pieces = (b" " * 10_000 for _ in range(100))
-    response = httpx.post(f"{server.url}/v1/completions", content=pieces, headers={"Content-Type": "application/json"})
+    response = send(f"{server.url}/v1/completions", content=pieces, headers={"Content-Type": "application/json"})
     assert response.status_code == 413
 
 
@@ -263,7 +276,7 @@ class SlowTokenizer(FakeTokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.begun.set()
-        assert self.may_finish.wait(20)
+        assert self.may_finish.wait(WAIT_S)
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
@@ -272,8 +285,8 @@ def test_tokenising_a_long_text_holds_up_nobody(server: RunningServer) -> None:
     slow = SlowTokenizer()
     kept, server.client.tokenizer = server.client.tokenizer, slow
     with raw(server, post(b'{"prompt": "%s"}' % (b"a" * 4100))) as sock:
-        assert slow.begun.wait(15)
-        assert httpx.get(f"{server.url}/live", timeout=10).status_code == 200
+        assert slow.begun.wait(WAIT_S)
+        assert get(f"{server.url}/live").status_code == 200
         slow.may_finish.set()
         assert b"context_length_exceeded" in sock.recv(65536)
     server.client.tokenizer = kept
@@ -282,5 +295,5 @@ def test_tokenising_a_long_text_holds_up_nobody(server: RunningServer) -> None:
 def test_other_requests_go_on_beside_a_long_stream(server: RunningServer) -> None:
     """Guards against an event loop that one stream, or one large prompt, holds."""
     server.client.behaviour = Behaviour(hang_at=5)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}):
-        assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+    with stream("POST", f"{server.url}/v1/completions", json={"prompt": "a", "stream": True}):
+        assert get(f"{server.url}/health").status_code == 200
