@@ -20,20 +20,18 @@ class SharedPrefixes:
     """Row blocks of the step, followed by blocks that join several of them over shared spans.
 
     Attributes:
-        blocks: the first `own` of them belong to one sequence each, and see what is left after the shared spans.
-        own: number of those.
+        blocks: the first len(chains) of them belong to one sequence each, and see what is left after the shared spans.
         chains: for each of those, the blocks that together see all its tiles, spans ascending; itself is the last.
     """
 
     blocks: RowBlocks
-    own: int
     chains: list[list[int]]
 
     @property
     def is_partial(self) -> npt.NDArray[np.bool_]:
         """[U] whether a block sees only a part of what its rows see."""
         own = [len(chain) > 1 for chain in self.chains]
-        return np.array(own + [True] * (len(self.blocks.sequence) - self.own))
+        return np.array(own + [True] * (len(self.blocks.sequence) - len(own)))
 
 
 def share_prefixes(
@@ -129,9 +127,8 @@ class _Packer:
     def result(self) -> SharedPrefixes | None:
         if not self.shared:
             return None
-        own = len(self.chains)
         columns = np.array(self.shared, dtype=np.int64).T
         tile_begin = np.array(self.seen, dtype=np.int64) * SPAN_TILES
         old = (self.blocks.sequence, self.blocks.row_begin, self.blocks.row_end, tile_begin, self.blocks.tile_end)
         joined = [np.concatenate(pair) for pair in zip(old, columns, strict=True)]
-        return SharedPrefixes(RowBlocks(*joined), own, [[*chain, i] for i, chain in enumerate(self.chains)])
+        return SharedPrefixes(RowBlocks(*joined), [[*chain, i] for i, chain in enumerate(self.chains)])

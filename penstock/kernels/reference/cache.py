@@ -75,9 +75,9 @@ class Int8KVCache(ReferenceKVCache):
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = super().read(slots)
         if (own := self.channels) is not None:
-            of_keys, of_values = (own.key_scales, own.key_offsets), (own.value_scales, own.value_offsets)
+            of_keys, of_values = [own.key_scales, own.key_offsets], [own.value_scales, own.value_offsets]
         else:
-            of_keys, of_values = (x.flatten(0, 1)[slots].chunk(2, dim=-1) for x in (self.key_scales, self.value_scales))
+            of_keys, of_values = ([*x.flatten(0, 1)[slots].chunk(2, -1)] for x in (self.key_scales, self.value_scales))
         return kv.dequantize(keys, *of_keys), kv.dequantize(values, *of_values)
 
     def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
