@@ -1,6 +1,6 @@
-// The C interface between Python and the native kernels, declared once: the C++ compiler checks every definition against
-// this file, and kernels/cpu/abi.py reads the same text. It may therefore contain only constants, enums, structs and
-// functions in the forms used below.
+// The C interface between Python and the native kernels, declared once: the C++ compiler checks every definition
+// against this file, and kernels/cpu/abi.py reads the same text. It may therefore contain only constants, enums,
+// structs and functions in the forms used below.
 //
 // A function that computes takes a Context (context.h) first, reads and writes memory that the caller owns, keeps no
 // pointer after it returns, and returns a Status unless declared otherwise. Arrays are contiguous. A Context runs one
@@ -218,8 +218,8 @@ PENSTOCK_API std::int32_t penstock_replay(
 
 // ---- Products. kernels/ops.py specifies the operations here and below.
 
-// Pack rows [num_rows, k] as rows first_row .. first_row + num_rows - 1 of a weight, whose arrays are written. Every row
-// must be packed exactly once, in any order. Only quantised kinds return STATUS_NOT_QUANTISABLE.
+// Pack rows [num_rows, k] as rows first_row .. first_row + num_rows - 1 of a weight, whose arrays are written. Every
+// row must be packed exactly once, in any order. Only quantised kinds return STATUS_NOT_QUANTISABLE.
 PENSTOCK_API std::int32_t penstock_pack_rows(
     penstock::Context* context, PenstockWeight* weight, const void* rows, std::int32_t type, std::int64_t first_row,
     std::int64_t num_rows);

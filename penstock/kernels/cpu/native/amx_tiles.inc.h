@@ -24,7 +24,8 @@ struct alignas(64) AmxConfig {
         rows[tile] = static_cast<std::uint8_t>(tile_rows);
     }
 
-    // In assembly: for _tile_loadconfig, GCC 12 assumes that only the first eight bytes are read and drops other stores.
+    // In assembly: for _tile_loadconfig, GCC 12 assumes that only the first eight bytes are read and drops other
+    // stores.
     void load() const { __asm__ volatile("ldtilecfg %0" : : "m"(*this)); }
 };
 

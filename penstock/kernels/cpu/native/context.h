@@ -1,4 +1,5 @@
-// Context: the kernels of one instruction level, a thread pool and scratch memory. Each engine has one; nothing is global.
+// Context: the kernels of one instruction level, a thread pool and scratch memory. Each engine has one; nothing is
+// global.
 #pragma once
 
 #include <chrono>

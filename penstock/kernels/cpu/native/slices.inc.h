@@ -1,5 +1,5 @@
-// Constants of int8 slices (products/products.h), in which products and attention write the rows that they multiply with
-// stored integers. Internal linkage.
+// Constants of int8 slices (products/products.h), in which products and attention write the rows that they multiply
+// with stored integers. Internal linkage.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // Sixteen lanes of float32 and int32 on the compiler's vector types, and elementary functions of them.
 //
-// Included by files that are compiled once per instruction level. Everything is inline in an anonymous namespace, so that
-// no level can end up with the code of another. Multiplications and additions are never fused and sums have one order,
-// so every level gives the same bits; levels differ in the number of registers that hold the sixteen lanes.
+// Included by files that are compiled once per instruction level. Everything is inline in an anonymous namespace, so
+// that no level can end up with the code of another. Multiplications and additions are never fused and sums have one
+// order, so every level gives the same bits; levels differ in the number of registers that hold the sixteen lanes.
 #pragma once
 
 #include <cstdint>

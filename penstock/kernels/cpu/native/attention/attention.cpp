@@ -1,8 +1,8 @@
 // The driver of attention, in three parallel phases.
 //
-//   stage    Write new keys and values as granules of the cache's kind to the workspace, from the granule of a sequence's
-//            first new token, whose older rows are copied from the cache, to that of its last one. After this phase, new
-//            and cached tokens are read in the same way.
+//   stage    Write new keys and values as granules of the cache's kind to the workspace, from the granule of the first
+//            new token of a sequence, whose older rows are copied from the cache, to that of its last one. After this
+//            phase, new and cached tokens are read in the same way.
 //   attend   Run the items of the plan: query rows against tiles of keys and values (item.cpp).
 //   finish   Combine results that several items contributed to, and store new tokens to their slots. The cache is not
 //            written before this phase: in a ring buffer, rows are read before they are overwritten.
@@ -27,7 +27,8 @@ bool slots_exist(const PenstockCache& cache, const std::int64_t* slots, std::int
 // The new tokens of all sequences, one sequence after the other, are those of the step.
 bool starts_fit(const PenstockAttentionStep& step) {
     const std::int32_t* starts = step.query_start_loc;
-    return starts[0] == 0 && starts[step.sequences] == step.tokens && std::is_sorted(starts, starts + step.sequences + 1);
+    return starts[0] == 0 && starts[step.sequences] == step.tokens &&
+           std::is_sorted(starts, starts + step.sequences + 1);
 }
 
 // The block table covers all cached tokens, and the cache contains all blocks and slots.

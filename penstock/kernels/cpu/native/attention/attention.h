@@ -1,18 +1,18 @@
 // Attention over a paged cache: the layout of the cache, and what an instruction level provides for it.
 //
 // The arithmetic is an online softmax over tiles of 64 positions at multiples of 64. A tile gives, for each query row,
-// the maximum score m, the sum l of p = e^(s - m), and o = sum of p v. Tiles fold in ascending order into the state of a
-// span (32 tiles, at multiples of 2048 positions), spans in ascending order into the state of the row. Folding a part
+// the maximum score m, the sum l of p = e^(s - m), and o = sum of p v. Tiles fold in ascending order into the state of
+// a span (32 tiles, at multiples of 2048 positions), spans in ascending order into the state of the row. Folding a part
 // (m', l', o') into a state (m, l, o):
 //
 //     n = max(m, m'),  l = l e^(m-n) + l' e^(m'-n),  o = o e^(m-n) + o' e^(m'-n)
 //
-// with every operation rounded separately; a part with l' = 0 (nothing visible) leaves the state unchanged, bit for bit.
-// A state begins as (-inf, 0, 0). Within a span a level may add p v to the accumulator o in the products themselves,
-// with p relative to max(m, m'): the same tiles in the same order, one rounding less. So the bits of a row depend on its
-// query and on what it attends to: never on the rows computed with it, the thread that computed a span, the location of
-// blocks, or how the prompt was chunked. (The two-part attention of Tenstorrent's Falcon decode and the refresh and
-// combination of Huawei's IncreFlashAttention are special cases of this fold.)
+// with every operation rounded separately; a part with l' = 0 (nothing visible) leaves the state unchanged, bit for
+// bit. A state begins as (-inf, 0, 0). Within a span a level may add p v to the accumulator o in the products
+// themselves, with p relative to max(m, m'): the same tiles in the same order, one rounding less. So the bits of a row
+// depend on its query and on what it attends to: never on the rows computed with it, the thread that computed a span,
+// the location of blocks, or how the prompt was chunked. (The two-part attention of Tenstorrent's Falcon decode and the
+// refresh and combination of Huawei's IncreFlashAttention are special cases of this fold.)
 //
 // attention.cpp is the driver: it takes a plan (kernels/attention/plan.py), stages new keys and values, passes tiles to
 // the kernels, folds spans, writes results, and stores new tokens. Kernels know neither plans nor sequences.
@@ -67,8 +67,8 @@ inline std::int64_t granule_bytes(const PenstockCache& cache) {
 // Query rows as the operand of scores, in the layout of the level.
 //
 // f32, bf16: the elements, rounded to the cache's type, 0 beyond the head dim. int8: the row, times the key scales if
-// they are per channel, is written as `slices` int8 rows as in products.h (max |x| a, scale a / 127, slice s in units of
-// 1 / 254^s), with the scale, the integer sums of the slices and the contribution of the offsets.
+// they are per channel, is written as `slices` int8 rows as in products.h (max |x| a, scale a / 127, slice s in units
+// of 1 / 254^s), with the scale, the integer sums of the slices and the contribution of the offsets.
 struct QueryArgs {
     const PenstockCache* cache;
     std::int32_t type;        // of q, DataType
@@ -115,9 +115,9 @@ struct TileArgs {
     std::int32_t* thread_state;            // the kernel's state of its thread; 0 before the first tile of an item
 };
 
-// Write keys and values, [count] heads of [head_dim] each, `stride` elements apart, to rows start .. start + count - 1 of
-// a granule; null keys and values: zeros. Rounds to the cache's type (int8: as quant/kv.py); elements beyond the head dim
-// become 0.
+// Write keys and values, [count] heads of [head_dim] each, `stride` elements apart, to rows start .. start + count - 1
+// of a granule; null keys and values: zeros. Rounds to the cache's type (int8: as quant/kv.py); elements beyond the
+// head dim become 0.
 struct StoreArgs {
     const PenstockCache* cache;
     std::int64_t kv_head;
@@ -162,7 +162,7 @@ struct OutputArgs {
     int rows;
     std::int64_t padded_dim, head_dim;
     States state;
-    const float* sinks;  // [rows] logits that add to the sum and have no value: (sink, 1, 0) is folded in first; or null
+    const float* sinks;  // [rows] logits without values, or null: (sink, 1, 0) is folded in first
     std::int32_t type;
     void* const* out;    // [rows]
     float* const* lse;   // [rows] or null

@@ -67,6 +67,12 @@ struct Strip {
 
 // ---- Products
 
+// Load tile b from memory and add tile a times tile b to tile `sums`. Tile numbers are part of the instructions.
+#define PENSTOCK_PRODUCT(sums, a, b, address, stride) \
+    _tile_loadd(b, address, stride);                  \
+    _tile_dpbf16ps(sums, a, b);                       \
+    prefetcher.advance(STEP_WORK)
+
 void multiply_keys(const Strip& strip, Prefetcher& prefetcher) {
     const std::int64_t dim = strip.dim();
     const std::uint16_t* const q = static_cast<const std::uint16_t*>(strip.a.operand) + strip.first * dim;
@@ -78,18 +84,10 @@ void multiply_keys(const Strip& strip, Prefetcher& prefetcher) {
     for (std::int64_t d = 0; d < dim; d += 2 * KEY_PAIRS) {
         const std::int64_t at = d * GRANULE * 2;
         _tile_loadd(4, q + d, dim * 2);
-        _tile_loadd(5, keys[0] + at, AMX_BYTES);
-        _tile_dpbf16ps(0, 4, 5);
-        prefetcher.advance(STEP_WORK);
-        _tile_loadd(5, keys[1] + at, AMX_BYTES);
-        _tile_dpbf16ps(1, 4, 5);
-        prefetcher.advance(STEP_WORK);
-        _tile_loadd(5, keys[2] + at, AMX_BYTES);
-        _tile_dpbf16ps(2, 4, 5);
-        prefetcher.advance(STEP_WORK);
-        _tile_loadd(5, keys[3] + at, AMX_BYTES);
-        _tile_dpbf16ps(3, 4, 5);
-        prefetcher.advance(STEP_WORK);
+        PENSTOCK_PRODUCT(0, 4, 5, keys[0] + at, AMX_BYTES);
+        PENSTOCK_PRODUCT(1, 4, 5, keys[1] + at, AMX_BYTES);
+        PENSTOCK_PRODUCT(2, 4, 5, keys[2] + at, AMX_BYTES);
+        PENSTOCK_PRODUCT(3, 4, 5, keys[3] + at, AMX_BYTES);
     }
     _tile_stored(0, strip.s, TILE * 4);
     _tile_stored(1, strip.s + 16, TILE * 4);
@@ -109,19 +107,11 @@ void multiply_columns(const Strip& strip, std::int64_t d, Prefetcher& prefetcher
     for (int granule = 0; granule < TILE_GRANULES; ++granule) {
         const char* const values = strip.a.granules[granule] + keys + d * 4;
         _tile_loadd(6, strip.p + granule * GRANULE, TILE * 2);
-        _tile_loadd(7, values, dim * 4);
-        _tile_dpbf16ps(0, 6, 7);
-        prefetcher.advance(STEP_WORK);
-        _tile_loadd(7, values + LINE, dim * 4);
-        _tile_dpbf16ps(1, 6, 7);
-        prefetcher.advance(STEP_WORK);
+        PENSTOCK_PRODUCT(0, 6, 7, values, dim * 4);
+        PENSTOCK_PRODUCT(1, 6, 7, values + LINE, dim * 4);
         if constexpr (SUMS > 2) {
-            _tile_loadd(7, values + 2 * LINE, dim * 4);
-            _tile_dpbf16ps(2, 6, 7);
-            prefetcher.advance(STEP_WORK);
-            _tile_loadd(7, values + 3 * LINE, dim * 4);
-            _tile_dpbf16ps(3, 6, 7);
-            prefetcher.advance(STEP_WORK);
+            PENSTOCK_PRODUCT(2, 6, 7, values + 2 * LINE, dim * 4);
+            PENSTOCK_PRODUCT(3, 6, 7, values + 3 * LINE, dim * 4);
         }
     }
     _tile_stored(0, o, dim * 4);
@@ -239,7 +229,8 @@ std::uint32_t softmax(const Strip& strip, Prefetcher& prefetcher) {
 
 // ---- A tile
 
-// Adding a product of zeros would change -0 and subnormal numbers to 0, so rows of o without visible positions are saved.
+// Adding a product of zeros would change -0 and subnormal numbers to 0, so rows of o without visible positions are
+// saved.
 inline void copy_rows(std::uint32_t rows, std::int64_t dim, const float* from, float* to) {
     for (; rows != 0; rows &= rows - 1) {
         const std::int64_t at = __builtin_ctz(rows) * dim;
@@ -290,6 +281,8 @@ void pack_rows(const QueryArgs& a) {
 
 }  // namespace
 
-CacheKernel amx_cache_bf16() { return {pack_rows, attend_strips, store_granule_words<Bf16>, load_granule<std::uint16_t>, release}; }
+CacheKernel amx_cache_bf16() {
+    return {pack_rows, attend_strips, store_granule_words<Bf16>, load_granule<std::uint16_t>, release};
+}
 
 }  // namespace penstock

@@ -1,5 +1,5 @@
-// Attention over float caches with AVX2: vectors of eight floats, multiplied and added in one rounding. A bfloat16 cache
-// is widened as it is read; probabilities stay float32.
+// Attention over float caches with AVX2: vectors of eight floats, multiplied and added in one rounding. A bfloat16
+// cache is widened as it is read; probabilities stay float32.
 
 #include "attention/layout.inc.h"
 #include "attention/tile.inc.h"

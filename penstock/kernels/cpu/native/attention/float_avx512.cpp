@@ -1,9 +1,9 @@
 // Attention over caches of bfloat16 and of float32 with AVX-512.
 //
-// Both kinds are processed in words of four bytes, as in products/float_avx512.cpp: a pair of bfloat16 or one float32, of
-// elements of a head in q . k, of positions in P . V. In both products every output is one accumulator in a register,
-// which adds its words in ascending order. The number of rows is a template argument: 12 rows x 2 registers of outputs
-// leave 8 for keys, values and addresses; with few rows there are 4 registers of outputs per row.
+// Both kinds are processed in words of four bytes, as in products/float_avx512.cpp: a pair of bfloat16 or one float32,
+// of elements of a head in q . k, of positions in P . V. In both products every output is one accumulator in a
+// register, which adds its words in ascending order. The number of rows is a template argument: 12 rows x 2 registers
+// of outputs leave 8 for keys, values and addresses; with few rows there are 4 registers of outputs per row.
 //
 // The operand of queries is [strips][words of a head][12 rows]; missing rows of a strip are not read.
 

@@ -33,8 +33,8 @@ struct Run {
     const std::int8_t* operand;
 };
 
-// The granule to prefetch while granule g is read: that of the next tile for the first strip; otherwise g itself, which is
-// already in the cache.
+// The granule to prefetch while granule g is read: that of the next tile for the first strip; otherwise g itself, which
+// is already in the cache.
 PENSTOCK_INLINE Granule next_granule(const TileArgs& a, int first, int g) {
     return Granule(*a.cache, first == 0 && a.next[g] != nullptr ? a.next[g] : a.granules[g]);
 }

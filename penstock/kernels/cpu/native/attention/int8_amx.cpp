@@ -1,11 +1,11 @@
 // Attention with an int8 cache and byte products of AMX tiles: signed slices of rows times unsigned stored integers.
 //
-// A granule in memory consists of B operands: 64 elements of its keys are 16 rows of quads; 16 positions and 16 elements
-// of its values are 4. The slices of up to eight query rows, or of their probabilities, are the A operand. Bytes are
-// stored + 128, so the sums are too large by 128 times the sum of the slice.
+// A granule in memory consists of B operands: 64 elements of its keys are 16 rows of quads; 16 positions and 16
+// elements of its values are 4. The slices of up to eight query rows, or of their probabilities, are the A operand.
+// Bytes are stored + 128, so the sums are too large by 128 times the sum of the slice.
 //
-// Integers are exact and all other steps are those of int8.inc.h, so the bits are those of AVX-512. Most of the time of a
-// tile is memory access, so the next tile is prefetched throughout.
+// Integers are exact and all other steps are those of int8.inc.h, so the bits are those of AVX-512. Most of the time of
+// a tile is memory access, so the next tile is prefetched throughout.
 
 #include "amx_tiles.inc.h"
 #include "attention/prefetch.inc.h"
@@ -15,7 +15,7 @@ namespace penstock {
 namespace {
 
 constexpr int STEP = AMX_BYTES;             // elements per product of scores
-constexpr int SHORT_STEP = GRANULE;         // elements per product for the rest of a head; positions per product of values
+constexpr int SHORT_STEP = GRANULE;         // elements per product of scores for the rest of a head, and positions of values
 constexpr int TILE_SUMS = 4;                // tiles of sums
 constexpr int SUM_COLUMNS = TILE_SUMS * LANES;
 static_assert(SUM_COLUMNS == TILE, "the sums of scores have as many columns");
@@ -102,6 +102,11 @@ struct Strip {
 // The compiler does not know which memory tile loads read.
 inline void finish_stores() { __asm__ volatile("" : : : "memory"); }
 
+// Load tile b from memory and add tile a times tile b to tile `sums`. Tile numbers are part of the instructions.
+#define PENSTOCK_PRODUCT(sums, a, b, address, stride) \
+    _tile_loadd(b, address, stride);                  \
+    _tile_dpbsud(sums, a, b)
+
 inline void store_tiles(std::int32_t* sums) {
     constexpr std::int64_t ROW = SUM_COLUMNS * 4;
     _tile_stored(0, sums, ROW);
@@ -121,28 +126,20 @@ void Strip<SLICES>::multiply_keys() {
     for (; d + STEP <= dim(); d += STEP) {
         const std::int64_t at = d * GRANULE;
         _tile_loadd(4, queries.slices + d, dim());
-        _tile_loadd(5, keys[0] + at, LINE);
-        _tile_dpbsud(0, 4, 5);
-        _tile_loadd(5, keys[1] + at, LINE);
-        _tile_dpbsud(1, 4, 5);
+        PENSTOCK_PRODUCT(0, 4, 5, keys[0] + at, LINE);
+        PENSTOCK_PRODUCT(1, 4, 5, keys[1] + at, LINE);
         prefetcher.advance(2 * STEP_WORK);
-        _tile_loadd(5, keys[2] + at, LINE);
-        _tile_dpbsud(2, 4, 5);
-        _tile_loadd(5, keys[3] + at, LINE);
-        _tile_dpbsud(3, 4, 5);
+        PENSTOCK_PRODUCT(2, 4, 5, keys[2] + at, LINE);
+        PENSTOCK_PRODUCT(3, 4, 5, keys[3] + at, LINE);
         prefetcher.advance(2 * STEP_WORK);
     }
     for (; d < dim(); d += SHORT_STEP) {
         const std::int64_t at = d * GRANULE;
         _tile_loadd(6, queries.slices + d, dim());
-        _tile_loadd(7, keys[0] + at, LINE);
-        _tile_dpbsud(0, 6, 7);
-        _tile_loadd(7, keys[1] + at, LINE);
-        _tile_dpbsud(1, 6, 7);
-        _tile_loadd(7, keys[2] + at, LINE);
-        _tile_dpbsud(2, 6, 7);
-        _tile_loadd(7, keys[3] + at, LINE);
-        _tile_dpbsud(3, 6, 7);
+        PENSTOCK_PRODUCT(0, 6, 7, keys[0] + at, LINE);
+        PENSTOCK_PRODUCT(1, 6, 7, keys[1] + at, LINE);
+        PENSTOCK_PRODUCT(2, 6, 7, keys[2] + at, LINE);
+        PENSTOCK_PRODUCT(3, 6, 7, keys[3] + at, LINE);
         prefetcher.advance(2 * STEP_WORK);
     }
     store_tiles(sums[0]);
@@ -202,16 +199,12 @@ void Strip<SLICES>::multiply_values(std::int64_t d) {
     for (int g = 0; g < TILE_GRANULES; ++g) {
         const char* const values = a.granules[g] + keys + d * QUAD;
         _tile_loadd(6, slices + g * GRANULE, TILE);
-        _tile_loadd(7, values, row);
-        _tile_dpbsud(0, 6, 7);
-        _tile_loadd(7, values + LINE, row);
-        _tile_dpbsud(1, 6, 7);
+        PENSTOCK_PRODUCT(0, 6, 7, values, row);
+        PENSTOCK_PRODUCT(1, 6, 7, values + LINE, row);
         prefetcher.advance(2 * STEP_WORK);
         if constexpr (SUMS > 2) {
-            _tile_loadd(7, values + 2 * LINE, row);
-            _tile_dpbsud(2, 6, 7);
-            _tile_loadd(7, values + 3 * LINE, row);
-            _tile_dpbsud(3, 6, 7);
+            PENSTOCK_PRODUCT(2, 6, 7, values + 2 * LINE, row);
+            PENSTOCK_PRODUCT(3, 6, 7, values + 3 * LINE, row);
             prefetcher.advance(2 * STEP_WORK);
         }
     }

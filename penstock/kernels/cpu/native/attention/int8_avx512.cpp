@@ -1,7 +1,7 @@
 // Attention with an int8 cache and the dot product of AVX-512 VNNI: 4 unsigned times 4 signed bytes, added to int32.
 //
-// The sums of a strip with two vectors stay in registers, at most 24, over a whole head or tile. They start at -128 times
-// the sum of the row: bytes are stored + 128.
+// The sums of a strip with two vectors stay in registers, at most 24, over a whole head or tile. They start at -128
+// times the sum of the row: bytes are stored + 128.
 
 #include "avx512.inc.h"
 

@@ -1,4 +1,5 @@
-// The granules of an int8 cache: quantising keys and values into them and reading them back, as specified in quant/kv.py.
+// The granules of an int8 cache: quantising keys and values into them and reading them back, as specified in
+// quant/kv.py.
 #pragma once
 
 #include "attention/int8_lanes.inc.h"

@@ -1,5 +1,5 @@
-// Dot products of bytes for levels without an exact instruction for them, in words of 16 bits. Included by the file of a
-// level, which defines the product of two words of stored integers with two words of a row.
+// Dot products of bytes for levels without an exact instruction for them, in words of 16 bits. Included by the file of
+// a level, which defines the product of two words of stored integers with two words of a row.
 #pragma once
 
 #include "attention/int8.inc.h"

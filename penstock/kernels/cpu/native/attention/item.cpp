@@ -155,7 +155,8 @@ void Item::attend_span(std::int64_t span) {
     if (partial()) state_ = states_from(call_.partial, item_.partial + (span - item_.span_begin) * states, dim_);
     clear_states(state_, states, dim_);
     const std::int64_t end = std::min((span + 1) * SPAN_TILES, end_tile_);
-    for (std::int64_t tile = first_visible(span * SPAN_TILES); tile < end; tile = first_visible(tile + 1)) attend_tile(tile);
+    for (std::int64_t tile = first_visible(span * SPAN_TILES); tile < end; tile = first_visible(tile + 1))
+        attend_tile(tile);
     if (first || partial()) return;
     for (std::int64_t head = 0; head < heads_; ++head) {
         const std::int64_t first = head * head_states_;

@@ -1,5 +1,5 @@
-// Packing queries and storing keys and values in the words of float_avx512.cpp and bf16_amx.cpp, for a Type of theirs: a
-// row of a head is read as registers of 16 words, and transposed 16 x 16 into word-by-word layouts.
+// Packing queries and storing keys and values in the words of float_avx512.cpp and bf16_amx.cpp, for a Type of theirs:
+// a row of a head is read as registers of 16 words, and transposed 16 x 16 into word-by-word layouts.
 #pragma once
 
 #include "attention/layout.inc.h"

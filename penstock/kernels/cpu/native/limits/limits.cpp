@@ -1,10 +1,9 @@
 // The machine's limits: how fast it reads memory and how fast it multiplies. No product uses these loops.
 
-#include "limits/limits.h"
-
 #include <chrono>
 
 #include "context.h"
+#include "limits/chains.inc.h"
 
 namespace penstock {
 
@@ -33,35 +32,23 @@ std::int64_t read_range(const char* memory, std::int64_t bytes) {
     return sum[0] + sum[1];
 }
 
-constexpr int NUM_CHAINS = 12;  // that begin apart, or the compiler computes one for all
+constexpr int NUM_CHAINS = 12;
 
 // Plain C++ has no fused multiply-add and no bfloat16 products: its kernels widen bfloat16 to float32.
 float multiply_floats(std::int64_t iterations) {
     typedef float Floats __attribute__((vector_size(16)));
     const Floats factor = {0.5f, 0.5f, 0.5f, 0.5f}, addend = {1, 2, 3, 4};
-    Floats sums[NUM_CHAINS];
-#pragma GCC unroll 12
-    for (int i = 0; i < NUM_CHAINS; ++i) sums[i] = addend * static_cast<float>(i);
-    for (std::int64_t i = 0; i < iterations; ++i)
-#pragma GCC unroll 12
-        for (Floats& sum : sums) sum = sum * factor + addend;
-#pragma GCC unroll 12
-    for (int i = 1; i < NUM_CHAINS; ++i) sums[0] += sums[i];
-    return sums[0][0] + sums[0][1] + sums[0][2] + sums[0][3];
+    return run_chains<NUM_CHAINS>(
+        iterations, [&](int i) { return addend * static_cast<float>(i); },
+        PENSTOCK_STEP(Floats) { sum = sum * factor + addend; });
 }
 
 float multiply_integers(std::int64_t iterations) {
     typedef std::uint16_t Integers __attribute__((vector_size(16)));
     const Integers factor = {3, 5, 7, 9, 11, 13, 15, 17};
-    Integers sums[NUM_CHAINS];
-#pragma GCC unroll 12
-    for (int i = 0; i < NUM_CHAINS; ++i) sums[i] = factor * static_cast<std::uint16_t>(i);
-    for (std::int64_t i = 0; i < iterations; ++i)
-#pragma GCC unroll 12
-        for (Integers& sum : sums) sum = sum * factor + factor;
-#pragma GCC unroll 12
-    for (int i = 1; i < NUM_CHAINS; ++i) sums[0] += sums[i];
-    return static_cast<float>(sums[0][0] + sums[0][7]);
+    return run_chains<NUM_CHAINS>(
+        iterations, [&](int i) { return factor * static_cast<std::uint16_t>(i); },
+        PENSTOCK_STEP(Integers) { sum = sum * factor + factor; });
 }
 
 void choose_loops(Level level, LimitLoops& loops) {

@@ -9,47 +9,32 @@ namespace {
 
 constexpr int NUM_CHAINS = 6;  // tiles 0 .. 5; 6 and 7 are the operands
 
-void load_tiles() {
-    AmxConfig config;
-    for (int tile = 0; tile < 8; ++tile) config.set(tile, AMX_ROWS);
-    config.load();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    _tile_zero(4);
-    _tile_zero(5);
-    _tile_zero(6);
-    _tile_zero(7);
-}
+// Tile products are volatile assembly, so the compiler keeps the loop without using its result.
+#define PENSTOCK_LOOP(instruction)                                       \
+    AmxConfig config;                                                    \
+    for (int tile = 0; tile < 8; ++tile) config.set(tile, AMX_ROWS);     \
+    config.load();                                                       \
+    _tile_zero(0);                                                       \
+    _tile_zero(1);                                                       \
+    _tile_zero(2);                                                       \
+    _tile_zero(3);                                                       \
+    _tile_zero(4);                                                       \
+    _tile_zero(5);                                                       \
+    _tile_zero(6);                                                       \
+    _tile_zero(7);                                                       \
+    for (std::int64_t i = 0; i < iterations; ++i) {                      \
+        instruction(0, 6, 7);                                            \
+        instruction(1, 6, 7);                                            \
+        instruction(2, 6, 7);                                            \
+        instruction(3, 6, 7);                                            \
+        instruction(4, 6, 7);                                            \
+        instruction(5, 6, 7);                                            \
+    }                                                                    \
+    _tile_release();                                                     \
+    return 0
 
-float multiply_bf16(std::int64_t iterations) {
-    load_tiles();
-    for (std::int64_t i = 0; i < iterations; ++i) {
-        _tile_dpbf16ps(0, 6, 7);
-        _tile_dpbf16ps(1, 6, 7);
-        _tile_dpbf16ps(2, 6, 7);
-        _tile_dpbf16ps(3, 6, 7);
-        _tile_dpbf16ps(4, 6, 7);
-        _tile_dpbf16ps(5, 6, 7);
-    }
-    _tile_release();
-    return 0;  // products of tiles are volatile assembly: no compiler leaves them out
-}
-
-float multiply_int8(std::int64_t iterations) {
-    load_tiles();
-    for (std::int64_t i = 0; i < iterations; ++i) {
-        _tile_dpbsud(0, 6, 7);
-        _tile_dpbsud(1, 6, 7);
-        _tile_dpbsud(2, 6, 7);
-        _tile_dpbsud(3, 6, 7);
-        _tile_dpbsud(4, 6, 7);
-        _tile_dpbsud(5, 6, 7);
-    }
-    _tile_release();
-    return 0;
-}
+float multiply_bf16(std::int64_t iterations) { PENSTOCK_LOOP(_tile_dpbf16ps); }
+float multiply_int8(std::int64_t iterations) { PENSTOCK_LOOP(_tile_dpbsud); }
 
 }  // namespace
 

@@ -79,7 +79,8 @@ void sort_by_expert(const Experts& experts, const std::int64_t* ids, const Routi
 
 // One product per expert that has rows: make_product(expert, first place, rows).
 template <class MakeProduct>
-void multiply_experts(Context& context, const Experts& experts, const Buffers& buffers, const MakeProduct& make_product) {
+void multiply_experts(
+    Context& context, const Experts& experts, const Buffers& buffers, const MakeProduct& make_product) {
     const std::int64_t* starts = buffers.routing.starts;
     std::int64_t count = 0;
     for (std::int64_t e = 0; e < experts.count; ++e)

@@ -96,8 +96,8 @@ inline __attribute__((always_inline)) void multiply_panels(
     }
 }
 
-// Round a tile to bfloat16. place(k, row, words) writes the elements k .. k + K_UNIT - 1 of padded K of a row, which are
-// words [K_UNIT], in the layout of the level.
+// Round a tile to bfloat16. place(k, row, words) writes the elements k .. k + K_UNIT - 1 of padded K of a row, which
+// are words [K_UNIT], in the layout of the level.
 template <class Element, class Place>
 inline void pack_bf16(const OperandArgs& args, const Place& place) {
     each_leaf(*args.weight, [&](const LeafRange& leaf) {

@@ -5,6 +5,8 @@
 
 #include <immintrin.h>
 
+#include <utility>
+
 #include "products/leaves.inc.h"
 #include "slices.inc.h"
 
@@ -38,9 +40,10 @@ inline void add_to(float* total, Floats part) { floats(total) = floats(total) + 
 // A byte is low + 16 high. Its dot product minus that of its low nibble is 16 times that of the high one, so one AND
 // gives two vectors of weights; the factor 16 goes into the scale.
 //
-// The sums begin with the bits of 1.5 * 2^23, whose last bit has the value 1, so that as a float they are OFFSET + d. The
-// fused d * scale = (OFFSET + d) * scale - OFFSET * scale is rounded once, because OFFSET * scale has ten bits and is
-// exact. A bfloat16 scale leaves enough exponents in float32: 4 bits below it, and above it if it is less than 2^104.
+// The sums begin with the bits of 1.5 * 2^23, whose last bit has the value 1, so that as a float they are OFFSET + d.
+// The fused d * scale = (OFFSET + d) * scale - OFFSET * scale is rounded once, because OFFSET * scale has ten bits and
+// is exact. A bfloat16 scale leaves enough exponents in float32: 4 bits below it, and above it if it is less than
+// 2^104.
 struct Int8Rows {
     static constexpr int ELEMENT = 1;
     static constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
@@ -213,36 +216,21 @@ void multiply_block(const MultiplyArgs& a, int panel) {
 
 using Block = void (*)(const MultiplyArgs&, int panel);
 
-// For R rows: several panels or, for the remaining ones, a single panel.
-template <class Rows, int R>
-Block block_of(bool one) {
-    return one ? multiply_block<Rows, R, 1> : multiply_block<Rows, R, Rows::panels_at_once(R)>;
-}
-
-template <class Rows>
-Block choose_block(int rows, bool one) {
-    switch (rows) {
-        case 1: return block_of<Rows, 1>(one);
-        case 2: return block_of<Rows, 2>(one);
-        case 3: return block_of<Rows, 3>(one);
-        case 4: return block_of<Rows, 4>(one);
-        case 5: return block_of<Rows, 5>(one);
-        case 6: return block_of<Rows, 6>(one);
-        case 7: return block_of<Rows, 7>(one);
-        case 8: return block_of<Rows, 8>(one);
-        case 9: return block_of<Rows, 9>(one);
-        case 10: return block_of<Rows, 10>(one);
-        case 11: return block_of<Rows, 11>(one);
-        default: return block_of<Rows, TILE_ROWS>(one);
-    }
+// The kernel for a number of rows and one panel, or several.
+template <class Rows, int... R>
+Block choose_block(int rows, bool one, std::integer_sequence<int, R...>) {
+    static constexpr Block ONE[] = {multiply_block<Rows, R + 1, 1>...};
+    static constexpr Block SEVERAL[] = {multiply_block<Rows, R + 1, Rows::panels_at_once(R + 1)>...};
+    return (one ? ONE : SEVERAL)[rows - 1];
 }
 
 template <class Rows>
 void multiply(const MultiplyArgs& a) {
     const int rows = operand_rows(a), step = Rows::panels_at_once(rows);
+    constexpr std::make_integer_sequence<int, TILE_ROWS> UP_TO_TILE_ROWS;
     int panel = 0;
-    for (; panel + step <= a.panels; panel += step) choose_block<Rows>(rows, false)(a, panel);
-    for (; panel < a.panels; ++panel) choose_block<Rows>(rows, true)(a, panel);
+    for (; panel + step <= a.panels; panel += step) choose_block<Rows>(rows, false, UP_TO_TILE_ROWS)(a, panel);
+    for (; panel < a.panels; ++panel) choose_block<Rows>(rows, true, UP_TO_TILE_ROWS)(a, panel);
 }
 
 template <class Rows>

@@ -61,8 +61,8 @@ inline void finish_leaf(const LeafArgs& leaf, const Ints (*sums)[COLUMNS]) {
 
 // Call multiply_leaf(LeafArgs) for every leaf of every tile.
 //
-// A single tile prefetches its own weights a little ahead. Several tiles each prefetch a part of the next leaf: otherwise
-// only the first one would wait for memory, and the others would leave it idle.
+// A single tile prefetches its own weights a little ahead. Several tiles each prefetch a part of the next leaf:
+// otherwise only the first one would wait for memory, and the others would leave it idle.
 template <class MultiplyLeaf>
 void multiply_leaves(const MultiplyArgs& args, int ahead_steps, MultiplyLeaf multiply_leaf) {
     const PenstockWeight& weight = *args.weight;

@@ -1,5 +1,5 @@
-// int8 products for levels without an exact dot product of bytes, which widen to words of 16 bits. Included by the file of
-// a level within its anonymous namespace, after int8.inc.h; the level defines dot().
+// int8 products for levels without an exact dot product of bytes, which widen to words of 16 bits. Included by the file
+// of a level within its anonymous namespace, after int8.inc.h; the level defines dot().
 
 using Words __attribute__((vector_size(LANES * 4))) = std::int16_t;
 

@@ -1,5 +1,5 @@
-// What all micro-kernels share: the leaves of K, the binary tree in which they are added (products.h), and the rows that
-// a tile is packed from. Internal linkage: every level has its own copy.
+// What all micro-kernels share: the leaves of K, the binary tree in which they are added (products.h), and the rows
+// that a tile is packed from. Internal linkage: every level has its own copy.
 #pragma once
 
 #include "elements.inc.h"

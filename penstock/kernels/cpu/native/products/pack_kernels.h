@@ -1,8 +1,8 @@
-// What an instruction level provides for packing weights: converting rows to stored values and interleaving sixteen rows
-// into a panel. pack.cpp is the only caller.
+// What an instruction level provides for packing weights: converting rows to stored values and interleaving sixteen
+// rows into a panel. pack.cpp is the only caller.
 //
-// quant/int8.py and quant/int4.py specify the values; pack_kernels.inc.h, compiled once per level, gives the same values
-// on all levels.
+// quant/int8.py and quant/int4.py specify the values; pack_kernels.inc.h, compiled once per level, gives the same
+// values on all levels.
 #pragma once
 
 #include <cstdint>
@@ -27,11 +27,12 @@ struct PackKernels {
     std::uint16_t (*to_int4)(const void* x, std::int32_t type, int count, std::uint8_t* out, bool& quantisable);
 
     // rows [columns] of `units` units each, `stride` units apart -> out[unit][column], 32 columns apart.
-    void (*interleave)(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units, std::uint32_t* out);
+    void (*interleave)(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units,
+                       std::uint32_t* out);
     // The same for nibbles in bytes: into the low or high halves of out[unit][column], 16 columns apart, leaving the
     // other halves unchanged.
-    void (*interleave_nibbles)(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units, int high,
-                               std::uint32_t* out);
+    void (*interleave_nibbles)(const std::uint32_t* rows, std::int64_t stride, int columns, std::int64_t units,
+                               int high, std::uint32_t* out);
 };
 
 PackKernels portable_pack();

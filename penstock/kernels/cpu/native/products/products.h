@@ -1,5 +1,5 @@
-// What an instruction level provides for products with a weight: for each Kind, packing a tile of activation rows and the
-// micro-kernel that multiplies tiles with panels. linear.cpp is the only caller.
+// What an instruction level provides for products with a weight: for each Kind, packing a tile of activation rows and
+// the micro-kernel that multiplies tiles with panels. linear.cpp is the only caller.
 //
 // Products are batch invariant because the order of every sum is the same for any number of rows, tiles, panels and
 // threads: within a leaf one chain over ascending K; leaves as a binary tree ((l0+l1)+(l2+l3))+((l4+l5)+(l6+l7)).
@@ -40,8 +40,8 @@ struct OperandArgs {
 //
 // Leaves are the outer loop and tiles the inner one, so that the part of a panel in a leaf stays in the cache. Results
 // are float32 sums before column scales and bias. Integer kinds compute, per leaf and slice, the exact integer dot
-// product d (less 128 or 8 times the operands' sum) and from it, with every operation rounded separately and none fused,
-// so that all levels agree:
+// product d (less 128 or 8 times the operands' sum) and from it, with every operation rounded separately and none
+// fused, so that all levels agree:
 //   int8   leaf = (d0 + d1 * (1/254) + d2 * (1/254^2)) * scale
 //   int4   f_s = sum over ascending groups of d_s * group scale (a multiplication, then an addition); leaf as above
 struct MultiplyArgs {

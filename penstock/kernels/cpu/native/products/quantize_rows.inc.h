@@ -51,7 +51,8 @@ inline const Element* pad(const Element* x, std::int64_t count, int length, Elem
 inline std::int32_t reduce_max(const Ints& values) {
     Ints left = values;
     for (int half = LANES / 2; half > 0; half /= 2)
-        for (int lane = 0; lane < half; ++lane) left[lane] = left[lane] > left[lane + half] ? left[lane] : left[lane + half];
+        for (int lane = 0; lane < half; ++lane)
+            if (left[lane + half] > left[lane]) left[lane] = left[lane + half];
     return left[0];
 }
 
@@ -146,9 +147,9 @@ void quantize_chunks(const LeafRows<Element>& leaf, std::int64_t k, int length, 
     }
 }
 
-// Quantise a tile and sum every `span` elements of padded K, or every leaf if span is 0. place(k, length, slices) writes
-// the operands k .. k + length - 1 of padded K, slices [rows * SLICES][CHUNK], in the layout of the level; length is
-// the smaller of CHUNK and span.
+// Quantise a tile and sum every `span` elements of padded K, or every leaf if span is 0. place(k, length, slices)
+// writes the operands k .. k + length - 1 of padded K, slices [rows * SLICES][CHUNK], in the layout of the level;
+// length is the smaller of CHUNK and span.
 template <int SLICES, class Element, class Place>
 void quantize_tile(const OperandArgs& args, int span, const Place& place) {
     alignas(64) std::int8_t slices[MAX_TILE_ROWS * CHUNK];

@@ -1,8 +1,9 @@
 // Products in bfloat16 and int8 with AMX tiles.
 //
-// A step of K is 64 bytes of a row. A packed tile of activations is [steps][operand rows][64 bytes]: 16 rows of it are an
-// A operand. A step of a panel in memory is a B operand: 16 rows, 128 bytes apart, columns 0..15 in the first half of each.
-// Of the eight AMX tiles four hold sums, for up to 32 rows of one panel or 16 rows of two panels, two A and two B.
+// A step of K is 64 bytes of a row. A packed tile of activations is [steps][operand rows][64 bytes]: 16 rows of it are
+// an A operand. A step of a panel in memory is a B operand: 16 rows, 128 bytes apart, columns 0..15 in the first half
+// of each. Of the eight AMX tiles four hold sums, for up to 32 rows of one panel or 16 rows of two panels, two A and
+// two B.
 
 #include "amx_tiles.inc.h"
 #include "products/leaves.inc.h"

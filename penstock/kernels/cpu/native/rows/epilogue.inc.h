@@ -1,4 +1,5 @@
-// The epilogue of products: scales, bias and activation. Compiled once per instruction level; row_kernels.h specifies it.
+// The epilogue of products: scales, bias and activation. Compiled once per instruction level; row_kernels.h specifies
+// it.
 #pragma once
 
 #include "rows/row_kernels.h"

@@ -68,8 +68,8 @@ struct EmbeddingArgs {
     float* out;   // [.., n]
 };
 
-// Softmax over all experts, then the top_k most likely, the lower id first on a tie. A row whose softmax contains NaN (a
-// logit is NaN or +inf, or all are -inf) gets the ids 0, 1, .. with weights NaN.
+// Softmax over all experts, then the top_k most likely, the lower id first on a tie. A row whose softmax contains NaN
+// (a logit is NaN or +inf, or all are -inf) gets the ids 0, 1, .. with weights NaN.
 struct RouteArgs {
     const float* logits;  // [.., experts]
     std::int64_t experts;

@@ -11,7 +11,8 @@ constexpr std::int64_t BLOCK_ELEMENTS = 8192;    // per item of work: about 2 mi
 constexpr std::int64_t SERIAL_ELEMENTS = 32768;  // fewer take less time than waking a helper
 constexpr std::int64_t SOFTCAP_COST = 4;         // an exponential and two divisions, in simple operations
 
-// Call task(first, count, thread) for blocks of `count` rows or elements, each of which costs so many simple operations.
+// Call task(first, count, thread) for blocks of `count` rows or elements, each of which costs so many simple
+// operations.
 template <class Task>
 Status over_blocks(Context& context, std::int64_t count, std::int64_t cost, const Task& task) {
     const std::int64_t block = std::max<std::int64_t>(1, BLOCK_ELEMENTS / cost);
@@ -41,7 +42,8 @@ using namespace penstock;
 extern "C" std::int32_t penstock_rms_norm(
     Context* context, const float* x, const float* weight, float eps, std::int64_t rows, std::int64_t n, void* out,
     std::int32_t out_type) {
-    return run_norm(context, context->rows.rms_norm, {x, nullptr, nullptr, weight, nullptr, eps, n, out, out_type}, rows);
+    const NormArgs args = {x, nullptr, nullptr, weight, nullptr, eps, n, out, out_type};
+    return run_norm(context, context->rows.rms_norm, args, rows);
 }
 
 extern "C" std::int32_t penstock_add_rms_norm(
@@ -53,7 +55,8 @@ extern "C" std::int32_t penstock_add_rms_norm(
 extern "C" std::int32_t penstock_layer_norm(
     Context* context, const float* x, const float* weight, const float* bias, float eps, std::int64_t rows,
     std::int64_t n, void* out, std::int32_t out_type) {
-    return run_norm(context, context->rows.layer_norm, {x, nullptr, nullptr, weight, bias, eps, n, out, out_type}, rows);
+    const NormArgs args = {x, nullptr, nullptr, weight, bias, eps, n, out, out_type};
+    return run_norm(context, context->rows.layer_norm, args, rows);
 }
 
 extern "C" std::int32_t penstock_add_layer_norm(

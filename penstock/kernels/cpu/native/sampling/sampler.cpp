@@ -40,8 +40,8 @@ struct RowMemory {
     }
 };
 
-// The distribution of one row, restricted by min_p, top_k and top_p, called in this order, and a draw from it. The row is
-// not changed: the restriction is a cut in the order of its values, and candidates are copied.
+// The distribution of one row, restricted by min_p, top_k and top_p, called in this order, and a draw from it. The row
+// is not changed: the restriction is a cut in the order of its values, and candidates are copied.
 class Distribution {
   public:
     // x [vocab]: divided by the temperature; maxima: of x times `temperature`, from scan; max: the maximum of x.
@@ -85,7 +85,7 @@ class Distribution {
     // Probabilities as integers: the most likely token has UNITS.
     static constexpr float UNITS = 0x1p40f;
     static std::uint64_t units(float weight) {
-        return static_cast<std::uint64_t>(static_cast<std::int64_t>(weight * UNITS));  // a signed conversion is one instruction
+        return static_cast<std::uint64_t>(static_cast<std::int64_t>(weight * UNITS));  // signed: one instruction
     }
 
     // top_p without an earlier cut: most of the row is dropped, so only entries above a floor are collected. The sums

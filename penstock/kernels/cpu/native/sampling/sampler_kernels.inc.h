@@ -36,7 +36,8 @@ PENSTOCK_INLINE F32x16 load_entries(const float* x, std::int64_t n, std::int64_t
     return at < n ? load_first(x + at, static_cast<int>(n - at), MINUS_INFINITY) : F32x16(MINUS_INFINITY);
 }
 
-// The maximum of each lane of x [n], n up to SCAN_BLOCK. Four accumulators, because each has to wait for its last result.
+// The maximum of each lane of x [n], n up to SCAN_BLOCK. Four accumulators, because each has to wait for its last
+// result.
 PENSTOCK_INLINE F32x16 lane_maxima(const float* x, std::int64_t n) {
     F32x16 a = MINUS_INFINITY, b = MINUS_INFINITY, c = MINUS_INFINITY, d = MINUS_INFINITY;
     std::int64_t i = 0;
@@ -80,8 +81,8 @@ std::uint8_t finite(const float* x, std::int64_t n) {
     return any(some) && !any(below_infinity == I32x16(0));
 }
 
-// COUNT sums at once. Lanes are added in blocks, then the blocks are added, so that errors grow with the length of a block
-// and the number of blocks, not with the vocabulary.
+// COUNT sums at once. Lanes are added in blocks, then the blocks are added, so that errors grow with the length of a
+// block and the number of blocks, not with the vocabulary.
 template <int COUNT>
 class BlockSums {
   public:
@@ -214,8 +215,8 @@ void weights(const float* x, std::int64_t n, float max, float* out) {
 
 // ---- Drawing: the highest value plus Gumbel noise -log(-log(u)), u = ((word >> 9) + 0.5) * 2^-23.
 //
-// Nearly all entries are skipped without a logarithm. Because -log(u) >= 1 - u, noise is at most -log(1 - u), so an entry
-// exceeds `best` only if 1 - u <= exp(x - best). And because 1 - u >= 2^-24, only if x >= best - 24 log(2).
+// Nearly all entries are skipped without a logarithm. Because -log(u) >= 1 - u, noise is at most -log(1 - u), so an
+// entry exceeds `best` only if 1 - u <= exp(x - best). And because 1 - u >= 2^-24, only if x >= best - 24 log(2).
 
 constexpr float MAX_NOISE = 16.7f, MIN_NOISE = -2.82f;  // 24 log(2) = 16.64, and -log(24 log(2)) = -2.812
 
@@ -224,8 +225,8 @@ PENSTOCK_INLINE F32x16 gumbel(U32x16 word) {
     return F32x16(0.0f) - log(F32x16(0.0f) - log(u));
 }
 
-// Whether 1 - u may be at most exp(depth); never false by mistake. 1 + f >= 2^f for f in 0 .. 1, and the float with the bits
-// (127 + i + f) * 2^23 is 2^i (1 + f): so those bits, with f + i = depth * log2(e), are an upper bound of exp.
+// Whether 1 - u may be at most exp(depth); never false by mistake. 1 + f >= 2^f for f in 0 .. 1, and the float with the
+// bits (127 + i + f) * 2^23 is 2^i (1 + f): so those bits, with f + i = depth * log2(e), are an upper bound of exp.
 PENSTOCK_INLINE I32x16 may_win(U32x16 word, F32x16 depth) {
     constexpr float LOG2_E = 1.44269504f, TWO_23 = 8388608.0f, EXPONENT = 127.0f + 23.0f, SLACK = 0.001f;
     const F32x16 rest = 8388607.5f - to_float(bits_as<I32x16>(word >> 9u));  // (1 - u) * 2^23, exact

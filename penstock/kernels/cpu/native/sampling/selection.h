@@ -1,9 +1,9 @@
 // The entry at which a sum over entries in descending order reaches a limit, found without sorting.
 //
 // Entries are ordered by value, the highest first, and equal values by id, the lowest first. An entry is dropped if the
-// entries before it have a weight of `limit` or more: weights of 1 give top-k, integer probabilities give top-p. Integer
-// sums do not depend on the order, so entries are only counted into buckets of neighbouring values; the bucket in which
-// the sum reaches the limit is split again, and the other buckets are never sorted.
+// entries before it have a weight of `limit` or more: weights of 1 give top-k, integer probabilities give top-p.
+// Integer sums do not depend on the order, so entries are only counted into buckets of neighbouring values; the bucket
+// in which the sum reaches the limit is split again, and the other buckets are never sorted.
 #pragma once
 
 #include <cstdint>
