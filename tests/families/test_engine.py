@@ -162,4 +162,4 @@ def test_few_tokens_are_replayed(made: Made) -> None:
         for found, expected in zip(recorded.step(new).values(), plain.step(new).values(), strict=True):
             assert torch.equal(found, expected)
     assert recorded.model._recordable
-    assert {tokens for tokens, _ in recorded.model._recordings} >= {1, 2, 3}
+    assert {tokens for tokens, _ in recorded.model._recorded} >= {1, 2, 3}
