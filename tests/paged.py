@@ -28,7 +28,7 @@ SLICES = {"float32": 3, "bfloat16": 2}  # of an int8 cache, by the model's type
 class PagedModel:
     """A model, its caches full of NaN, and a block table for each sequence.
 
-    `recorded`: steps of few tokens are recorded and replayed, as the engine does with native kernels.
+    `recorded`: steps of few tokens are recorded as programs, as the engine does with native kernels.
     """
 
     def __init__(

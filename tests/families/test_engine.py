@@ -152,7 +152,7 @@ def test_same_bits_in_a_crowd(build: Callable[..., BuiltEngine]) -> None:
     check_resumed(engine, alone)
 
 
-def test_few_tokens_are_replayed(made: Made) -> None:
+def test_few_tokens_are_recorded(made: Made) -> None:
     """Guards against a family whose decode steps run all of their Python, and against an address or a length that a
     program keeps from the step in which it was recorded."""
     plain, recorded = (PagedModel(made[1], kernels="cpu", num_seqs=3, recorded=way) for way in (False, True))

@@ -38,7 +38,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("make", [make_mistral, make_qwen3])
-def test_replayed_steps_have_the_models_bits(make: Any, tmp_path: Path) -> None:
+def test_programs_have_the_models_bits(make: Any, tmp_path: Path) -> None:
     """Guards against an address, a block table or a length that a program keeps from the step that it was recorded in.
     Sequences come and grow; steps of one, two and three tokens alternate with long ones, for which buffers grow."""
     _, directory = make(tmp_path)
@@ -56,7 +56,7 @@ def test_replayed_steps_have_the_models_bits(make: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("foreign", [lambda x: x * 2, lambda x: x.add_(1), lambda x: x + int(x[0, 0])])
-def test_a_model_that_computes_by_itself_is_never_replayed(foreign: Any, tmp_path: Path) -> None:
+def test_a_model_that_computes_by_itself_is_never_recorded(foreign: Any, tmp_path: Path) -> None:
     """Guards against arithmetic of a model's own that a program would leave out."""
     _, directory = make_mistral(tmp_path)
     plain, recorded = native(directory), native(directory)
@@ -70,7 +70,7 @@ def test_a_model_that_computes_by_itself_is_never_replayed(foreign: Any, tmp_pat
     assert not recorded.model._recordable
 
 
-def test_replayed_inputs_are_checked(tmp_path: Path) -> None:
+def test_inputs_of_programs_are_checked(tmp_path: Path) -> None:
     """Guards against a token id or a position that was checked only in the step that was recorded."""
     _, directory = make_mistral(tmp_path)
     paged = native(directory, recorded=True)
@@ -80,7 +80,7 @@ def test_replayed_inputs_are_checked(tmp_path: Path) -> None:
         paged.step({0: [10**6]})
 
 
-def test_the_runner_replays_where_the_backend_can() -> None:
+def test_the_runner_records_where_the_backend_can() -> None:
     """Guards against a runner that quietly runs every step's Python."""
     group = CacheGroup((0,), None, 8, 16)
     for ops, expected in ((load_ops("cpu", torch.float32), True), (FakeOps(), False)):
