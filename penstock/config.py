@@ -133,7 +133,7 @@ class ParallelConfig:
     pipeline_parallel_size: int = option(1, range(1, 4097), "processes that share the layers")
     lm_head_pieces: int = option(1, range(1, MAX_HEAD_PIECES + 1), "matrix products that the LM head is computed in")
     pad_vocab_multiple: int = option(
-        1, range(1, 2**16 + 1), "pad the LM head to a multiple of N tokens (1024 turns Falcon's 65024 into 65536)"
+        1, range(1, 2**16 + 1), "pad the LM head to a multiple of N tokens (Falcon's 65024 become 65536 with 1024)"
     )
     sharding_config: str | None = option(None, str, "split axis of each weight, YAML (default: the table's)")
 
