@@ -100,9 +100,6 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops)
 
 
-# --- the model and the options ---------------------------------------------------------------------------------------
-
-
 def _find(config: EngineConfig, instance: object | None) -> tuple[ModelConfig, Weights]:
     """Return the numbers of the model and where its weights are, without reading them."""
     weights: Weights
@@ -129,11 +126,7 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights) -> Engi
 
 
 def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
-    """Return what a sharding file does on one device, for EngineConfig.reasons.
-
-    Raises:
-        InvalidRequestError: it cannot be read, or does not fit the model.
-    """
+    """Check that a sharding file fits the model. Return its effect on one device, for EngineConfig.reasons."""
     file = config.parallel.sharding_config
     if file is None:
         return {}
@@ -169,11 +162,10 @@ def _engine(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, ru
     )
 
 
-# --- the description for clients -------------------------------------------------------------------------------------
-
-
 def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: Weights) -> ModelInfo:
-    digest = _digest_of_weights(config, weights)
+    digest = "dummy"
+    if config.numerics.load_format != "dummy":
+        digest = fingerprint(weights) if isinstance(weights, Path) else weights.fingerprint()
     choices_made = {**config.reasons, "kv_cache_memory_bytes": plan.reason}
     if model_config.ignored_generation:
         choices_made["generation_config.json"] = f"{', '.join(model_config.ignored_generation)}: not applied"
@@ -188,12 +180,6 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         choices_made=choices_made,
         certificate=_certificate(model_config, weights, digest),
     )
-
-
-def _digest_of_weights(config: EngineConfig, weights: Weights) -> str:
-    if config.numerics.load_format == "dummy":
-        return "dummy"
-    return fingerprint(weights) if isinstance(weights, Path) else weights.fingerprint()
 
 
 def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights: str) -> str:
