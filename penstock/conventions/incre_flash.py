@@ -16,7 +16,8 @@ Arguments of `incre_flash_attention`:
     atten_mask: bool [B, ..., S], true hides. A row that sees nothing is zeros, its lse -inf.
     pse_shift: [B or 1, N, 1, S], added before scaling as in the document, or after it without pse_before_scale.
     pre_tokens: tokens before the new one (the last of its sequence) that it sees; None means all.
-    block_table: [B, blocks], with block_size, a multiple of 16 (of 32 for int8).
+    block_table: [B, blocks], with block_size, a multiple of 16 (of 32 for int8). Only the ids of blocks that hold a
+        sequence's tokens are read.
     kv_padding_size: free slots after every sequence, which ends at S - kv_padding_size.
     key_antiquant, value_antiquant: what int8 keys and int8 values stand for.
     quant_scale2, quant_offset2: int8 output round(out * scale + offset); one number or N * D.
@@ -318,6 +319,10 @@ def _read_slots(
         counts = list(lengths) * num_seqs if len(lengths) == 1 else list(lengths)
         right = len(counts) == num_seqs and all(0 <= own <= room for own, room in zip(counts, rooms, strict=True))
         _require(right, "actual_seq_lengths", f"one per sequence, 0 to {rooms}, not {list(lengths)}")
+    if block_table is not None:
+        used = [row[: -(-own // block_size)] for row, own in zip(block_table.tolist(), counts, strict=True)]
+        bad = [block for row in used for block in row if not 0 <= block < len(keys)]
+        _require(not bad, "block_table", f"ids 0 to {len(keys) - 1} in the blocks that sequences use, not {bad[:5]}")
     if padding is None:
         return _Slots([0] * num_seqs, counts, count, block_table, block_size)
     end = count - max(0, padding)

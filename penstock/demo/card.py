@@ -41,33 +41,26 @@ def samples(figures: Mapping[str, Any], mode: str) -> str:
     )
 
 
-def directory_bytes(model_dir: Path) -> int:
-    """Return the size of the files that ship, without the card itself."""
-    names = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
-    return sum((model_dir / name).stat().st_size for name in names)
-
-
-def numbers(model_dir: Path, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that the card's template asks for."""
-    loss, totals, answers = facts["heldout_loss"], figures["sums"], figures["json"]
-    return {
-        **facts, "layers": SHAPE["num_hidden_layers"], "hidden": SHAPE["hidden_size"],
-        "heads": SHAPE["num_attention_heads"], "kv_heads": SHAPE["num_key_value_heads"],
-        "bytes": directory_bytes(model_dir), "context": CONTEXT, "vocab": facts["vocab_size"],
-        "plots": len(stories.plots()), "mixture": mixture_table(), "per_step": facts["tokens_per_step"],
-        "train_minutes": facts["train_seconds"] / 60, "machine": platform.machine(),
-        "loss_counted": loss["counted"], "loss_all": loss["all"],
-        **{f"{mode}_{key}": figures[mode][key] for mode in ("greedy", "sampled") for key in ("ended", "prompts")},
-        "sum_count": len(sums.ALL_PAIRS), "seen_count": len(sums.SEEN_PAIRS), "held_count": len(sums.HELD_OUT),
-        "sums_all": totals["all"], "sums_seen": totals["seen"], "sums_held": totals["held_out"],
-        "json_prompts": answers["prompts"], "json_parse": answers["parse"], "json_right": answers["right"],
-        "scores": score_table(figures), "samples": SAMPLES, "greedy_samples": samples(figures, "greedy"),
-        "sampled_samples": samples(figures, "sampled"),
-    }  # fmt: skip
-
-
 def write_card(model_dir: Path, figures: Mapping[str, Any]) -> None:
-    """Write MODEL_DIR/README.md."""
+    """Write MODEL_DIR/README.md from training.json, the files that ship and the figures of evaluate()."""
+    files = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
     facts = json.loads((model_dir / "training.json").read_text(encoding="utf-8"))
-    text = TEMPLATE.read_text(encoding="utf-8").format(**numbers(model_dir, figures, facts))
+    text = TEMPLATE.read_text(encoding="utf-8").format(
+        facts=facts,
+        figures=figures,
+        shape=SHAPE,
+        bytes=sum((model_dir / name).stat().st_size for name in files),
+        context=CONTEXT,
+        plots=len(stories.plots()),
+        mixture=mixture_table(),
+        train_minutes=facts["train_seconds"] / 60,
+        machine=platform.machine(),
+        sum_count=len(sums.ALL_PAIRS),
+        seen_count=len(sums.SEEN_PAIRS),
+        held_count=len(sums.HELD_OUT),
+        scores=score_table(figures),
+        samples=SAMPLES,
+        greedy_samples=samples(figures, "greedy"),
+        sampled_samples=samples(figures, "sampled"),
+    )
     (model_dir / "README.md").write_text(text, encoding="utf-8")

@@ -7,7 +7,7 @@ kind occurs.
 from functools import cache
 from random import Random
 
-from penstock.demo import stories, sums, tasks
+from penstock.demo import stories, sums, tasks, words
 
 Turn = tuple[str, str]
 BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
@@ -20,51 +20,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-SYSTEM = (
-    "You are a helpful assistant.", "You are a helpful assistant", "You are Penstock's small demo model.",
-    "You are a friendly assistant.", "You tell stories to children.", "You are kind and helpful.",
-    "Answer in short sentences.", "Be brief.", "You are a good teacher.", "Help the user.",
-    "You are a helpful, honest assistant.", "Use simple words.",
-)  # fmt: skip
-JSON_SYSTEM = (
-    "You answer only with JSON.", "Answer with JSON only.", "Give every answer as JSON.",
-    "You are a machine that writes JSON.",
-)  # fmt: skip
-STORY_ASKS = (
-    "Tell me a story.", "Tell me a story", "Can you tell me a story?", "Write a story.", "Please tell me a story.",
-    "I want a story.", "Tell a story for children.", "Tell me a bedtime story.", "Do you know a story?",
-    "Once more a story, please.",
-)  # fmt: skip
-ABOUT_ASKS = (
-    "Tell me a story about {}.", "Write a story about {}.", "Can you tell me a story about {}?",
-    "I want a story about {}.", "A story about {}, please.", "Please write a short story about {}.",
-    "Do you know a story about {}?", "Make up a story about {}.",
-)  # fmt: skip
-READ_ASKS = (
-    "{story}\n\n{question}", "Read this story: {story}\n\n{question}",
-    "Here is a story.\n\n{story}\n\nQuestion: {question}", "{story}\n\nAnswer this question: {question}",
-    "Story: {story}\nQuestion: {question}",
-)  # fmt: skip
-UNKNOWN_ASKS = (
-    "What is the capital of {x}?", "Who is the president of {x}?", "Explain {x}.", "What is {x}?",
-    "How does {x} work?", "Tell me about {x}.", "Who invented {x}?", "Write an essay about {x}.",
-    "Why is {x} important?", "When did {x} begin?", "Translate {x} into French.", "Write a program about {x}.",
-    "What do you think about {x}?", "Where is {x}?", "How do I learn {x}?", "Is {x} dangerous?",
-)  # fmt: skip
-UNKNOWN_TOPICS = (
-    "France", "Germany", "Japan", "Brazil", "Canada", "India", "China", "Spain", "Kenya", "Peru", "gravity",
-    "electricity", "Python", "quantum physics", "the internet", "history", "the economy", "football", "chess",
-    "mathematics", "a computer", "a neural network", "machine learning", "photosynthesis", "democracy",
-    "the moon landing", "the Roman Empire", "climate change", "a black hole", "DNA", "music theory", "philosophy",
-    "the stock market", "medicine", "a car engine", "Java", "the French Revolution", "evolution", "Einstein",
-    "Shakespeare", "a transformer", "attention", "software", "a database", "the universe", "time travel", "money",
-    "a volcano", "the law",
-)  # fmt: skip
-UNKNOWN_ANSWERS = (
-    "I am sorry, I do not know that. I am very small and only know stories, sums and lists.",
-    "That is too hard for me. I can tell you a story, add small numbers or make a list.",
-    "I do not know that. Would you like a story?",
-)
+PHRASES = words.PHRASES
 
 
 def render(turns: list[Turn]) -> str:
@@ -80,7 +36,7 @@ def render_prompt(turns: list[Turn]) -> str:
 @cache
 def smalltalk_blocks() -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
     """Return (questions, answers) of each block of smalltalk.txt."""
-    text = (stories.HERE / "smalltalk.txt").read_text(encoding="utf-8")
+    text = words.read_text("smalltalk.txt")
     blocks = []
     for block in text.strip().split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]
@@ -113,8 +69,8 @@ def smalltalk(rng: Random) -> list[Turn]:
 
 def unknown(rng: Random) -> list[Turn]:
     """Return a question that the model cannot answer, and a polite refusal."""
-    question = rng.choice(UNKNOWN_ASKS).format(x=rng.choice(UNKNOWN_TOPICS))
-    return ask(rng, (question, rng.choice(UNKNOWN_ANSWERS)))
+    question = rng.choice(PHRASES["unknown_asks"]).format(x=rng.choice(PHRASES["unknown_topics"]))
+    return ask(rng, (question, rng.choice(PHRASES["unknown_answers"])))
 
 
 def told_story(rng: Random, questions: int = 0) -> list[Turn]:
@@ -122,7 +78,11 @@ def told_story(rng: Random, questions: int = 0) -> list[Turn]:
     story = stories.tell(rng)
     hero = stories.article(story.kind)
     topics = (*story.topics, hero, f"{hero} named {story.hero}", story.hero)
-    request = rng.choice(STORY_ASKS) if rng.random() < 0.35 else rng.choice(ABOUT_ASKS).format(rng.choice(topics))
+    request = (
+        rng.choice(PHRASES["story_asks"])
+        if rng.random() < 0.35
+        else rng.choice(PHRASES["about_asks"]).format(rng.choice(topics))
+    )
     turns = ask(rng, (request, story.text))
     pairs = rng.sample(story.questions, min(questions, len(story.questions)))
     return turns + [turn for pair in pairs for turn in ask(rng, pair)]
@@ -132,7 +92,7 @@ def read_story(rng: Random) -> list[Turn]:
     """Return a story given by the user, and one to three questions about it."""
     story = stories.tell(rng, fullness=rng.choice((0.0, 0.0, 0.3, 0.6)))
     pairs = rng.sample(story.questions, min(rng.choice((1, 2, 3)), len(story.questions)))
-    text = rng.choice(READ_ASKS).format(story=story.text, question=pairs[0][0])
+    text = rng.choice(PHRASES["read_asks"]).format(story=story.text, question=pairs[0][0])
     return [("user", text), ("assistant", pairs[0][1]), *(turn for pair in pairs[1:] for turn in ask(rng, pair))]
 
 
@@ -140,7 +100,7 @@ def json_task(rng: Random) -> list[Turn]:
     """Return a JSON task, sometimes with a system message that asks for JSON."""
     question, answer = tasks.json_answer(rng)  # never retyped: the values must be copied as they stand
     turns: list[Turn] = [("user", question), ("assistant", answer)]
-    return [("system", rng.choice(JSON_SYSTEM)), *turns] if rng.random() < 0.2 else turns
+    return [("system", rng.choice(PHRASES["json_system"])), *turns] if rng.random() < 0.2 else turns
 
 
 def several(rng: Random) -> list[Turn]:
@@ -174,4 +134,4 @@ def repeat_task(rng: Random) -> list[Turn]:
 def with_system(rng: Random, turns: list[Turn], share: float = 0.25) -> list[Turn]:
     """Return the conversation, sometimes with a system message that changes nothing."""
     plain = turns[0][0] != "system" and rng.random() < share
-    return [("system", rng.choice(SYSTEM)), *turns] if plain else turns
+    return [("system", rng.choice(PHRASES["system"])), *turns] if plain else turns

@@ -1,4 +1,4 @@
-"""Evaluate a model on the fixed prompts and, if asked, write its card.
+"""Evaluate a model on the fixed prompts of prompts.yaml and, if asked, write its card.
 
     python -m penstock.demo.evaluate MODEL_DIR [--json FILE] [--card]
 
@@ -7,24 +7,16 @@ evaluate() needs only a function from prompts to completions, so it measures any
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from penstock.demo import sums
-from penstock.demo.prompts import (
-    ENDING_PROMPTS,
-    JSON_PROMPTS,
-    SUM_PROMPTS,
-    Completion,
-    Prompt,
-    parsed_json,
-    right,
-    share,
-)
+import yaml
 
-# (texts with special tokens written out, temperature (0 is greedy), max tokens) -> as many completions
-Generate = Callable[[Sequence[str], float, int], list[Completion]]
+from penstock.demo import chats, sums, words
 
 MAX_TOKENS = 400
 SHORT_MAX_TOKENS = 80
@@ -32,14 +24,108 @@ TEMPERATURE = 0.8
 SAMPLE_SEED = 0
 
 
-def answered(
-    generate: Generate, prompts: Sequence[Prompt], temperature: float, limit: int
-) -> list[tuple[Prompt, Completion]]:
+@dataclass(frozen=True)
+class Prompt:
+    """Text for the model, special tokens included (encode it with add_special_tokens=False), and the right answer.
+
+    Attributes:
+        expect: a word, a number, a list's kind and length, or JSON; None if no answer is the right one.
+    """
+
+    kind: str
+    text: str
+    expect: Any = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The generated text without its end token, and whether it ended by itself."""
+
+    text: str
+    ended: bool
+
+
+Pairs = Sequence[tuple[Prompt, Completion]]
+# (texts with special tokens written out, temperature (0 is greedy), max tokens) -> as many completions
+Generate = Callable[[Sequence[str], float, int], list[Completion]]
+
+
+def user(kind: str, question: str, expect: Any = None, system: str | None = None) -> Prompt:
+    """Return one question in a conversation."""
+    turns = [("system", system)] if system else []
+    return Prompt(kind, chats.render_prompt([*turns, ("user", question)]), expect)
+
+
+def _ending_prompts() -> tuple[Prompt, ...]:
+    questions = (
+        user(kind, text.replace("{kite}", FIXED["kite"]).replace("{mouse}", FIXED["mouse"]), *rest)
+        for kind, rows in FIXED["questions"].items()
+        for text, *rest in rows
+    )
+    openings = (Prompt("story", chats.BOS + text) for text in FIXED["openings"])
+    return (*openings, *questions, Prompt("chat", chats.render_prompt([*map(tuple, FIXED["talk"])]), 4))
+
+
+FIXED: dict[str, Any] = yaml.safe_load(words.read_text("prompts.yaml"))
+ENDING_PROMPTS = _ending_prompts()
+SUM_PROMPTS = tuple(user("sum", f"What is {a} + {b}?", a + b) for a, b in sums.ALL_PAIRS)
+JSON_PROMPTS = tuple(
+    user("json", form["ask"].format(*values), dict(zip(form["keys"], values, strict=False)))
+    for form in FIXED["json_forms"]
+    for values in form["rows"]
+)
+
+
+def last_number(text: str) -> int | None:
+    """Return the last whole number in a text."""
+    found = re.findall(r"\d+", text)
+    return int(found[-1]) if found else None
+
+
+def parsed_json(text: str) -> object:
+    """Return the JSON value that the whole text is, or None."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def right_list(text: str, kind: str, count: int) -> bool:
+    """Return whether the text is a numbered list of `count` different items of a kind."""
+    items = [line.split(". ", 1)[1].strip() for line in text.strip().splitlines() if re.match(r"\d+\. \S", line)]
+    return len(items) == len(set(items)) == count and set(items) <= set(words.CATEGORIES[kind])
+
+
+def right(prompt: Prompt, text: str) -> bool | None:
+    """Return whether an answer is right; None if the prompt has no right answer."""
+    expect = prompt.expect
+    if expect is None:
+        return parsed_json(text) is not None if prompt.kind == "json" else None
+    if prompt.kind == "list":
+        return right_list(text, *expect)
+    if isinstance(expect, int):
+        return last_number(text) == expect
+    if isinstance(expect, dict):
+        return parsed_json(text) == expect
+    return expect in text
+
+
+def share(hits: Sequence[bool]) -> float:
+    """Return the share of True, 0 of nothing."""
+    return sum(hits) / len(hits) if hits else 0.0
+
+
+def answered(generate: Generate, prompts: Sequence[Prompt], temperature: float, limit: int) -> Pairs:
     """Return each prompt with its completion."""
     return list(zip(prompts, generate([p.text for p in prompts], temperature, limit), strict=True))
 
 
-def scores(pairs: Sequence[tuple[Prompt, Completion]]) -> dict[str, dict[str, int]]:
+def hits(pairs: Pairs) -> list[bool]:
+    """Return for each prompt whether it was answered rightly."""
+    return [right(prompt, completion.text) is True for prompt, completion in pairs]
+
+
+def scores(pairs: Pairs) -> dict[str, dict[str, int]]:
     """Count by kind: prompts, prompts that have a right answer, and right answers."""
     result: dict[str, dict[str, int]] = {}
     for prompt, completion in pairs:
@@ -51,18 +137,14 @@ def scores(pairs: Sequence[tuple[Prompt, Completion]]) -> dict[str, dict[str, in
     return result
 
 
-def sum_shares(pairs: Sequence[tuple[Prompt, Completion]]) -> dict[str, float]:
+def sum_shares(pairs: Pairs) -> dict[str, float]:
     """Return the shares of right sums: of all pairs, of those seen in training, and of those held out."""
-    hits = {pair: is_right(one) for pair, one in zip(sums.ALL_PAIRS, pairs, strict=True)}
+    by_pair = dict(zip(sums.ALL_PAIRS, hits(pairs), strict=True))
     return {
-        "all": share(list(hits.values())),
-        "seen": share([hit for pair, hit in hits.items() if pair not in sums.HELD_OUT]),
-        "held_out": share([hit for pair, hit in hits.items() if pair in sums.HELD_OUT]),
+        "all": share(list(by_pair.values())),
+        "seen": share([hit for pair, hit in by_pair.items() if pair not in sums.HELD_OUT]),
+        "held_out": share([hit for pair, hit in by_pair.items() if pair in sums.HELD_OUT]),
     }
-
-
-def is_right(pair: tuple[Prompt, Completion]) -> bool:
-    return right(pair[0], pair[1].text) is True
 
 
 def fixed_prompts(generate: Generate, temperature: float) -> dict[str, object]:
@@ -72,13 +154,11 @@ def fixed_prompts(generate: Generate, temperature: float) -> dict[str, object]:
         "prompts": len(pairs),
         "ended": sum(completion.ended for _, completion in pairs),
         "scores": scores(pairs),
-        "texts": [
-            {"prompt": prompt.text, "text": completion.text, "ended": completion.ended} for prompt, completion in pairs
-        ],
+        "texts": [{"prompt": prompt.text, "text": done.text, "ended": done.ended} for prompt, done in pairs],
     }
 
 
-def evaluate(generate: Generate) -> dict[str, object]:
+def evaluate(generate: Generate) -> dict[str, Any]:
     """Return all figures of the card that need generation."""
     json_pairs = answered(generate, JSON_PROMPTS, 0.0, SHORT_MAX_TOKENS)
     return {
@@ -88,7 +168,7 @@ def evaluate(generate: Generate) -> dict[str, object]:
         "json": {
             "prompts": len(json_pairs),
             "parse": share([parsed_json(completion.text) is not None for _, completion in json_pairs]),
-            "right": share([is_right(pair) for pair in json_pairs]),
+            "right": share(hits(json_pairs)),
         },
     }
 
@@ -136,8 +216,7 @@ def main() -> None:
 
         card.write_card(args.model_dir, figures)
     for name in ("greedy", "sampled"):
-        shown = {key: value for key, value in figures[name].items() if key != "texts"}  # type: ignore[attr-defined]
-        print(name, json.dumps(shown))
+        print(name, json.dumps({key: value for key, value in figures[name].items() if key != "texts"}))
     print("sums", figures["sums"], "json", figures["json"], figures["seconds"], "s")
 
 

@@ -4,19 +4,13 @@ A Story is text and the questions that its text can answer. chats.py makes conve
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from random import Random
 
 from penstock.demo import words
 
-HERE = Path(__file__).parent
 PRONOUNS = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her", "herself")}
-SHELTERS = ("cave", "barn", "hut", "hollow tree", "mill", "shed", "tent")
-GUIDES = ("river", "stars", "railway", "smoke", "fence", "footprints", "lights", "sound of the bells", "white stones")
-NOISES = ("Tap", "Bump", "Creak", "Rattle", "Squeak", "Knock", "Clack", "Swish", "Thump", "Boing", "Toot")
 MORAL_SHARE, PARAGRAPH_SHARE = 0.25, 0.2
 
 
@@ -58,15 +52,8 @@ def read_plot(block: str) -> Plot:
 @cache
 def plots() -> tuple[Plot, ...]:
     """Return all plots of plots.txt, in file order."""
-    blocks = (HERE / "plots.txt").read_text(encoding="utf-8").strip().split("\n\n")
+    blocks = words.read_text("plots.txt").strip().split("\n\n")
     return tuple(read_plot(block) for block in blocks if block.startswith("plot: "))
-
-
-@cache
-def extras() -> Mapping[str, tuple[str, ...]]:
-    """Return the pools of extras.txt by name."""
-    parts = re.split(r"^\[(\w+)\]\n", (HERE / "extras.txt").read_text(encoding="utf-8"), flags=re.M)[1:]
-    return {name: tuple(body.strip().splitlines()) for name, body in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def article(noun: str) -> str:
@@ -120,20 +107,20 @@ def props(rng: Random) -> dict[str, str]:
     in_place, to_place, place = rng.choice(words.PLACES)
     color, color2 = rng.sample(words.COLORS, 2)
     food, food2 = rng.sample(words.FOODS, 2)
-    thing, small, shelter = rng.choice(words.THINGS), rng.choice(words.SMALL_ANIMALS), rng.choice(SHELTERS)
+    thing, small, shelter = rng.choice(words.THINGS), rng.choice(words.SMALL_ANIMALS), rng.choice(words.SHELTERS)
     skill, skill_place = rng.choice(words.SKILLS)
     plant = rng.choice(words.PLANTS)
     game, game2 = rng.sample(words.GAMES, 2)
-    sound = rng.choice(NOISES)
+    sound = rng.choice(words.NOISES)
     return {
         "in_place": in_place, "to_place": to_place, "place": place, "home": rng.choice(words.HOMES),
         "thing": thing, "color": color, "a_color2": article(color2), "cthing": f"{color} {thing}",
         "a_cthing": article(f"{color} {thing}"), "a_cthingcap": capital(article(f"{color} {thing}")),
         "food": food, "a_food": food_phrase(food), "food2": food2, "game": game, "game2": game2,
         "small": small, "a_small": article(small), "a_smallcap": capital(article(small)),
-        "shelter": shelter, "a_shelter": article(shelter), "spot": rng.choice(words.SPOTS), "guide": rng.choice(GUIDES),
-        "build": rng.choice(words.BUILDS), "plant": plant, "a_plantcap": capital(article(plant)),
-        "instrument": rng.choice(words.INSTRUMENTS),
+        "shelter": shelter, "a_shelter": article(shelter), "spot": rng.choice(words.SPOTS),
+        "guide": rng.choice(words.GUIDES), "build": rng.choice(words.BUILDS), "plant": plant,
+        "a_plantcap": capital(article(plant)), "instrument": rng.choice(words.INSTRUMENTS),
         "skill": skill, "skill_place": skill_place, "sound": sound, "sound_low": sound.lower(),
         "bad": rng.choice(words.BAD_FEELINGS), "good": rng.choice(words.GOOD_FEELINGS),
         "when": rng.choice(words.WHENS), "when2": rng.choice(("one day", "one morning", "that day", "one afternoon")),
@@ -142,7 +129,7 @@ def props(rng: Random) -> dict[str, str]:
 
 def frame(rng: Random, fullness: float, once: float) -> tuple[list[str], list[str]]:
     """Return templates before and after the plot; `fullness` in 0..1 is the chance of each extra sentence."""
-    pool = extras()
+    pool = words.EXTRAS
     before = [rng.choice(pool["opening_once" if rng.random() < once else "opening"])]
     before += [rng.choice(pool[name]) for name in ("about", "weather") if rng.random() < fullness]
     after = [rng.choice(pool["closing"])] if rng.random() < fullness else []

@@ -5,43 +5,14 @@ Contains no chat markup. JSON is written by json.dumps with its defaults.
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 from penstock.demo import words
 
 Pair = tuple[str, str]
 
-LIST_ASKS = (
-    "Name {n} {what}.", "List {n} {what}.", "Tell me {n} {what}.", "Give me {n} {what}.", "Can you name {n} {what}?",
-    "Write a list of {n} {what}.", "I need {n} {what}.", "Which {n} {what} do you know?", "Please name {n} {what}.",
-)  # fmt: skip
-JSON_ASKS = (
-    "Give the answer as JSON with {keys}: {text}", "Answer as JSON with {keys}: {text}",
-    "{text} Give this as JSON with {keys}.", "Write JSON with {keys}: {text}",
-    "Turn this into JSON with {keys}: {text}", "Return a JSON object with {keys}: {text}",
-    "{text} Answer in JSON with the keys {keys}.", "JSON with {keys}, please: {text}",
-)  # fmt: skip
-
-
-PERSON = (
-    ("{name} is {age} years old.", "name age"),
-    ("My name is {name} and I am {age}.", "name age"),
-    ("{name} is {age} years old and lives in {city}.", "name age city"),
-    ("{name}, aged {age}, comes from {city}.", "name age city"),
-    ("{name} is a {job} in {city}.", "name job city"),
-    ("{name} is {age} and works as a {job}.", "name age job"),
-    ("{name} likes {color} and has a {animal}.", "name color animal"),
-    ("{name} is {age} and has {a_or_no} dog.", "name age has_dog"),
-)
-ITEM = (
-    ("There are {count} {item} in the box.", "item count"),
-    ("We bought {count} {item} for {price} coins.", "item count price"),
-    ("The {thing} is {color} and costs {price} coins.", "thing color price"),
-    ("The {thing} is {color}.", "thing color"),
-    ("{name} is a {kind} who lives {in_place}.", "name kind place"),
-    ("A {kind} named {name} is {age} years old.", "name kind age"),
-    ("In the basket there are {listed}.", "fruits"),
-)
+PHRASES = words.PHRASES
 
 
 def listing(rng: Random) -> Pair:
@@ -50,7 +21,7 @@ def listing(rng: Random) -> Pair:
     count = rng.randint(2, min(5, len(words.CATEGORIES[what])))
     shown = str(count) if rng.random() < 0.4 else words.NUMBER_WORDS[count]
     chosen = rng.sample(words.CATEGORIES[what], count)
-    ask = rng.choice(LIST_ASKS).format(n=shown, what=what)
+    ask = rng.choice(PHRASES["list_asks"]).format(n=shown, what=what)
     return ask, "\n".join(f"{i}. {item}" for i, item in enumerate(chosen, 1))
 
 
@@ -60,7 +31,7 @@ def joined(parts: Sequence[str]) -> str:
 
 
 def person(rng: Random) -> dict[str, object]:
-    """Return the facts that the sentences of PERSON ask for."""
+    """Return facts about a person, for the templates of that name."""
     name, age, city = rng.choice(words.GIRLS + words.BOYS), rng.randint(2, 90), rng.choice(words.CITIES)
     job, color, animal = rng.choice(words.JOBS), rng.choice(words.COLORS), rng.choice(words.CATEGORIES["animals"])
     has_dog = rng.random() < 0.5
@@ -71,7 +42,7 @@ def person(rng: Random) -> dict[str, object]:
 
 
 def item(rng: Random) -> dict[str, object]:
-    """Return the facts that the sentences of ITEM ask for."""
+    """Return facts about a thing, for the templates of that name."""
     name, (in_place, _, place) = rng.choice(words.PET_NAMES), rng.choice(words.PLACES)
     thing, color, kind = rng.choice(words.THINGS), rng.choice(words.COLORS), rng.choice(words.KINDS)
     count, items, price = rng.randint(1, 50), rng.choice(words.ITEMS), rng.randint(1, 60)
@@ -84,12 +55,12 @@ def item(rng: Random) -> dict[str, object]:
 
 def json_answer(rng: Random) -> Pair:
     """Return a request for JSON about a sentence, and the answer; sometimes for some of its facts only."""
-    forms, draw = (PERSON, person) if rng.random() < 0.6 else (ITEM, item)
+    kind, draw = ("person", person) if rng.random() < 0.6 else ("item", item)
     facts = draw(rng)
-    text, names = rng.choice(forms)
+    text, names = rng.choice(PHRASES[kind])
     stated = names.split()
     keys = [key for key in stated if rng.random() < 0.85] or stated
-    ask = rng.choice(JSON_ASKS).format(keys=joined(keys), text=text.format(**facts))
+    ask = rng.choice(PHRASES["json_asks"]).format(keys=joined(keys), text=text.format(**facts))
     return ask, json.dumps({key: facts[key] for key in keys})
 
 
@@ -97,29 +68,14 @@ def repeat(rng: Random) -> Pair:
     """Return words to be repeated exactly, which teaches copying."""
     pools = (words.COMMON, words.COMMON, words.GIRLS + words.BOYS, words.PET_NAMES, words.THINGS)
     text = " ".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(1, 14)))
-    ask = rng.choice(("Repeat: {}", "Say this again: {}", "Repeat after me: {}", "Say {}", "Write: {}"))
-    return ask.format(text), text
+    return rng.choice(PHRASES["repeat_asks"]).format(text), text
 
 
-def opposite(rng: Random) -> Pair:
-    """Return the opposite of an adjective."""
-    one, other = rng.choice(words.OPPOSITES)
-    ask = rng.choice(("What is the opposite of {}?", "Give me the opposite of {}.", "Opposite of {}?"))
-    return ask.format(one), f"The opposite of {one} is {other}."
-
-
-def sound(rng: Random) -> Pair:
-    """Return what an animal says."""
-    animal, noise = rng.choice(words.SOUNDS)
-    ask = rng.choice(("What does a {} say?", "Which sound does a {} make?"))
-    return ask.format(animal), f"A {animal} says {noise}."
-
-
-def color(rng: Random) -> Pair:
-    """Return the colour of a thing."""
-    thing, shade = rng.choice(words.COLOR_FACTS)
-    ask = rng.choice(("What colour is {}?", "What color is {}?", "Which colour does {} have?"))
-    return ask.format(thing), f"{thing[0].upper()}{thing[1:]} is {shade}."
+def pair_fact(name: str, rng: Random) -> Pair:
+    """Return a question about one pair of a word list (opposites, sounds of animals, colours), and the answer."""
+    a, b = rng.choice(words.FACT_PAIRS[name])
+    form = PHRASES["facts"][name]
+    return rng.choice(form["asks"]).format(a=a), form["answer"].format(a=a, A=a[0].upper() + a[1:], b=b)
 
 
 def counting(rng: Random) -> Pair:
@@ -148,7 +104,12 @@ def neighbour(rng: Random) -> Pair:
     return f"Which {unit} comes {side} {names[here]}?", f"{other} comes {side} {names[here]}."
 
 
-FACTS: tuple[Callable[[Random], Pair], ...] = (opposite, sound, color, counting, bigger, neighbour)
+FACTS: tuple[Callable[[Random], Pair], ...] = (
+    *(partial(pair_fact, name) for name in words.FACT_PAIRS),
+    counting,
+    bigger,
+    neighbour,
+)
 
 
 def fact(rng: Random) -> Pair:

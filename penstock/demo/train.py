@@ -26,9 +26,8 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from penstock.demo import export
-from penstock.demo.bpe import train_tokenizer
 from penstock.demo.corpus import heldout_documents, training_documents
-from penstock.demo.packing import IGNORE, Batch, Batches, Marks
+from penstock.demo.packing import IGNORE, Batch, Batches, counted, train_tokenizer
 
 BPE_DOCUMENTS = 30_000
 PER_STEP = 4096
@@ -144,17 +143,16 @@ def worker(rank: int, args: argparse.Namespace, tokenizer_text: str, meeting: st
 
 def heldout_loss(model: Any, tokenizer: Tokenizer) -> dict[str, float]:
     """Return the mean loss in nats over single held-out documents: of the tokens that count, and of all tokens."""
-    counted, every = [], []
-    marks = Marks.of(tokenizer)
+    learned, every = [], []
     for document in heldout_documents():
         ids = np.asarray(tokenizer.encode(document, add_special_tokens=False).ids[: export.CONTEXT], dtype=np.int64)
         tokens = torch.from_numpy(ids)
         with torch.no_grad():
             logits = model(input_ids=tokens[None, :-1]).logits[0].float()
         losses = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")
-        counted.append(losses[torch.from_numpy(marks.counts(ids)[1:])])
+        learned.append(losses[torch.from_numpy(counted(ids)[1:])])
         every.append(losses)
-    return {"counted": float(torch.cat(counted).mean()), "all": float(torch.cat(every).mean())}
+    return {"counted": float(torch.cat(learned).mean()), "all": float(torch.cat(every).mean())}
 
 
 def finish(args: argparse.Namespace, trainer: Trainer, tokenizer: Tokenizer, documents: int) -> None:

@@ -1,22 +1,28 @@
-"""The word lists of words.txt as tuples."""
+"""The word lists of words.txt as tuples, the sentences of extras.txt and the templates of phrases.yaml."""
 
 import re
 from pathlib import Path
+from typing import Any
 
-Pairs = tuple[tuple[str, str], ...]
+import yaml
+
+HERE = Path(__file__).parent
 
 
-def _read() -> dict[str, tuple[str, ...]]:
-    """Return all lists of words.txt by name. Lines of one list are joined."""
-    text = Path(__file__).with_name("words.txt").read_text(encoding="utf-8")
-    parts = re.split(r"^\[([\w ]+)\]\n", text, flags=re.M)[1:]
+def read_text(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def read_lists(name: str) -> dict[str, tuple[str, ...]]:
+    """Return the lists of a file by name; items are separated by " | " or by line ends."""
+    parts = re.split(r"^\[([\w ]+)\]\n", read_text(name), flags=re.M)[1:]
     bodies = (tuple(body.strip().replace("\n", " | ").split(" | ")) for body in parts[1::2])
     return dict(zip(parts[::2], bodies, strict=True))
 
 
-def _pairs(items: tuple[str, ...]) -> Pairs:
-    """Return "a = b" items as pairs."""
-    return tuple((left, right) for left, right in (item.split(" = ") for item in items))
+def _pairs(name: str) -> tuple[tuple[str, str], ...]:
+    """Return the "a = b" items of a list as pairs."""
+    return tuple((left, right) for left, right in (item.split(" = ") for item in _LISTS[name]))
 
 
 def _place(text: str) -> tuple[str, str, str]:
@@ -25,17 +31,19 @@ def _place(text: str) -> tuple[str, str, str]:
     return text, f"to {noun}", noun
 
 
-_LISTS = _read()
+PHRASES: dict[str, Any] = yaml.safe_load(read_text("phrases.yaml"))
+EXTRAS, _LISTS = read_lists("extras.txt"), read_lists("words.txt")
 GIRLS, BOYS, PET_NAMES, KINDS = (_LISTS[name] for name in ("girls", "boys", "pet_names", "kinds"))
 HERO_WORDS, FRIEND_WORDS, SMALL_ANIMALS = (_LISTS[name] for name in ("hero_words", "friend_words", "small_animals"))
-ELDERS = _pairs(_LISTS["elders"])  # (name, pronoun: he or she)
+ELDERS = _pairs("elders")  # (name, pronoun: he or she)
 PLACES = tuple(_place(text) for text in _LISTS["places"])
 HOMES, COLORS, THINGS, SPOTS = (_LISTS[name] for name in ("homes", "colors", "things", "spots"))
+SHELTERS, GUIDES, NOISES = (_LISTS[name] for name in ("shelters", "guides", "noises"))
 FOODS, MASS_FOODS, GAMES = (_LISTS[name] for name in ("foods", "mass_foods", "games"))
-SKILLS = _pairs(_LISTS["skills"])  # (what, where)
+SKILLS = _pairs("skills")  # (what, where)
 BUILDS, PLANTS, INSTRUMENTS = (_LISTS[name] for name in ("builds", "plants", "instruments"))
 BAD_FEELINGS, GOOD_FEELINGS, WHENS = (_LISTS[name] for name in ("bad_feelings", "good_feelings", "whens"))
 NUMBER_WORDS, ITEMS, CITIES, JOBS = (_LISTS[name] for name in ("number_words", "items", "cities", "jobs"))
-OPPOSITES, SOUNDS, COLOR_FACTS = (_pairs(_LISTS[name]) for name in ("opposites", "sounds", "color_facts"))
+FACT_PAIRS = {name: _pairs(name) for name in PHRASES["facts"]}
 COMMON = _LISTS["common"]
 CATEGORIES = {name.removeprefix("category "): items for name, items in _LISTS.items() if name.startswith("category ")}

@@ -518,6 +518,28 @@ def test_a_bias_or_mask_of_other_blocks_is_refused(name: str, size: int) -> None
     assert caught.value.param == name
 
 
+@pytest.mark.covers("A19", "A22")
+@pytest.mark.parametrize("wrong", [-1, B, 10**6])
+@pytest.mark.parametrize("used", [True, False])
+def test_a_block_that_does_not_exist_is_refused(wrong: int, used: bool) -> None:
+    """Guards against -1 that reads the last block of the cache, and against torch's IndexError: an id outside the cache
+    is refused where a sequence uses it, and not read where none does."""
+    q, k, v = qkv(torch.float16)
+    key, value = (x.unflatten(2, (2, S // 2)).transpose(1, 2).flatten(0, 1) for x in (k, v))  # two blocks per sequence
+    table = torch.tensor([[2 * b, 2 * b + 1] for b in range(B)])
+    lengths = [S, S, S, S // 2 + used]
+    options: dict[str, Any] = {"block_size": S // 2, "actual_seq_lengths": lengths}
+    expected = attend(q, key, value, block_table=table, **options)
+    assert torch.equal(expected, attend(q, k, v, actual_seq_lengths=lengths))
+    table[3, 1] = 2 * wrong if wrong > 0 else wrong  # B sequences have 2 * B blocks
+    if not used:
+        assert torch.equal(attend(q, key, value, block_table=table, **options), expected)
+        return
+    with pytest.raises(InvalidRequestError, match=r"^block_table: ids 0 to 7 .*, not \[") as caught:
+        attend(q, key, value, block_table=table, **options)
+    assert caught.value.param == "block_table"
+
+
 @pytest.mark.covers("A22")
 def test_a_list_of_two_types_is_refused() -> None:
     """Guards against a sequence whose numbers are read as another one's integers."""

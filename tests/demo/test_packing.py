@@ -3,20 +3,19 @@
 import numpy as np
 
 from penstock.demo import chats, packing
-from penstock.demo.bpe import train_tokenizer
 
 DOCUMENTS = [
     chats.render([("system", "Be brief."), ("user", "Hi there"), ("assistant", "Hello!")]),
     chats.BOS + "Once upon a time." + chats.EOS,
 ] * 200
-TOKENIZER = train_tokenizer(DOCUMENTS, vocab_size=300)
+TOKENIZER = packing.train_tokenizer(DOCUMENTS, vocab_size=300)
 BOS = TOKENIZER.token_to_id(chats.BOS)
 ENDS = (TOKENIZER.token_to_id(chats.EOS), TOKENIZER.token_to_id(chats.END))
 
 
 def test_only_plain_text_and_the_assistant_count() -> None:
     ids = TOKENIZER.encode("".join(DOCUMENTS[:2]) + "<|pad|><|pad|>", add_special_tokens=False).ids
-    counted = packing.Marks.of(TOKENIZER).counts(np.array(ids))
+    counted = packing.counted(np.array(ids))
     text = TOKENIZER.decode(np.array(ids)[counted].tolist(), skip_special_tokens=False)
     assert text == "Hello!<|end|>Once upon a time.<|eos|>"
 

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.demo import evaluate, prompts, sums
-from penstock.demo.prompts import Completion, Prompt
+from penstock.demo import evaluate, sums
+from penstock.demo.evaluate import Completion, Prompt
 
 
 def test_there_are_fifty_prompts_and_all_pairs() -> None:
-    assert len(prompts.ENDING_PROMPTS) == 50
-    assert len(prompts.SUM_PROMPTS) == len(sums.ALL_PAIRS) == 441
-    assert len({prompt.text for prompt in prompts.JSON_PROMPTS}) == 30
+    assert len(evaluate.ENDING_PROMPTS) == 50
+    assert len(evaluate.SUM_PROMPTS) == len(sums.ALL_PAIRS) == 441
+    assert len({prompt.text for prompt in evaluate.JSON_PROMPTS}) == 30
 
 
 @pytest.mark.parametrize(("text", "number"), [("3 + 4 = 7.", 7), ("17", 17), ("none", None), ("12 and 5", 5)])
 def test_last_number(text: str, number: int | None) -> None:
-    assert prompts.last_number(text) == number
+    assert evaluate.last_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -31,26 +31,26 @@ def test_last_number(text: str, number: int | None) -> None:
     ],
 )
 def test_right_list(text: str, good: bool) -> None:
-    assert prompts.right_list(text, ("fruits", 2)) is good
+    assert evaluate.right_list(text, "fruits", 2) is good
 
 
 def test_json_is_right_only_if_it_is_all_there_is() -> None:
     prompt = Prompt("json", "", {"name": "Mia", "age": 7})
-    assert prompts.right(prompt, '{"age": 7, "name": "Mia"}') is True
-    assert prompts.right(prompt, '{"name": "Mia", "age": "7"}') is False
-    assert prompts.right(prompt, 'Here: {"name": "Mia", "age": 7}') is False
-    assert prompts.right(Prompt("json", ""), "{}") is True
-    assert prompts.right(Prompt("story", ""), "anything") is None
+    assert evaluate.right(prompt, '{"age": 7, "name": "Mia"}') is True
+    assert evaluate.right(prompt, '{"name": "Mia", "age": "7"}') is False
+    assert evaluate.right(prompt, 'Here: {"name": "Mia", "age": 7}') is False
+    assert evaluate.right(Prompt("json", ""), "{}") is True
+    assert evaluate.right(Prompt("story", ""), "anything") is None
 
 
 def test_share_of_nothing_is_zero() -> None:
-    assert prompts.share([]) == 0.0
-    assert prompts.share([True, False, True, True]) == 0.75
+    assert evaluate.share([]) == 0.0
+    assert evaluate.share([True, False, True, True]) == 0.75
 
 
 def right_answers(texts: Sequence[str], temperature: float, limit: int) -> list[Completion]:
     """A fake engine that knows every small sum and nothing else."""
-    by_text = {prompt.text: str(prompt.expect) for prompt in prompts.SUM_PROMPTS}
+    by_text = {prompt.text: str(prompt.expect) for prompt in evaluate.SUM_PROMPTS}
     return [Completion(by_text.get(text, ""), text in by_text) for text in texts]
 
 

@@ -5,8 +5,15 @@ from collections.abc import Sequence
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.demo.evaluate import answered, sum_shares
-from penstock.demo.prompts import ENDING_PROMPTS, JSON_PROMPTS, SUM_PROMPTS, Completion, parsed_json
+from penstock.demo.evaluate import (
+    ENDING_PROMPTS,
+    JSON_PROMPTS,
+    SUM_PROMPTS,
+    Completion,
+    answered,
+    parsed_json,
+    sum_shares,
+)
 
 
 @pytest.fixture(scope="module")
