@@ -151,9 +151,9 @@ def check_fit(info: PackedInfo, kernels: str, dtype: str, scheme: Scheme | None)
 def _asked_scheme(numerics: NumericsConfig, info: PackedInfo) -> Scheme | None:
     """Return the scheme that the options name; what they leave open is the directory's."""
     held, group_size = info.scheme, numerics.quantization_group_size
-    name = numerics.quantization or (held and held.name)
+    name = numerics.quantization or (held.name if held else None)
     if (name or "").startswith("int4"):
-        return Scheme.parse(name, group_size or (held and held.group_size))
+        return Scheme.parse(name, group_size or (held.group_size if held else None))
     if group_size is not None:
         raise _unfit("quantization_group_size", group_size, info)
     return Scheme.parse(name)
