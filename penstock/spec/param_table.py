@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.errors import ModelLoadError
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.table_rows import EXTRA, SIZES, UNIT_SIZES, Conditions, Held, Row, read_table
+from penstock.spec.table_rows import EXTRA, SIZES, UNIT_SIZES, Conditions, Held, Row, read_table, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,7 @@ class ParamTable:
         Raises:
             ModelLoadError: it cannot be read, or is not a table.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ModelLoadError(f"{path}: the parameter table cannot be read: {reason}") from None
-        return cls.from_text(text, path.name)
+        return cls.from_text(read_text(path), path.name)
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """Return every parameter of a model by name, in the order of the table.

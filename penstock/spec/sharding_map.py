@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.errors import ModelLoadError
 from penstock.spec.param_table import Layout, Parameter
-from penstock.spec.table_rows import read_yaml
+from penstock.spec.table_rows import read_text, read_yaml
 from penstock.validation import shown
 
 MAX_LISTED = 8  # problems that an error lists
@@ -58,11 +58,7 @@ class ShardingMap:
         Raises:
             ModelLoadError: it cannot be read, or is not a map.
         """
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{file}: cannot be read: {error}") from None
-        return cls.from_text(text, file.name)
+        return cls.from_text(read_text(file), file.name)
 
     def resolve(self, parameters: Mapping[str, Parameter]) -> dict[str, int | None]:
         """Return the axis of every parameter of a model, None if it is not split. A tied one may be left out.

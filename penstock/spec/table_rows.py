@@ -38,6 +38,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -113,6 +114,18 @@ def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...],
         raise ModelLoadError(f"{where}: prefix = {shown(prefix)} is not allowed; it must be a word")
     rows = tuple(_RowReader(where, pattern, fields).row() for pattern, fields in entries.items())
     return rows, tuple(ignore), prefix
+
+
+def read_text(file: Path) -> str:
+    """Read a text file.
+
+    Raises:
+        ModelLoadError: it cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_yaml(text: str, where: str) -> Any:

@@ -69,11 +69,10 @@ def convert_model(
     sizes = [stored_bytes([item], make.ops, make.scheme) for item in make.parameters.values()]
     if free_memory is not None:
         check_memory({"weights of the largest parameter": max(sizes)}, free_memory())
-    group_size = None if make.scheme is None else make.scheme.group_size
     with Destination(destination) as directory:
         directory.require(sum(sizes))
         with directory.file(PACKED) as stream:
-            writer = PackedWriter(stream, PackedInfo(numerics.dtype, numerics.quantization, group_size), len(layers))
+            writer = PackedWriter(stream, PackedInfo(numerics.dtype, make.scheme), len(layers))
             for done, (prefix, layer) in enumerate(layers.items()):
                 progress(done, len(layers))
                 fill_layer(prefix, layer, make, rows)

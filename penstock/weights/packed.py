@@ -44,27 +44,23 @@ class PackedInfo:
 
     Attributes:
         dtype: type of the activations and of weights that are not quantised.
-        quantization, group_size: as the engine's options spell them.
+        scheme: how the others are quantised; None: all have the dtype.
     """
 
     dtype: str
-    quantization: str | None
-    group_size: int | None
-
-    @property
-    def scheme(self) -> Scheme | None:
-        return Scheme.parse(self.quantization, self.group_size)
+    scheme: Scheme | None
 
     def __str__(self) -> str:
-        if self.quantization is None:
+        if self.scheme is None:
             return f"{self.dtype}, not quantised"
-        return f"{self.dtype}, {self.quantization}" + (f" in groups of {self.group_size}" if self.group_size else "")
+        groups = f" in groups of {self.scheme.group_size}" if self.scheme.group_size else ""
+        return f"{self.dtype}, {self.scheme.name}{groups}"
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata as the header holds them."""
-        values = {"dtype": self.dtype, "quantization": self.quantization, "group_size": self.group_size}
+        values = {"quantization": self.scheme.name, "group_size": self.scheme.group_size} if self.scheme else {}
         known = {name: str(value) for name, value in values.items() if value is not None}
-        return {"format": FORMAT, "version": FORMAT_VERSION} | known
+        return {"format": FORMAT, "version": FORMAT_VERSION, "dtype": self.dtype} | known
 
 
 def find_packed(directory: Path) -> Path | None:
@@ -89,10 +85,9 @@ def read_info(file: Path) -> PackedInfo:
         )
     size = metadata.get("group_size")
     try:
-        info = PackedInfo(metadata["dtype"], metadata.get("quantization"), None if size is None else int(size))
-        Scheme.parse(info.quantization, info.group_size)
-        if info.dtype in DTYPES:
-            return info
+        scheme = Scheme.parse(metadata.get("quantization"), None if size is None else int(size))
+        if metadata["dtype"] in DTYPES:
+            return PackedInfo(metadata["dtype"], scheme)
     except (KeyError, ValueError, TypeError, OverflowError):
         pass
     raise ModelLoadError(f"{file}: its metadata are damaged")
@@ -144,9 +139,9 @@ def check_fit(info: PackedInfo, kernels: str, dtype: str, scheme: Scheme | None)
             f"kernels: {kernels!r} cannot read packed weights; use cpu, or the checkpoint they were made from",
             param="kernels",
         )
-    held = info.scheme
     if dtype != info.dtype:
         raise _unfit("dtype", dtype, info)
+    held = info.scheme
     if (scheme and scheme.weight_bits) != (held and held.weight_bits):
         raise _unfit("quantization", scheme and scheme.name, info)
     if (scheme and scheme.group_size) != (held and held.group_size):
@@ -154,10 +149,11 @@ def check_fit(info: PackedInfo, kernels: str, dtype: str, scheme: Scheme | None)
 
 
 def _asked_scheme(numerics: NumericsConfig, info: PackedInfo) -> Scheme | None:
-    """Return the scheme that the options ask for; what they leave open is the directory's."""
-    name, group_size = numerics.quantization or info.quantization, numerics.quantization_group_size
+    """Return the scheme that the options name; what they leave open is the directory's."""
+    held, group_size = info.scheme, numerics.quantization_group_size
+    name = numerics.quantization or (None if held is None else held.name)
     if (name or "").startswith("int4"):
-        return Scheme.parse(name, group_size or info.group_size)
+        return Scheme.parse(name, group_size or (None if held is None else held.group_size))
     if group_size is not None:
         raise _unfit("quantization_group_size", group_size, info)
     return Scheme.parse(name)

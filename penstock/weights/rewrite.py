@@ -125,7 +125,7 @@ def _refuse_packed(directory: Path) -> None:
     if file is None:
         return
     info = read_info(file)
-    reason = f"rounded to {info.dtype}" if info.quantization is None else f"quantised to {info.quantization}"
+    reason = f"rounded to {info.dtype}" if info.scheme is None else f"quantised to {info.scheme.name}"
     raise InvalidRequestError(
         f"src: {str(directory)!r} holds packed weights, {reason} and laid out for the native kernels, from which the "
         f"checkpoint cannot be restored bit by bit. Give the checkpoint they were made from",
