@@ -84,13 +84,13 @@ class Scheduler:
             return
         while not self.kv_cache.grow(request, num_new):
             victim = max(self.running, key=lambda item: item.arrival)
-            self._preempt(victim, plan)
+            self.preempt(victim, plan)
             if victim is request:
                 return
         plan.tokens[request.request_id] = num_new
         plan.budget -= num_new
 
-    def _preempt(self, request: Request, plan: _Plan) -> None:
+    def preempt(self, request: Request, plan: _Plan) -> None:
         """Free a running request's blocks; it waits at the head of the queue to be recomputed."""
         plan.budget += plan.tokens.pop(request.request_id, 0)
         plan.preempted.add(request.request_id)
