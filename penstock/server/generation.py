@@ -41,7 +41,6 @@ class Generation:
 
     Attributes:
         id: the answer's id; never the caller's X-Request-Id.
-        seeds: the seed used for each prompt, once it is known.
     """
 
     context: ServerContext
@@ -49,13 +48,11 @@ class Generation:
     prompts: Sequence[EncodedPrompt]
     params: SamplingParams
     log: RequestLog
-    seeds: list[int | None] = field(init=False)
-    _cached: list[int] = field(init=False)
+    _latest: list[RequestOutput | None] = field(init=False)  # per prompt
     _last_token_at: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.seeds = [None] * len(self.prompts)
-        self._cached = [0] * len(self.prompts)
+        self._latest = [None] * len(self.prompts)
         self.log.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
 
     async def outputs(self) -> AsyncGenerator[Indexed | None, None]:
@@ -70,14 +67,13 @@ class Generation:
 
     async def collect(self) -> list[RequestOutput]:
         """Return the final output of each prompt, in order."""
-        final: dict[int, RequestOutput] = {}
         async with aclosing(self.outputs()) as outputs:
-            async for item in outputs:
-                if item is not None:
-                    final[item[0]] = item[1]
+            async for _ in outputs:
+                pass
+        final = [output for output in self._latest if output is not None]
         if len(final) != len(self.prompts):
             raise RequestFailedError("the engine ended a request without an answer")
-        return [final[index] for index in range(len(self.prompts))]
+        return final
 
     def usage(self) -> Usage:
         """Return the tokens so far."""
@@ -91,7 +87,8 @@ class Generation:
 
     def seed(self) -> Seed:
         """Return the seed that repeats the answer: one number, or for a list of prompts one per prompt."""
-        return self.seeds[0] if len(self.seeds) == 1 else list(self.seeds)
+        seeds = [None if output is None else output.seed for output in self._latest]
+        return seeds[0] if len(seeds) == 1 else seeds
 
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
         prompt = {"prompt_token_ids": self.prompts[index].token_ids}
@@ -99,9 +96,9 @@ class Generation:
 
     def _note(self, index: int, output: RequestOutput) -> None:
         _raise_failure(output)
-        self.seeds[index] = output.seed
-        self._cached[index] = output.num_cached_tokens
-        self.log.num_cached_tokens = sum(self._cached)
+        before = self._latest[index]
+        self._latest[index] = output
+        self.log.num_cached_tokens += output.num_cached_tokens - (0 if before is None else before.num_cached_tokens)
         for choice in output.outputs:
             self.log.num_completion_tokens += len(choice.token_ids)
             if self.params.output_kind is RequestOutputKind.DELTA and choice.token_ids:

@@ -29,7 +29,7 @@ from penstock.tokenizer.message_content import text_of_content
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
-LONG_TEXT = 4096  # characters (or ids) above which tokenising leaves the event loop's thread
+LONG_TEXT = 4096  # characters or ids above which tokenising leaves the event loop's thread
 # Body fields that are fields of SamplingParams under the same name.
 COPIED = tuple({field.name for field in dataclasses.fields(SamplingParams)} & {*GenerationRequest.__struct_fields__})
 
@@ -47,8 +47,7 @@ class EncodedPrompt:
 
 async def encode(context: ServerContext, text: str, *, add_special_tokens: bool, total: int = 0) -> list[int]:
     """Return the ids of a text; `total` is the number of characters of all texts of the call."""
-    tokenizer = context.tokenizer()
-    work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    work = partial(context.tokenizer().encode, text, add_special_tokens=add_special_tokens)
     return await _tokenizing(context, work, max(len(text), total))
 
 
@@ -59,7 +58,7 @@ async def decode(context: ServerContext, ids: list[int], *, skip_special_tokens:
 
 
 async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) -> T:
-    """Return the result of `work`; of much work in a thread, so that streams go on."""
+    """Run tokenizer work, in a thread where `size` (characters or ids) is large, so that streams continue."""
     if size <= LONG_TEXT:
         return work()
     async with context.tokenizing:
@@ -119,10 +118,9 @@ async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInf
     """Return the conversation, rendered by the model's own template, as the call's only prompt."""
     continue_final = bool(body.continue_final_message)
     add_generation = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
-    text = _render(context, body.messages, info, add_generation_prompt=add_generation, continue_final=continue_final)
-    return [
-        EncodedPrompt(await _encode(context, text, info, "messages", add_special_tokens=bool(body.add_special_tokens)))
-    ]
+    text = _render(context, body.messages, info, add_generation=add_generation, continue_final=continue_final)
+    ids = await _encode(context, text, info, "messages", add_special_tokens=bool(body.add_special_tokens))
+    return [EncodedPrompt(ids)]
 
 
 async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:
@@ -133,7 +131,7 @@ async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInf
         check_prompt_length(body.prompt or "", info.max_model_len)
         return await encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     add_generation = body.add_generation_prompt is not False
-    text = _render(context, body.messages, info, add_generation_prompt=add_generation, continue_final=False)
+    text = _render(context, body.messages, info, add_generation=add_generation, continue_final=False)
     check_prompt_length(text, info.max_model_len, param="messages")
     return await encode(context, text, add_special_tokens=bool(body.add_special_tokens))
 
@@ -161,14 +159,9 @@ def _too_long(param: str, length: int, info: ModelInfo) -> InvalidRequestError:
 
 
 def _render(
-    context: ServerContext,
-    messages: list[Message],
-    info: ModelInfo,
-    *,
-    add_generation_prompt: bool,
-    continue_final: bool,
+    context: ServerContext, messages: list[Message], info: ModelInfo, *, add_generation: bool, continue_final: bool
 ) -> str:
-    """Return the prompt text of a conversation; raise an InvalidRequestError that names `messages`."""
+    """Return the prompt text of a conversation; errors name `messages`."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
         raise InvalidRequestError(message, param="messages")
@@ -178,7 +171,7 @@ def _render(
     if template is None:
         message = "messages: the model has no chat template; use /v1/completions"
         raise InvalidRequestError(message, param="messages", code="no_chat_template")
-    return template.render(turns, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final)
+    return template.render(turns, add_generation_prompt=add_generation, continue_final_message=continue_final)
 
 
 def _turn(message: Message) -> dict[str, str]:
@@ -198,8 +191,8 @@ def _turn(message: Message) -> dict[str, str]:
 def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParams:
     """Return the SamplingParams of a completion; it generates 16 tokens by default.
 
-    `echo` with `logprobs` needs the prompt's log-probabilities too. Where `prompt_logprobs` asks for another number of
-    them, the larger number is computed and the answer shows each its own.
+    `echo` with `logprobs` needs the prompt's log-probabilities too. Where `prompt_logprobs` requests another number of
+    them, the larger number is computed, and the answer shows each field the number it requested.
     """
     own: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
@@ -209,10 +202,7 @@ def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParam
 
 
 def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
-    """Return the SamplingParams of a chat answer; it may fill the rest of the context by default.
-
-    max_completion_tokens is the newer name of max_tokens.
-    """
+    """Return the SamplingParams of a chat answer; by default it may fill the rest of the context."""
     own: dict[str, Any] = {"max_tokens": info.default_sampling.get("max_tokens")}
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(body, name)

@@ -62,8 +62,10 @@ class BoundaryMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
-            return await _refuse_websocket(scope, send)
+            return
         log = RequestLog(visible_request_id(Headers(scope=scope).get("x-request-id")))
         scope.setdefault("state", {})["log"] = log
         sent = _SentResponse(send, log.request_id)
@@ -89,11 +91,6 @@ class BoundaryMiddleware:
         parts += [part for part in (log.tokens(), log.labels) if part]
         level = logging.DEBUG if status < 400 and scope["path"] in QUIET_PATHS else logging.INFO
         access_logger.log(level, "%s id=%s", " ".join(parts), log.request_id)
-
-
-async def _refuse_websocket(scope: Scope, send: Send) -> None:
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008})
 
 
 def _abort_connection(scope: Scope) -> None:

@@ -7,8 +7,8 @@ pass for headers. What the parser refuses gets OpenAI's error object like every 
 This subclasses a class that uvicorn does not document, because its public options cannot express any of it: Config has
 no deadline for receiving and none for writing, h11_max_incomplete_event_size bounds heads for h11 only, and the
 application is first called when the head is complete, so no middleware sees a slow or endless one. A protocol of our
-own in front of uvicorn's would have to parse every byte a second time. Whether a response is under way (`cycle`), and
-the parser callbacks, are what is used of the inside; tests/server/test_sockets.py fails if an update changes them.
+own in front of uvicorn's would have to parse every byte a second time. Of the internals only the parser's callbacks and
+the state of the response (`cycle`) are used; tests/server/test_sockets.py fails if an update of uvicorn changes them.
 """
 
 import asyncio
@@ -148,7 +148,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, "HTTP/1.0 has no Transfer-Encoding.", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer without the application and close; abort the connection where a response is under way."""
+        """Answer without the application and close; abort the connection where a response has begun."""
         self._disarm()
         if self._refused or self.transport.is_closing():
             return

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.validation import shown
 
-MAX_MESSAGES = 4096  # of a conversation, and parts of a message, that are looked at; a longer conversation is refused
+MAX_MESSAGES = 4096  # of a conversation; of a message's parts, no more than this are searched
 INSIDE = {"chat": ("messages", "message"), "tokenize": ("messages", "message"), "message": ("content", "part")}
 
 
@@ -18,7 +18,7 @@ class Unsupported(NamedTuple):
     """How a parameter is refused.
 
     Attributes:
-        places: where clients send it; elsewhere it is an unknown name.
+        places: the routes, or parts of a body, where clients send it; elsewhere it is an unknown name.
         neutral: values that mean the same as leaving it out. Like null, they are accepted.
         forbidden: a request may never set it; otherwise it is planned.
     """
@@ -102,11 +102,11 @@ UNSUPPORTED_ROUTES = (
 
 
 def strip_unsupported(body: Any, place: str) -> None:
-    """Remove from `body`, in place, the unsupported parameters that ask for nothing.
+    """Remove from `body`, in place, the unsupported parameters whose value changes nothing.
 
     Args:
-        body: decoded JSON; what is no object is left to the typed decoding to refuse.
-        place: which column of the table applies: a route, "message" or "part".
+        body: decoded JSON; the typed decoding refuses what is not an object.
+        place: which rows of the table apply: one of their `places`.
 
     Raises NotSupportedError for a planned parameter and InvalidRequestError for a forbidden one.
     """
@@ -128,7 +128,7 @@ def _applies(name: str, place: str) -> bool:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Compare with types: true is not 1."""
+    """Return whether a value changes nothing. Types count: true is not 1."""
     return value is None or any(value == same and type(value) is type(same) for same in UNSUPPORTED[name].neutral)
 
 
