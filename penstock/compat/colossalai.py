@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import validation as check
-from penstock.compat.colossalai_config import InferenceConfig, check_config
+from penstock.compat.colossalai_config import InferenceConfig
 from penstock.entrypoints.llm import LLM
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
 from penstock.interface.outputs import RequestOutput
@@ -76,7 +76,9 @@ class InferenceEngine:
                 "model_policy: policies are not supported; register your own model with penstock.register_model",
                 param="model_policy",
             )
-        self.inference_config = check_config(inference_config)
+        if not isinstance(inference_config, InferenceConfig | None):
+            raise check.fail("inference_config", inference_config, "an InferenceConfig")
+        self.inference_config = inference_config or InferenceConfig()
         self.llm = LLM(model=model_or_path, tokenizer=tokenizer, **self.inference_config.engine_options())
         self._generation: dict[str, Any] = {}
         self._numbers = itertools.count()
@@ -120,10 +122,8 @@ class InferenceEngine:
             finished += self.step()
         finished.sort(key=lambda item: item.request_id)
         tokenizer = self.llm.get_tokenizer()
-        texts = [
-            "" if tokenizer is None else tokenizer.decode(item.input_token_id + item.output_token_id)
-            for item in finished
-        ]
+        decode = (lambda ids: "") if tokenizer is None else tokenizer.decode
+        texts = [decode(item.input_token_id + item.output_token_id) for item in finished]
         return (texts, [item.output_token_id for item in finished]) if return_token_ids else texts
 
     def add_request(
@@ -143,7 +143,14 @@ class InferenceEngine:
             InvalidRequestError: as in `generate`; none of the requests is added.
         """
         texts = None if prompts is None else [self.inference_config.formatted(text) for text in _texts(prompts)]
-        ids = self._ids(texts) if prompts_token_ids is None else _id_lists(prompts_token_ids)
+        tokenizer = self.llm.get_tokenizer()
+        if prompts_token_ids is not None:
+            ids = _id_lists(prompts_token_ids)
+        elif texts is None or tokenizer is None:
+            missing = "give prompts or" if texts is None else "the model has no tokenizer; give"
+            raise InvalidRequestError(f"prompts: {missing} prompts_token_ids", param="prompts")
+        else:
+            ids = [tokenizer.encode(text) for text in texts]
         if texts is not None and len(texts) != len(ids):
             raise check.fail("prompts_token_ids", prompts_token_ids, f"one list for each of {len(texts)} prompts")
         numbers = self._request_numbers(request_ids, len(ids))
@@ -175,14 +182,6 @@ class InferenceEngine:
         """Release the model. A second call does nothing."""
         self.llm.shutdown()
 
-    def _ids(self, texts: list[str] | None) -> list[list[int]]:
-        tokenizer = self.llm.get_tokenizer()
-        if texts is None:
-            raise InvalidRequestError("prompts: give prompts or prompts_token_ids", param="prompts")
-        if tokenizer is None:
-            raise InvalidRequestError("prompts: the model has no tokenizer; give prompts_token_ids", param="prompts")
-        return [tokenizer.encode(text) for text in texts]
-
     def _request_numbers(self, given: int | Iterable[int] | None, count: int) -> list[int]:
         if given is None:
             return list(itertools.islice(self._numbers, count))
@@ -194,7 +193,7 @@ class InferenceEngine:
         return numbers
 
     def _params(self, fields: Mapping[str, Any], num_prompt_tokens: int) -> SamplingParams:
-        """Return the sampling parameters of the config and of these GenerationConfig fields, for one prompt."""
+        """Return the sampling parameters that the config and these GenerationConfig fields give for one prompt."""
         config = self.inference_config
         if num_prompt_tokens > config.max_input_len:
             raise InvalidRequestError(

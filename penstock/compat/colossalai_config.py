@@ -10,6 +10,7 @@ from penstock import validation as check
 from penstock.config import BLOCK_SIZE_UNIT, KV_CACHE_DTYPES, MAX_CONTEXT
 from penstock.errors import NotSupportedError
 from penstock.interface.sampling_params import SamplingParams
+from penstock.spec.config_reader import same
 
 # torch's types are compared as text, so that torch is not imported. float16 is served as bfloat16.
 TYPES = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32"}
@@ -97,40 +98,27 @@ class InferenceConfig:
             raise check.fail("dtype", self.dtype, "one of " + ", ".join(TYPES))
         for name in ("do_sample", "ignore_eos"):
             check.check_bool(name, getattr(self, name))
-        self._check_cache()
-        template = self.prompt_template
-        if template is not None and (not isinstance(template, str) or TEMPLATE_FIELD not in template):
-            raise check.fail("prompt_template", template, f"a text that contains {TEMPLATE_FIELD}, or None")
-        self._check_fixed()
-        self.sampling()
-
-    def _check_cache(self) -> None:
-        check.check_int("block_size", self.block_size, BLOCK_SIZE_UNIT, MAX_CONTEXT)
-        if self.block_size % BLOCK_SIZE_UNIT:
-            raise check.fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZE_UNIT}")
+        check.check_range("block_size", self.block_size, range(BLOCK_SIZE_UNIT, MAX_CONTEXT + 1, BLOCK_SIZE_UNIT))
         if self.kv_cache_dtype == "fp8":
             raise NotSupportedError("kv_cache_dtype: fp8 is not built; int8 is as small", param="kv_cache_dtype")
         check.check_choice("kv_cache_dtype", self.kv_cache_dtype, (None, *KV_CACHE_DTYPES))
-
-    def _check_fixed(self) -> None:
-        defaults = {field.name: field.default for field in fields(self)}
-        for name, reason in FIXED.items():
-            value, default = getattr(self, name), defaults[name]
-            same = value == default and isinstance(value, bool) == isinstance(default, bool)
-            if not same and value is not None:
-                text = f"{name}: {check.shown(value)} is not allowed; it must be {default}: {reason}"
-                raise NotSupportedError(text, param=name)
-
-    @property
-    def max_model_len(self) -> int:
-        return self.max_input_len + self.max_output_len
+        template = self.prompt_template
+        if template is not None and (not isinstance(template, str) or TEMPLATE_FIELD not in template):
+            raise check.fail("prompt_template", template, f"a text that contains {TEMPLATE_FIELD}, or None")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in FIXED and value is not None and not same(value, field.default):
+                allowed = f"it must be {field.default}: {FIXED[field.name]}"
+                text = f"{field.name}: {check.shown(value)} is not allowed; {allowed}"
+                raise NotSupportedError(text, param=field.name)
+        self.sampling()
 
     def engine_options(self) -> dict[str, Any]:
         """Return the options as EngineConfig.from_options spells them."""
         return {
             "dtype": TYPES[str(self.dtype)],
             "max_num_seqs": self.max_batch_size,
-            "max_model_len": self.max_model_len,
+            "max_model_len": self.max_input_len + self.max_output_len,
             "block_size": self.block_size,
             "kv_cache_dtype": self.kv_cache_dtype or "auto",
         }
@@ -145,22 +133,9 @@ class InferenceConfig:
         given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         SamplingParams(**given)  # checks also what do_sample=False ignores
         if not self.do_sample:
-            given = {name: value for name, value in given.items() if name == "repetition_penalty"} | {
-                "temperature": 0.0
-            }
+            given = {"temperature": 0.0, "repetition_penalty": given.get("repetition_penalty", 1.0)}
         return given | {"max_tokens": self.max_output_len, "ignore_eos": self.ignore_eos}
 
     def formatted(self, prompt: str) -> str:
         """Return the prompt with the template applied."""
         return prompt if self.prompt_template is None else self.prompt_template.replace(TEMPLATE_FIELD, prompt)
-
-
-def check_config(given: Any) -> InferenceConfig:
-    """Return the config; None means the defaults.
-
-    Raises:
-        InvalidRequestError: it is not an InferenceConfig.
-    """
-    if given is not None and not isinstance(given, InferenceConfig):
-        raise check.fail("inference_config", given, "an InferenceConfig")
-    return given or InferenceConfig()

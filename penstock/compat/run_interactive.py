@@ -12,8 +12,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +52,23 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return the exit code: 2 for bad input, with one line on standard error."""
     args = parser().parse_args(argv)
+    options: dict[str, Any] = {
+        "max_num_seqs": args.batch_size,
+        "max_model_len": args.max_cache_length,
+        "sharding_config": args.sharding_config,
+        "quantization": "int8" if args.quantize_weights else None,
+        "kv_cache_dtype": "int8" if args.quantize_kv_cache else "auto",
+        "dtype": {None: "auto", True: "bfloat16", False: "float32"}[args.bf16_enable],
+    }
     try:
-        with _model(args) as (model, options):
-            _run(model, args, options)
+        config = read_size(args.model, args.size)
+        if args.checkpoint_path is not None:
+            _check_same(config, Path(args.checkpoint_path), args)
+            _run(args.checkpoint_path, args, options)
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                (Path(directory) / "config.json").write_text(json.dumps(config))
+                _run(directory, args, options | {"load_format": "dummy"})
     except PenstockError as error:
         print(f"run_interactive: {error}", file=sys.stderr)
         return 2
@@ -92,27 +104,6 @@ def _answer(llm: LLM, prompt: Any, params: SamplingParams) -> None:
     print(answer.text)
     rate = (count - 1) / (ended - (first or ended)) if count > 1 else 0.0
     print(f"---- {count} tokens; first after {1e3 * ((first or ended) - started):.1f} ms, then {rate:.1f} tokens/s")
-
-
-@contextmanager
-def _model(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the model's directory and the engine's options. Without a checkpoint it holds config.json only."""
-    config = read_size(args.model, args.size)
-    options: dict[str, Any] = {
-        "max_num_seqs": args.batch_size,
-        "max_model_len": args.max_cache_length,
-        "sharding_config": args.sharding_config,
-        "quantization": "int8" if args.quantize_weights else None,
-        "kv_cache_dtype": "int8" if args.quantize_kv_cache else "auto",
-        "dtype": {None: "auto", True: "bfloat16", False: "float32"}[args.bf16_enable],
-    }
-    if args.checkpoint_path is not None:
-        _check_same(config, Path(args.checkpoint_path), args)
-        yield args.checkpoint_path, options
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(config))
-        yield directory, options | {"load_format": "dummy"}
 
 
 def read_size(model: str, size: str) -> dict[str, Any]:
