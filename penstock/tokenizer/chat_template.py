@@ -1,8 +1,8 @@
-"""Chat messages to the prompt text that a model was trained on, by the model's own Jinja template.
+"""Render chat messages to the prompt text that a model was trained on, with the model's own Jinja template.
 
-A template is a program that came with the weights: it runs in Jinja's immutable sandbox, sees plain JSON values only,
-and renders what Transformers' apply_chat_template renders, character for character. Its time and memory are not
-limited here. Templates come from the model's directory, never from a request. Nothing here knows tokens.
+A template is a program that comes with the weights, never with a request. It runs in Jinja's immutable sandbox, sees
+only plain JSON values, and renders what Transformers' apply_chat_template renders, character for character. Its time
+and memory are not limited. This module knows no tokens.
 """
 
 import json
@@ -17,35 +17,37 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.validation import shown
+from penstock.validation import fail
 
 Message = Mapping[str, Any]
 
-# What a template can raise: Jinja's own errors, and Python's from the values that it handles.
+# The errors that a template can raise: Jinja's own, and Python's from the values it handles.
 RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 TOO_LARGE_ERRORS = (RecursionError, MemoryError)
-OWN_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # the first is the one that templates read
-MARK = "END_OF_FINAL_MESSAGE_MARK"  # a space follows it, which is lost if the template trims messages
+RESERVED_NAMES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # templates read the first
+MARK = "END_OF_FINAL_MESSAGE_MARK"  # followed by a space, which is lost if the template trims messages
 
 
 class ChatTemplate:
     """A model's chat template, or its named templates.
 
     Args:
-        source: one template; or several, as {name: template} or a list of {"name", "template"} ("default" is used,
-            "tool_use" with tools).
-        special_tokens: names that the template sees (bos_token, ...).
+        source: one template; or several, as {name: template} or a list of {"name", "template"}: "tool_use" renders
+            conversations with tools, "default" all others.
+        special_tokens: further variables of the template (bos_token, ...).
 
     Raises:
         ModelLoadError: a template does not parse.
     """
 
     def __init__(self, source: Any, special_tokens: Mapping[str, str] | None = None) -> None:
-        self.sources = _named_sources(source)
+        self._sources = _named_sources(source)
         self._special_tokens = dict(special_tokens or {})
-        environment = make_environment()
-        self._templates = {name: _compile(environment, name, text) for name, text in self.sources.items()}
+        environment = _make_environment()
+        self._templates = {name: _compile(environment, name, text) for name, text in self._sources.items()}
 
     def render(
         self,
@@ -57,7 +59,7 @@ class ChatTemplate:
         documents: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt of a conversation, special tokens included: tokenise it with add_special_tokens=False.
+        """Return the prompt of a conversation. It contains the special tokens: encode with add_special_tokens=False.
 
         Args:
             add_generation_prompt: end with the header of the model's answer.
@@ -66,27 +68,26 @@ class ChatTemplate:
             template_kwargs: further variables of the template.
 
         Raises:
-            InvalidRequestError: the template refuses the conversation; the message is the template's own.
+            InvalidRequestError: an argument is invalid, or the template refuses the conversation (the message is then
+                the template's own).
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
                 "continue_final_message: needs add_generation_prompt=false", param="continue_final_message"
             )
+        for name in RESERVED_NAMES.intersection(template_kwargs or ()):
+            raise InvalidRequestError(f"chat_template_kwargs: {name} cannot be set here", param="chat_template_kwargs")
         values = {
             **self._special_tokens,
-            **_checked_kwargs(template_kwargs or {}),
+            **_plain("chat_template_kwargs", template_kwargs or {}),
             "messages": _plain_messages(messages),
             "tools": _plain("tools", tools),
             "documents": _plain("documents", documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        name = self._choose(tools is not None)
-        if not continue_final_message:
-            return self._run(name, values)
-        return self._run_to_final_message(name, values)
-
-    def _choose(self, has_tools: bool) -> str:
-        return "tool_use" if has_tools and "tool_use" in self._templates else "default"
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        run = self._run_to_final_message if continue_final_message else self._run
+        return run(name, values)
 
     def _run(self, name: str, values: dict[str, Any]) -> str:
         try:
@@ -99,10 +100,10 @@ class ChatTemplate:
             raise _refused("messages: too deep or too large for the chat template") from error
 
     def _run_to_final_message(self, name: str, values: dict[str, Any]) -> str:
-        """Mark the end of the final message and cut the rendered text there."""
+        """Mark the end of the final message and return the rendered text up to the mark."""
         final = _mark_end(values["messages"][-1])
-        if "content" not in self.sources[name]:
-            raise _refused("messages: the chat template reads no content, so none can be continued")
+        if "content" not in self._sources[name]:
+            raise _refused("messages: the chat template reads no content, so no message can be continued")
         text = self._run(name, values)
         if MARK not in text or final.strip() not in text:
             raise _refused("messages: the chat template leaves out (part of) the final message to be continued")
@@ -121,9 +122,8 @@ def _named_sources(source: Any) -> dict[str, str]:
     if not isinstance(sources, dict) or not all(isinstance(item, str) for pair in sources.items() for item in pair):
         raise ModelLoadError("chat_template: must be a string, or a list of objects with name and template")
     if "default" not in sources:
-        raise ModelLoadError(
-            f"chat_template: none is named 'default'; there are: {', '.join(sorted(sources)) or 'none'}"
-        )
+        names = ", ".join(sorted(sources)) or "none"
+        raise ModelLoadError(f"chat_template: no template is named 'default'; found: {names}")
     return dict(sources)
 
 
@@ -136,28 +136,28 @@ def _compile(environment: jinja2.Environment, name: str, text: str) -> jinja2.Te
         raise ModelLoadError(f"chat_template {name!r}: cannot be compiled: {type(error).__name__}") from error
 
 
-# ---- what goes into a template
+# ---- the values a template sees
 
 
 def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A fresh copy as templates expect it: no null values (many templates would print "None"), reasoning under the
-    name that they read."""
+    """Return copies without null values (many templates would print "None"), with reasoning under the usual name."""
     if not isinstance(messages, list | tuple) or not messages:
         raise _refused("messages: must be a list of at least one message")
+    plain = []
     for message in messages:
         if not isinstance(message, Mapping):
-            raise _refused(f"messages: {shown(message)} is no message; it must be an object with role and content")
-    return [_with_reasoning(_plain("messages", message)) for message in messages]
-
-
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    message = {name: value for name, value in message.items() if value is not None}
-    given = [message[name] for name in REASONING_NAMES if name in message]
-    return {"thinking": given[0], **message, REASONING_NAMES[0]: given[0]} if given else message
+            raise fail("messages", message, "an object with role and content")
+        copied = {name: value for name, value in _plain("messages", message).items() if value is not None}
+        for name in REASONING_NAMES:
+            if name in copied:
+                copied = {"thinking": copied[name], **copied, REASONING_NAMES[0]: copied[name]}
+                break
+        plain.append(copied)
+    return plain
 
 
 def _plain(param: str, value: Any) -> Any:
-    """A copy made of JSON's own types: an object with methods could do harm in a template."""
+    """Return a copy made of JSON's own types, because an object with methods could do harm in a template."""
     try:
         return _copy(param, value)
     except RecursionError as error:
@@ -173,34 +173,26 @@ def _copy(param: str, value: Any) -> Any:
         return {_copy(param, name): _copy(param, item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_copy(param, item) for item in value]
-    raise InvalidRequestError(f"{param}: {shown(value)} is no plain JSON value", param=param)
-
-
-def _checked_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    for name in kwargs:
-        if name in OWN_ARGUMENTS or name in {"chat_template", "tokenize"}:
-            raise InvalidRequestError(f"chat_template_kwargs: {name} cannot be set here", param="chat_template_kwargs")
-    copied: dict[str, Any] = _plain("chat_template_kwargs", kwargs)
-    return copied
+    raise fail(param, value, "a plain JSON value")
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Append the mark to the message's last text and return the text without it."""
+    """Append MARK to the message's last text in place; return the text without it."""
     holder, name = message, "content"
     if isinstance(message.get("content"), list):
         parts = [part for part in message["content"] if isinstance(part, dict) and "text" in part]
         holder, name = (parts[-1] if parts else {}), "text"
     text = holder.get(name)
     if not isinstance(text, str):
-        raise _refused("messages: the final message has no text that could be continued")
+        raise _refused("messages: the final message has no text to continue")
     holder[name] = f"{text}{MARK} "
     return text
 
 
-# ---- what a template can call
+# ---- the functions a template can call
 
 
-def make_environment() -> ImmutableSandboxedEnvironment:
+def _make_environment() -> ImmutableSandboxedEnvironment:
     """Return Jinja with the settings, filters and functions that chat templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
@@ -208,7 +200,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda format: datetime.now().strftime(format),
         "dict": _DictMaker(),
         "namespace": _Namespace,
     }
@@ -216,7 +208,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """The block {% generation %} ... {% endgeneration %}, which marks text for training; here it is only rendered."""
+    """The block {% generation %} ... {% endgeneration %}, which marks text for training and is only rendered here."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja's interface
 
@@ -230,17 +222,16 @@ class _GenerationBlock(Extension):
 
 
 class _DictMaker:
-    """`dict` for templates, without the class's own attributes."""
+    """The function `dict` of templates, without the attributes of the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
-    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
+    fromkeys = staticmethod(dict.fromkeys)
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace` that takes no names beginning with an underscore."""
+    """The function `namespace` of templates, which takes no names beginning with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no named self: `self` may be one of the names
         values = dict(*args[1:], **kwargs)
@@ -255,15 +246,11 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_public(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no name that begins with an underscore: {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a name in a namespace must not begin with an underscore: {name!r}")
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _tojson(
@@ -273,5 +260,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without the HTML escapes of Jinja's own filter."""
+    """Return JSON without the HTML escapes that Jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,12 +1,12 @@
-"""Token ids to text while they are being generated.
+"""Convert token ids to text while they are generated.
 
-IncrementalDetokenizer returns text as soon as it can no longer change, never half a character, in linear time. It knows
-no stop strings or requests. Joined, its pieces are the text that the ids add to the prompt:
+IncrementalDetokenizer returns text as soon as it can no longer change, never an incomplete character, in linear time.
+The concatenation of its pieces is the text that the ids add to the prompt:
 
 - byte-level vocabularies: exactly decode(ids), for every sequence of ids;
-- vocabularies of pieces: decode(prompt + ids) without the leading decode(prompt), so that the first token keeps its
-  space. One exception: if one byte token (<0xE2>) of a run is invalid, decode() turns *all* bytes of the run into
-  U+FFFD, also complete characters that are shown here before; here only the bytes after them become U+FFFD;
+- other vocabularies: decode(prompt + ids) without the leading decode(prompt), so that the first token keeps its space.
+  One exception: if a byte token (<0xE2>) of a run is invalid, decode() turns *all* bytes of the run into U+FFFD, even
+  complete characters; here they have been returned already, and only the bytes after them become U+FFFD;
 - clean_up_tokenization_spaces is not applied to streams.
 """
 
@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from penstock.tokenizer.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-CONTEXT_TOKENS = 4  # the tokens before a token only decide its leading space
+CONTEXT_TOKENS = 4  # preceding tokens to decode with, which decide the leading space
 MAX_BYTES_OF_CHAR = 4
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence of ids.
+    """A converter of one sequence of ids to text.
 
     Args:
-        prompt_token_ids: the ids before; their tail is the context of the first id.
+        prompt_token_ids: the preceding ids, whose tail is the context of the first id.
         skip_special_tokens, spaces_between_special_tokens: as in `Tokenizer.decode`.
     """
 
@@ -45,16 +45,16 @@ class IncrementalDetokenizer:
             self._reader = _PieceReader(tokenizer, tail, skip_special_tokens, spaces_between_special_tokens)
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take the next ids and return the text that can no longer change."""
+        """Return the text that the next ids complete."""
         return "".join([self._reader.push(token_id) for token_id in ids if token_id not in self._skipped])
 
     def finish(self) -> str:
-        """Return what was held back as half a character. No push may follow."""
+        """Return the text of the incomplete character that was held back. No push may follow."""
         return self._reader.finish()
 
 
 class _ByteReader:
-    """Reads tokens that are nothing but bytes, with a streaming UTF-8 decoder."""
+    """A reader of byte-level tokens, with a streaming UTF-8 decoder."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_to_bytes = tokenizer.token_to_bytes
@@ -68,24 +68,24 @@ class _ByteReader:
 
 
 class _PieceReader:
-    """Reads tokens that are pieces of text, some of which may be single bytes.
+    """A reader of tokens that are pieces of text, some of which may be single bytes.
 
-        ids:   ... | context | pending |
-                     shown      read, but its text may still change
+        ids:   ... | context  | pending                      |
+                     returned   text that may still change
 
-    Pending are the bytes of an unfinished character, or (for other decoders) tokens that end in half a character.
+    Pending are the bytes of an incomplete character, or (for other decoders) tokens that end in an incomplete one.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int], skip_special: bool, spaces_between: bool) -> None:
         self._tokenizer = tokenizer
         self._options = {"skip_special_tokens": skip_special, "spaces_between_special_tokens": spaces_between}
         self._context = self._begin_after(prompt_tail)
-        self._context_text: str | None = None  # decode(context), when first needed
+        self._context_text: str | None = None  # decode(context), computed on first use
         self._pending: list[int] = []
         self._broken_run = False  # a byte was invalid: the rest of this run becomes U+FFFD, as in decode()
 
     def _begin_after(self, tail: list[int]) -> list[int]:
-        """Return the prompt's last tokens; if it ends in bytes, its last whole character or else no bytes at all."""
+        """Return the prompt's last tokens; if it ends in bytes, its last whole character, or no bytes at all."""
         is_byte = self._tokenizer.byte_fallback_ids.__contains__
         if not tail or not is_byte(tail[-1]):
             return tail[-CONTEXT_TOKENS:]
@@ -102,7 +102,7 @@ class _PieceReader:
         if token_id in self._tokenizer.byte_fallback_ids:
             return self._push_byte(token_id)
         if not self._tokenizer.token_to_bytes(token_id):
-            return ""  # an id that pads the model's vocabulary: it does not even end a run of bytes
+            return ""  # an id outside the tokenizer's vocabulary; it does not even end a run of bytes
         rest = self._give_up_bytes()
         self._broken_run = False
         self._pending.append(token_id)
@@ -118,9 +118,7 @@ class _PieceReader:
     def _push_byte(self, token_id: int) -> str:
         before = "" if self._pending_is_bytes() else self._show_pending()
         self._pending.append(token_id)
-        if self._broken_run:
-            return before + self._give_up_bytes()
-        state = self._state_of(self._pending)
+        state = "invalid" if self._broken_run else self._state_of(self._pending)
         if state == "invalid":
             return before + self._give_up_bytes()
         return before if state == "unfinished" else before + self._show_pending()
@@ -129,7 +127,7 @@ class _PieceReader:
         return bool(self._pending) and self._pending[0] in self._tokenizer.byte_fallback_ids
 
     def _give_up_bytes(self) -> str:
-        """Return one U+FFFD per pending byte, as they are no character."""
+        """Return one U+FFFD per pending byte, as these bytes are not a character."""
         if not self._pending_is_bytes():
             return ""
         text = REPLACEMENT * len(self._pending)
@@ -148,7 +146,7 @@ class _PieceReader:
         return text
 
     def _keep_as_context(self) -> None:
-        """Make pending tokens the context. For bytes that is the last character, never only the end of one."""
+        """Make pending tokens the context. For bytes this is the last character, never a part of one."""
         if self._pending:
             context = self._pending if self._pending_is_bytes() else self._context + self._pending
             self._context, self._context_text, self._pending = context[-CONTEXT_TOKENS:], None, []

@@ -1,10 +1,10 @@
-"""Content of a chat message, as OpenAI's API has it, to the one text that a chat template gets."""
+"""Convert the content of a chat message, as in OpenAI's API, to the text that a chat template gets."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.errors import InvalidRequestError, NotSupportedError
-from penstock.validation import shown
+from penstock.errors import NotSupportedError
+from penstock.validation import fail
 
 PLANNED_PARTS = frozenset({"image_url", "input_audio", "file", "video_url"})
 
@@ -12,21 +12,15 @@ PLANNED_PARTS = frozenset({"image_url", "input_audio", "file", "video_url"})
 def text_of_content(content: Any, role: str) -> str:
     """Return a message's content as one text; text parts are joined by newlines.
 
-    Nothing but text is read: what a part refers to is never fetched.
-
     Raises:
         InvalidRequestError: it is neither a string nor a list of at least one part {"type": "text", "text": "..."}.
-        NotSupportedError: a part is an image, audio or a file.
+        NotSupportedError: a part is an image, audio, video or a file.
     """
     if isinstance(content, str):
         return content
     if isinstance(content, list | tuple) and content:
         return "\n".join(_text_of_part(part) for part in content)
-    raise InvalidRequestError(
-        f"messages: {shown(content)} is not allowed as the content of the {role} message; it must be a string or a "
-        "list of text parts",
-        param="messages",
-    )
+    raise fail("messages", content, f"a string or a list of text parts, as the content of the {role} message")
 
 
 def _text_of_part(part: Any) -> str:
@@ -34,9 +28,5 @@ def _text_of_part(part: Any) -> str:
     if isinstance(fields.get("type"), str) and fields["type"] in PLANNED_PARTS:
         raise NotSupportedError(f"messages: parts of type {fields['type']} are not built yet", param="messages")
     if set(fields) != {"type", "text"} or fields["type"] != "text" or not isinstance(fields["text"], str):
-        raise InvalidRequestError(
-            f"messages: {shown(part)} is not allowed as a part of the content; it must be a mapping with type "
-            '"text" and a text',
-            param="messages",
-        )
+        raise fail("messages", part, 'a part of the content like {"type": "text", "text": "..."}')
     return fields["text"]

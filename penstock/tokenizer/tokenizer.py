@@ -1,6 +1,6 @@
-"""Tokenizer: the protocol for text to ids and back. The engine never sees it.
+"""The protocol of tokenizers, and the checks of a text before it is tokenised. The engine uses neither.
 
-`hf` implements it over tokenizer.json; tests implement it over bytes.
+hf.py implements the protocol over tokenizer.json; tests implement it over bytes.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,17 @@ from penstock.errors import InvalidRequestError
 if TYPE_CHECKING:  # keeps Jinja out of processes that only talk to an engine
     from penstock.tokenizer.chat_template import ChatTemplate
 
-MAX_CHARS_PER_TOKEN = 8  # a text with more characters per token of context is not even tokenised
+MAX_CHARS_PER_TOKEN = 8  # longer texts are refused before they are tokenised
 MAX_CHARS_SLACK = 64
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """A converter from text to token ids and back.
 
     Attributes:
-        vocab_size: all ids are below it (added tokens included).
         special_ids: ids that `skip_special_tokens` leaves out of texts.
-        joins_bytes: decode(ids) is the tokens' bytes one after the other, read as UTF-8, with nothing added, dropped
-            or changed between two tokens (byte-level vocabularies).
-        byte_fallback_ids: tokens of a vocabulary of pieces that represent one byte (<0xE2>).
+        joins_bytes: decode(ids) is the concatenation of the tokens' bytes, read as UTF-8 (byte-level vocabularies).
+        byte_fallback_ids: tokens of a sentencepiece-like vocabulary that represent one byte (<0xE2>).
         chat_template: None if the model has none.
     """
 
@@ -35,36 +33,37 @@ class Tokenizer(Protocol):
     chat_template: "ChatTemplate | None"
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included: one more than the largest."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of the text, with the special tokens of training (BOS, for instance) if add_special_tokens.
+        """Return the ids of the text, with the special tokens that the model expects around it (BOS) if asked for.
 
         Raises:
-            InvalidRequestError: the text has a lone surrogate, which is no Unicode character.
+            InvalidRequestError: the text contains a lone surrogate.
         """
 
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """Return the text of the ids; invalid UTF-8 becomes U+FFFD, ids that do not exist are left out.
+        """Return the text of the ids. Invalid UTF-8 becomes U+FFFD; ids outside the vocabulary are left out.
 
-        spaces_between_special_tokens=False joins neighbouring added tokens without the space that decoders of whole
-        words put between tokens.
+        spaces_between_special_tokens=False joins neighbouring added tokens without the space that word-level decoders
+        put between tokens.
         """
 
     def token_to_text(self, token_id: int) -> str:
-        """Return the text of a single token, for logprobs: special tokens by name, half characters as U+FFFD."""
+        """Return the text of one token, for logprobs: special tokens by name, incomplete characters as U+FFFD."""
 
     def token_to_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a single token, which may be half a character; b"" for an id that does not exist."""
+        """Return the bytes of one token, perhaps an incomplete character; b"" for an id outside the vocabulary."""
 
 
 def check_prompt_length(text: str, max_model_len: int, *, param: str = "prompt") -> None:
-    """Refuse a text that cannot fit, before tokenising it costs time and memory.
+    """Check that a text can fit into the context, before tokenising it costs time and memory.
 
     Raises:
-        InvalidRequestError: with code "context_length_exceeded".
+        InvalidRequestError: it is too long (code "context_length_exceeded").
     """
     limit = MAX_CHARS_PER_TOKEN * max_model_len + MAX_CHARS_SLACK
     if len(text) > limit:
@@ -77,10 +76,11 @@ def check_prompt_length(text: str, max_model_len: int, *, param: str = "prompt")
 
 
 def check_unicode(text: str, *, param: str = "prompt") -> None:
-    """Refuse a text with a lone surrogate, which can be neither tokenised nor encoded."""
+    """Raise InvalidRequestError for a text with a lone surrogate, which cannot be encoded as UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidRequestError(
-            f"{param}: holds a lone surrogate (\\u{ord(text[error.start]):x}) at character {error.start}", param=param
+            f"{param}: contains a lone surrogate (\\u{ord(text[error.start]):x}) at character {error.start}",
+            param=param,
         ) from error

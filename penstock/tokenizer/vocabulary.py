@@ -1,7 +1,7 @@
-"""The bytes of single tokens, derived from the decoder of a `tokenizers` backend.
+"""The bytes of single tokens, derived from the decoder of a `tokenizers` backend. Sequences are not decoded here.
 
 Three kinds of vocabulary: byte-level (each character of a token represents a byte), pieces with byte fallback (▁ is a
-space, <0xE2> a byte) and plain pieces (##ing). This file does not decode sequences.
+space, <0xE2> a byte) and plain pieces (##ing).
 """
 
 import json
@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 
-def byte_of_char() -> dict[str, int]:
-    """Return GPT-2's alphabet: printable bytes are themselves, the others the characters from U+0100 on."""
+def _byte_of_char() -> dict[str, int]:
+    """Return GPT-2's alphabet: printable bytes represent themselves; U+0100 and following represent the others."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     table = {chr(byte): byte for byte in shown}
@@ -19,18 +19,18 @@ def byte_of_char() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Token id -> bytes.
+    """A mapping of token ids to bytes.
 
     Attributes:
-        joins: decoding ids joins these bytes (see `Tokenizer.joins_bytes`).
-        fallback_ids: tokens like <0xE2>, if the decoder reads them as bytes.
+        joins: see `Tokenizer.joins_bytes`.
+        fallback_ids: see `Tokenizer.byte_fallback_ids`; empty if the decoder does not read <0xE2> as a byte.
     """
 
     def __init__(self, backend: Backend) -> None:
         steps = _decoder_steps(backend)
         kinds = [step["type"] for step in steps]
         self._backend = backend
-        self._alphabet = byte_of_char() if "ByteLevel" in kinds else {}
+        self._alphabet = _byte_of_char() if "ByteLevel" in kinds else {}
         self._replacements = [pair for step in steps for pair in _replacements(step)]
         self._word_prefix = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), "")
         self._fallback = _fallback_bytes(backend) if "ByteFallback" in kinds else {}
@@ -44,17 +44,13 @@ class TokenBytes:
         if token is None:
             return b""
         if self._alphabet:
-            return self._byte_level(token)
+            try:
+                return bytes([self._alphabet[char] for char in token])
+            except KeyError:  # an added token, which is plain text
+                return token.encode()
         for before, after in self._replacements:
             token = token.replace(before, after)
         return token.removeprefix(self._word_prefix).encode()
-
-    def _byte_level(self, token: str) -> bytes:
-        """Return the bytes of a token; one with a character outside the alphabet is its own text."""
-        try:
-            return bytes([self._alphabet[char] for char in token])
-        except KeyError:
-            return token.encode()
 
 
 def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
@@ -66,7 +62,7 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 
 
 def _replacements(step: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (text, replacement) pairs that a step of the decoder applies within every token."""
+    """Return the (text, replacement) pairs that a step of the decoder applies within every token."""
     if step["type"] == "Metaspace":
         return [(step["replacement"], " ")]
     if step["type"] == "BPEDecoder":
