@@ -25,7 +25,10 @@ COMMANDS = [
 PROGRAMS = [pytest.param(text, id=f"{name_of(page)}-{i}") for page in PAGES for i, text in enumerate(programs(page))]
 # A path with a folder, and below a folder of the repository or of the package; /models/llama is a user's own.
 PATH = re.compile(r"(?<![\w/.*~$-])((?:[a-z0-9_]+/)+[A-Za-z0-9_.]+\.(?:py|md|yaml|yml|json|h|cpp|txt|svg))\b")
-PLACES = [ROOT, ROOT / "penstock", ROOT / "penstock" / "kernels", ROOT / "penstock" / "kernels" / "cpu"]
+PLACES = [
+    ROOT / place
+    for place in ("", "penstock", "penstock/kernels", "penstock/kernels/cpu", "penstock/kernels/cpu/native")
+]
 
 
 @pytest.fixture(scope="module")
