@@ -1,12 +1,12 @@
-"""Attention against the machine's limits and torch's scaled_dot_product_attention: rows of bench.ops.
+"""Compare attention with the machine's limits and torch's scaled_dot_product_attention: rows of bench.ops.
 
 attend_decode: each sequence has one new token after many cached ones, in blocks in random order. `gb_s` counts the
 cached keys and values (with their scales). One long sequence of a single kv head is measured with all threads and with
 one. attend_prefill: all tokens of one sequence are new; `gflop_s` counts four operations per pair of tokens that see
 each other, query head and element, `gb_s` the keys and values once.
 
-Caches rotate over more memory than a processor's caches hold. torch gets its best layout: keys and values of each
-sequence in one piece; grouped for decoding, one copy per query head (made beforehand) for prefill.
+torch gets its best layout: keys and values of each sequence in one piece; grouped for decoding, one copy per query head
+(made beforehand) for prefill.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns
+from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns, uniform
 from penstock.kernels.attention.key import describe_key
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.ops import CpuOps
@@ -31,7 +31,7 @@ DECODE_SEQS, DECODE_TOKENS = 8, 4096
 DECODE_HEADS = (Heads(32, 4, 64), Heads(32, 8, 128), Heads(8, 1, 128))
 LONG_TOKENS, LONG_HEADS = 32768, Heads(8, 1, 128)
 PREFILL_TOKENS = 4096
-PREFILL_HEADS = (Heads(32, 4, 64), Heads(32, 8, 128))
+PREFILL_HEADS = DECODE_HEADS[:2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,37 @@ class AttentionCase:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of the operands of both sides and their results, roughly."""
+        """Approximate bytes of the operands and results of both sides."""
         torch_heads = self.heads.num_heads if self.cached == 0 else self.heads.num_kv_heads
         tokens = self.seqs * (self.cached + self.new)
         return 2 * self.heads.head_dim * tokens * (12 * self.heads.num_kv_heads + 4 * torch_heads)
 
     def measure(self, backends: dict[torch.dtype, CpuOps], limits: MachineLimits) -> Iterator[dict[str, Any]]:
         """Yield one row per number of threads, without the fractions."""
-        yield from SequencesUnderTest(self, backends[torch.bfloat16]).measure(limits)
+        backend = backends[torch.bfloat16]
+        sequences, heads = SequencesUnderTest(self, backend), self.heads
+        ours = {backend.threads: backend}
+        if self.single:
+            ours.setdefault(1, CpuOps(torch.bfloat16, threads=1))
+        calls, keys = zip(*map(sequences.call, ours.values()), strict=True)
+        turns = [Turn(call, sequences.caches) for call in calls]
+        turns.append(Turn(sequences.torch_call, sequences.plain))
+        *seconds, torch_seconds = take_turns(turns, limits, self.dtype)
+        pairs = self.seqs * sum(range(self.cached + 1, self.cached + self.new + 1))
+        case = {"op": self.op, "dtype": self.dtype, "leaves": 1, "m": None, "n": None, "k": None}
+        shape = {"heads": heads.num_heads, "kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
+        for threads, key, taken in zip(ours, keys, seconds, strict=True):
+            yield {
+                **case,
+                **shape,
+                "seqs": self.seqs,
+                "tokens": self.tokens,
+                "threads": threads,
+                "slices": SLICES[self.dtype],
+                "key": key,
+                **rates(taken, sequences.read_bytes, 4 * pairs * heads.num_heads * heads.head_dim, torch_seconds),
+                "speedup": seconds[-1] / taken if self.single else None,
+            }
 
 
 def decode_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[AttentionCase]:
@@ -81,114 +104,66 @@ def prefill_cases(dtypes: Sequence[str], heads: Sequence[Heads]) -> Iterator[Att
 
 
 class SequencesUnderTest:
-    """A case's queries, new keys and values, and a ring of caches with the tokens before them."""
+    """A case's queries, new keys and values, and a ring of caches with the tokens before them.
+
+    Attributes:
+        caches: ring of equal caches for the kernels.
+        plain: ring of equal (keys, values) for torch, each [seqs, heads, tokens, head_dim].
+        read_bytes: bytes that the case's tokens take in a cache.
+    """
 
     def __init__(self, case: AttentionCase, ops: CpuOps) -> None:
-        self._case, self._ops = case, ops
-        heads, lengths = case.heads, (case.seqs, case.cached + case.new)
+        self._case, heads, lengths = case, case.heads, (case.seqs, case.cached + case.new)
         generator = torch.Generator().manual_seed(case.tokens + heads.head_dim)
-
-        def random(*shape: int) -> Tensor:
-            return torch.rand(shape, generator=generator).sub_(0.5).to(torch.bfloat16)
-
-        q = random(case.seqs, case.new, heads.num_heads, heads.head_dim)
-        k, v = (random(*lengths, heads.num_kv_heads, heads.head_dim) for _ in range(2))
-        self._q, self._k, self._v = (_rows(x) for x in (q, k[:, case.cached :], v[:, case.cached :]))
+        q = uniform((case.seqs, case.new, heads.num_heads, heads.head_dim), torch.bfloat16, generator)
+        kv_shape = (*lengths, heads.num_kv_heads, heads.head_dim)
+        k, v = (uniform(kv_shape, torch.bfloat16, generator) for _ in range(2))
+        self._new = [_rows(x) for x in (q, k[:, case.cached :], v[:, case.cached :])]
         self._tables = _block_tables(case)
-        self._caches = self._fill_caches(_rows(k[:, : case.cached]), _rows(v[:, : case.cached]))
-        self._plain_q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # [seqs, heads, tokens, D]
+        self.caches = self._fill_caches(ops, _rows(k[:, : case.cached]), _rows(v[:, : case.cached]))
+        self.read_bytes = self.caches[0].num_bytes * case.tokens / (self._tables.shape[1] * BLOCK_SIZE)
+        self._plain_q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         if case.cached == 0:
             k, v = (x.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1) for x in (k, v))
-        self._plain = [(k.clone(), v.clone()) for _ in range(ring_length(2 * k.nbytes))]
+        self.plain = [(k.clone(), v.clone()) for _ in range(ring_length(2 * k.nbytes))]
         self._out = torch.empty((case.seqs * case.new, heads.num_heads * heads.head_dim), dtype=torch.bfloat16)
         self._params = AttentionParams(scale=heads.head_dim**-0.5)
 
-    def result(self) -> Tensor:
-        """Return [tokens, heads * head_dim] of our kernels."""
-        self._call(self._ops, self._metadata(self._ops))(0)
-        return self._out
-
-    def measure(self, limits: MachineLimits) -> Iterator[dict[str, Any]]:
-        """Yield rows of the table, without the fractions."""
-        ring, case = len(self._caches), self._case
-        ours = {self._ops.threads: self._ops}
-        if case.single:
-            ours.setdefault(1, CpuOps(torch.bfloat16, threads=1))
-        metas = {threads: self._metadata(ops) for threads, ops in ours.items()}
-
-        turns = [Turn(self._call(ops, metas[threads]), ring) for threads, ops in ours.items()]
-        turns.append(Turn(self.torch_call(), len(self._plain)))
-        *seconds, torch_seconds = take_turns(turns, limits, case.dtype)
-        for threads, taken in zip(ours, seconds, strict=True):
-            row = self._row(taken, torch_seconds, threads, metas[threads])
-            yield {**row, "speedup": seconds[-1] / taken if case.single else None}
-
-    def _call(self, ops: CpuOps, meta: AttentionMetadata) -> Callable[[int], None]:
-        def call(index: int) -> None:
-            cache = self._caches[index % len(self._caches)]
-            ops.attend(self._q, self._k, self._v, cache, meta, self._params, out=self._out)
-
-        return call
-
-    def _row(self, seconds: float, torch_seconds: float, threads: int, meta: AttentionMetadata) -> dict[str, Any]:
-        case, heads = self._case, self._case.heads
-        pairs = case.seqs * sum(range(case.cached + 1, case.cached + case.new + 1))
-        read = self._caches[0].num_bytes * case.tokens / (self._tables.shape[1] * BLOCK_SIZE)
-        return {
-            "op": case.op,
-            "dtype": case.dtype,
-            "leaves": 1,
-            "m": None,
-            "n": None,
-            "k": None,
-            "heads": heads.num_heads,
-            "kv_heads": heads.num_kv_heads,
-            "head_dim": heads.head_dim,
-            "seqs": case.seqs,
-            "tokens": case.tokens,
-            "threads": threads,
-            "slices": SLICES[case.dtype],
-            "key": "" if meta.plan is None else describe_key(meta.plan.key),
-            **rates(seconds, read, 4 * pairs * heads.num_heads * heads.head_dim, torch_seconds),
-        }
-
-    def _fill_caches(self, k: Tensor, v: Tensor) -> list[CpuKVCache]:
-        """Return a ring of equal caches with the keys and values [seqs * cached, kv heads, D]."""
-        case, heads = self._case, self._case.heads
-        blocks, dtype = self._tables.numel(), CACHE_TYPES[case.dtype]
-        shape = (blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype, SLICES[case.dtype])
-        first = CpuKVCache(*shape)
-        positions = torch.arange(case.cached).expand(case.seqs, -1)
-        self._ops.store_kv(first, k, v, self._slots(positions))
-        caches = [first]
-        for _ in range(ring_length(first.num_bytes) - 1):
-            caches.append(CpuKVCache(*shape))
-            caches[-1].memory.copy_(first.memory)
-        return caches
-
-    def _slots(self, positions: Tensor) -> Tensor:
-        """Return the cache slots [seqs * n] of positions [seqs, n]."""
-        blocks = self._tables.long().gather(1, positions // BLOCK_SIZE)
-        return (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).reshape(-1)
-
-    def _metadata(self, ops: CpuOps) -> AttentionMetadata:
+    def call(self, ops: CpuOps) -> tuple[Callable[[CpuKVCache], Tensor], str]:
+        """Return a backend's call with a cache, which returns [tokens, heads * head_dim], and describe its plan."""
         case = self._case
         starts = torch.arange(case.seqs + 1, dtype=torch.int32) * case.new
         lengths = torch.full((case.seqs,), case.cached + case.new, dtype=torch.int32)
-        slots = self._slots(torch.arange(case.cached, case.cached + case.new).expand(case.seqs, -1))
-        return ops.plan(
-            AttentionMetadata(starts, lengths, self._tables, slots, BLOCK_SIZE, None), case.heads, self._caches[0]
-        )
+        slots = self._slots(case.cached, case.cached + case.new)
+        metadata = AttentionMetadata(starts, lengths, self._tables, slots, BLOCK_SIZE, None)
+        planned = ops.plan(metadata, case.heads, self.caches[0])
 
-    def torch_call(self) -> Callable[[int], Tensor]:
-        """Return torch's call, which returns [seqs, heads, new, head_dim]."""
+        def attend(cache: CpuKVCache) -> Tensor:
+            return ops.attend(*self._new, cache, planned, self._params, out=self._out)
+
+        return attend, "" if planned.plan is None else describe_key(planned.plan.key)
+
+    def torch_call(self, keys_and_values: tuple[Tensor, Tensor]) -> Tensor:
+        """Return [seqs, heads, new, head_dim] of torch."""
         prefill = self._case.cached == 0
+        operands = (self._plain_q, *keys_and_values)
+        return functional.scaled_dot_product_attention(*operands, is_causal=prefill, enable_gqa=not prefill)
 
-        def call(index: int) -> Tensor:
-            operands = (self._plain_q, *self._plain[index % len(self._plain)])
-            return functional.scaled_dot_product_attention(*operands, is_causal=prefill, enable_gqa=not prefill)
+    def _fill_caches(self, ops: CpuOps, k: Tensor, v: Tensor) -> list[CpuKVCache]:
+        """Return a ring of equal caches with the keys and values [seqs * cached, kv heads, D]."""
+        case, heads = self._case, self._case.heads
+        sizes = (self._tables.numel(), BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
+        caches = [CpuKVCache(*sizes, CACHE_TYPES[case.dtype], SLICES[case.dtype])]
+        ops.store_kv(caches[0], k, v, self._slots(0, case.cached))
+        for _ in range(ring_length(caches[0].num_bytes) - 1):
+            caches.append(CpuKVCache(*sizes, CACHE_TYPES[case.dtype], SLICES[case.dtype]))
+            caches[-1].memory.copy_(caches[0].memory)
+        return caches
 
-        return call
+    def _slots(self, start: int, end: int) -> Tensor:
+        """Return the cache slots [seqs * (end - start)] of these positions of every sequence."""
+        positions = torch.arange(start, end)
+        return (self._tables.long()[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).flatten()
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -197,7 +172,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _block_tables(case: AttentionCase) -> Tensor:
-    """Return [seqs, blocks] int32: blocks in random order, as in a server's pool after a while."""
+    """Return [seqs, blocks] int32: blocks in random order, as in the block pool of a busy server."""
     columns = -(-(case.cached + case.new) // BLOCK_SIZE)
     generator = torch.Generator().manual_seed(case.seqs)
     return torch.randperm(case.seqs * columns, generator=generator).int().view(case.seqs, columns)

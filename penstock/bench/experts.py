@@ -1,8 +1,8 @@
-"""Mixtures of experts against the machine's limits and torch: the rows `experts` of bench.ops.
+"""Compare mixtures of experts with the machine's limits and with torch: the rows `experts` of bench.ops.
 
-A layer of Mixtral's shape with all of its experts in memory. Rows choose experts at random, and other ones in the next
-call, so that no cache keeps an expert. `gb_s` counts the experts that some row chose, `gflop_s` only what those rows
-multiply with them. `torch_ms` is the same in bfloat16 by F.linear, one expert after the other, over the rows of each.
+A layer of Mixtral's shape with all of its experts in memory. Rows choose experts at random, and different ones in the
+next call, so that no cache keeps an expert. `gb_s` counts the experts that some row chose, `gflop_s` only the products
+of those rows with them. `torch_ms` is the same in bfloat16 by F.linear, one expert after the other, over its rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.bench.machine import MachineLimits, Turn, rates, take_turns
+from penstock.bench.machine import MachineLimits, Turn, rates, take_turns, uniform
 from penstock.bench.products import packed_copies
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES
@@ -26,7 +26,7 @@ TORCH_COPIES = 2  # of torch's weights, shared by its experts: each alone is lar
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCase:
-    """A layer of `count` experts of a type, [hidden] -> [inner] -> [hidden], of which each row chooses top_k."""
+    """A layer of `count` experts [hidden] -> [inner] -> [hidden], of which each row chooses top_k."""
 
     hidden: int
     inner: int
@@ -42,7 +42,7 @@ class ExpertsCase:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of the operands of both sides and their results, roughly."""
+        """Approximate bytes of the operands and results of both sides."""
         results = max(self.rows) * self.top_k * (self.hidden + self.inner)
         return 2 * (self.count + TORCH_COPIES + 2) * self.expert_elements + 12 * results
 
@@ -50,7 +50,13 @@ class ExpertsCase:
         """Yield one row per number of rows, without the fractions."""
         layer = LayerUnderTest(self, backends[torch.bfloat16])
         for m in self.rows:
-            yield layer.measure(m, limits)
+            ours, torchs, ids = layer.calls(m)
+            seconds, torch_seconds = take_turns([Turn(ours, ids), Turn(torchs, ids)], limits, self.dtype)
+            chosen = ids[0].unique().numel()
+            case = {"op": "experts", "dtype": self.dtype, "leaves": REDUCTION_LEAVES, "m": m}
+            shape = {"n": self.hidden, "k": self.inner, "experts": self.count, "top_k": self.top_k, "chosen": chosen}
+            operations = 2 * m * self.top_k * self.expert_elements
+            yield {**case, **shape, **rates(seconds, chosen * layer.expert_bytes, operations, torch_seconds)}
 
 
 def expert_cases(dtypes: Sequence[str]) -> Iterator[ExpertsCase]:
@@ -61,62 +67,41 @@ def expert_cases(dtypes: Sequence[str]) -> Iterator[ExpertsCase]:
 
 
 class LayerUnderTest:
-    """The experts of a case, packed, and torch's own."""
+    """The experts of a case: packed copies of one expert for the kernels, plain ones for torch."""
 
     def __init__(self, case: ExpertsCase, ops: CpuOps) -> None:
         self._case, self._ops = case, ops
         generator = torch.Generator().manual_seed(case.hidden + case.inner)
-        sides = (2 * case.inner, case.hidden), (case.hidden, case.inner)
-        gate_up, down = ((torch.rand(side, generator=generator) - 0.5).to(ops.dtype) for side in sides)
-        self.gate_up = packed_copies(ops, gate_up, case.dtype, gated=True, count=case.count)
-        self.down = packed_copies(ops, down, case.dtype, leaves=REDUCTION_LEAVES, count=case.count)
-        self._expert_bytes = self.gate_up[0].num_bytes + self.down[0].num_bytes
+        gate_up = uniform((2 * case.inner, case.hidden), ops.dtype, generator)
+        down = uniform((case.hidden, case.inner), ops.dtype, generator)
+        self._gate_up = packed_copies(ops, gate_up, case.dtype, gated=True, count=case.count)
+        self._down = packed_copies(ops, down, case.dtype, leaves=REDUCTION_LEAVES, count=case.count)
+        self.expert_bytes = self._gate_up[0].num_bytes + self._down[0].num_bytes
         self._plain = [(gate_up.clone(), down.clone()) for _ in range(TORCH_COPIES)]
 
-    def measure(self, m: int, limits: MachineLimits) -> dict[str, Any]:
-        """Return one row of the table, without the fractions."""
-        case = self._case
-        ours, torchs, chosen = self.calls(m)
-        turns = [Turn(ours, case.count), Turn(torchs, case.count)]
-        seconds, torch_seconds = take_turns(turns, limits, case.dtype)
-        return {
-            "op": "experts",
-            "dtype": case.dtype,
-            "leaves": REDUCTION_LEAVES,
-            "m": m,
-            "n": case.hidden,
-            "k": case.inner,
-            "experts": case.count,
-            "top_k": case.top_k,
-            "chosen": chosen,
-            **rates(seconds, chosen * self._expert_bytes, 2 * m * case.top_k * case.expert_elements, torch_seconds),
-        }
+    def calls(self, m: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], list[Tensor]]:
+        """Return the call of the kernels and of torch for m rows, and a ring of expert ids [m, top_k] to pass them.
 
-    def calls(self, m: int) -> tuple[Callable[[int], Tensor], Callable[[int], Tensor], int]:
-        """Return our call and torch's for m rows, and the number of experts that they choose in every call."""
+        Each entry of the ring chooses different experts, but the same number of them.
+        """
         case = self._case
         generator = torch.Generator().manual_seed(m)
-        x = (torch.rand((m, case.hidden), generator=generator) - 0.5).to(self._ops.dtype)
+        x = uniform((m, case.hidden), self._ops.dtype, generator)
         first = torch.rand((m, case.count), generator=generator).argsort(dim=1)[:, : case.top_k]
-        ids = [(first + shift) % case.count for shift in range(case.count)]  # other experts, but as many
         weights = torch.full((m, case.top_k), 1 / case.top_k)
         out = torch.empty((m, case.hidden))
 
-        def ours(index: int) -> Tensor:
-            chosen = ids[index % case.count]
-            return self._ops.experts(x, self.gate_up, self.down, chosen, weights, "silu", out=out)
+        def ours(ids: Tensor) -> Tensor:
+            return self._ops.experts(x, self._gate_up, self._down, ids, weights, "silu", out=out)
 
-        def torchs(index: int) -> Tensor:
-            return self._by_torch(x, ids[index % case.count], weights)
+        def torchs(ids: Tensor) -> Tensor:
+            total = torch.zeros((m, case.hidden))
+            for expert in ids.unique().tolist():
+                gate_up, down = self._plain[expert % TORCH_COPIES]
+                rows, places = (ids == expert).nonzero(as_tuple=True)
+                gate, up = functional.linear(x[rows], gate_up).chunk(2, dim=-1)
+                branch = functional.linear(functional.silu(gate) * up, down)
+                total.index_add_(0, rows, weights[rows, places, None] * branch)
+            return total
 
-        return ours, torchs, len(set(first.flatten().tolist()))
-
-    def _by_torch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out = torch.zeros((len(x), self._case.hidden))
-        for expert in sorted(set(ids.flatten().tolist())):
-            gate_up, down = self._plain[expert % TORCH_COPIES]
-            rows, places = (ids == expert).nonzero(as_tuple=True)
-            gate, up = functional.linear(x[rows], gate_up).chunk(2, dim=-1)
-            branch = functional.linear(functional.silu(gate) * up, down)
-            out.index_add_(0, rows, weights[rows, places, None] * branch)
-        return out
+        return ours, torchs, [(first + shift) % case.count for shift in range(case.count)]

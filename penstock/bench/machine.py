@@ -1,8 +1,8 @@
-"""What the machine can do, and calls measured in turns with it.
+"""Measure the machine's limits, and calls in turns with them.
 
-A shared machine drifts from minute to minute. So what is compared takes turns under the same conditions, the machine's
-limits are probed again in between, and the best limit ever seen is the denominator. Operands rotate over a ring, so
-that no cache keeps them from one call to the next.
+The speed of a shared machine drifts from minute to minute. So calls that are compared take turns, the machine's limits
+are probed in between, and the best limit seen is the denominator. Operands rotate over a ring that is larger than the
+processor's caches, as the layers of a model do.
 """
 
 import statistics
@@ -12,30 +12,31 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import empty
 
-READ_BYTES = 512 * 2**20  # more than any cache that one user of a machine gets
-MULTIPLY_SECONDS = 0.01  # aimed at for one probe of a multiply rate
+READ_BYTES = 512 * 2**20  # more than the cache available to one user of a machine
+MULTIPLY_SECONDS = 0.01  # target length of one probe of a multiply rate
 KINDS = ("f32", "bf16", "int8")  # in the order of native/abi.h
-RING_BYTES = 256 * 2**20  # of different operands, before one is used again
+RING_BYTES = 256 * 2**20  # size of a ring of operands
 ROUNDS = 5
-ROUND_SECONDS = 0.04  # aimed at for one turn of a call
+ROUND_SECONDS = 0.04  # target length of one turn of a call
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 def no_progress(what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Show nothing. A Progress takes what is counted and how many, and yields `advance(count)`."""
+    """Show nothing. A Progress takes the name and number of the things counted, and yields `advance(count)`."""
     return nullcontext(lambda count: None)
 
 
 class MachineLimits:
-    """Best rates seen so far, with all threads of a backend.
+    """The best rates seen so far, with all threads of a backend.
 
     Attributes:
-        read_gb_s: memory read, in 10^9 bytes per second.
+        read_gb_s: 10^9 bytes read from memory per second.
         multiply_gop_s: 10^9 operations per second for each of KINDS; a multiply-add counts as two.
     """
 
@@ -53,14 +54,14 @@ class MachineLimits:
         self.probe(*KINDS)
 
     def probe(self, *kinds: str) -> None:
-        """Measure reading once, and multiplying in these kinds."""
+        """Measure reading once, and multiplying once per kind."""
         self.read_gb_s = max(self.read_gb_s, READ_BYTES / self._ops.limit_read(self._memory) / 1e9)
         for kind in kinds:
             operations, seconds = self._ops.limit_multiply(KINDS.index(kind), self._iterations[kind])
             self.multiply_gop_s[kind] = max(self.multiply_gop_s[kind], operations / seconds / 1e9)
 
     def figures(self) -> dict[str, float]:
-        """Return the limits by their names in the benchmarks' JSON."""
+        """Return the limits under their names in the benchmarks' JSON."""
         return {
             "read_gb_s": self.read_gb_s,
             "f32_gflop_s": self.multiply_gop_s["f32"],
@@ -70,37 +71,29 @@ class MachineLimits:
 
 
 class Turn:
-    """A call that is timed in batches; the call takes its number, which picks the operands in a ring of that length."""
+    """A call that is timed in batches; it takes one operand of a ring after the other."""
 
-    def __init__(self, call: Callable[[int], Any], ring: int) -> None:
-        self._call = call
-        self._next = 0
-        self._seconds: list[float] = []
-        once = self._time(1)  # also the first touch of the memory
-        self._calls = max(1, min(int(ROUND_SECONDS / max(once, 1e-7)), ring * 4))
+    def __init__(self, call: Callable[[Any], Any], ring: Sequence[Any]) -> None:
+        self._call, self._ring, self._next, self._calls = call, ring, 0, 1
+        once = self.take()  # also touches the memory for the first time
+        self._calls = max(1, min(int(ROUND_SECONDS / max(once, 1e-7)), 4 * len(ring)))
 
-    def take(self) -> None:
-        self._seconds.append(self._time(self._calls))
-
-    def median(self) -> float:
-        """Return the median seconds of one call."""
-        return statistics.median(self._seconds)
-
-    def _time(self, calls: int) -> float:
+    def take(self) -> float:
+        """Return the seconds per call in one batch."""
         started = time.perf_counter()
-        for index in range(self._next, self._next + calls):
-            self._call(index)
-        self._next += calls
-        return (time.perf_counter() - started) / calls
+        for index in range(self._next, self._next + self._calls):
+            self._call(self._ring[index % len(self._ring)])
+        self._next += self._calls
+        return (time.perf_counter() - started) / self._calls
 
 
 def take_turns(turns: Sequence[Turn], limits: MachineLimits, kind: str) -> list[float]:
-    """Return the median seconds of each call; the machine's limits are probed in between."""
+    """Return the median seconds per call of each turn; the machine's limits are probed in between."""
+    rounds = []
     for _ in range(ROUNDS):
         limits.probe(kind)
-        for turn in turns:
-            turn.take()
-    return [turn.median() for turn in turns]
+        rounds.append([turn.take() for turn in turns])
+    return [statistics.median(seconds) for seconds in zip(*rounds, strict=True)]
 
 
 def ring_length(operand_bytes: int) -> int:
@@ -108,8 +101,13 @@ def ring_length(operand_bytes: int) -> int:
     return RING_BYTES // operand_bytes + 1
 
 
+def uniform(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return random operands in [-0.5, 0.5)."""
+    return torch.rand(tuple(shape), generator=generator).sub_(0.5).to(dtype)
+
+
 def rates(seconds: float, read_bytes: float, operations: float, torch_seconds: float) -> dict[str, float]:
-    """Return the figures of one call that every row of `bench ops` has."""
+    """Return the figures that every row of `bench ops` has."""
     return {
         "ms": 1e3 * seconds,
         "gb_s": read_bytes / seconds / 1e9,

@@ -1,14 +1,16 @@
-"""Each kernel against the machine's own limits, and against torch.
+"""Compare each kernel with the machine's limits and with torch.
 
-Operands rotate over more memory than the caches hold, as the layers of a model do. Kernel, torch and the machine's
-limits take turns in one run; times are medians, limits the best seen. products.py, experts.py and attention.py say what
-their figures count.
+Kernel, torch and the machine's limits take turns in one run (machine.py); times are medians, limits the best seen.
+products.py, experts.py and attention.py define what their figures count.
 """
 
+import contextlib
 import gc
 import platform
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,11 +39,15 @@ Case = ProductCase | ExpertsCase | AttentionCase
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which rows of the table to measure.
+    """The rows of the table to measure.
 
     Attributes:
         rows, shapes: of products; shapes are (n, k).
-        heads: of attention; empty for those of bench.attention.
+        heads: of attention; empty for the defaults of bench.attention.
+        threads: None for all available cores.
+
+    Raises:
+        InvalidRequestError: a value is unknown or out of range, the cases do not fit into memory, or there are none.
     """
 
     ops: Sequence[str] = OPS
@@ -60,27 +66,22 @@ class Selection:
         check.check_int("threads", self.threads, 1, 1024, optional=True)
         if "linear" in self.ops:
             self._check_products()
-        self._check_memory()
-        if not any(True for _ in self.cases()):
-            message = f"dtype: experts and attention have {', '.join(attention.DTYPES)} (prefill: bf16)"
+        case_bytes = [case.operand_bytes for case in self.cases()]
+        if not case_bytes:
+            message = f"dtype: experts and attention support only {', '.join(attention.DTYPES)} (prefill: bf16)"
             raise InvalidRequestError(message, param="dtype")
+        largest, free = max(case_bytes) + 3 * machine.RING_BYTES, free_memory_bytes()
+        if largest > free:
+            message = f"shape: the largest case needs {largest / 2**20:,.0f} MiB; {free / 2**20:,.0f} MiB are free"
+            raise InvalidRequestError(message, param="shape")
 
     def _check_products(self) -> None:
         for name, values in (("rows", self.rows), ("shape", [side for shape in self.shapes for side in shape])):
             if not values or min(values) < 1 or max(values) > 2**20:
                 raise InvalidRequestError(f"{name}: numbers must be from 1 to {2**20}", param=name)
         if max(k for _, k in self.shapes) > MAX_INTEGER_LEAF and not {"bf16", "f32"}.issuperset(self.dtypes):
-            message = f"shape: integer products sum at most k = {MAX_INTEGER_LEAF}; choose --dtype bf16 f32 beyond"
+            message = f"shape: k of an integer product is at most {MAX_INTEGER_LEAF}; choose --dtype bf16 f32 for more"
             raise InvalidRequestError(message, param="shape")
-
-    def _check_memory(self) -> None:
-        largest = max((case.operand_bytes for case in self.cases()), default=0) + 3 * machine.RING_BYTES
-        free = free_memory_bytes()
-        if largest > free:
-            raise InvalidRequestError(
-                f"shape: the largest case needs {largest / 2**20:,.0f} MiB; {free / 2**20:,.0f} MiB are free",
-                param="shape",
-            )
 
     def cases(self) -> Iterator[Case]:
         """Yield the cases in the order of measuring."""
@@ -94,29 +95,29 @@ class Selection:
             yield from prefill_cases(self.dtypes, self.heads)
 
 
-def model_shapes(model: str) -> list[tuple[int, int]]:
-    """Return the distinct (n, k) of a model's products with a weight; `model` is a directory, a hub name or demo."""
+def model_operands(model: str) -> tuple[list[tuple[int, int]], list[Heads]]:
+    """Return the distinct (n, k) of a model's products and its attention heads; see Selection.
+
+    Args:
+        model: a directory, a hub name or demo.
+    """
     config = load_model_config(resolve_model(model))
     parameters = find_model(config.architecture).read_table().parameters(config)
     shapes = ((item.shape[0], item.shape[1]) for item in parameters.values() if item.quant)
-    return list(dict.fromkeys(shapes))
-
-
-def model_heads(model: str) -> list[Heads]:
-    """Return the heads of a model's attention."""
-    config = load_model_config(resolve_model(model))
-    return [Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)]
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    return list(dict.fromkeys(shapes)), [heads]
 
 
 def measure_ops(selection: Selection, *, progress: Progress = no_progress) -> dict[str, Any]:
-    """Measure the selection, and return the machine's limits and the rows of each case.
+    """Measure the selection; return the machine's limits and the rows of all cases.
 
     Raises:
-        InvalidRequestError: there are no native kernels to measure.
+        InvalidRequestError: the native library is missing.
     """
     level = chosen_level()
     if level is None:
-        raise InvalidRequestError("kernels: there is no native library; install with a C++ compiler", param="kernels")
+        message = "kernels: the native library is missing; install Penstock with a C++ compiler"
+        raise InvalidRequestError(message, param="kernels")
     threads = selection.threads or available_threads()
     torch.set_num_threads(threads)
     backends = {dtype: CpuOps(dtype, threads=threads) for dtype in (torch.bfloat16, torch.float32)}
@@ -141,9 +142,7 @@ def measure_ops(selection: Selection, *, progress: Progress = no_progress) -> di
 
 def processor_name() -> str:
     """Return the processor's model name, as the system reports it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            found = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
-    except OSError:
-        found = None
-    return found or platform.processor() or platform.machine()
+    found = None
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.*\S)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()

@@ -1,19 +1,20 @@
-"""Products with a weight against the machine's limits and torch's F.linear: the rows `linear` of bench.ops.
+"""Compare products with a weight with the machine's limits and with torch's F.linear: the rows `linear` of bench.ops.
 
-`gb_s` counts the bytes of the packed weight. `gflop_s` counts 2 M N K, while `flop_fraction` counts what is really
-multiplied (two int8 slices are two products) against the peak of the type that multiplies. `torch_ms` is F.linear of
+`gb_s` counts the bytes of the packed weight. `gflop_s` counts 2 M N K, while `flop_fraction` counts the operations
+performed (two int8 slices are two products) against the peak of the type that multiplies. `torch_ms` is F.linear of
 that shape, in float32 for f32 and in bfloat16 for every other type.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns
+from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns, uniform
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import empty
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
@@ -22,14 +23,16 @@ from penstock.spec.param_table import leaf_bounds
 
 DTYPES = ("bf16", "f32", "int8", "int8-x2", "int4", "int4-a16")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
-SHAPES = ((2048, 2048), (5632, 2048), (2048, 5632), (14336, 4096), (4096, 14336), (32000, 2048))  # (n, k)
-LEAF_SHAPES = ((2048, 2048), (2048, 5632), (4096, 14336))  # o_proj and down_proj: measured with leaves as well
+UP_1B, DOWN_1B, O_PROJ_1B = (5632, 2048), (2048, 5632), (2048, 2048)  # (n, k) of a 1.1B Llama
+UP_7B, DOWN_7B = (14336, 4096), (4096, 14336)
+SHAPES = (O_PROJ_1B, UP_1B, DOWN_1B, UP_7B, DOWN_7B, (32000, 2048))
+LEAF_SHAPES = (O_PROJ_1B, DOWN_1B, DOWN_7B)  # measured with leaves as well
 MULTIPLIES_IN = {"bf16": "bf16", "f32": "f32", "int8": "int8", "int8-x2": "int8", "int4": "int8", "int4-a16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
 class ProductCase:
-    """A weight [n, k] of a type, whose k is summed in `leaves` leaves, multiplied with each number of rows."""
+    """A weight [n, k] of one type, summed over k in `leaves` leaves, multiplied with each number of rows."""
 
     n: int
     k: int
@@ -39,27 +42,19 @@ class ProductCase:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of the operands of both sides and their results, roughly."""
+        """Approximate bytes of the operands and results of both sides."""
         return 8 * self.n * self.k + max(self.rows) * 4 * (self.n + 2 * self.k)
 
     def measure(self, backends: dict[torch.dtype, CpuOps], limits: MachineLimits) -> Iterator[dict[str, Any]]:
         """Yield one row per number of rows, without the fractions."""
         ops = backends[torch.float32 if self.dtype == "f32" else torch.bfloat16]
         generator = torch.Generator().manual_seed(self.n + self.k)
-        weight = (torch.rand((self.n, self.k), generator=generator) - 0.5).to(ops.dtype)
+        weight = uniform((self.n, self.k), ops.dtype, generator)
         packed = packed_copies(ops, weight, self.dtype, leaves=self.leaves)
         plain = [weight.clone() for _ in range(ring_length(weight.nbytes))]
         for m in self.rows:
-            x = torch.rand((m, self.k)).sub_(0.5).to(ops.dtype)
-            out = torch.empty((m, self.n))
-
-            def ours(index: int, x: Tensor = x, out: Tensor = out) -> None:
-                ops.linear(x, packed[index % len(packed)], out=out)
-
-            def torchs(index: int, x: Tensor = x) -> None:
-                functional.linear(x, plain[index % len(plain)])
-
-            turns = [Turn(ours, len(packed)), Turn(torchs, len(plain))]
+            x, out = uniform((m, self.k), ops.dtype, generator), torch.empty((m, self.n))
+            turns = [Turn(partial(ops.linear, x, out=out), packed), Turn(partial(functional.linear, x), plain)]
             seconds, torch_seconds = take_turns(turns, limits, MULTIPLIES_IN[self.dtype])
             shape = {"op": "linear", "dtype": self.dtype, "leaves": self.leaves, "m": m, "n": self.n, "k": self.k}
             yield {**shape, **rates(seconds, packed[0].num_bytes, 2 * m * self.n * self.k, torch_seconds)}
@@ -79,7 +74,7 @@ def product_cases(
 def packed_copies(
     ops: CpuOps, weight: Tensor, dtype: str, *, leaves: int = 1, gated: bool = False, count: int | None = None
 ) -> list[PackedLinear]:
-    """Pack a weight [n, k] once and return copies of it: `count`, or as many as make a ring."""
+    """Pack a weight [n, k] once and return `count` copies of it, by default as many as make a ring."""
     scheme = None if dtype in ("bf16", "f32") else Scheme.parse(dtype)
     leaf_ends = [end for _, end in leaf_bounds(weight.shape[1], leaves)] if leaves > 1 else []
     shape = (weight.shape[0], weight.shape[1])

@@ -1,4 +1,4 @@
-"""Start-up times: `penstock --version`, and from process start to /health 200 with the demo model.
+"""Measure start-up: `penstock --version`, and `penstock serve demo` until /health answers 200.
 
 python -m penstock.bench.startup
 """
@@ -9,9 +9,21 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from typing import IO, cast
 
 REPEATS = 5
 TIMEOUT_S = 60.0
+
+
+@contextlib.contextmanager
+def python_process(*arguments: str, stderr: int | None = None) -> Iterator[IO[str]]:
+    """Run this Python in a new process, yield the process's standard output, and terminate it at the end."""
+    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
+        try:
+            yield cast(IO[str], process.stdout)
+        finally:
+            process.terminate()
 
 
 def time_version() -> float:
@@ -28,21 +40,14 @@ def time_health() -> float:
         TimeoutError: it took longer than TIMEOUT_S.
     """
     started = time.perf_counter()
-    command = [sys.executable, "-m", "penstock", "serve", "demo", "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        line = server.stdout.readline() if server.stdout else ""
+    with python_process("-m", "penstock", "serve", "demo", "--port", "0", stderr=subprocess.DEVNULL) as output:
+        line = output.readline()
         url = next((word for word in line.split() if word.startswith("http://")), None)
         while url is not None and time.perf_counter() - started < TIMEOUT_S:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1.0):
                 return time.perf_counter() - started
             time.sleep(0.005)
-        raise TimeoutError(f"the server did not become healthy; its first line was {line!r}")
-    finally:
-        server.terminate()
-        server.wait()
-        if server.stdout:
-            server.stdout.close()
+        raise TimeoutError(f"the server did not become healthy; the first line it printed was {line!r}")
 
 
 def main() -> int:

@@ -80,14 +80,14 @@ def run_offline(args: argparse.Namespace) -> int:
 
 
 def run_ops(args: argparse.Namespace) -> int:
-    from penstock.bench.ops import Selection, measure_ops, model_heads, model_shapes
+    from penstock.bench.ops import Selection, measure_ops, model_operands
     from penstock.bench.report import print_ops
 
     shapes, heads = args.shape, None
     if args.model is not None:
         if shapes:
             raise InvalidRequestError("shape: give a model or shapes, not both", param="shape")
-        shapes, heads = model_shapes(args.model), model_heads(args.model)
+        shapes, heads = model_operands(args.model)
     if args.op is not None and "linear" not in args.op and (args.rows or args.shape):
         name = "rows" if args.rows else "shape"
         raise InvalidRequestError(f"{name}: only --op linear has any", param=name)

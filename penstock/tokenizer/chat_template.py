@@ -159,20 +159,16 @@ def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _plain(param: str, value: Any) -> Any:
     """Return a copy made of JSON's own types, because an object with methods could do harm in a template."""
     try:
-        return _copy(param, value)
+        if isinstance(value, Mapping):
+            return {_plain(param, name): _plain(param, item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [_plain(param, item) for item in value]
     except RecursionError as error:
         raise InvalidRequestError(f"{param}: nested too deep", param=param) from error
-
-
-def _copy(param: str, value: Any) -> Any:
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (int, float, bool):
         return value
     if isinstance(value, str):
         return str.__str__(value)
-    if isinstance(value, Mapping):
-        return {_copy(param, name): _copy(param, item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_copy(param, item) for item in value]
     raise fail(param, value, "a plain JSON value")
 
 

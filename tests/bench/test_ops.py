@@ -118,9 +118,11 @@ def test_attention_gives_rows_with_all_fields(quick: None, tmp_path: Path) -> No
 def test_the_two_that_are_compared_compute_the_same(quick: None, dtype: str, cached: int, new: int) -> None:
     """Guards against: a fast kernel that attends to something else than torch does."""
     case = attention.AttentionCase("attend_decode", Heads(8, 2, 64), dtype, 3 if cached else 1, cached, new)
-    sequences = attention.SequencesUnderTest(case, CpuOps(torch.bfloat16, threads=2))
-    ours = sequences.result().view(case.seqs, new, 8, 64).transpose(1, 2)
-    assert torch.allclose(ours.float(), sequences.torch_call()(0).float(), atol=0.01)
+    ops = CpuOps(torch.bfloat16, threads=2)
+    sequences = attention.SequencesUnderTest(case, ops)
+    call, _ = sequences.call(ops)
+    ours = call(sequences.caches[0]).view(case.seqs, new, 8, 64).transpose(1, 2)
+    assert torch.allclose(ours.float(), sequences.torch_call(sequences.plain[0]).float(), atol=0.01)
 
 
 def test_the_contract_is_covered() -> None:
@@ -158,8 +160,8 @@ def test_a_wrong_selection_names_the_option(name: str, wrong: dict[str, Any]) ->
 
 def test_a_model_is_measured_by_its_own_shapes() -> None:
     """Guards against a model that is named and then not looked at."""
-    shapes = ops.model_shapes("demo")
+    shapes, heads = ops.model_operands("demo")
     assert (1024, 192) in shapes  # gate and up
     assert (4096, 192) in shapes  # the head
     assert len(shapes) == len(set(shapes))
-    assert ops.model_heads("demo") == [Heads(6, 2, 32)]
+    assert heads == [Heads(6, 2, 32)]
