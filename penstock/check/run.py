@@ -193,7 +193,6 @@ def _certify(report: Report, subject: Subject) -> Report:
         LOGPROBS: next(row.max_error for row in report.rows if row.name == LOGPROBS),
     }
     certificate = Certificate(
-        id=basis.id,
         **asdict(basis),
         architecture=report.architecture,
         weights=report.weights,

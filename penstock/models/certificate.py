@@ -32,6 +32,7 @@ class Basis:
         code: hash of the model's module, the one that reads its config.json, and SHARED_CODE.
         numerics: kernels.ops.NUMERICS_VERSION.
         config: hash of config.json.
+        id: hash of these, the name of the certificate's file.
     """
 
     table: str
@@ -45,23 +46,17 @@ class Basis:
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
+class Certificate(Basis):
     """One passed check.
 
     Attributes:
-        id: of its Basis; table, code, numerics and config are that Basis.
         weights: their fingerprint (weights/safetensors.py), or RANDOM_TINY.
         kernels: "reference", or "cpu" and the level.
         dtypes: the types that were checked.
         proofs: name -> the largest error, 0.0 if all bits were equal.
     """
 
-    id: str
     architecture: str
-    table: str
-    code: str
-    numerics: int
-    config: str
     weights: str
     kernels: str
     dtypes: tuple[str, ...]
@@ -95,7 +90,8 @@ def write_certificate(certificate: Certificate) -> Path:
     file = certificate_file(certificate.id, certificate.weights)
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps(asdict(certificate), indent=2) + "\n", encoding="utf-8")
+    content = {"id": certificate.id, **asdict(certificate)}
+    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     beside.replace(file)
     return file
 
@@ -117,7 +113,7 @@ def _read_file(file: Path, basis: Basis) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     expected = {"id": basis.id, **asdict(basis)}
-    names = {item.name for item in fields(Certificate)}
+    names = {"id", *(item.name for item in fields(Certificate))}
     if not isinstance(found, dict) or set(found) != names or any(found[key] != expected[key] for key in expected):
         return None
     return found

@@ -173,8 +173,9 @@ def register_model(
                 read_config = find_architecture(config).read_config if isinstance(config, str) else config
                 ARCHITECTURES[name] = Architecture(None, read_config, {})
             versions = ARCHITECTURES[name].versions
-            if version in versions and not _same_class(versions[version].source, model_class):
-                raise InvalidRequestError(f"{name} is already registered by {_class_name(versions[version].source)}")
+            known = versions.get(version, entry)
+            if not _same_class(known.source, model_class):
+                raise InvalidRequestError(f"{name} is already registered by {known.model_class.__qualname__}")
             versions[version] = entry
         return model_class
 
@@ -186,7 +187,3 @@ def _same_class(known: type | str, other: type) -> bool:
     if isinstance(known, str):
         return False
     return known.__qualname__ == other.__qualname__ and inspect.getfile(known) == inspect.getfile(other)
-
-
-def _class_name(source: type | str) -> str:
-    return source.rsplit(".", 1)[-1] if isinstance(source, str) else source.__qualname__

@@ -2,15 +2,9 @@
 
 import math
 
+from penstock.models.llama.config import attention_biases
 from penstock.spec.config_reader import ConfigReader
-from penstock.spec.config_rules import (
-    ACTIVATIONS,
-    Numbers,
-    activation,
-    decoder_shape,
-    no_windows,
-    require_even_heads,
-)
+from penstock.spec.config_rules import ACTIVATIONS, Numbers, activation, decoder_shape, no_windows, require_even_heads
 from penstock.spec.rope_config import read_rope
 
 HEAD_DIM = 256  # this and the following: Transformers' defaults
@@ -35,16 +29,12 @@ def scaled_decoder(read: ConfigReader) -> Numbers:
     if not read.has("num_key_value_heads"):
         raise read.fail("num_key_value_heads", "a divisor of num_attention_heads")
     if read.boolean("use_bidirectional_attention", False):
-        raise read.fail(
-            "use_bidirectional_attention",
-            "false or absent: a key/value cache serves causal attention only",
-        )
-    bias = read.boolean("attention_bias", False)
+        allowed = "false or absent: a key/value cache serves causal attention only"
+        raise read.fail("use_bidirectional_attention", allowed)
+    shape |= attention_biases(read)
     return shape | {
         "norm_eps": read.number("rms_norm_eps", 0.0, 1.0),
         "embedding_scale": math.sqrt(shape["hidden_size"]),
-        "attention_bias": bias,
-        "attention_out_bias": bias,
         "tie_word_embeddings": read.boolean("tie_word_embeddings", True),
     }
 

@@ -15,13 +15,10 @@ from penstock.spec.config_rules import (
 
 
 def read_llama(read: ConfigReader) -> Numbers:
-    """Read the numbers of Llama. `attention_bias` applies to all four products of attention."""
-    numbers = gated_decoder(read)
-    bias = read.boolean("attention_bias", False)
+    """Read the numbers of Llama."""
+    numbers = gated_decoder(read) | attention_biases(read)
     return numbers | {
         "layer_windows": no_windows(read, numbers["num_hidden_layers"]),
-        "attention_bias": bias,
-        "attention_out_bias": bias,
         "mlp_bias": read.boolean("mlp_bias", False),
     }
 
@@ -54,15 +51,15 @@ def read_qwen2(read: ConfigReader) -> Numbers:
 
 def read_qwen3(read: ConfigReader) -> Numbers:
     """Read the numbers of Qwen3: norms of q and k."""
-    numbers = gated_decoder(read, head_dim=128)
-    bias = read.boolean("attention_bias", False)
+    numbers = gated_decoder(read, head_dim=128) | attention_biases(read)
     fixed(read, "mlp_bias", False)
-    return numbers | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "qk_norm": True,
-        "layer_windows": upper_windows(read, numbers["num_hidden_layers"]),
-    }
+    return numbers | {"qk_norm": True, "layer_windows": upper_windows(read, numbers["num_hidden_layers"])}
+
+
+def attention_biases(read: ConfigReader) -> Numbers:
+    """Read `attention_bias`, which applies to all four products of attention."""
+    bias = read.boolean("attention_bias", False)
+    return {"attention_bias": bias, "attention_out_bias": bias}
 
 
 def upper_windows(read: ConfigReader, num_layers: int) -> Windows:

@@ -1,5 +1,6 @@
 """Reads the config.json of Mixtral and Qwen3-MoE."""
 
+from penstock.models.llama.config import attention_biases
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.config_rules import (
     DEFAULT_WINDOW,
@@ -23,36 +24,30 @@ def read_mixtral(read: ConfigReader) -> Numbers:
     layers = numbers["num_hidden_layers"]
     fixed(read, "attention_bias", False)
     harmless(read, *TRAINING)
-    return (
-        numbers
-        | read_experts(read)
-        | {
-            "layer_windows": same_windows(read, layers, None),
-            "moe_intermediate_size": numbers["intermediate_size"],
-            "sparse_layers": (True,) * layers,
-        }
-    )
+    return {
+        **numbers,
+        **read_experts(read),
+        "layer_windows": same_windows(read, layers, None),
+        "moe_intermediate_size": numbers["intermediate_size"],
+        "sparse_layers": (True,) * layers,
+    }
 
 
 def read_qwen3_moe(read: ConfigReader) -> Numbers:
     """Read the numbers of Qwen3-MoE: every decoder_sparse_step-th layer not in mlp_only_layers is sparse."""
     numbers = gated_decoder(read)  # head_dim defaults to hidden_size / heads, unlike Qwen3's
     layers = numbers["num_hidden_layers"]
-    bias = read.boolean("attention_bias", False)
     harmless(read, *TRAINING)
-    return (
-        numbers
-        | read_experts(read)
-        | {
-            "attention_bias": bias,
-            "attention_out_bias": bias,
-            "qk_norm": True,
-            "layer_windows": (_window(read),) * layers,
-            "moe_intermediate_size": read.integer("moe_intermediate_size", 1, LARGEST["intermediate_size"]),
-            "norm_topk_prob": read.boolean("norm_topk_prob", False),
-            "sparse_layers": _sparse_layers(read, layers),
-        }
-    )
+    return {
+        **numbers,
+        **read_experts(read),
+        **attention_biases(read),
+        "qk_norm": True,
+        "layer_windows": (_window(read),) * layers,
+        "moe_intermediate_size": read.integer("moe_intermediate_size", 1, LARGEST["intermediate_size"]),
+        "norm_topk_prob": read.boolean("norm_topk_prob", False),
+        "sparse_layers": _sparse_layers(read, layers),
+    }
 
 
 def read_experts(read: ConfigReader) -> Numbers:
