@@ -15,11 +15,7 @@ PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(_
 
 
 class EngineChild:
-    """A running engine process and our end of its connection.
-
-    Raises:
-        OSError: no process can be started.
-    """
+    """A running engine process and our end of its connection. Raise OSError if no process can be started."""
 
     def __init__(self) -> None:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -57,11 +57,7 @@ class OpenRequests:
         return [replace(choice.request, output_token_ids=list(choice.token_ids)) for choice in running]
 
     def open(self, prepared: PreparedRequest) -> "OpenRequest":
-        """Add a request.
-
-        Raises:
-            InvalidRequestError: its id is open.
-        """
+        """Add a request. Raise InvalidRequestError if its id is open."""
         if prepared.request_id in self._requests:
             raise InvalidRequestError(f"request_id: {prepared.request_id!r} is in use", param="request_id")
         request = self._requests[prepared.request_id] = OpenRequest(prepared, self._tokenizer)

@@ -117,11 +117,7 @@ class ConfigReader:
         return sorted(key for key in self._values if key not in self._read and key not in harmless and key[:1] != "_")
 
     def finish(self, harmless: Collection[str]) -> None:
-        """Check that no key is unread.
-
-        Raises:
-            ModelLoadError: one is.
-        """
+        """Check that no key is unread. Raise ModelLoadError if one is."""
         unknown = self.unread(harmless)
         if unknown:
             key = unknown[0]

@@ -100,11 +100,7 @@ def _read_head_dim(read: ConfigReader, shape: Numbers, hidden_key: str, default:
 
 
 def require_even_heads(read: ConfigReader, head_dim: int) -> None:
-    """Check that a head has pairs of elements for rotary embedding.
-
-    Raises:
-        ModelLoadError: head_dim is odd.
-    """
+    """Check that a head has pairs of elements for rotary embedding. Raise ModelLoadError if head_dim is odd."""
     if head_dim % 2:
         raise read.fail("head_dim", f"even, because rotary embedding rotates pairs; here it is {head_dim}")
 
@@ -115,11 +111,7 @@ def activation(read: ConfigReader, key: str = "hidden_act", default: str = "silu
 
 
 def fixed(read: ConfigReader, key: str, value: bool) -> bool:
-    """Return a switch that the architecture decides.
-
-    Raises:
-        ModelLoadError: the file contradicts it.
-    """
+    """Return a switch that the architecture decides. Raise ModelLoadError if the file contradicts it."""
     if read.boolean(key, value) != value:
         raise read.fail(key, f"{str(value).lower()} for this architecture, or absent")
     return value

@@ -103,11 +103,7 @@ class ParamTable:
 
     @classmethod
     def from_file(cls, path: Path) -> "ParamTable":
-        """Read a YAML file.
-
-        Raises:
-            ModelLoadError: it cannot be read, or is not a table.
-        """
+        """Read a YAML file. Raise ModelLoadError if it cannot be read, or is not a table."""
         return cls.from_text(read_text(path), path.name)
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:

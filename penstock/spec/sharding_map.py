@@ -36,11 +36,7 @@ class ShardingMap:
 
     @classmethod
     def from_text(cls, text: str, where: str) -> "ShardingMap":
-        """Read a map.
-
-        Raises:
-            ModelLoadError: it does not map names to integers, or repeats a name.
-        """
+        """Read a map. Raise ModelLoadError if it does not map names to integers, or repeats a name."""
         entries = read_yaml(text, where)
         if not isinstance(entries, dict) or not entries:
             raise ModelLoadError(f"{where}: it must map names of weights to the axis to split")
@@ -53,11 +49,7 @@ class ShardingMap:
 
     @classmethod
     def from_file(cls, file: Path) -> "ShardingMap":
-        """Read a file.
-
-        Raises:
-            ModelLoadError: it cannot be read, or is not a map.
-        """
+        """Read a file. Raise ModelLoadError if it cannot be read, or is not a map."""
         return cls.from_text(read_text(file), file.name)
 
     def resolve(self, parameters: Mapping[str, Parameter]) -> dict[str, int | None]:

@@ -36,7 +36,7 @@ One entry per parameter; the first `*` stands for the layer number, a second one
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table: a Parameter for each layer, before the sizes are known."""
+    """One row of the table: a Parameter for each layer, before the sizes are known.
+
+    Attributes:
+        fields: as the file holds them, in the order of FIELDS.
+    """
 
     pattern: str
     shape: tuple[Axis, ...]
@@ -95,6 +99,7 @@ class Row:
     leaves: int
     tied_to: str | None
     when: Conditions
+    fields: Mapping[str, Any] = field(compare=False)
 
 
 def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...], str]:
@@ -117,11 +122,7 @@ def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...],
 
 
 def read_text(file: Path) -> str:
-    """Read a text file.
-
-    Raises:
-        ModelLoadError: it cannot be read.
-    """
+    """Read a text file. Raise ModelLoadError if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -129,11 +130,7 @@ def read_text(file: Path) -> str:
 
 
 def read_yaml(text: str, where: str) -> Any:
-    """Parse YAML, refusing duplicate keys.
-
-    Raises:
-        ModelLoadError: it is not YAML, or a key is repeated.
-    """
+    """Parse YAML, refusing duplicate keys. Raise ModelLoadError if it is not YAML, or a key is repeated."""
     try:
         return yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
@@ -158,10 +155,12 @@ class _RowReader:
         self._line, self._pattern = f"{where}: {pattern}", pattern
         if not isinstance(fields, dict):
             raise ModelLoadError(f"{self._line}: it must have fields, at least a shape")
-        unknown = [field for field in fields if field not in FIELDS]
+        unknown = [name for name in fields if name not in FIELDS]
         if unknown:
             raise ModelLoadError(f"{self._line}: unknown field {unknown[0]!r}; known are {', '.join(FIELDS)}")
-        self._fields = fields
+        self._fields = {name: fields[name] for name in FIELDS if name in fields}
+        if isinstance(when := fields.get("when"), str):
+            self._fields["when"] = {when: True}
 
     def row(self) -> Row:
         shape = self._shape()
@@ -179,6 +178,7 @@ class _RowReader:
             leaves=self._choice("leaves", 1, LEAVES),
             tied_to=tied_to,
             when=self._when(),
+            fields=self._fields,
         )
 
     def _wrong(self, field: str, allowed: str) -> ModelLoadError:
@@ -202,8 +202,6 @@ class _RowReader:
 
     def _when(self) -> Conditions:
         when = self._fields.get("when", {})
-        if isinstance(when, str):
-            when = {when: True}
         if not isinstance(when, dict) or not all(
             isinstance(name, str) and (name in CONFIG_TYPES or name.startswith(EXTRA)) for name in when
         ):

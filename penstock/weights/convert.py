@@ -89,11 +89,7 @@ def _factory(model_config: ModelConfig, numerics: NumericsConfig) -> LayerFactor
 
 
 def _packable_layers(model: nn.Module) -> dict[str, WeightLayer]:
-    """Return the layers of a model by name.
-
-    Raises:
-        ModelLoadError: it has layers of torch's own.
-    """
+    """Return the layers of a model by name. Raise ModelLoadError if it has layers of torch's own."""
     plain = [full for full, _, _, _ in plain_parameters(model)]
     if plain:
         raise ModelLoadError(

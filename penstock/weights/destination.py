@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import BinaryIO
 
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.spec.config_file import read_config
+from penstock.spec.config_file import CONFIG, read_config
 
-CONFIG = "config.json"
 COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
               "merges.txt", "chat_template*", "*.jinja")  # fmt: skip
 UNFINISHED = ".unfinished"  # suffix of a file's name while it is written
@@ -40,20 +39,15 @@ class Destination:
         """
         try:
             self._open()
-        except OSError as error:
+        except BaseException as error:
             self._close()
-            raise self._refused(f"cannot be made: {error.strerror or error}") from None
-        except BaseException:
-            self._close()
+            if isinstance(error, OSError):
+                raise self._refused(f"cannot be made: {error.strerror or error}") from None
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Rename the files, or remove them.
-
-        Raises:
-            ModelLoadError: they cannot be written.
-        """
+        """Rename the files, or remove them. Raise ModelLoadError if they cannot be written."""
         try:
             if error is None:
                 self._rename_all()
@@ -78,11 +72,7 @@ class Destination:
             os.fsync(stream.fileno())
 
     def copy(self, file: Path) -> None:
-        """Copy a file into the directory.
-
-        Raises:
-            ModelLoadError: it cannot be read.
-        """
+        """Copy a file into the directory. Raise ModelLoadError if it cannot be read."""
         try:
             content = file.read_bytes()
         except OSError as error:
@@ -91,11 +81,7 @@ class Destination:
             stream.write(content)
 
     def copy_companions(self, source: Path) -> None:
-        """Copy tokenizer, chat template, defaults and, last, config.json; a source's params.json becomes config.json.
-
-        Raises:
-            ModelLoadError: one of them cannot be read.
-        """
+        """Copy tokenizer, chat template, defaults and, last, config.json (made from params.json if that is all)."""
         for file in sorted({file for pattern in COMPANIONS for file in source.glob(pattern) if file.is_file()}):
             self.copy(file)
         if (source / CONFIG).exists():
@@ -105,11 +91,7 @@ class Destination:
             stream.write(json.dumps(read_config(source), indent=2).encode() + b"\n")
 
     def require(self, num_bytes: int) -> None:
-        """Check that there is space for the weights.
-
-        Raises:
-            InvalidRequestError: the disk has less than num_bytes free.
-        """
+        """Raise InvalidRequestError if the disk has less than num_bytes free."""
         status = os.statvfs(self.path)
         free = status.f_bavail * status.f_frsize
         if num_bytes > free:

@@ -36,7 +36,7 @@ class InstanceWeights(Checkpoint):
     """The tensors of a model object, read like a checkpoint's."""
 
     def __init__(self, place: str, tensors: Mapping[str, Tensor]) -> None:
-        """Hold the tensors without copying them; error messages call the object `place`.
+        """Hold the tensors without copying them; errors call the object `place`.
 
         Raises:
             ModelLoadError: a tensor has no values, or is of no float type.

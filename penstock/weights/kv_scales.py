@@ -53,11 +53,7 @@ def _read_layers(file: Path, num_layers: int, shape: tuple[int, int]) -> tuple[K
 
 
 def kv_scales_fingerprint(file: Path) -> str:
-    """Return a short hash of the file's contents.
-
-    Raises:
-        ModelLoadError: it cannot be read.
-    """
+    """Return a short hash of the file's contents. Raise ModelLoadError if it cannot be read."""
     try:
         return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
     except OSError as error:

@@ -24,7 +24,7 @@ from penstock.spec.model_config import ModelConfig
 from penstock.validation import check_choice
 from penstock.weights.matching import listed
 from penstock.weights.memory import check_memory, rotary_bytes, stored_bytes
-from penstock.weights.packed import PackedFile, find_packed
+from penstock.weights.packed import find_packed, restore_packed
 from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import Checkpoint
 from penstock.weights.sources import ParameterSource, open_source, read_parameters
@@ -67,7 +67,7 @@ def load_model(
     make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
     if packed is not None:
         model = empty_model(model_config, make)
-        PackedFile(packed, ops, scheme).restore(dict(weight_layers(model)))
+        restore_packed(packed, ops, scheme, dict(weight_layers(model)))
     else:
         source = open_source(directory, model_config, load_format)
         model = empty_model(model_config, make)
@@ -140,11 +140,7 @@ def _fill(model: nn.Module, make: LayerFactory, source: ParameterSource) -> None
 
 
 def fill_layer(prefix: str, layer: WeightLayer, make: LayerFactory, source: ParameterSource) -> None:
-    """Load the values of one layer, whose full name is `prefix`.
-
-    Raises:
-        ModelLoadError: its weight cannot be quantised.
-    """
+    """Load the values of the layer named `prefix`. Raise ModelLoadError if its weight cannot be quantised."""
     values: dict[str, RowSource] = {}
     for name, declared in layer.named_parameters(recurse=False):
         rows = source.rows(make.parameters[f"{prefix}.{name}"])

@@ -36,13 +36,7 @@ def _bits(parameter: Parameter, ops: Ops, scheme: Scheme | None) -> int:
 
 
 def check_memory(needs: Mapping[str, int], free: int) -> None:
-    """Refuse a model that needs more memory than is free.
-
-    needs: bytes, by what they are for.
-
-    Raises:
-        ModelLoadError: one of the needs exceeds `free` bytes.
-    """
+    """Raise ModelLoadError if one of the needs (what for -> bytes) exceeds `free` bytes."""
     for what, needed in needs.items():
         if needed > free:
             raise ModelLoadError(

@@ -6,11 +6,9 @@ which they are computed. Each begins at a multiple of ALIGNMENT bytes; tensors n
 that loads the file reads the header and maps the rest: nothing is copied, and processes share the pages.
 """
 
-import json
 import math
 import mmap
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
 from penstock.layers.weights import WeightLayer
 from penstock.quant.scheme import Scheme
-from penstock.weights.safetensors import LENGTH_BYTES, PACKED, TensorEntry, read_entries, read_metadata
+from penstock.weights.safetensors import LENGTH_BYTES, PACKED, TensorEntry, pack_header, read_entries, read_metadata
 
 FORMAT = "penstock-packed"
 FORMAT_VERSION = "1"  # goes up with every change of native/abi.h's layout
@@ -70,11 +68,7 @@ def find_packed(directory: Path) -> Path | None:
 
 
 def read_info(file: Path) -> PackedInfo:
-    """Read the metadata of a file of packed weights.
-
-    Raises:
-        ModelLoadError: they are damaged, or were written by another version.
-    """
+    """Read the metadata of packed weights. Raise ModelLoadError if they are damaged or of another version."""
     metadata = read_metadata(file)
     if metadata.get("format") != FORMAT:
         raise ModelLoadError(f"{file}: holds no packed weights")
@@ -164,50 +158,40 @@ def _unfit(name: str, value: object, info: PackedInfo) -> InvalidRequestError:
     return InvalidRequestError(text, param=name)
 
 
-class PackedFile:
-    """A mapped file of packed weights."""
+def restore_packed(file: Path, ops: Ops, scheme: Scheme | None, layers: Mapping[str, WeightLayer]) -> None:
+    """Map a file of packed weights and give every layer of a model, by its full name, its tensors in that memory.
 
-    def __init__(self, file: Path, ops: Ops, scheme: Scheme | None) -> None:
-        """Read the header and map the rest.
-
-        Raises:
-            ModelLoadError: the file is damaged.
-            InvalidRequestError: it was packed for another backend, type or scheme.
-        """
-        check_fit(read_info(file), ops.name, str(ops.dtype).removeprefix("torch."), scheme)
-        self._file = file
-        self._entries = {name: entry for name, entry in read_entries(file).items() if not name.startswith(FILLER)}
-        try:
-            with file.open("rb") as stream:  # private and writable, as torch wants its memory; nothing writes to it
-                self._map = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{file}: cannot be mapped: {error}") from None
-
-    def restore(self, layers: Mapping[str, WeightLayer]) -> None:
-        """Give every layer of a model, by its full name, its tensors in the mapped memory.
-
-        Raises:
-            ModelLoadError: the file holds another model.
-        """
-        by_layer: dict[str, dict[str, TensorEntry]] = {}
-        for name, entry in self._entries.items():
+    Raises:
+        ModelLoadError: the file is damaged, or holds another model.
+        InvalidRequestError: it was packed for another backend, type or scheme.
+    """
+    check_fit(read_info(file), ops.name, str(ops.dtype).removeprefix("torch."), scheme)
+    by_layer: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in read_entries(file).items():
+        if not name.startswith(FILLER):
             prefix, _, part = name.rpartition(".")
             by_layer.setdefault(prefix, {})[part] = entry
-        differing = set(layers) ^ set(by_layer)
-        if differing:
-            raise ModelLoadError(f"{self._file}: does not fit config.json in {min(differing)}")
-        for prefix, layer in layers.items():
-            try:
-                layer.restore({part: self._tensor(entry) for part, entry in by_layer[prefix].items()})
-            except ValueError as error:
-                raise ModelLoadError(f"{self._file}: {prefix} does not fit config.json: {error}") from None
+    try:
+        with file.open("rb") as stream:  # private and writable, as torch wants its memory; nothing writes to it
+            memory = mmap.mmap(stream.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file}: cannot be mapped: {error}") from None
+    differing = set(layers) ^ set(by_layer)
+    if differing:
+        raise ModelLoadError(f"{file}: does not fit config.json in {min(differing)}")
+    for prefix, layer in layers.items():
+        try:
+            layer.restore({part: _mapped(memory, entry) for part, entry in by_layer[prefix].items()})
+        except ValueError as error:
+            raise ModelLoadError(f"{file}: {prefix} does not fit config.json: {error}") from None
 
-    def _tensor(self, entry: TensorEntry) -> Tensor:
-        """Return a tensor in the mapped memory; it keeps the map alive."""
-        dtype, count = TYPES.get(entry.dtype), math.prod(entry.shape)
-        if dtype is None or entry.offset % ALIGNMENT or not count:
-            raise ValueError(f"a tensor of {entry.dtype} {list(entry.shape)} that begins at byte {entry.offset}")
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+
+def _mapped(memory: mmap.mmap, entry: TensorEntry) -> Tensor:
+    """Return a tensor in the mapped memory; it keeps the map alive."""
+    dtype, count = TYPES.get(entry.dtype), math.prod(entry.shape)
+    if dtype is None or entry.offset % ALIGNMENT or not count:
+        raise ValueError(f"a tensor of {entry.dtype} {list(entry.shape)} that begins at byte {entry.offset}")
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
 
 
 class PackedWriter:
@@ -231,12 +215,11 @@ class PackedWriter:
 
     def finish(self) -> int:
         """Write the header, and wait until everything is on the disk. Return the bytes of the file."""
-        text = json.dumps(self._header, separators=(",", ":")).encode()
-        room = self._start - LENGTH_BYTES
-        if len(text) > room:
+        header = pack_header(self._header, self._start)
+        if len(header) > self._start:
             raise ValueError("more tensors than the reserved header has room for")
         self._stream.seek(0)
-        self._stream.write(struct.pack("<Q", room) + text.ljust(room))
+        self._stream.write(header)
         self._stream.flush()
         os.fsync(self._stream.fileno())
         return self._start + self._end

@@ -7,7 +7,6 @@ are read piece by piece while they are written, so a model of any size needs lit
 
 import itertools
 import json
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from penstock.weights.hub import resolve_model
 from penstock.weights.matching import FORMS
 from penstock.weights.packed import find_packed, read_info
 from penstock.weights.rows import PIECE_BYTES, tensor_rows
-from penstock.weights.safetensors import INDEX, ITEM_BYTES, LENGTH_BYTES, SINGLE, Checkpoint, num_bytes
+from penstock.weights.safetensors import INDEX, ITEM_BYTES, SINGLE, Checkpoint, num_bytes, pack_header
 from penstock.weights.sources import CheckpointSource, read_table
 
 ALIGNMENT = 8  # of a header's end
@@ -177,9 +176,7 @@ def _write_header(stream: BinaryIO, tensors: Iterable[Outgoing]) -> None:
     for tensor in tensors:
         begin, end = end, end + tensor.num_bytes
         header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
-    stream.write(struct.pack("<Q", len(text)) + text)
+    stream.write(pack_header(header, ALIGNMENT))
 
 
 def _write_tensor(stream: BinaryIO, tensor: Outgoing) -> None:

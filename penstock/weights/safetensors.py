@@ -10,6 +10,7 @@ import math
 import os
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,11 +89,7 @@ class Checkpoint:
                 self.entries[name] = entry
 
     def rows(self, name: str, index: int | None = None) -> "FileRows":
-        """Return a tensor, or the slice `index` of a stacked one, to be read piece by piece.
-
-        Raises:
-            ModelLoadError: it is of no float type.
-        """
+        """Return a tensor, or the slice `index` of a stacked one. Raise ModelLoadError if it is of no float type."""
         entry = self.entries[name]
         if entry.dtype not in FLOATS:
             raise ModelLoadError(f"{entry.file.name}: {name} is {entry.dtype}; supported are {', '.join(FLOATS)}")
@@ -111,11 +108,7 @@ class FileRows:
         return self.entry.shape
 
     def read(self, start: int, stop: int) -> "Tensor":
-        """Read rows start .. stop-1.
-
-        Raises:
-            ModelLoadError: the file cannot be read, or has become shorter.
-        """
+        """Read rows start .. stop-1. Raise ModelLoadError if the file cannot be read, or has become shorter."""
         import torch
 
         from penstock.weights.rows import empty_rows
@@ -136,7 +129,7 @@ class FileRows:
 
 
 def find_files(directory: Path) -> list[Path]:
-    """Return the weight files of a directory, sorted by name: packed ones, else Transformers', else Mistral's.
+    """Return the weight files, sorted by name: packed ones, else Transformers', else Mistral's.
 
     Raises:
         ModelLoadError: there are none, or an index does not fit its shards.
@@ -201,11 +194,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:
-    """Return every tensor of a file, by name.
-
-    Raises:
-        ModelLoadError: the file cannot be read, or is not a sound safetensors file.
-    """
+    """Return every tensor of a file, by name. Raise ModelLoadError if it is not a sound safetensors file."""
     text = read_header(file)
     header = _parse(file, text)
     try:
@@ -214,31 +203,20 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
         raise ModelLoadError(f"{file}: not a sound safetensors file: {error}") from None
     entries = {}
     for name, item in header.items():
-        if name == "__metadata__":
-            continue
-        if not isinstance(item, dict) or not {"shape", "dtype", "data_offsets"} <= set(item):
-            raise ModelLoadError(f"{file}: the header's entry for {shown(name)} is damaged")
-        offset = LENGTH_BYTES + len(text) + item["data_offsets"][0]
-        entries[name] = TensorEntry(file, tuple(item["shape"]), str(item["dtype"]), offset)
+        if name != "__metadata__":
+            offset = LENGTH_BYTES + len(text) + item["data_offsets"][0]
+            entries[name] = TensorEntry(file, tuple(item["shape"]), str(item["dtype"]), offset)
     return entries
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """Return the metadata in a file's header.
-
-    Raises:
-        ModelLoadError: the header cannot be read.
-    """
+    """Return the metadata in a file's header. Raise ModelLoadError if the header cannot be read."""
     metadata = _parse(file, read_header(file)).get("__metadata__", {})
     return metadata if isinstance(metadata, dict) else {}
 
 
 def read_header(file: Path) -> bytes:
-    """Return the JSON text at the beginning of a safetensors file.
-
-    Raises:
-        ModelLoadError: the file cannot be read, or its length does not fit.
-    """
+    """Return the JSON text at the beginning of a file. Raise ModelLoadError if it cannot be read or is cut short."""
     try:
         with file.open("rb") as stream:
             start = stream.read(LENGTH_BYTES)
@@ -248,6 +226,13 @@ def read_header(file: Path) -> bytes:
             return stream.read(length)
     except OSError as error:
         raise ModelLoadError(f"{file}: cannot be read: {error}") from None
+
+
+def pack_header(header: Mapping[str, Any], alignment: int) -> bytes:
+    """Return the beginning of a file, padded with spaces to a multiple of `alignment` bytes."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % alignment)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _parse(file: Path, text: bytes) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from penstock.spec.config_file import has_config, read_config, read_json
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, num_elements
 from penstock.spec.refined_web import modern_falcon
-from penstock.spec.table_rows import Held, Row
+from penstock.spec.table_rows import Row
 from penstock.weights.safetensors import FLOATS, PACKED, Checkpoint, TensorEntry
 
 LINE = 120  # columns
@@ -127,39 +127,14 @@ def _known_line(
 
 def row_fields(row: Row) -> tuple[str, ...]:
     """Return the fields of a table's row as a file holds them."""
-    first, *others = (_held(item, row.pattern) for item in row.held)
-    own = (row.pattern,)
-    fields = {
-        "shape": row.shape,
-        "from": None if row.held[0] == Held(own) else first,
-        "or": tuple(item for item in others if item != own) or None,
-        "shard": row.shard,
-        "unit": row.unit,
-        "quant": row.quant or None,
-        "leaves": row.leaves if row.leaves != 1 else None,
-        "tied_to": row.tied_to,
-        "when": {name: values[0] if len(values) == 1 else values for name, values in row.when.items()} or None,
-    }
-    return tuple(f"{name}: {_value(value)}" for name, value in fields.items() if value is not None)
-
-
-def _held(held: Held, pattern: str) -> tuple[str, ...] | dict[str, Any]:
-    """Return an entry of `from` or `or`: the names, in their short form if they have one, and what else it says."""
-    parent, _, leaf = pattern.rpartition(".")
-    short = re.compile(rf"{re.escape(parent.rpartition('.')[0])}\.([^.]+)\.{re.escape(leaf)}")
-    names = held.names
-    if names != (pattern,):
-        names = tuple(match[1] if (match := short.fullmatch(name)) else name for name in names)
-    more = {"order": held.order, "transposed": held.transposed, "stacked": held.stacked}
-    more = {name: value for name, value in more.items() if value}
-    return {"names": names, **more} if more else names
+    return tuple(f"{name}: {_value(value)}" for name, value in row.fields.items())
 
 
 def _value(value: Any) -> str:
     """Return a value in YAML: JSON, except that plain words need no quotes."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {_value(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         return f"[{', '.join(map(_value, value))}]"
     plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.*]*", value)
     return value if plain and value not in ("true", "false", "null") else json.dumps(value)
