@@ -292,21 +292,22 @@ def test_dense_masks() -> None:
 
 
 @pytest.mark.covers("F15")
-def test_a_masked_sum_is_index_copy() -> None:
-    """Guards against an update that touches other slots: cache * read + new * write, a slot for each row, no index."""
+def test_a_store_is_index_copy() -> None:
+    """Guards against a store that touches other slots: each row's new token goes to its own slot, and all other slots
+    keep their bits."""
     rows, slots = 32, 64
     cache, new = draw(rows, slots, D, dtype=torch.bfloat16), draw(rows, 1, D, seed=4, dtype=torch.bfloat16)
     chosen = torch.randint(0, slots, (rows,), generator=torch.Generator().manual_seed(6))
-    write = torch.zeros(rows, slots, 1, dtype=torch.bfloat16).scatter_(1, chosen[:, None, None], 1.0)
-    updated = cache * (1 - write) + new * write
     expected = cache.clone()
     for row, slot in enumerate(chosen.tolist()):
         expected[row].index_copy_(0, torch.tensor([slot]), new[row])
-    assert torch.equal(updated.view(torch.int16), expected.view(torch.int16))
     store = ReferenceKVCache((rows, slots, 1, D), torch.bfloat16, torch.device("cpu"))
     store.store(cache.reshape(-1, 1, D), cache.reshape(-1, 1, D), torch.arange(rows * slots))
-    store.store(new, new, torch.arange(rows) * slots + chosen)
-    assert torch.equal(store.keys[:, :, 0], expected)
+    store.store(new, -new, torch.arange(rows) * slots + chosen)
+    assert torch.equal(store.keys[:, :, 0].view(torch.int16), expected.view(torch.int16))
+    untouched = torch.ones(rows, slots, dtype=torch.bool).scatter_(1, chosen[:, None], False)
+    assert torch.equal(store.values[:, :, 0][untouched], cache[untouched])
+    assert torch.equal(store.values[:, :, 0][~untouched], -new[:, 0])
 
 
 @pytest.mark.covers("F16")
