@@ -1,4 +1,4 @@
-"""Caches behind JetStream's CacheInterface, for attention that a model computes by itself.
+"""Implementations of JetStream's CacheInterface, for models that compute attention themselves.
 
 Such a model calls `k, v = cache.update(k, v)` and gets every key and value that its new tokens may see:
 
@@ -9,7 +9,7 @@ Such a model calls `k, v = cache.update(k, v)` and gets every key and value that
     mixed = view.pack(scores.softmax(dim=-1) @ v)                  # [T, H * D]
 
 `Ops.attend` does all of this at once, and faster. PagedCacheView reads the engine's own cache. The other classes keep
-one layer in plain tensors, for experiments: before each step `begin` takes the positions of the new tokens, then
+one layer in plain tensors, for experiments: before each step `begin` takes the positions of the new tokens; then
 `key_positions` holds those of the keys that `update` will return, from which `visible` makes the mask.
 
 Letters: B sequences, n new tokens of the sequence that has most, S keys, T packed tokens, D head dim.
@@ -118,7 +118,7 @@ def _cached_positions(computed: Tensor, meta: AttentionMetadata) -> Tensor:
 
 
 class PlainCache(CacheInterface, Protocol):
-    """What the caches in plain tensors share.
+    """A cache in plain tensors.
 
     Attributes:
         key_positions: [B, S] int64, ABSENT where a returned key does not exist.
@@ -131,7 +131,7 @@ class PlainCache(CacheInterface, Protocol):
 
 
 class ContiguousCache(PlainCache):
-    """Every token at its own index of one tensor, as long as the longest sequence may get."""
+    """Tokens in one tensor, each at the index of its position."""
 
     def __init__(self, batch_size: int, num_kv_heads: int, max_len: int, head_dim: int) -> None:
         self._kept = self.encode(torch.zeros(2, batch_size, max_len, num_kv_heads, head_dim))  # keys, then values
@@ -153,7 +153,7 @@ class ContiguousCache(PlainCache):
         return keys, values
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors that keep x [.., D]."""
+        """Return the tensors that store x [..., D]."""
         return (x.float(),)
 
     def decode(self, *kept: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class ContiguousCache(PlainCache):
 
 
 class Int8Cache(ContiguousCache):
-    """Contiguous int8 with one scale and one offset per token and head (quant/kv.py)."""
+    """A ContiguousCache of int8 with one scale and one offset per token and head (quant/kv.py)."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         return quantize_tokens(x)
@@ -175,22 +175,20 @@ class Int8Cache(ContiguousCache):
 class RingCache(PlainCache):
     """The last `size` tokens, the one at position p in row p % size. `size` must not be less than the window.
 
-    New tokens see what was there before they overwrite it, so a step may bring more of them than the ring holds.
+    New tokens see what was there before they overwrite it, so a step may bring more of them than the ring holds. With
+    `unroll`, rows are returned in the order of their positions, empty rows first; otherwise as they are stored.
     """
 
-    def __init__(self, batch_size: int, num_kv_heads: int, size: int, head_dim: int) -> None:
-        self._size = size
+    def __init__(self, batch_size: int, num_kv_heads: int, size: int, head_dim: int, *, unroll: bool = False) -> None:
+        self._size, self._unroll = size, unroll
         self._held = torch.full((batch_size, size), ABSENT)  # the position in each row
         self._kept = torch.zeros(2, batch_size, size, num_kv_heads, head_dim)  # keys, then values
 
     def begin(self, positions: Tensor) -> None:
         self._new = positions
-        self._order = self.row_order()
+        stored = torch.arange(self._size).expand_as(self._held)
+        self._order = self._held.argsort(dim=1, stable=True) if self._unroll else stored
         self.key_positions = torch.cat([self._held.gather(1, self._order), positions], dim=1)
-
-    def row_order(self) -> Tensor:
-        """Return the order in which rows are returned, [B, size]; here, as they are stored."""
-        return torch.arange(self._size).expand_as(self._held)
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         new = torch.stack([k, v]).transpose(2, 3).float()  # [2, B, n, Hkv, D]
@@ -204,22 +202,10 @@ class RingCache(PlainCache):
         return keys, values
 
 
-class RollingCache(RingCache):
-    """A ring whose rows are returned in the order of their positions, empty rows first."""
-
-    def row_order(self) -> Tensor:
-        return self._held.argsort(dim=1, stable=True)
-
-
 class PrefillOnlyCache(PlainCache):
-    """Keeps nothing: every step brings whole sequences."""
+    """A cache that keeps nothing: every step brings whole sequences, or `begin` raises InvalidRequestError."""
 
     def begin(self, positions: Tensor) -> None:
-        """Begin a step, as PlainCache does.
-
-        Raises:
-            InvalidRequestError: a sequence does not begin at position 0.
-        """
         if bool((positions[:, 0] > 0).any()):
             raise InvalidRequestError("positions: a cache that keeps nothing needs every sequence from its start")
         self.key_positions = positions

@@ -121,8 +121,8 @@ def list_task(rng: Random) -> list[Turn]:
 
 
 def fact_task(rng: Random) -> list[Turn]:
-    """Return a question for a small fact, and the answer."""
-    return ask(rng, tasks.fact(rng))
+    """Return a question about a small fact, and the answer."""
+    return ask(rng, rng.choice(tasks.FACTS)(rng))
 
 
 def repeat_task(rng: Random) -> list[Turn]:

@@ -21,25 +21,20 @@ HELDOUT_BYTES = 36_000
 HELDOUT_MIN_CHARS = 120  # a shorter document could occur in training by chance
 
 
-def plain_story(rng: Random) -> str:
-    """Return a story as plain text, for completion."""
-    return chats.BOS + stories.tell(rng, once=0.7).text + chats.EOS
-
-
-def plain_sums(rng: Random) -> str:
-    """Return a page of sums as plain text."""
-    return chats.BOS + sums.sheet(rng) + chats.EOS
+def plain(make: Callable[[Random], str]) -> Callable[[Random], str]:
+    """Return a function that makes a document of plain text."""
+    return lambda rng: chats.BOS + make(rng) + chats.EOS
 
 
 def chat(make: Callable[[Random], list[chats.Turn]]) -> Callable[[Random], str]:
-    """Return a document maker from a conversation maker."""
+    """Return a function that makes a document of a conversation."""
     return lambda rng: chats.render(chats.with_system(rng, make(rng)))
 
 
 # name: (weight by number of documents, maker)
 MIXTURE: dict[str, tuple[float, Callable[[Random], str]]] = {
-    "plain stories": (18, plain_story),
-    "pages of sums": (6, plain_sums),
+    "plain stories": (18, plain(lambda rng: stories.tell(rng, once=0.7).text)),
+    "pages of sums": (6, plain(sums.sheet)),
     "stories on request": (11, chat(chats.told_story)),
     "stories on request, with questions": (4, chat(lambda rng: chats.told_story(rng, questions=2))),
     "questions about a given story": (18, chat(chats.read_story)),

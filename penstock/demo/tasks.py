@@ -110,8 +110,3 @@ FACTS: tuple[Callable[[Random], Pair], ...] = (
     bigger,
     neighbour,
 )
-
-
-def fact(rng: Random) -> Pair:
-    """Return one small fact."""
-    return rng.choice(FACTS)(rng)

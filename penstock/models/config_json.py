@@ -1,4 +1,4 @@
-"""Reads a model's config.json, strictly, into a ModelConfig. No torch.
+"""Read a model's config.json, strictly, into a ModelConfig. No torch.
 
 A required key that is missing, a wrong type, a contradiction, or an unknown key that may change the mathematics is a
 ModelLoadError that names it. Both spellings of Transformers are read: the older (`rope_theta`, `rope_scaling`,
@@ -21,7 +21,7 @@ from penstock.validation import shown
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Keys of Transformers that say nothing about the mathematics of a forward pass.
+# Keys of Transformers that do not affect a forward pass.
 HARMLESS_KEYS = """
     transformers_version use_cache initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop
     output_hidden_states output_attentions return_dict chunk_size_feed_forward pretraining_tp torchscript
@@ -35,10 +35,10 @@ HARMLESS_KEYS = """
     encoder_no_repeat_ngram_size bad_words_ids output_scores return_dict_in_generate forced_bos_token_id
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     cache_implementation
-"""  # the second paragraph: old files repeat generation settings, which Transformers 5 drops too
+"""  # the second paragraph: generation settings that old files repeat; Transformers 5 drops them too
 HARMLESS = frozenset(HARMLESS_KEYS.split())
 
-# Keys that would change the mathematics, each with the one value that does not.
+# Keys that would change what is computed, each with the one value that does not.
 NEUTRAL: dict[str, Any] = {
     "is_encoder_decoder": False,
     "is_decoder": False,
@@ -92,7 +92,7 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
         architecture=name,
         model_type=model_type,
         **numbers,
-        dtype=_read_dtype(read),
+        dtype=read.choice("dtype", DTYPES, read.choice("torch_dtype", DTYPES, "float32")),
         eos_token_ids=_read_ids("eos_token_id", vocab_size, generation, read),
         bos_token_id=bos[0] if bos else None,
         default_sampling=read_sampling(generation),
@@ -114,8 +114,8 @@ def _check_fields(architecture: str, numbers: dict[str, Any]) -> None:
     known = {item.name for item in fields(ModelConfig)}
     for name in numbers.keys() - known:
         raise ModelLoadError(
-            f"{architecture}: its config function returns {name!r}, which is not a field of ModelConfig (is "
-            f"{nearest(name, known)} meant? numbers of its own go into `extra`)"
+            f"{architecture}: its config function returns {name!r}, which is not a field of ModelConfig (did you mean "
+            f"{nearest(name, known)}? put numbers of your own into `extra`)"
         )
 
 
@@ -123,11 +123,11 @@ def _read_name(read: ConfigReader) -> str:
     """Return the architecture's name.
 
     Raises:
-        ModelLoadError: there is not exactly one; or the file is a part of a diffusion pipeline, which has none.
+        ModelLoadError: `architectures` does not name exactly one, or the file belongs to a diffusion pipeline.
     """
     if read.has("_class_name"):
         raise ModelLoadError(
-            f"config.json: _class_name = {shown(read.raw('_class_name'))} is a part of a diffusion model; {SUPPORTED}"
+            f"config.json: _class_name = {shown(read.raw('_class_name'))} is part of a diffusion model; {SUPPORTED}"
         )
     names = read.raw("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -152,11 +152,6 @@ def _refuse_unsupported(read: ConfigReader, name: str) -> None:
         raise NotSupportedError(
             "config.json: quantization_config: quantised checkpoints are not supported yet", param="model"
         )
-
-
-def _read_dtype(read: ConfigReader) -> str:
-    older = read.choice("torch_dtype", DTYPES, "float32")
-    return read.choice("dtype", DTYPES, older)
 
 
 def _read_ids(key: str, vocab_size: int, *files: ConfigReader) -> tuple[int, ...]:

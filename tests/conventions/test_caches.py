@@ -21,7 +21,6 @@ from penstock.conventions.caches import (
     PlainCache,
     PrefillOnlyCache,
     RingCache,
-    RollingCache,
     visible,
 )
 from penstock.errors import InvalidRequestError
@@ -150,7 +149,7 @@ KEPT: dict[str, Callable[[int | None], Any]] = {
     "contiguous": lambda window: Plain(lambda: ContiguousCache(B, HKV, MAX_LEN, D), window),
     "prefill only": lambda window: Plain(PrefillOnlyCache, window),
     "ring": lambda window: Plain(lambda: RingCache(B, HKV, window or MAX_LEN, D), window),
-    "rolling": lambda window: Plain(lambda: RollingCache(B, HKV, window or MAX_LEN, D), window),
+    "rolling": lambda window: Plain(lambda: RingCache(B, HKV, window or MAX_LEN, D, unroll=True), window),
     "paged": lambda window: Paged(ReferenceOps(torch.float32), torch.float32, window),
     "paged ring": lambda window: Paged(ReferenceOps(torch.float32), torch.float32, window, ring=16 if window else 64),
 }

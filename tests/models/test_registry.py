@@ -124,6 +124,6 @@ def test_a_field_that_a_config_function_makes_up_is_named(monkeypatch: pytest.Mo
     theirs = find_architecture("LlamaForCausalLM")
     misspelt = replace(theirs, read_config=lambda read: theirs.read_config(read) | {"norm_epss": 1e-5})
     monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", misspelt)
-    message = r"LlamaForCausalLM: its config function returns 'norm_epss'.*norm_eps meant"
+    message = r"LlamaForCausalLM: its config function returns 'norm_epss'.*did you mean norm_eps"
     with pytest.raises(ModelLoadError, match=message):
         load_model_config(directory)

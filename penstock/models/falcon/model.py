@@ -33,7 +33,7 @@ class FalconModel(nn.Module):
         super().__init__()
         self.word_embeddings = make.embedding("word_embeddings")
         rotary = None if cfg.rope is None else make.rotary(cfg.rope, cfg)
-        block = (SequentialBlock, OneNormBlock, TwoNormBlock)[cfg.num_parallel_norms]
+        block = ParallelBlock if cfg.num_parallel_norms else SequentialBlock
         self.h = nn.ModuleList(
             block(cfg, make.at(f"h.{index}"), index, rotary) for index in range(cfg.num_hidden_layers)
         )
@@ -74,27 +74,19 @@ class SequentialBlock(FalconBlock):
         return x, self.mlp(y)
 
 
-class OneNormBlock(FalconBlock):
-    """Both branches read the same norm."""
+class ParallelBlock(FalconBlock):
+    """Both branches read the same residual stream, through one norm or through one each."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
         super().__init__(cfg, make, index, rotary)
-        self.input_layernorm = make.layer_norm("input_layernorm", cfg.norm_eps)
+        self.shares_norm = cfg.num_parallel_norms == 1
+        if self.shares_norm:
+            self.input_layernorm = make.layer_norm("input_layernorm", cfg.norm_eps)
+        else:
+            self.ln_attn = make.layer_norm("ln_attn", cfg.norm_eps)
+            self.ln_mlp = make.layer_norm("ln_mlp", cfg.norm_eps)
 
     def forward(self, x: Tensor, h: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        x, y = self.input_layernorm.add(x, h)
-        return self.ops.add(x, self.self_attention(y, ctx)), self.mlp(y)
-
-
-class TwoNormBlock(FalconBlock):
-    """Each branch reads its own norm of the same residual stream."""
-
-    def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
-        super().__init__(cfg, make, index, rotary)
-        self.ln_attn = make.layer_norm("ln_attn", cfg.norm_eps)
-        self.ln_mlp = make.layer_norm("ln_mlp", cfg.norm_eps)
-
-    def forward(self, x: Tensor, h: Tensor | None, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        x, y = self.ln_attn.add(x, h)
-        z = self.ln_mlp(x)  # before attention is added
+        x, y = (self.input_layernorm if self.shares_norm else self.ln_attn).add(x, h)
+        z = y if self.shares_norm else self.ln_mlp(x)  # before attention is added
         return self.ops.add(x, self.self_attention(y, ctx)), self.mlp(z)
