@@ -23,9 +23,6 @@ format: $(VENV)/.installed-test
 	@$(BIN)/ruff format $(SOURCES)
 	@$(BIN)/ruff check --fix $(SOURCES)
 
-structure:
-	@$(PYTHON) tools/structure.py
-
 readme: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.refresh_readme
 

@@ -95,6 +95,17 @@ def test_the_ten_files_are_those_that_a_request_passes():
     assert set(named) <= {f"{folder}{stem}.py" for folder, *stems in folders for stem in stems}
 
 
+def test_the_counted_files_exist():
+    """Guards against an output on the page that was made before files were renamed."""
+    page = (ROOT / "docs" / "request.md").read_text(encoding="utf-8")
+    folders = [
+        line.split() for line in page.partition("tools/request_path.py")[2].splitlines() if line.startswith("  ")
+    ]
+    for folder, *stems in folders:
+        for stem in stems:
+            assert (ROOT / "penstock" / folder.strip("/") / f"{stem}.py").is_file(), f"{folder}{stem}"
+
+
 def test_the_picture_of_speed_is_that_of_the_table():
     """Guards against a bar that is not its number: the table is changed, and the picture is drawn from it."""
     tool = runpy.run_path(str(ROOT / "tools" / "draw_speed.py"))
