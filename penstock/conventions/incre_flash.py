@@ -4,8 +4,8 @@ One new token of each of B sequences attends to the keys of its own sequence:
 
     softmax((q k + pse) * scale, hidden where the mask is true) v
 
-Every argument is checked. What the operator's document leaves undefined and what is not built is refused by name. The
-engine's own operation is Ops.attend.
+Every argument is checked; combinations that the operator's document leaves undefined, or that are not built, are
+errors that name the argument. The engine itself uses Ops.attend.
 
 Arguments of `incre_flash_attention`:
     query: [B, N, 1, D] (layout BNSD), [B, 1, N D] (BSH) or [B, 1, N, D] (BSND); the output likewise.
@@ -19,7 +19,7 @@ Arguments of `incre_flash_attention`:
     block_table: [B, blocks], with block_size, a multiple of 16 (of 32 for int8). Only the ids of blocks that hold a
         sequence's tokens are read.
     kv_padding_size: free slots after every sequence, which ends at S - kv_padding_size.
-    key_antiquant, value_antiquant: what int8 keys and int8 values stand for.
+    key_antiquant, value_antiquant: scales and offsets of int8 keys and int8 values.
     quant_scale2, quant_offset2: int8 output round(out * scale + offset); one number or N * D.
     key_shared_prefix, value_shared_prefix: one sequence of the query's type that precedes every sequence.
     inner_precise: 0 precise, 1 fast: rows that meet int8 become 3 or 2 int8 rows.
@@ -54,7 +54,7 @@ Prefix = tuple[Tensor, Tensor] | None  # keys and values, [1, S, Nkv, D]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Antiquant:
-    """What int8 keys or values stand for: an integer B for (B + offset) * scale.
+    """Scales and offsets of int8 keys or values: an integer x stands for (x + offset) * scale.
 
     Attributes:
         mode: which elements share a scale and an offset.
@@ -122,7 +122,7 @@ def incre_flash_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """Where the tokens of sequence b are: slots starts[b] .. stops[b] - 1 of `count`, through a block table if any."""
+    """The slots of each sequence b: starts[b] .. stops[b] - 1 of `count`, through a block table if there is one."""
 
     starts: Sequence[int]
     stops: Sequence[int]
@@ -147,7 +147,7 @@ class _Slots:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stored:
-    """Keys or values as they are stored: an element B stands for (B + offset) * scale.
+    """Keys or values as they are stored: an element x stands for (x + offset) * scale.
 
     Attributes:
         tokens: as _read_tokens returns them; of one sequence, [1, S, Nkv, D].
@@ -187,7 +187,7 @@ def _attend(
         seen = visible[b, None, None, None, here]
         done.append(parts.finish(_part(q[b, None, None], own_k, own_v, seen, replace(scoring, bias=bias), slices)))
     out, lse = (torch.cat(items).squeeze(1) for items in zip(*done, strict=True))
-    if prefix is not None:  # it is one sequence of which all rows are queries: it is read once, whatever B is
+    if prefix is not None:  # attended to by all rows as one sequence, so it is read once and not B times
         keys, values = (x.to(q.dtype) for x in prefix)
         before, before_lse = parts.finish(parts.attend_part(q[None], keys, values, None, Scoring(scoring.scale)))
         out, lse = parts.combine(torch.stack([before[0], out]), torch.stack([before_lse[0], lse]))
@@ -220,7 +220,7 @@ def _part(q: Tensor, k: _Stored, v: _Stored, visible: Tensor, scoring: Scoring, 
 def _deliver(out: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | None) -> Tensor:
     """Return [B, N, D] in the query's type, or quantised to int8."""
     if scale is None:
-        _require(offset is None, "quant_offset2", "goes with quant_scale2")
+        _require(offset is None, "quant_offset2", "requires quant_scale2")
         return out.to(dtype)
     steps = out * _per_element("quant_scale2", scale, out)
     if offset is not None:
@@ -298,9 +298,9 @@ def _read_slots(
     """Return where each sequence's keys are; keys as _read_tokens returns them."""
     given, listed = lengths is not None, not isinstance(keys, Tensor)
     if block_table is not None:
-        _support(padding is None, "kv_padding_size", "not with a block_table")
-        _support(not listed, "block_table", "not with a list of tensors")
-        _require(given, "actual_seq_lengths", "needed with a block_table")
+        _support(padding is None, "kv_padding_size", "not supported with a block_table")
+        _support(not listed, "block_table", "not supported with a list of tensors")
+        _require(given, "actual_seq_lengths", "required with a block_table")
         unit, stored = (32 if keys[0].dtype == torch.int8 else 16), len(keys[0])
         right = 0 < block_size <= MAX_BLOCK_SIZE and block_size % unit == 0 and block_size == stored
         allowed = f"a multiple of {unit} up to {MAX_BLOCK_SIZE}, as the cache has ({stored}), not {block_size}"
@@ -309,10 +309,10 @@ def _read_slots(
         _require(right, "block_table", f"[{num_seqs}, blocks per sequence], not {tuple(block_table.shape)}")
         rooms = [block_table.shape[1] * block_size] * num_seqs
     else:
-        _require(block_size == 0, "block_size", "goes with a block_table")
+        _require(block_size == 0, "block_size", "requires a block_table")
         _require(len(keys) == num_seqs, "key", f"{num_seqs} sequences, as the query has, not {len(keys)}")
-        _require(given or padding is None, "actual_seq_lengths", "needed with kv_padding_size")
-        _support(not listed or padding is None, "kv_padding_size", "not with a list of tensors")
+        _require(given or padding is None, "actual_seq_lengths", "required with kv_padding_size")
+        _support(not listed or padding is None, "kv_padding_size", "not supported with a list of tensors")
         rooms = [len(item) for item in keys]
     count, counts = max(rooms, default=0), rooms
     if lengths is not None:
@@ -327,14 +327,14 @@ def _read_slots(
         return _Slots([0] * num_seqs, counts, count, block_table, block_size)
     end = count - max(0, padding)
     starts = [end - own for own in counts]
-    # A sequence that the padding leaves no room for has no tokens.
+    # A sequence that does not fit before the padding has no tokens.
     return _Slots([max(0, start) for start in starts], [end if start >= 0 else 0 for start in starts], count)
 
 
 def _read_antiquant(name: str, given: Antiquant | None, tokens: KeyValue, form: Form) -> _Stored:
-    """Return keys or values with what they stand for; those that are not int8 for themselves."""
+    """Return keys or values with their scales and offsets, which are 1 and 0 unless they are int8."""
     channels, is_int8 = form[1:], any(item.dtype == torch.int8 for item in tokens)
-    _support((given is not None) == is_int8, name, "needed for int8, and only for int8")
+    _support((given is not None) == is_int8, name, "required for int8, and only for int8")
     if given is None:
         return _Stored(tokens, torch.ones(channels), torch.zeros(channels))
     _support(given.mode in MODES, name, f"mode {' or '.join(map(repr, MODES))}, not {given.mode!r}")
@@ -343,7 +343,7 @@ def _read_antiquant(name: str, given: Antiquant | None, tokens: KeyValue, form: 
     shape = tuple(scale.shape)
     _require(offset.shape == scale.shape, name, f"an offset of the scale's shape {shape}, not {tuple(offset.shape)}")
     if given.mode == "token":
-        _support(isinstance(tokens, Tensor), name, "mode 'token' not with a list of tensors")
+        _support(isinstance(tokens, Tensor), name, "mode 'token' is not supported with a list of tensors")
         slots = len(tokens), len(tokens[0])
         _require(shape == slots, name, f"one scale per token, {slots}, not {shape}")
         return _Stored(tokens, scale, offset, by_token=True)
@@ -380,14 +380,18 @@ def _read_pse(pse: Tensor | None, q: Tensor, count: int) -> Tensor | None:
 def _read_prefix(
     key: Tensor | None, value: Tensor | None, form: Form, dtype: torch.dtype, alone: Mapping[str, object]
 ) -> Prefix:
-    """Return keys and values [1, S, Nkv, D] of the shared prefix; `alone` are the arguments that exclude one."""
+    """Return keys and values [1, S, Nkv, D] of the shared prefix; `alone` are the arguments that it excludes."""
     if key is None and value is None:
         return None
     if key is None or value is None:
-        raise InvalidRequestError("key_shared_prefix: goes with value_shared_prefix", param="key_shared_prefix")
+        raise InvalidRequestError(
+            "key_shared_prefix: requires value_shared_prefix, and the reverse", param="key_shared_prefix"
+        )
     for name, given in alone.items():
-        _support(given is None, name, "not with a shared prefix")
-    _require(len(key) == 1 and key.shape == value.shape, "key_shared_prefix", "a batch of one, and the values alike")
+        _support(given is None, name, "not supported with a shared prefix")
+    _require(
+        len(key) == 1 and key.shape == value.shape, "key_shared_prefix", "a batch of one, and values of the same shape"
+    )
     for name, x in (("key_shared_prefix", key), ("value_shared_prefix", value)):
-        _support(x.dtype == dtype, name, f"the query's type, {dtype}, not {x.dtype}: antiquant is not for a prefix")
+        _support(x.dtype == dtype, name, f"the query's type, {dtype}, not {x.dtype}: a shared prefix is not quantised")
     return _tokens("key_shared_prefix", key, form), _tokens("value_shared_prefix", value, form)

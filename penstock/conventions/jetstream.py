@@ -1,4 +1,4 @@
-"""JetStream's calling convention: how a model written to it is built and served as one of the engine's.
+"""JetStream's calling convention: models written to it are built and served like the engine's own.
 
     class Model(nn.Module):
         def __init__(self, config: ModelConfig, env: Environment): ...
@@ -34,7 +34,7 @@ from penstock.spec.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a model's constructor gets beside its config. An argument, so two engines in one process share nothing.
+    """The engine as a model's constructor sees it. It is an argument, so two engines in one process share nothing.
 
     Attributes:
         config: the model's hyperparameters.
@@ -48,7 +48,7 @@ class Environment:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of weights and of what products read."""
+        """The type of weights and activations."""
         return self.ops.dtype
 
     @property
@@ -57,12 +57,12 @@ class Environment:
 
     @property
     def scheme(self) -> Scheme | None:
-        """How weights are quantised, None if they are not. Every nn.Linear follows it without further code."""
+        """The quantisation of weights, or None. Every nn.Linear follows it without further code."""
         return self.make.scheme
 
     @property
     def num_positions(self) -> int:
-        """Length that a table of positions needs."""
+        """The number of positions that a rotary or position table needs."""
         return self.make.max_positions or self.config.context
 
     def apply_sharding(self, x: Tensor, *, axis: int | None) -> Tensor:
@@ -81,7 +81,7 @@ class LayerCache(PagedCacheView):
 
     Attributes:
         layer: index of the layer.
-        additive_mask: [B, 1, S, keys] float32; a row of padding sees everything, so that nothing in it is NaN.
+        additive_mask: [B, 1, S, keys] float32; rows of padding see everything, so that they do not become NaN.
     """
 
     def __init__(self, ops: Ops, cache: KVCache, meta: AttentionMetadata, layer: int) -> None:
@@ -97,7 +97,7 @@ class LayerCache(PagedCacheView):
         return other
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Do as PagedCacheView does, in the type of k and v."""
+        """Return what PagedCacheView does, in the type of k and v."""
         keys, values = super().update(k, v)
         return keys.to(k.dtype), values.to(v.dtype)
 
@@ -150,7 +150,7 @@ class AttentionKernel:
 
 
 class JetStreamModel(nn.Module):
-    """A model of the convention as one of the engine's: packed tokens in, packed logits out.
+    """Adapter of a model of this convention to the engine: packed tokens in, packed logits out.
 
     The model has its head inside, so logits take the place of the hidden states that a CausalLM returns, and a step
     computes them for all of its tokens.
@@ -185,8 +185,8 @@ def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory)
     """Build the model without weights. Its nn.Linear become the engine's products, quantised as the table allows.
 
     Raises:
-        NotSupportedError: layers have different windows, and the convention has one mask; or the head is asked for in
-            pieces, or padded.
+        NotSupportedError: layers have different windows, and the convention has one mask; or the head is to be split
+            or padded.
         ModelLoadError: a layer has another shape than the parameter table says.
     """
     if len(set(config.layer_windows)) > 1:

@@ -96,7 +96,7 @@ class RollingBuffer:
         return _attend(q, keys, values, mask, scoring)
 
     def prefill_in_place(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """Do as `prefill` with the slots as they are stored: the mask follows from positions, nothing is rotated."""
+        """Return the same as `prefill` from the slots as they are stored: the mask follows from positions."""
         new = torch.arange(self.seq_len, self.seq_len + len(q))
         mask = visible_keys(new[:, None], torch.cat([self.positions(), new]), self.window)
         out = _attend(q, torch.cat([self.keys, k]), torch.cat([self.values, v]), mask, scoring)

@@ -42,9 +42,9 @@ MIXTURE: dict[str, tuple[float, Callable[[Random], str]]] = {
     "JSON answers": (20, chat(chats.json_task)),
     "lists": (8, chat(chats.list_task)),
     "small facts": (8, chat(chats.fact_task)),
-    "saying again": (14, chat(chats.repeat_task)),
+    "text to repeat": (14, chat(chats.repeat_task)),
     "small talk": (12, chat(chats.smalltalk)),
-    "questions out of reach": (4, chat(chats.unknown)),
+    "questions that it cannot answer": (4, chat(chats.unknown)),
     "several short exchanges": (9, chat(chats.several)),
 }
 

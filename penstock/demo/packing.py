@@ -1,8 +1,8 @@
 """From documents to training rows: the tokenizer, which tokens count in the loss, and which documents share a row.
 
-Counted are plain text after <|bos|> and what the assistant says with its <|end|>; turns of user and system and padding
-are not. Documents are never cut: most rows are short and hold a few documents, some are as long as the context and hold
-many, so that all positions are trained. Documents in a row see each other, as in any packed training.
+The loss counts plain text after <|bos|> and the assistant's turns with their <|end|>, not the turns of user and system
+and not padding. Documents are never cut: most rows are short and hold a few documents, some are as long as the context
+and hold many, so that all positions are trained. Documents in a row see each other, as in any packed training.
 """
 
 from collections.abc import Iterable, Iterator

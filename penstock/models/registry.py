@@ -164,7 +164,7 @@ def register_model(
     """
     check_choice("convention", convention, CONVENTIONS)
     if version == "auto" or not version.isidentifier():
-        raise fail("version", version, "a word, and not auto")
+        raise fail("version", version, "an identifier other than auto")
 
     def decorate(model_class: ModelClass) -> ModelClass:
         entry = ModelVersion(model_class, Path(inspect.getfile(model_class)).parent / table, convention)
@@ -175,7 +175,9 @@ def register_model(
             versions = ARCHITECTURES[name].versions
             known = versions.get(version, entry)
             if not _same_class(known.source, model_class):
-                raise InvalidRequestError(f"{name} is already registered by {known.model_class.__qualname__}")
+                raise InvalidRequestError(
+                    f"{name} is already registered by {known.model_class.__qualname__}; choose another version"
+                )
             versions[version] = entry
         return model_class
 

@@ -1,4 +1,4 @@
-"""Reads the config.json of Falcon.
+"""Read the config.json of Falcon.
 
 Three generations share one architecture. 7B and RW spell out what they have: `parallel_attn`, `multi_query`, `alibi`.
 40B has `new_decoder_architecture`, which means parallel branches and key/value groups, regardless of the older keys.

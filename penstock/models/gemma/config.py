@@ -1,4 +1,4 @@
-"""Reads the config.json of Gemma (the first), and what Gemma 2 and 3 share with it."""
+"""Read the config.json of the first Gemma, and the keys that Gemma 2 and 3 share with it."""
 
 import math
 

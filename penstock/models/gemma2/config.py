@@ -1,4 +1,4 @@
-"""Reads the config.json of Gemma 2 and Gemma 3 (text)."""
+"""Read the config.json of Gemma 2 and Gemma 3 (text)."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Reads the config.json of GPT-2."""
+"""Read the config.json of GPT-2."""
 
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.config_rules import Numbers, activation, decoder_shape, harmless, no_windows

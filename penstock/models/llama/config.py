@@ -1,4 +1,4 @@
-"""Reads the config.json of Llama, Mistral, Ministral, Qwen2 and Qwen3."""
+"""Read the config.json of Llama, Mistral, Ministral, Qwen2 and Qwen3."""
 
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 from penstock.spec.config_rules import (

@@ -1,4 +1,4 @@
-"""Reads the config.json of Mixtral and Qwen3-MoE."""
+"""Read the config.json of Mixtral and Qwen3-MoE."""
 
 from penstock.models.llama.config import attention_biases
 from penstock.spec.config_reader import ConfigReader

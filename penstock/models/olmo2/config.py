@@ -1,4 +1,4 @@
-"""Reads the config.json of OLMo 2."""
+"""Read the config.json of OLMo 2."""
 
 from penstock.models.llama.config import attention_biases
 from penstock.spec.config_reader import ConfigReader

@@ -1,4 +1,4 @@
-"""Reads the config.json of Phi-3. The model is Llama's (llama/model.py) with a table of its own."""
+"""Read the config.json of Phi-3. The model is Llama's (llama/model.py) with a table of its own."""
 
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.config_rules import Numbers, fixed, gated_decoder, same_windows
