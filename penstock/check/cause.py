@@ -5,12 +5,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from penstock.check.pairs import their_values
+from penstock.check.pairs import both_values
 from penstock.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM, Comparison, Place
 from penstock.layers.attention import Attention
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.spec.param_table import Parameter
-from penstock.weights.sources import open_source, read_parameters
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # what modules of Transformers call it
 
@@ -41,15 +40,10 @@ def find_cause(found: Comparison) -> str | None:
 
 def _changed_weights(found: Comparison, layer: str) -> str | None:
     """Describe the first parameter in one of our layers whose values differ from their model's."""
-    ours = found.ours
-    parameters = read_parameters(ours.config)
-    source = open_source(ours.directory, ours.config, "auto")
-    state = found.twin.model.state_dict()
-    for name, parameter in parameters.items():
-        theirs = their_values(parameters[parameter.tied_to or name], state)
-        if not name.startswith(f"{layer}.") or theirs is None:
+    for parameter, ours, theirs in both_values(layer, found.source, found.twin.model.state_dict()):
+        if ours.shape != theirs.shape:
             continue
-        difference = (source.rows(parameter).read(0, parameter.shape[0]).float() - theirs).abs()
+        difference = (ours - theirs).abs()
         if bool((difference > LAYER_TOLERANCE * theirs.abs().max()).any()):
             count = f"{int((difference > 0).sum()):,} of {difference.numel():,} differ, by up to {difference.max():.3g}"
             return f"{_source_of(parameter, difference)} has other values there ({count})"
@@ -78,8 +72,8 @@ def _norm(found: Comparison, place: Place, ours: float) -> str:
 def _attention(found: Comparison, place: Place, attention: Attention) -> str:
     """Tell values from angles: the first token sees only itself, so no angle, mask or scale reaches it."""
     errors = (place.ours - place.theirs).square().mean(dim=1).sqrt()
-    wrong = errors > LAYER_TOLERANCE * place.theirs.square().mean().sqrt()
-    position = int(wrong.nonzero()[0]) if bool(wrong.any()) else 0
+    wrong = (errors > LAYER_TOLERANCE * place.theirs.square().mean().sqrt()).nonzero()
+    position = int(wrong[0]) if len(wrong) else 0
     if position == 0:
         return "the products for q, k and v agree, and attention differs from the first token on: values or heads"
     where = f"the products for q, k and v agree, and attention differs from position {position} on"
@@ -93,7 +87,7 @@ def _same_angles(found: Comparison, attention: Attention) -> bool | None:
     """Return whether one of their rotary tables equals ours; None if there is none to compare."""
     modules = found.twin.model.named_modules()
     names = {name for name, module in modules if type(module).__name__.endswith("RotaryEmbedding")}
-    theirs = [call.outputs for call in found.their_trace.calls if call.name in names and len(call.outputs) == 2]
+    theirs = [call.outputs for call in found.their_trace if call.name in names and len(call.outputs) == 2]
     if attention.rotary is None or not theirs:
         return None
     ours = attention.rotary.cos_sin.cpu().chunk(2, dim=1)

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from penstock.check.trace import Call, Trace, float_tensors, replaced, watching
+from penstock.check.trace import Call, Trace, float_tensors, watching
 from penstock.kernels.backends import load_ops
 from penstock.kernels.metadata import AttentionMetadata, Heads
 from penstock.kernels.ops import Ops
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
 from penstock.layers.norm import LayerNorm, RMSNorm
-from penstock.layers.weights import WeightLayer
 from penstock.models.config_json import load_model_config
 from penstock.planner.memory import free_memory_bytes
 from penstock.spec.model_config import ModelConfig
@@ -54,7 +54,7 @@ class OurModel:
     def run(self, ids: list[int], follow: Trace | None = None) -> tuple[Trace, Tensor]:
         """Run one pass over a prompt; return its trace and the logits after each token, [T, V] float32.
 
-        follow: another pass, as in `watching`.
+        follow: another pass, as in Trace.
         """
         ctx = self._context(len(ids))
         with _watching(self.model, follow) as trace:
@@ -66,14 +66,11 @@ class OurModel:
     def _context(self, tokens: int) -> ForwardContext:
         """Return the context of one prompt, from position 0, in blocks 0, 1, 2, ..."""
         config, ops = self.config, self.ops
-        num_blocks = -(-tokens // BLOCK_SIZE)
-        caches = tuple(
-            ops.new_kv_cache(num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, ops.dtype)
-            for _ in range(config.num_hidden_layers)
-        )
         heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        metadata, layer_group = [], [0] * config.num_hidden_layers
-        for index, (layers, window) in enumerate(config.cache_groups()):
+        num_blocks = -(-tokens // BLOCK_SIZE)
+        caches, attention = [], []
+        for window in config.layer_windows:
+            cache = ops.new_kv_cache(num_blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, ops.dtype)
             meta = AttentionMetadata(
                 query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
                 seq_lens=torch.tensor([tokens], dtype=torch.int32),
@@ -82,10 +79,10 @@ class OurModel:
                 block_size=BLOCK_SIZE,
                 sliding_window=window,
             )
-            metadata.append(ops.plan(meta, heads, caches[layers[0]]))
-            for layer in layers:
-                layer_group[layer] = index
-        return ForwardContext(torch.arange(tokens, device=ops.device), caches, tuple(metadata), tuple(layer_group))
+            caches.append(cache)
+            attention.append(ops.plan(meta, heads, cache))
+        positions = torch.arange(tokens, device=ops.device)
+        return ForwardContext(positions, tuple(caches), tuple(attention), tuple(range(len(caches))))
 
     def _add_head_norms(self, trace: Trace, positions: Tensor) -> None:
         """Add the norms of q and k to the trace, after the product of q, k and v.
@@ -93,44 +90,29 @@ class OurModel:
         They are fused with the rotation and so are no calls of their own; here they are computed without it.
         """
         for name, module in self.model.named_modules():
-            product = trace.of(f"{name}.qkv_proj")
+            product = trace.last(f"{name}.qkv_proj")
             if not isinstance(module, Attention) or module.q_norm is None or module.k_norm is None or product is None:
                 continue
             norms = replace(module.rotary_params, cos_sin=None)
             q, k, _ = self.ops.rotary_qkv(product.outputs[0], positions, norms)
-            at = trace.calls.index(product) + 1
-            trace.calls[at:at] = [
-                Call(f"{name}.q_norm", (), float_tensors(q)),
-                Call(f"{name}.k_norm", (), float_tensors(k)),
-            ]
-
-
-def weight_layers(model: nn.Module) -> dict[str, WeightLayer]:
-    """Return every layer that owns parameters, by its name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, WeightLayer)}
+            at = trace.index(product) + 1
+            trace[at:at] = [Call(f"{name}.q_norm", (), float_tensors(q)), Call(f"{name}.k_norm", (), float_tensors(k))]
 
 
 @contextmanager
 def _watching(model: nn.Module, follow: Trace | None) -> Iterator[Trace]:
     """Do as `watching`, and also record the norms' method `add`, which hooks do not see."""
     with watching(model, follow) as trace, ExitStack() as stack:
-        for name, norm in weight_layers(model).items():
+        for name, norm in model.named_modules():
             if isinstance(norm, RMSNorm | LayerNorm):
-                norm.add = partial(_recorded_add, norm.add, trace, name, follow)  # type: ignore[method-assign]
-                stack.callback(delattr, norm, "add")
+                stack.enter_context(patch.object(norm, "add", partial(_recorded_add, norm.add, trace, name)))
         yield trace
 
 
 def _recorded_add(
-    add: Callable[..., tuple[Tensor, Tensor]],
-    trace: Trace,
-    name: str,
-    follow: Trace | None,
-    x: Tensor,
-    h: Tensor | None,
+    add: Callable[..., tuple[Tensor, Tensor]], trace: Trace, name: str, x: Tensor, h: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     total, normed = add(x, h)
     if h is not None:  # otherwise it called itself, and the hook recorded it
-        trace.calls.append(Call(name, float_tensors(total), float_tensors(normed)))
-        normed = replaced(normed, name, follow)
+        normed = trace.record(name, float_tensors(total), normed)
     return total, normed

@@ -6,52 +6,20 @@ block corresponds to the common parent of the modules of its layers.
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from posixpath import commonpath
 
-import torch
 from torch import Tensor, nn
 
 from penstock.kernels.ops import TensorRows
 from penstock.spec.param_table import Layout, Parameter
-from penstock.weights.rows import parameter_rows
+from penstock.weights.rows import parameter_rows, tensor_rows
+from penstock.weights.sources import CheckpointSource
 
 BLOCK = re.compile(r"(.*?\.\d+)\.")  # the block that a layer is in, by the first number in its name
 WEIGHT = ".weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A module of theirs that computes the same as one of our layers, or as some of its output columns.
-
-    Attributes:
-        module: its name.
-        rows: rows of our weight, and so columns of our output, if it joins several pieces.
-        layout: how a checkpoint holds the weight.
-    """
-
-    module: str
-    rows: slice
-    layout: Layout
-
-    @property
-    def is_part(self) -> bool:
-        return len(self.layout.sources) > 1
-
-    def of_ours(self, columns: Tensor) -> Tensor:
-        """Return the columns of our output [T, N] that their module computes."""
-        return columns[:, self.rows] if self.is_part else columns
-
-    def in_our_order(self, columns: Tensor) -> Tensor:
-        """Return their output [T, N] with interleaved pieces one after the other."""
-        layout = self.layout
-        if layout.groups == 1:
-            return columns
-        shares = [size // layout.groups for size in layout.pieces]
-        grouped = torch.split(columns.view(*columns.shape[:-1], layout.groups, -1), shares, dim=-1)
-        return torch.cat([part.flatten(-2) for part in grouped], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,99 +27,96 @@ class Pairs:
     """How two models correspond.
 
     Attributes:
-        pieces: our layer -> their modules, for each layer with parameters that has a counterpart.
+        layouts: our layer -> how their modules hold its weight, for each layer with parameters that has a counterpart.
         blocks: our decoder block -> theirs.
         branches: our module whose parameters have no module of their own (experts) -> theirs.
-        experts: the same modules of ours -> those parameters.
     """
 
-    pieces: dict[str, tuple[Piece, ...]]
+    layouts: dict[str, Layout]
     blocks: dict[str, str]
     branches: dict[str, str]
-    experts: dict[str, list[Parameter]]
 
 
 def find_pairs(parameters: Mapping[str, Parameter], ours: nn.Module, theirs: nn.Module) -> Pairs:
     """Match the modules of our model and Transformers'."""
-    their_modules = dict(theirs.named_modules())
-    our_modules = dict(ours.named_modules())
-    pieces: dict[str, tuple[Piece, ...]] = {}
-    lost: list[Parameter] = []
+    our_modules, their_modules = (dict(model.named_modules()) for model in (ours, theirs))
+    layouts: dict[str, Layout] = {}
+    unmatched: list[str] = []
     for name, parameter in parameters.items():
         layer = name.removesuffix(WEIGHT)
-        if not name.endswith(WEIGHT) or parameter.tied_to is not None:
+        if layer == name or parameter.tied_to is not None:
             continue
-        found = _pieces(layer, parameter, their_modules) if layer in our_modules else ()
-        if found:
-            pieces[layer] = found
-        elif layer.count("."):
-            lost.append(parameter)
-    blocks = _blocks(pieces)
-    branches = _branches(lost, pieces, blocks, our_modules, their_modules)
-    experts = {branch: [item for item in lost if item.name.startswith(f"{branch}.")] for branch in branches}
-    return Pairs(pieces, blocks, branches, experts)
+        unstacked = (item for item in parameter.layouts if item.index is None)
+        layout = next((item for item in unstacked if their_modules.keys() >= {*modules_of(item)}), None)
+        if layout is not None and layer in our_modules:
+            layouts[layer] = layout
+        else:
+            unmatched.append(layer)
+    blocks = _blocks(layouts)
+    branches = _branches(unmatched, layouts, blocks)
+    known = {ours: theirs for ours, theirs in branches.items() if ours in our_modules and theirs in their_modules}
+    return Pairs(layouts, blocks, known)
 
 
-def their_values(parameter: Parameter, state: Mapping[str, Tensor]) -> Tensor | None:
-    """Return a parameter of their model in memory, laid out as ours; None if no known name holds it."""
+def modules_of(layout: Layout) -> list[str]:
+    """Return the names of the modules that own the tensors of a layout."""
+    return [name.removesuffix(WEIGHT) for name in layout.sources]
+
+
+def split_columns(layout: Layout, columns: Tensor) -> dict[str, Tensor]:
+    """Return their module -> the columns of our output [T, N] that it computes, in its order.
+
+    Columns of an output correspond to rows of the weight, and so a checkpoint's layout also splits the output.
+    """
+    parts = tensor_rows(replace(layout, transposed=False), TensorRows(columns.t().contiguous()))
+    return {name.removesuffix(WEIGHT): rows.read(0, rows.shape[0]).t() for name, rows in parts.items()}
+
+
+def both_values(
+    module: str, source: CheckpointSource, state: Mapping[str, Tensor]
+) -> Iterator[tuple[Parameter, Tensor, Tensor]]:
+    """Yield each parameter in a module of ours, its values in our checkpoint and in their state_dict, float32.
+
+    Theirs are laid out as ours. A parameter that they hold under no known name is left out.
+    """
 
     def find(name: str, index: int | None) -> TensorRows:
         return TensorRows(state[name] if index is None else state[name][index])
 
-    layout = next((layout for layout in parameter.layouts if all(name in state for name in layout.sources)), None)
-    rows = None if layout is None else parameter_rows(layout, find)
-    return None if rows is None or rows.shape != parameter.shape else rows.read(0, rows.shape[0]).float()
-
-
-def _pieces(layer: str, parameter: Parameter, modules: Mapping[str, nn.Module]) -> tuple[Piece, ...]:
-    """Return the modules that hold the parameter in its first layout that they have; () if it has no own module."""
-    for layout in parameter.layouts:
-        names = [source.removesuffix(WEIGHT) for source in layout.sources]
-        if layout.index is not None or not all(name in modules for name in names):
+    for parameter in source.parameters.values():
+        if not parameter.name.startswith(f"{module}."):
             continue
-        sizes = layout.pieces if len(names) > 1 else (parameter.shape[0],)
-        ends = list(accumulate(sizes))
-        return tuple(
-            Piece(name, slice(end - size, end), layout) for name, size, end in zip(names, sizes, ends, strict=True)
-        )
-    return ()
+        layouts = source.parameters[parameter.tied_to or parameter.name].layouts
+        layout = next((layout for layout in layouts if state.keys() >= layout.sources.keys()), None)
+        if layout is not None:
+            found = source.rows(parameter), parameter_rows(layout, find)
+            ours, theirs = (rows.read(0, rows.shape[0]).float() for rows in found)
+            yield parameter, ours, theirs
 
 
-def _blocks(pieces: Mapping[str, tuple[Piece, ...]]) -> dict[str, str]:
+def _blocks(layouts: Mapping[str, Layout]) -> dict[str, str]:
     """Return our decoder blocks -> the common parent of their modules in it."""
-    inside: dict[str, list[str]] = {}
-    for layer, found in pieces.items():
-        if (match := BLOCK.match(layer)) is not None:
-            inside.setdefault(match[1], []).extend(piece.module for piece in found)
-    return {block: _common_parent(names) for block, names in inside.items() if len(set(names)) > 1}
+    inside: defaultdict[str, set[str]] = defaultdict(set)
+    for layer, layout in layouts.items():
+        if match := BLOCK.match(layer):
+            inside[match[1]] |= {name.replace(".", "/") for name in modules_of(layout)}
+    return {block: commonpath(names).replace("/", ".") for block, names in inside.items() if len(names) > 1}
 
 
-def _common_parent(names: Iterable[str]) -> str:
-    columns = zip(*(name.split(".") for name in names), strict=False)
-    return ".".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
-
-
-def _branches(
-    lost: Iterable[Parameter],
-    pieces: Mapping[str, tuple[Piece, ...]],
-    blocks: Mapping[str, str],
-    our_modules: Mapping[str, nn.Module],
-    their_modules: Mapping[str, nn.Module],
-) -> dict[str, str]:
+def _branches(unmatched: Iterable[str], layouts: Mapping[str, Layout], blocks: Mapping[str, str]) -> dict[str, str]:
     """Return the branches that hold parameters without a module of their own (experts); these are compared whole.
 
     Ours is the module just below the block; theirs is the parent of the router, whose counterpart is known.
     """
+    matches = filter(None, map(BLOCK.match, unmatched))
+    found = {".".join(match.string.split(".")[: match[1].count(".") + 2]): match[1] for match in matches}
     result: dict[str, str] = {}
-    for parameter in lost:
-        match = BLOCK.match(parameter.name)
-        if match is None or match[1] not in blocks:
-            continue
-        branch = ".".join(parameter.name.split(".")[: match[1].count(".") + 2])
-        siblings = [piece.module for layer, found in pieces.items() if _parent(layer) == branch for piece in found]
-        parents = Counter(_parent(name) for name in siblings) - Counter({blocks[match[1]]: len(siblings)})
-        if branch in our_modules and parents and (common := parents.most_common(1)[0][0]) in their_modules:
-            result[branch] = common
+    for branch, block in found.items():
+        siblings = (layout for layer, layout in layouts.items() if _parent(layer) == branch)
+        parents = Counter(_parent(name) for layout in siblings for name in modules_of(layout))
+        del parents[blocks.get(block, "")]
+        if block in blocks and parents:
+            result[branch] = parents.most_common(1)[0][0]
     return result
 
 

@@ -3,8 +3,8 @@
 `compare` runs our model and Transformers' in float32, each on its own values. The rows are in the order of our
 computation, so the first one beyond its bound is where the models part; later rows carry that difference on.
 
-`verify` runs the native kernels and the reference. Each reference layer reads what the same native layer has read, so
-every row is that layer's own error; in bfloat16, rounding could otherwise choose another expert. It needs no
+`compare_kernels` runs the native kernels and the reference. Each reference layer reads what the same native layer has
+read, so every row is that layer's own error; in bfloat16, rounding could otherwise choose another expert. It needs no
 Transformers.
 """
 
@@ -16,16 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from penstock.check.ours import OurModel, weight_layers
-from penstock.check.pairs import BLOCK, Pairs, Piece, find_pairs, their_values
+from penstock.check.ours import OurModel
+from penstock.check.pairs import BLOCK, both_values, find_pairs, modules_of, split_columns
 from penstock.check.report import Row
 from penstock.check.trace import Call, Trace
 from penstock.check.twin import Twin
 from penstock.layers.attention import Attention
 from penstock.layers.embedding import Embedding
-from penstock.layers.linear import ActivatedLinear, GatedLinear, Linear
+from penstock.layers.linear import ActivatedLinear, Linear
 from penstock.layers.lm_head import LMHead
-from penstock.weights.sources import ParameterSource, open_source, read_parameters
+from penstock.layers.weights import WeightLayer
+from penstock.weights.safetensors import Checkpoint
+from penstock.weights.sources import CheckpointSource, read_table
 
 # Bounds of the relative error (RMS). Two orders of summation in float32 differ by about 1e-7 per product, and such
 # roundings add up like a random walk along the blocks. A wrong weight, epsilon or angle is far beyond.
@@ -42,14 +44,12 @@ class Place:
 
     Attributes:
         layer: our layer.
-        what: which of its outputs; "" for its result.
-        part: which piece of it their module computes, if our layer joins several; else "".
+        what: which of its outputs, or which piece of it in brackets; "" for its whole result.
         ours, theirs: [T, n] float32.
     """
 
     layer: str
     what: str
-    part: str
     their_module: str
     ours: Tensor
     theirs: Tensor
@@ -60,22 +60,19 @@ class Place:
         match = BLOCK.match(self.layer + ".")
         return None if match is None else int(match[1].rpartition(".")[2])
 
-    @property
-    def name(self) -> str:
-        """The row's name, for instance model.layers.0.self_attn.qkv_proj (k_proj)."""
-        return " ".join(filter(None, [self.layer, f"({self.part})" if self.part else "", self.what]))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
     """Both models after one pass each.
 
     Attributes:
+        source: our checkpoint.
         places: in the order of computation.
         rows: one per place, then the log-probabilities.
     """
 
     ours: OurModel
+    source: CheckpointSource
     twin: Twin
     their_trace: Trace
     places: tuple[Place, ...]
@@ -97,16 +94,15 @@ def compare(ours: OurModel, twin: Twin, ids: list[int]) -> Comparison:
     """Run both models over a prompt and compare every layer."""
     our_trace, our_logits = ours.run(ids)
     their_trace, their_logits = twin.run(ids)
-    pairs = find_pairs(read_parameters(ours.config), ours.model, twin.model)
-    source = open_source(ours.directory, ours.config, "auto")
-    walk = _Walk(ours.model, twin.model, pairs, their_trace, len(ids), source)
-    places = tuple(walk.places(our_trace))
+    table = read_table(ours.config)
+    source = CheckpointSource(Checkpoint(ours.directory), table, table.parameters(ours.config))
+    places = tuple(_Walk(ours.model, source, twin.model, their_trace, len(ids)).places(our_trace))
     found = errors(our_logits.cpu().log_softmax(dim=-1), their_logits.log_softmax(dim=-1))
     last = Row(None, LOGPROBS, "logits", *found, LOGPROB_TOLERANCE, absolute=True)
-    return Comparison(ours, twin, their_trace, places, (*rows_of(places, LAYER_TOLERANCE), last))
+    return Comparison(ours, source, twin, their_trace, places, (*rows_of(places, LAYER_TOLERANCE), last))
 
 
-def verify(directory: Path, dtype: str, ids: list[int]) -> tuple[Row, ...]:
+def compare_kernels(directory: Path, dtype: str, ids: list[int]) -> tuple[Row, ...]:
     """Run the native kernels and the reference over a prompt and compare every layer."""
     native, reference = (
         OurModel.load(directory, dtype=dtype, kernels=kernels, tokens=len(ids)) for kernels in ("cpu", "reference")
@@ -118,7 +114,7 @@ def verify(directory: Path, dtype: str, ids: list[int]) -> tuple[Row, ...]:
 
 def compare_traces(model: OurModel, found: Trace, expected: Trace, dtype: str) -> tuple[Row, ...]:
     """Return the rows of two passes of the same model."""
-    return tuple(rows_of(_kernel_places(model, found, expected), KERNEL_TOLERANCE[dtype]))
+    return tuple(rows_of(_kernel_places(model.model, found, expected), KERNEL_TOLERANCE[dtype]))
 
 
 def rows_of(places: Iterable[Place], tolerance: float) -> Iterator[Row]:
@@ -127,7 +123,8 @@ def rows_of(places: Iterable[Place], tolerance: float) -> Iterator[Row]:
     for place in places:
         blocks = blocks if place.block is None else place.block + 1
         found = errors(place.ours, place.theirs)
-        yield Row(place.block, place.name, place.their_module, *found, tolerance * math.sqrt(1 + blocks))
+        name = f"{place.layer} {place.what}".rstrip()
+        yield Row(place.block, name, place.their_module, *found, tolerance * math.sqrt(1 + blocks))
 
 
 def errors(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
@@ -143,64 +140,55 @@ def errors(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     return largest, rms / scale if scale else (math.inf if rms else 0.0)
 
 
-def _kernel_places(model: OurModel, found: Trace, expected: Trace) -> Iterator[Place]:
-    layers, modules = weight_layers(model.model), dict(model.model.named_modules())
+def _kernel_places(model: nn.Module, found: Trace, expected: Trace) -> Iterator[Place]:
     before: Call | None = None
-    for own, other in zip(found.calls, expected.calls, strict=True):
-        attention = _attention_before(own.name, modules)
+    for own, other in zip(found, expected, strict=True):
+        attention = _attention_before(own.name, model)
         if attention is not None:
-            yield Place(attention, ATTENTION, "", "reference", _flat(own.inputs[0]), _flat(other.inputs[0]))
-        if own.name in layers or not _returns_inner(own, before):
-            block = BLOCK.fullmatch(own.name + ".") is not None
-            ours, theirs = (_summed(call.outputs) for call in (own, other))
-            yield Place(own.name, STREAM if block else "", "", "reference", _flat(ours), _flat(theirs))
+            yield Place(attention, ATTENTION, "reference", _flat(own.inputs[0]), _flat(other.inputs[0]))
+        # A module that only returns the result of the call before it, one inside of it, gets no row of its own.
+        returned = before is not None and len(own.outputs) == 1 and torch.equal(own.outputs[0], before.outputs[0])
+        if isinstance(model.get_submodule(own.name), WeightLayer) or not returned:
+            what = STREAM if BLOCK.fullmatch(own.name + ".") else ""
+            yield Place(own.name, what, "reference", _flat(_summed(own)), _flat(_summed(other)))
         before = own
 
 
-def _returns_inner(call: Call, before: Call | None) -> bool:
-    """Return whether a module only returns the result of the call before it, one inside of it."""
-    return before is not None and len(call.outputs) == 1 and torch.equal(call.outputs[0], before.outputs[0])
-
-
-def _attention_before(name: str, modules: dict[str, nn.Module]) -> str | None:
+def _attention_before(name: str, model: nn.Module) -> str | None:
     """Return the attention layer whose result the product of that name reads; None for other modules."""
     parent = name.rpartition(".")[0]
-    attention = modules[parent]
-    return parent if isinstance(attention, Attention) and attention.o_proj is modules[name] else None
+    attention = model.get_submodule(parent)
+    return parent if isinstance(attention, Attention) and attention.o_proj is model.get_submodule(name) else None
 
 
-def _summed(outputs: tuple[Tensor, ...]) -> Tensor:
+def _summed(call: Call) -> Tensor:
     """Return the output of a module of ours, which may leave its branches to be added by the next norm."""
-    return sum(outputs[1:], start=outputs[0])
+    return sum(call.outputs[1:], start=call.outputs[0])
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.flatten(1).cpu()
 
 
-@dataclass(slots=True, eq=False)
 class _Walk:
     """Goes along our trace and finds what to compare each call with."""
 
-    model: nn.Module
-    twin: nn.Module
-    pairs: Pairs
-    theirs: Trace
-    tokens: int
-    source: ParameterSource
+    def __init__(self, ours: nn.Module, source: CheckpointSource, twin: nn.Module, theirs: Trace, tokens: int) -> None:
+        self.ours, self.source, self.twin, self.theirs, self.tokens = ours, source, twin, theirs, tokens
+        self.pairs = find_pairs(source.parameters, ours, twin)
 
     def places(self, trace: Trace) -> Iterator[Place]:
-        layers, modules = weight_layers(self.model), dict(self.model.named_modules())
         activated: str | None = None  # the layer whose activation the next product reads
-        for call in trace.calls:
-            layer = layers.get(call.name)
-            if isinstance(layer, GatedLinear | ActivatedLinear):
+        for call in trace:
+            layer = self.ours.get_submodule(call.name)
+            if isinstance(layer, ActivatedLinear):
                 activated = call.name
-                continue
-            if isinstance(layer, Linear) and not isinstance(layer, LMHead):
-                yield from self._input(call, activated, modules)
-                activated = None
-            if layer is not None and not isinstance(layer, LMHead):
+            elif isinstance(layer, WeightLayer):
+                if isinstance(layer, LMHead):
+                    continue  # the log-probabilities are compared instead
+                if isinstance(layer, Linear):
+                    yield from self._input(call, activated)
+                    activated = None
                 yield from self._output(call, layer)
             elif call.name in self.pairs.branches:
                 yield from self._between(call, "", self.pairs.branches[call.name])
@@ -208,58 +196,52 @@ class _Walk:
             elif call.name in self.pairs.blocks:
                 yield from self._between(call, STREAM, self.pairs.blocks[call.name])
 
-    def _output(self, call: Call, layer: nn.Module) -> Iterator[Place]:
-        for piece in self.pairs.pieces.get(call.name, ()):
-            theirs = self._their_output(piece)
-            if theirs is None:
+    def _input(self, call: Call, activated: str | None) -> Iterator[Place]:
+        """Compare the input of a product that no layer computes: the result of attention, or an activation."""
+        attention = _attention_before(call.name, self.ours)
+        layer, layout = attention or activated, self.pairs.layouts.get(call.name)
+        if layer is None or layout is None or len(layout.sources) > 1:
+            return
+        (module,) = modules_of(layout)
+        their_call = self.theirs.last(module)
+        if their_call is not None:
+            ours, theirs = self._rows(call.inputs[0]), self._rows(their_call.inputs[0])
+            yield Place(layer, ATTENTION if attention else ACTIVATION, f"{module} (input)", ours, theirs)
+
+    def _output(self, call: Call, layer: WeightLayer) -> Iterator[Place]:
+        layout = self.pairs.layouts.get(call.name)
+        pieces = {} if layout is None else split_columns(layout, self._rows(call.outputs[0]))
+        for module, ours in pieces.items():
+            their_call, their_layer = self.theirs.last(module), self.twin.get_submodule(module)
+            if their_call is None or not their_call.outputs:
                 continue
-            ours, module = self._rows(call.outputs[0]), self.twin.get_submodule(piece.module)
+            theirs = self._rows(their_call.outputs[0])
             if not isinstance(layer, Embedding):
-                part = piece.module.rpartition(".")[2] if piece.is_part else ""
-                yield Place(call.name, "", part, piece.module, piece.of_ours(ours), theirs)
+                what = f"({module.rpartition('.')[2]})" if len(pieces) > 1 else ""
+                yield Place(call.name, what, module, ours, theirs)
                 continue
             # Theirs may be scaled by the module, or later: then the stream of the first block shows it.
-            ours = ours / layer.scale if type(module) is nn.Embedding else ours
-            yield Place(call.name, "", "", piece.module, ours, theirs)
-            table = module.get_parameter("weight").detach().float()  # the prompt reads only some rows of it
-            yield Place(call.name, TABLE, "", piece.module, layer.weight.detach().cpu().float(), table)
-
-    def _input(self, call: Call, activated: str | None, modules: dict[str, nn.Module]) -> Iterator[Place]:
-        """Compare the input of a product that no layer computes: the result of attention, or an activation."""
-        attention = _attention_before(call.name, modules)
-        pieces = self.pairs.pieces.get(call.name, ())
-        layer = attention or activated
-        their_call = self.theirs.of(pieces[0].module) if len(pieces) == 1 else None
-        if layer is not None and their_call is not None:
-            ours, theirs = self._rows(call.inputs[0]), self._rows(their_call.inputs[0])
-            what = ATTENTION if attention else ACTIVATION
-            yield Place(layer, what, "", f"{pieces[0].module} (input)", ours, theirs)
+            ours = ours / layer.scale if type(their_layer) is nn.Embedding else ours
+            yield Place(call.name, "", module, ours, theirs)
+            table = their_layer.get_parameter("weight").detach().float()  # the prompt reads only some rows of it
+            yield Place(call.name, TABLE, module, layer.weight.detach().cpu().float(), table)
 
     def _between(self, call: Call, what: str, module: str) -> Iterator[Place]:
         """Compare the output of a block or branch."""
-        their_call = self.theirs.of(module)
+        their_call = self.theirs.last(module)
         if their_call is not None and their_call.outputs:
-            ours = self._rows(_summed(call.outputs))
-            yield Place(call.name, what, "", module, ours, self._rows(their_call.outputs[0]))
+            yield Place(call.name, what, module, self._rows(_summed(call)), self._rows(their_call.outputs[0]))
 
     def _experts(self, branch: str) -> Iterator[Place]:
         """Compare the weights of all experts, as the prompt reaches only some; the worst one makes the place."""
-        state, worst = self.twin.state_dict(), -1.0
-        place: Place | None = None
-        for parameter in self.pairs.experts[branch]:
-            theirs = their_values(parameter, state)
-            if theirs is None:
-                continue
-            ours = self.source.rows(parameter).read(0, parameter.shape[0]).float()
-            error = errors(ours, theirs)[1]
-            if error > worst:
-                worst, place = error, Place(branch, EXPERTS, "", self.pairs.branches[branch], ours, theirs)
-        if place is not None:
-            yield place
-
-    def _their_output(self, piece: Piece) -> Tensor | None:
-        call = self.theirs.of(piece.module)
-        return None if call is None or not call.outputs else piece.in_our_order(self._rows(call.outputs[0]))
+        places = (
+            Place(branch, EXPERTS, self.pairs.branches[branch], ours, theirs)
+            for parameter, ours, theirs in both_values(branch, self.source, self.twin.state_dict())
+            if parameter.name.rpartition(".")[0] not in self.pairs.layouts
+        )
+        worst = max(places, key=lambda place: errors(place.ours, place.theirs)[1], default=None)
+        if worst is not None:
+            yield worst
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Return values with one entry per token as [T, n]; theirs have a batch before it, and some heads."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from penstock.build import BuiltEngine, build_engine
+from penstock.build import build_engine
 from penstock.check.report import Proof
-from penstock.config import BLOCK_SIZE_UNIT, EngineConfig
+from penstock.config import BLOCK_SIZE_UNIT, MAX_CONTEXT, EngineConfig
 from penstock.engine.engine import Engine
 from penstock.errors import RequestFailedError
 from penstock.interface.messages import EngineOutput, EngineRequest
@@ -32,6 +32,11 @@ REFERENCE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 # ones alike, 0.03 with experts; int8 keys and values: 0.001 to 0.007.
 INT8_WEIGHTS, INT8_CACHE = 0.04, 0.015
 SPREAD = "median difference of a log-probability, over their spread"
+LAYOUTS: dict[str, dict[str, Any]] = {  # name -> options under which every answer must stay the same
+    f"chunks of {CHUNK} = whole": {"max_num_batched_tokens": CHUNK, "max_num_seqs": 3},
+    "blocks of 64 = blocks of 16": {"block_size": 4 * BLOCK_SIZE_UNIT},
+    "user rows and rings = blocks": {"block_size": MAX_CONTEXT},  # at least max_model_len: one block per request
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,37 +64,30 @@ class Setting:
     kernels: str
     prompts: tuple[list[int], ...]
 
-    @property
-    def allowed(self) -> float:
-        return 0.0 if self.kernels == "cpu" else REFERENCE_TOLERANCE[self.dtype]
-
-    @property
-    def max_model_len(self) -> int:
-        longest = max(len(prompt) for prompt in self.prompts) + NUM_TOKENS + 1
-        return -(-longest // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
-
     @contextmanager
-    def engine(self, **options: Any) -> Iterator[BuiltEngine]:
+    def engine(self, **options: Any) -> Iterator[Engine]:
         """Build an engine without prefix caching and chunked prompts, unless the options say so."""
+        longest = max(map(len, self.prompts)) + NUM_TOKENS + 1
+        max_model_len = -(-longest // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
         given = {
             "model": str(self.directory),
             "dtype": self.dtype,
             "kernels": self.kernels,
-            "max_model_len": self.max_model_len,
+            "max_model_len": max_model_len,
             "max_num_seqs": len(self.prompts),
-            "max_num_batched_tokens": self.max_model_len * len(self.prompts),
+            "max_num_batched_tokens": max_model_len * len(self.prompts),
             "enable_prefix_caching": False,
         }
-        built = build_engine(EngineConfig.from_options(**given | options))
+        engine = build_engine(EngineConfig.from_options(**given | options)).engine
         try:
-            yield built
+            yield engine
         finally:
-            built.engine.shutdown()
+            engine.shutdown()
 
 
-def make_prompts(count: int, vocab_size: int, seed: int = 0) -> tuple[list[int], ...]:
+def make_prompts(count: int, vocab_size: int) -> tuple[list[int], ...]:
     """Return random prompts, the first of `count` tokens; another one shares its prefix and continues differently."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     lengths = [count, max(1, count // 3), 1, max(1, count // 2)]
     first, *others = [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
     return first, *others, first[: 2 * count // 3] + others[0]
@@ -97,44 +95,38 @@ def make_prompts(count: int, vocab_size: int, seed: int = 0) -> tuple[list[int],
 
 def prove(setting: Setting) -> Iterator[Proof]:
     """Test every guarantee, one after the other."""
-    exact = "bit for bit" if setting.kernels == "cpu" else "largest difference of a log-probability"
+    is_exact = setting.kernels == "cpu"
+    allowed = 0.0 if is_exact else REFERENCE_TOLERANCE[setting.dtype]
+    meaning = "bit for bit" if is_exact else "largest difference of a log-probability"
     indices = range(len(setting.prompts))
-    with setting.engine() as built:
-        alone = [ask(built.engine, setting, [index])[0] for index in indices]
 
-        def proof(name: str, found: list[Answer]) -> Proof:
-            return Proof(name, max(map(difference, found, alone)), setting.allowed, exact)
+    def proof(name: str, error: float) -> Proof:
+        return Proof(name, error, allowed, meaning)
 
-        rescored = _rescore(built.engine, setting, alone)
-        yield Proof("one pass over the answer = its steps", rescored, setting.allowed, exact)
-        yield proof("batch = solo", ask(built.engine, setting, indices))
-    for name, options in (
-        (f"chunks of {CHUNK} = whole", {"max_num_batched_tokens": CHUNK, "max_num_seqs": 3}),
-        ("blocks of 64 = blocks of 16", {"block_size": 4 * BLOCK_SIZE_UNIT}),
-        ("user rows and rings = blocks", {"block_size": setting.max_model_len}),
-    ):
-        with setting.engine(**options) as built:
-            yield proof(name, ask(built.engine, setting, indices))
-    with setting.engine(enable_prefix_caching=True) as built:  # a cache hit is part of the proof
-        ask(built.engine, setting, indices, prompt_logprobs=False)
-        warm = ask(built.engine, setting, indices, prompt_logprobs=False)
+    with setting.engine() as engine:
+        alone = [ask(engine, setting, [index])[0] for index in indices]
+        yield proof("one pass over the answer = its steps", _rescore(engine, setting, alone))
+        yield proof("batch = solo", max(map(difference, ask(engine, setting, indices), alone)))
+    for name, options in LAYOUTS.items():
+        with setting.engine(**options) as engine:
+            yield proof(name, max(map(difference, ask(engine, setting, indices), alone)))
+    with setting.engine(enable_prefix_caching=True) as engine:  # a cache hit is part of the proof
+        ask(engine, setting, indices, prompt_logprobs=None)
+        warm = ask(engine, setting, indices, prompt_logprobs=None)
         hit = any(answer.num_cached_tokens for answer in warm)
-        error = max(map(_generated_difference, warm, alone)) if hit else math.inf
-        yield Proof("cached prefix = computed", error, setting.allowed, exact)
-    for name, bound, option, value in (
-        ("int8 weights", INT8_WEIGHTS, "quantization", "int8"),
-        ("int8 cache", INT8_CACHE, "kv_cache_dtype", "int8"),
+        yield proof("cached prefix = computed", max(map(_generated_difference, warm, alone)) if hit else math.inf)
+    for name, bound, option in (
+        ("int8 weights", INT8_WEIGHTS, "quantization"),
+        ("int8 cache", INT8_CACHE, "kv_cache_dtype"),
     ):
-        with setting.engine(**{option: value}) as built:
-            found = ask(built.engine, setting, indices)
-        yield Proof(name, _median_error(found, alone), bound, SPREAD)
+        with setting.engine(**{option: "int8"}) as engine:
+            yield Proof(name, _median_error(ask(engine, setting, indices), alone), bound, SPREAD)
 
 
-def ask(engine: Engine, setting: Setting, indices: Iterable[int], *, prompt_logprobs: bool = True) -> list[Answer]:
+def ask(engine: Engine, setting: Setting, indices: Iterable[int], *, prompt_logprobs: int | None = 0) -> list[Answer]:
     """Return the engine's answers to these prompts, run together. Odd ones are sampled, the others greedy."""
-    scored = 0 if prompt_logprobs else None
-    prompts = [(setting.prompts[index], 0.8 * (index % 2)) for index in indices]
-    return _run(engine, [(prompt, _params(temperature=value, prompt_logprobs=scored)) for prompt, value in prompts])
+    fields = {"prompt_logprobs": prompt_logprobs, "max_tokens": NUM_TOKENS}
+    return _run(engine, [(setting.prompts[index], fields | {"temperature": 0.8 * (index % 2)}) for index in indices])
 
 
 def difference(found: Answer, expected: Answer) -> float:
@@ -155,34 +147,31 @@ def _rescore(engine: Engine, setting: Setting, alone: list[Answer]) -> float:
     """Score prompt and answer as one prompt: the answer's log-probabilities must be those of its steps."""
     worst = 0.0
     for prompt, answer in zip(setting.prompts, alone, strict=True):
-        (whole,) = _run(engine, [(prompt + answer.ids, _params(max_tokens=1))])
+        (whole,) = _run(engine, [(prompt + answer.ids, {"prompt_logprobs": 0, "max_tokens": 1})])
         worst = max(worst, _largest(whole.prompt_logprobs[-len(answer.ids) :], answer.logprobs))
     return worst
 
 
-def _params(**given: Any) -> SamplingParams:
-    fixed = {"seed": 3, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0, "max_tokens": NUM_TOKENS}
-    return SamplingParams(**fixed | given)
-
-
-def _run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Answer]:
-    """Return the answers to requests that run together."""
+def _run(engine: Engine, requests: list[tuple[list[int], dict[str, Any]]]) -> list[Answer]:
+    """Return the answers to requests that run together, each a prompt and fields of SamplingParams."""
     outputs: dict[str, list[EngineOutput]] = {str(index): [] for index in range(len(requests))}
-    for name, (prompt, params) in zip(outputs, requests, strict=True):
+    for name, (prompt, fields) in zip(outputs, requests, strict=True):
+        params = SamplingParams(seed=3, ignore_eos=True, logprobs=0, **fields)
         engine.add_request(EngineRequest(name, prompt, params))
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:
                 raise RequestFailedError(f"the engine failed on a prompt of the check: {output.error}")
             outputs[output.request_id].append(output)
-    return [_answer(found) for found in outputs.values()]
-
-
-def _answer(outputs: list[EngineOutput]) -> Answer:
-    ids = [token for output in outputs for token in output.new_token_ids]
-    own = [entry.logprobs[0] for output in outputs for entry in output.logprobs or []]
-    prompt = [entry.logprobs[0] for output in outputs for entry in output.prompt_logprobs or []]
-    return Answer(ids, own, prompt, max(output.num_cached_tokens for output in outputs))
+    return [
+        Answer(
+            [token for output in found for token in output.new_token_ids],
+            [entry.logprobs[0] for output in found for entry in output.logprobs or []],
+            [entry.logprobs[0] for output in found for entry in output.prompt_logprobs or []],
+            max(output.num_cached_tokens for output in found),
+        )
+        for found in outputs.values()
+    ]
 
 
 def _largest(found: list[float], expected: list[float]) -> float:

@@ -49,11 +49,13 @@ class Proof:
         return self.error <= self.allowed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """All findings of one check.
 
     Attributes:
+        against: what the model is compared with.
+        weights: their fingerprint, or that they are random.
         rows: in the order of computation.
         cause: what the first failing row points to.
         certificate: the certificate's file; None if none was written.
@@ -62,12 +64,12 @@ class Report:
 
     model: str
     architecture: str
-    against: str
+    against: str = ""
     weights: str
     kernels: str
     dtype: str
     prompt_len: int
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = ()
     proofs: tuple[Proof, ...] = ()
     cause: str | None = None
     certificate: str | None = None

@@ -14,16 +14,16 @@ from penstock import __version__
 from penstock import validation as check
 from penstock.check.cause import find_cause
 from penstock.check.ours import OurModel
-from penstock.check.parity import LOGPROBS, compare, verify
+from penstock.check.parity import LOGPROBS, compare, compare_kernels
 from penstock.check.proofs import NUM_TOKENS, Setting, make_prompts, prove
-from penstock.check.report import Report, Row
-from penstock.check.target import Target, find_target
+from penstock.check.report import Report
+from penstock.check.target import find_target
 from penstock.check.twin import ATTENTIONS, Twin, transformers
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import NUMERICS_VERSION
-from penstock.models.certificate import Certificate, find_basis, remove_certificate, write_certificate
+from penstock.models.certificate import RANDOM_TINY, Certificate, find_basis, remove_certificate, write_certificate
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.planner.memory import free_memory_bytes
@@ -39,7 +39,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a user asks for.
+    """The options of one check.
 
     Attributes:
         model: a directory, a hub name, "demo", a config.json, or the name of an architecture.
@@ -67,49 +67,6 @@ class Options:
             raise check.fail("against", self.against, "absent beside --tiny and --verify")
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is checked, and how: the options with every choice made."""
-
-    options: Options
-    target: Target
-    config: ModelConfig
-    kernels: str
-    dtype: str
-
-    @property
-    def prompt(self) -> list[int]:
-        """Random ids; not as many as there are heads, so that tokens and heads cannot be confused in a shape."""
-        heads = {self.config.num_attention_heads, self.config.num_key_value_heads}
-        length = next(n for n in range(self.options.prompt_len, 0, -1) if n not in heads)
-        return make_prompts(length, self.config.vocab_size)[0]
-
-    def report(self, against: str, rows: tuple[Row, ...], cause: str | None = None) -> Report:
-        return Report(
-            model=self.options.model,
-            architecture=self.config.architecture,
-            against=against,
-            weights=self.target.weights,
-            kernels=f"cpu.{chosen_level()}" if self.kernels == "cpu" else self.kernels,
-            dtype=self.dtype,
-            prompt_len=self.options.prompt_len,
-            rows=rows,
-            cause=cause,
-            remarks=self._remarks(),
-        )
-
-    def _remarks(self) -> tuple[str, ...]:
-        """Return what the prompt is too short to test."""
-        length, rope = len(self.prompt), self.config.rope
-        beyond = sorted({window for window in self.config.layer_windows if window is not None and window >= length})
-        remarks = [f"windows of {size} tokens hide nothing from a prompt of {length}" for size in beyond]
-        if rope is not None and rope.rope_type in ("dynamic", "longrope"):
-            context = rope.original_max_position_embeddings
-            if length <= context < self.config.context:
-                remarks.append(f"a prompt of {length} tokens does not reach beyond the original context of {context}")
-        return tuple(f"not compared: {remark}; a longer --prompt-len tests it" for remark in remarks)
-
-
 def check_model(options: Options, announce: Announce = lambda line: None) -> Report:
     """Check one model.
 
@@ -117,74 +74,97 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
         announce: called with a line at each step.
 
     Raises:
-        ModelLoadError: one of both sides cannot load the model, or Transformers is missing.
+        ModelLoadError: our loader or Transformers cannot load the model, or Transformers is missing.
         InvalidRequestError: an option does not fit the model or the machine.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-check-") as scratch:
-        subject = _find_subject(options, find_target(options.model, Path(scratch), tiny=options.tiny))
+        target = find_target(options.model, Path(scratch), tiny=options.tiny)
+        config = load_model_config(target.directory)
+        if target.weights == RANDOM_TINY:
+            torch.set_num_threads(1)  # such small products gain nothing from more
+        numerics = EngineConfig.from_options(dtype=options.dtype, kernels=options.kernels).resolve(config).numerics
+        longest = config.max_position_embeddings - NUM_TOKENS - 1
+        check.check_int("prompt_len", options.prompt_len, SHORTEST, longest)
+        prompts = make_prompts(options.prompt_len, config.vocab_size)
+        setting = Setting(target.directory, numerics.dtype, numerics.kernels, prompts)
+        report = Report(
+            model=options.model,
+            architecture=config.architecture,
+            weights=target.weights,
+            kernels=f"cpu.{chosen_level()}" if numerics.kernels == "cpu" else numerics.kernels,
+            dtype=numerics.dtype,
+            prompt_len=options.prompt_len,
+        )
         if options.verify:
-            return _compare_kernels(subject, announce)
-        report = _compare_models(subject, announce)
+            return _compare_kernels(report, setting, config, announce)
+        report = _compare_models(report, setting, config, options.against, announce)
         if options.against is not None:
             return report
         if report.passed:
-            announce(f"the engine's guarantees, in {subject.dtype}")
-            prompts = make_prompts(options.prompt_len, subject.config.vocab_size)
-            setting = Setting(subject.target.directory, subject.dtype, subject.kernels, prompts)
+            announce(f"the engine's guarantees, in {report.dtype}")
             report = replace(report, proofs=tuple(prove(setting)))
-        return _certify(report, subject)
+        return report if target.config_file is None else _certify(report, target.config_file)
 
 
-def _find_subject(options: Options, target: Target) -> Subject:
-    config = load_model_config(target.directory)
-    if target.is_tiny:
-        torch.set_num_threads(1)  # such small products gain nothing from more
-    numerics = EngineConfig.from_options(dtype=options.dtype, kernels=options.kernels).resolve(config).numerics
-    longest = config.max_position_embeddings - NUM_TOKENS - 1
-    check.check_int("prompt_len", options.prompt_len, SHORTEST, longest)
-    return Subject(options, target, config, numerics.kernels, numerics.dtype)
-
-
-def _compare_kernels(subject: Subject, announce: Announce) -> Report:
-    if subject.kernels != "cpu":
+def _compare_kernels(report: Report, setting: Setting, config: ModelConfig, announce: Announce) -> Report:
+    if setting.kernels != "cpu":
         raise InvalidRequestError("verify: it compares the native kernels with the reference; --kernels must be cpu")
-    announce(f"the native kernels beside the reference, in {subject.dtype}")
-    rows = verify(subject.target.directory, subject.dtype, subject.prompt)
-    return subject.report("the reference kernels", rows)
+    announce(f"the native kernels beside the reference, in {setting.dtype}")
+    prompt, remarks = _prompt(setting, config)
+    rows = compare_kernels(setting.directory, setting.dtype, prompt)
+    return replace(report, against="the reference kernels", rows=rows, remarks=remarks)
 
 
-def _compare_models(subject: Subject, announce: Announce) -> Report:
+def _compare_models(
+    report: Report, setting: Setting, config: ModelConfig, against: str | None, announce: Announce
+) -> Report:
     """Compare both models over one prompt.
 
     Raises:
         InvalidRequestError: `against` holds another architecture.
     """
     announce("every layer beside Transformers' module, in float32")
-    other, directory, prompt = subject.options.against, subject.target.directory, subject.prompt
-    needed = 4 * num_elements(read_parameters(subject.config).values())
+    needed = 4 * num_elements(read_parameters(config).values())
     check_memory({"float32 weights of Transformers' model": needed}, free_memory_bytes())
-    theirs = directory if other is None else resolve_model(other)
-    architecture, expected = load_model_config(theirs).architecture, subject.config.architecture
-    if architecture != expected:
-        text = f"against: it holds a {architecture}; it must be a {expected}, as the model is"
+    theirs = setting.directory if against is None else resolve_model(against)
+    architecture = load_model_config(theirs).architecture
+    if architecture != config.architecture:
+        text = f"against: it holds a {architecture}; it must be a {config.architecture}, as the model is"
         raise InvalidRequestError(text, param="against")
-    ours = OurModel.load(directory, dtype="float32", kernels=subject.kernels, tokens=len(prompt))
+    prompt, remarks = _prompt(setting, config)
+    ours = OurModel.load(setting.directory, dtype="float32", kernels=setting.kernels, tokens=len(prompt))
     found = compare(ours, Twin.load(theirs), prompt)
     if found.differs_in_attention:
         with contextlib.suppress(ModelLoadError):  # not every model has a second attention, Gemma 2 for instance
             again = compare(ours, Twin.load(theirs, ATTENTIONS[1]), prompt)
             found = found if again.differs_in_attention else again
-    against = f"Transformers {transformers().__version__} ({found.twin.attention})"
-    return subject.report(against + ("" if other is None else f" with {other}"), found.rows, find_cause(found))
+    beside = f"Transformers {transformers().__version__} ({found.twin.attention})"
+    beside += "" if against is None else f" with {against}"
+    return replace(report, against=beside, rows=found.rows, cause=find_cause(found), remarks=remarks)
 
 
-def _certify(report: Report, subject: Subject) -> Report:
+def _prompt(setting: Setting, config: ModelConfig) -> tuple[list[int], tuple[str, ...]]:
+    """Return the ids that are compared, and remarks on what they are too few to test.
+
+    There are not as many ids as heads, so that tokens and heads cannot be confused in a shape.
+    """
+    prompt, rope = setting.prompts[0], config.rope
+    while len(prompt) in (config.num_attention_heads, config.num_key_value_heads):
+        prompt = prompt[:-1]
+    beyond = sorted({window for window in config.layer_windows if window is not None and window >= len(prompt)})
+    remarks = [f"windows of {size} tokens hide nothing from a prompt of {len(prompt)}" for size in beyond]
+    if rope is not None and rope.rope_type in ("dynamic", "longrope"):
+        context = rope.original_max_position_embeddings
+        if len(prompt) <= context < config.context:
+            remarks.append(f"a prompt of {len(prompt)} tokens does not reach beyond the original context of {context}")
+    return prompt, tuple(f"not compared: {remark}; a longer --prompt-len tests it" for remark in remarks)
+
+
+def _certify(report: Report, config_file: Path) -> Report:
     """Write the certificate of a passed check, or remove the one that a failed check has disproved."""
-    if subject.target.config_file is None:
-        return report
     model = find_model(report.architecture)
     file = Path(inspect.getfile(model.model_class))
-    basis = find_basis(report.architecture, file, model.table_file, subject.target.config_file, NUMERICS_VERSION)
+    basis = find_basis(report.architecture, file, model.table_file, config_file, NUMERICS_VERSION)
     if not report.passed:
         remove_certificate(basis.id, report.weights)
         return report

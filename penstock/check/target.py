@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.check.twin import find_class, load_errors, read_config
+from penstock.check.twin import find_class, load_errors
 from penstock.errors import ModelLoadError
 from penstock.models.certificate import RANDOM_TINY
-from penstock.models.config_json import parse_model_config
+from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.models.registry import ARCHITECTURES, find_architecture
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
@@ -23,6 +23,7 @@ VOCAB_SIZE = 199  # odd, as many real ones are
 HEAD_DIM = 16
 HIDDEN_SIZE = 48  # where it does not follow from the heads
 CONTEXT, OLD_CONTEXT = 512, 64  # positions now, and before a scaling of the rotary frequencies
+ORIGINAL = "original_max_position_embeddings"
 MAX_RATIO = 8  # query heads per kv head
 EMBEDDING_RMS = 0.2  # so small that the epsilon of the first norm matters
 
@@ -36,7 +37,6 @@ SMALL = {
     "shared_expert_intermediate_size": 40,
     "sliding_window": 16,
     "max_position_embeddings": CONTEXT,
-    "original_max_position_embeddings": OLD_CONTEXT,
     "query_pre_attn_scalar": 24,
 }
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -56,10 +56,6 @@ class Target:
     weights: str
     config_file: Path | None
 
-    @property
-    def is_tiny(self) -> bool:
-        return self.weights == RANDOM_TINY
-
 
 def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
     """Return the model of that name: a directory, a hub name, "demo", a config.json, or an architecture.
@@ -72,38 +68,38 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
     """
     named = Path(model).expanduser()
     if model in ARCHITECTURES and not named.exists():
-        config = find_class(model).config_class(architectures=[model])
-        config.save_pretrained(scratch / "default")
-        return Target(_make_tiny_from(scratch / "default", scratch), RANDOM_TINY, None)
+        find_class(model).config_class(architectures=[model]).save_pretrained(scratch)
+        return _tiny_target(scratch, scratch, None)
     if named.suffix == ".json" and named.is_file():
-        (scratch / "given").mkdir()
-        shutil.copyfile(named, scratch / "given" / CONFIG)
-        return Target(_make_tiny_from(scratch / "given", scratch), RANDOM_TINY, named)
+        shutil.copyfile(named, scratch / CONFIG)
+        return _tiny_target(scratch, scratch, named)
     if not named.exists() and re.fullmatch(r"\w+(For[A-Z]\w+|LMHeadModel)", model):
         find_architecture(model)  # raises: not one of the architectures; the message names the nearest
     directory = resolve_model(model)
-    if not tiny and (directory / PACKED).is_file():
-        raise ModelLoadError(
-            f"{directory}: Transformers cannot read packed weights; check the checkpoint that they come from, or use "
-            f"--tiny"
-        )
-    if not tiny and any(directory.glob("*.bin")):
-        find_files(directory)  # refuses a pickle: random weights in its place would prove nothing about it
-    if tiny or not any((directory / name).is_file() for name in (SINGLE, INDEX)):
-        return Target(_make_tiny_from(directory, scratch), RANDOM_TINY, directory / CONFIG)
-    return Target(directory, fingerprint(directory), directory / CONFIG)
+    if not tiny:
+        if (directory / PACKED).is_file():
+            raise ModelLoadError(
+                f"{directory}: Transformers cannot read packed weights; check the checkpoint that they come from, or "
+                f"use --tiny"
+            )
+        if any(directory.glob("*.bin")):
+            find_files(directory)  # refuses a pickle: random weights in its place would prove nothing about it
+        if any((directory / name).is_file() for name in (SINGLE, INDEX)):
+            return Target(directory, fingerprint(directory), directory / CONFIG)
+    return _tiny_target(directory, scratch, directory / CONFIG)
 
 
-def _make_tiny_from(source: Path, scratch: Path) -> Path:
-    """Make a tiny model from the config of a directory, and return its directory.
+def _tiny_target(source: Path, scratch: Path, config_file: Path | None) -> Target:
+    """Make a tiny model from the config of a directory.
 
     Raises:
         ModelLoadError: Transformers cannot make it.
     """
-    config = read_config(source)
+    model_class = find_class(load_model_config(source).architecture)
     with load_errors(f"{source}: Transformers cannot make a small model like it"):
-        make_tiny(config, find_class(config.architectures[0]), scratch / "tiny")
-    return scratch / "tiny"
+        config = model_class.config_class.from_pretrained(source, local_files_only=True)
+        make_tiny(config, model_class, scratch / "tiny")
+    return Target(scratch / "tiny", RANDOM_TINY, config_file)
 
 
 def make_tiny(config: Any, model_class: Any, directory: Path, seed: int = 0) -> None:
@@ -124,7 +120,7 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
     """
     numbers = parse_model_config(values)
     spelling = getattr(config, "attribute_map", {})
-    result = dict(values)
+    result = _shrink_original_context(values)
 
     def put(name: str, value: Any) -> None:
         key = spelling.get(name, name)
@@ -140,9 +136,6 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
     _shrink_layers(numbers, result, put)
     for name in EXPERTS:
         put(name, min(numbers.num_experts, max(4, numbers.num_experts_per_tok + 1)))
-    for key in ("rope_parameters", "rope_scaling"):  # one mapping, or one per kind of layer
-        if isinstance(rope := result.get(key), dict):
-            result[key] = {name: _shrink_rope(value) for name, value in _shrink_rope(rope).items()}
     for key, value in result.items():  # special tokens that the vocabulary has
         ids = value if isinstance(value, list) else [value]
         if key.endswith("_token_id") and any(isinstance(item, int) and item >= VOCAB_SIZE for item in ids):
@@ -182,10 +175,12 @@ def _shrink_layers(numbers: ModelConfig, result: dict[str, Any], put: Any) -> No
     put("max_window_layers", windows.index(True) if any(windows) else len(chosen))
 
 
-def _shrink_rope(rope: Any) -> Any:
-    """Shrink the context before a scaling, so that the prompt reaches beyond it."""
-    old = "original_max_position_embeddings"
-    return rope | {old: min(rope[old], OLD_CONTEXT)} if isinstance(rope, dict) and rope.get(old) else rope
+def _shrink_original_context(values: Any) -> Any:
+    """Shrink the context before a rotary scaling, wherever it stands, so that the prompt reaches beyond it."""
+    if not isinstance(values, dict):
+        return values
+    shrunk = {name: _shrink_original_context(value) for name, value in values.items()}
+    return shrunk | {ORIGINAL: min(values[ORIGINAL], OLD_CONTEXT)} if values.get(ORIGINAL) else shrunk
 
 
 def randomise(model: nn.Module, seed: int) -> None:

@@ -1,8 +1,9 @@
 """Trace: the inputs and outputs of a model's modules during one pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,61 +20,54 @@ class Call:
     outputs: Tensors
 
 
-@dataclass(slots=True)
-class Trace:
-    """The calls of one pass, in the order in which they ended."""
-
-    calls: list[Call] = field(default_factory=list)
-
-    def of(self, name: str) -> Call | None:
-        """Return the last call of the module of that name."""
-        return next((call for call in reversed(self.calls) if call.name == name), None)
-
-
-@contextmanager
-def watching(model: nn.Module, follow: Trace | None = None) -> Iterator[Trace]:
-    """Record every call of every module of the model.
+class Trace(list[Call]):
+    """The calls of one pass, in the order in which they ended.
 
     Args:
         follow: a trace of a model with the same modules. After a call is recorded, its result is replaced by the one
             in that trace, so each module computes from the other model's values and no difference is carried on.
     """
-    trace = Trace()
+
+    def __init__(self, follow: "Trace | None" = None) -> None:
+        super().__init__()
+        self._follow = follow
+
+    def last(self, name: str) -> Call | None:
+        """Return the last call of the module of that name."""
+        return next((call for call in reversed(self) if call.name == name), None)
+
+    def record(self, name: str, inputs: Tensors, result: Any) -> Any:
+        """Record one call, and return the result (a tensor or a tuple) with which the model continues."""
+        self.append(Call(name, inputs, float_tensors(result)))
+        call = None if self._follow is None else self._follow.last(name)
+        if call is None or not call.outputs:
+            return result
+        others = iter(call.outputs)
+        several = result if isinstance(result, tuple) else (result,)
+        values = tuple(next(others).to(own.dtype, copy=True) if isinstance(own, Tensor) else own for own in several)
+        return values if isinstance(result, tuple) else values[0]
+
+
+@contextmanager
+def watching(model: nn.Module, follow: Trace | None = None) -> Iterator[Trace]:
+    """Record every call of every module of the model. follow: as in Trace."""
+    trace, pending = Trace(follow), list[Tensors]()
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        pending.append(float_tensors((args, tuple(kwargs.values()))))  # copied now: a layer may write into them
+
+    def after(name: str, module: nn.Module, args: Any, result: Any) -> Any:
+        return trace.record(name, pending.pop(), result)
+
     handles: list[Any] = []
     for name, module in model.named_modules():
-        before, after = _hooks(trace, name, follow)
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(after, name)))
     try:
         yield trace
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _hooks(trace: Trace, name: str, follow: Trace | None) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """Return the hooks of one module. Inputs are copied before the call: a layer may write into them."""
-    pending: list[Tensors] = []
-
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        pending.append(float_tensors((args, tuple(kwargs.values()))))
-
-    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
-        trace.calls.append(Call(name, pending.pop(), float_tensors(result)))
-        return replaced(result, name, follow)
-
-    return before, after
-
-
-def replaced(result: Any, name: str, follow: Trace | None) -> Any:
-    """Return a result, tensor or tuple, with the values that the module of that name returned in another pass."""
-    call = None if follow is None else follow.of(name)
-    if call is None or not call.outputs:
-        return result
-    others = iter(call.outputs)
-    several = result if isinstance(result, tuple) else (result,)
-    values = tuple(next(others).to(own.dtype, copy=True) if isinstance(own, Tensor) else own for own in several)
-    return values if isinstance(result, tuple) else values[0]
 
 
 def float_tensors(value: Any) -> Tensors:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -47,20 +48,10 @@ class Twin:
     @torch.inference_mode()
     def run(self, ids: list[int]) -> tuple[Trace, Tensor]:
         """Run one pass over a prompt; return its trace and the logits after each token, [T, V] float32."""
-        with _no_bfloat16_rounding(), watching(self.model) as trace:
+        # Some models round constants (alibi's slopes) to bfloat16 in a float32 model too.
+        with patch.object(Tensor, "bfloat16", Tensor.float), watching(self.model) as trace:
             logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
         return trace, logits.float()
-
-
-@contextmanager
-def _no_bfloat16_rounding() -> Iterator[None]:
-    """Turn Tensor.bfloat16 into a no-op: some models round constants (alibi's slopes) in a float32 model too."""
-    rounding = torch.Tensor.bfloat16
-    torch.Tensor.bfloat16 = torch.Tensor.float  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.bfloat16 = rounding  # type: ignore[method-assign]
 
 
 def transformers() -> Any:
@@ -91,17 +82,6 @@ def find_class(architecture: str) -> Any:
             f"--verify compares the kernels without it"
         )
     return found
-
-
-def read_config(directory: Path) -> Any:
-    """Return Transformers' config object for a directory.
-
-    Raises:
-        ModelLoadError: Transformers cannot read config.json.
-    """
-    config_class = find_class(load_model_config(directory).architecture).config_class
-    with load_errors(f"{directory}: Transformers cannot read config.json"):
-        return config_class.from_pretrained(directory, local_files_only=True)
 
 
 @contextmanager

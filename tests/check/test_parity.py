@@ -123,6 +123,6 @@ def test_every_architecture_runs_without_a_checkpoint(architecture: str, tmp_pat
     found = compare(ours, Twin.load(target.directory), IDS)
     assert all(row.passed for row in found.rows), first(found)
     setting = Setting(target.directory, "float32", KERNELS, make_prompts(24, ours.config.vocab_size))
-    with setting.engine() as built:
-        answers = ask(built.engine, setting, [0, 1])
+    with setting.engine() as engine:
+        answers = ask(engine, setting, [0, 1])
     assert all(len(answer.ids) == NUM_TOKENS for answer in answers)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.check.ours import OurModel
-from penstock.check.parity import compare_traces, verify
+from penstock.check.parity import compare_kernels, compare_traces
 from tests.families.case import Case, all_cases
 from tests.hf_models import make_qwen3, random_ids
 from tests.kernels.packed import levels
@@ -19,7 +19,7 @@ def test_kernels_agree(case: Case, tmp_path: Path) -> None:
     """Guards against a kernel that is wrong for a shape or switch of one family only."""
     _, directory = case.make(tmp_path)
     for dtype in ("float32", "bfloat16"):
-        rows = verify(directory, dtype, random_ids(37))
+        rows = compare_kernels(directory, dtype, random_ids(37))
         assert all(row.passed for row in rows), next(row for row in rows if not row.passed)
         assert len(rows) > 6 * sum(row.name.endswith("residual stream") for row in rows) > 0
 
