@@ -55,11 +55,11 @@ class EngineClient(Protocol):
 
     @property
     def model_info(self) -> ModelInfo:
-        """Raises EngineDeadError until the engine has been ready once, or the reason why it cannot be built."""
+        """Return the model. Raise EngineDeadError until an engine is ready, or the reason why none can be built."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Loaded in this process, before the engine is ready. Raises ModelLoadError if the model has none."""
+        """Return the tokenizer, which this process has loaded. Raise ModelLoadError if the model has none."""
 
     async def attach(self) -> None:
         """Watch the engine from this event loop, without waiting for it. A second call does nothing."""

@@ -181,7 +181,11 @@ class KVCacheManager:
         tables = self._tables[request.request_id]
         num_tokens = request.num_computed_tokens + num_new_tokens
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
-            self._release_passed(table, pool, self._first_needed(group, request.num_computed_tokens))
+            first_needed = self._first_needed(group, request.num_computed_tokens)
+            for index in range(table.num_released, min(first_needed, len(table.block_ids))):
+                pool.release([table.block_ids[index]])
+                table.block_ids[index] = NO_BLOCK
+                table.num_released = index + 1
         needed = [table_length(group, num_tokens) for group in self.groups]
         missing = [max(0, count - len(table.block_ids)) for count, table in zip(needed, tables, strict=True)]
         if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
@@ -189,13 +193,6 @@ class KVCacheManager:
         for count, pool, table in zip(missing, self.pools, tables, strict=True):
             table.block_ids.extend(pool.allocate(count))
         return True
-
-    @staticmethod
-    def _release_passed(table: BlockTable, pool: BlockPool, first_needed: int) -> None:
-        for index in range(table.num_released, min(first_needed, len(table.block_ids))):
-            pool.release([table.block_ids[index]])
-            table.block_ids[index] = NO_BLOCK
-            table.num_released = index + 1
 
     def commit(self, request: Request) -> None:
         """Register the request's full blocks for reuse: its computed tokens are in the cache now."""

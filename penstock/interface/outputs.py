@@ -15,13 +15,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of one token in the raw distribution (before penalties, bias and temperature).
-
-    `rank` is 1 for the most likely token.
-    """
+    """Log-probability of one token in the raw distribution (before penalties, bias and temperature)."""
 
     logprob: float
-    rank: int | None = None
+    rank: int | None = None  # 1 for the most likely token
     decoded_token: str | None = None
 
 

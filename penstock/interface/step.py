@@ -96,14 +96,11 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one position: of the token itself, then of the most likely ones, best first.
-
-    `rank` is the token's own rank; 1 is the most likely.
-    """
+    """Raw log-probabilities at one position: of the token itself, then of the most likely ones, best first."""
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int
+    rank: int  # the token's own; 1 is the most likely
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,11 +103,7 @@ class Row:
 
 
 def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...], str]:
-    """Read a table, which errors call `where`. Return its rows, `ignore` and `prefix`.
-
-    Raises:
-        ModelLoadError: a field is unknown, or its value is not allowed.
-    """
+    """Return the rows, `ignore` and `prefix` of a table; see ParamTable.from_text."""
     entries = read_yaml(text, where)
     if not isinstance(entries, dict):
         raise ModelLoadError(f"{where}: it must map parameter names to their fields")

@@ -1,14 +1,12 @@
 """Matching: which tensors of a checkpoint hold which parameter, and in which of its layouts it is written. No torch."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ModelLoadError
 from penstock.spec.param_table import Layout, Parameter, ParamTable
+from penstock.spec.unsupported import hint, listed
 from penstock.weights.safetensors import TensorEntry
-
-MAX_LISTED = 8  # names that an error lists
 
 # Forms of a whole checkpoint: the layout in which each parameter is written.
 FORMS: dict[str, Callable[[Parameter], Layout]] = {
@@ -70,9 +68,7 @@ def _nearest(parameter: Parameter, stored: Mapping[str, str]) -> Layout:
 def _check_names(missing: list[str], unused: list[str]) -> None:
     problems = []
     if missing:
-        near = difflib.get_close_matches(missing[0], unused, n=1)
-        hint = f" (is {near[0]} meant?)" if near else ""
-        problems.append(f"missing: {listed(missing)}{hint}")
+        problems.append(f"missing: {listed(missing)}{hint(missing[0], unused)}")
     if unused:
         problems.append(f"unknown: {listed(unused)}")
     if problems:
@@ -88,9 +84,3 @@ def _check_shapes(layouts: Mapping[str, Layout], stored: Mapping[str, str], entr
                     f"{entry.file.name}: {stored[name]} has the shape {list(entry.shape)}; config.json requires "
                     f"{list(shape)}"
                 )
-
-
-def listed(names: list[str]) -> str:
-    """Join the first names for an error message, and say how many more there are."""
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more

@@ -62,8 +62,6 @@ def rewrite_model(
 ) -> Rewritten:
     """Write a model's checkpoint in one of the FORMS, with everything else that its directory needs.
 
-    destination: a path that does not exist, or a directory that is empty except for leftovers of a killed conversion.
-
     Raises:
         InvalidRequestError: the source is packed, or the destination is not empty or too small.
         ModelLoadError: the checkpoint does not fit its architecture, or the form.
@@ -82,11 +80,7 @@ def rewrite_model(
 
 
 def outgoing(source: CheckpointSource, form: str) -> list[Outgoing]:
-    """Return the tensors of a checkpoint in another form.
-
-    Raises:
-        ModelLoadError: pieces of different types would become one tensor.
-    """
+    """Return a checkpoint's tensors in another form. Raise ModelLoadError if one would join pieces of several types."""
     tensors: dict[str, Outgoing] = {}
     for name, held in source.match.layouts.items():
         parameter = source.parameters[name]

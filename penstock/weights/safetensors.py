@@ -63,12 +63,7 @@ def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 class Checkpoint:
-    """All tensors of a model directory.
-
-    Attributes:
-        files: the safetensors files.
-        entries: every tensor in any of them, by name.
-    """
+    """All tensors of a model directory, in one file or several."""
 
     def __init__(self, directory: Path) -> None:
         """Read the headers.

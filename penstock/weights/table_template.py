@@ -74,7 +74,7 @@ class Line:
 
 
 def table_text(model: Path, *, sharding: bool = False) -> str:
-    """Return the table of a model directory or of a config.json, or its sharding map: one axis per name.
+    """Return the parameter table, or the sharding map, of a model directory or of a config.json.
 
     Raises:
         ModelLoadError: there is neither a config.json of a known architecture nor a checkpoint.
