@@ -40,15 +40,11 @@ class BlockTable:
 class Prefix:
     """The cached blocks that a request could reuse.
 
-    Attributes:
-        hashes: of every block that could be reused, cached or not.
-        num_blocks: how many leading ones are cached.
-        in_progress: another request is computing the next one. Then waiting pays: the choices of one prompt, sent
-            together, compute it once.
+    in_progress: another request is computing the next one. The choices of one prompt wait then, and compute it once.
     """
 
-    hashes: list[bytes]
-    num_blocks: int
+    hashes: list[bytes]  # of every block that could be reused, cached or not
+    num_blocks: int  # how many leading ones are cached
     in_progress: bool
 
 

@@ -77,14 +77,13 @@ class SchedulerOutput:
     """One step: how many tokens of which requests to compute.
 
     Attributes:
-        step_id: counts up from 0.
         new_requests: to be added before the step; each is scheduled in this very step.
         scheduled: in the order in which their tokens are packed.
         forgotten_request_ids: finished, aborted or preempted since the last step; their rows are free. To be removed
             before new_requests are added, so an id may be in both (preempted and admitted again).
     """
 
-    step_id: int
+    step_id: int  # counts up from 0
     new_requests: list[NewRequest]
     scheduled: list[ScheduledRequest]
     forgotten_request_ids: list[str] = field(default_factory=list)

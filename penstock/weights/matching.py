@@ -20,17 +20,11 @@ FORMS: dict[str, Callable[[Parameter], Layout]] = {
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How a checkpoint holds the parameters of a table.
+    """How a checkpoint holds the parameters of a table."""
 
-    Attributes:
-        layouts: parameter -> its layout in this checkpoint. A tied one is listed only if it is stored too.
-        stored: the table's name of a tensor -> the checkpoint's, which may lack the prefix.
-        ignored: tensors without values of the model, by the checkpoint's names.
-    """
-
-    layouts: dict[str, Layout]
-    stored: dict[str, str]
-    ignored: tuple[str, ...]
+    layouts: dict[str, Layout]  # by parameter; a tied one is listed only if it is stored too
+    stored: dict[str, str]  # the table's name of a tensor -> the checkpoint's, which may lack the prefix
+    ignored: tuple[str, ...]  # tensors without values of the model, by the checkpoint's names
 
 
 def match(entries: Mapping[str, TensorEntry], parameters: Mapping[str, Parameter], table: ParamTable) -> Match:

@@ -40,17 +40,12 @@ class Rewritten(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A tensor to be written.
-
-    Attributes:
-        dtype: in the format's spelling.
-        parts: called one after the other while writing; together they return all rows.
-    """
+    """A tensor to be written."""
 
     name: str
-    dtype: str
+    dtype: str  # in the format's spelling
     shape: tuple[int, ...]
-    parts: tuple[Callable[[], RowSource], ...]
+    parts: tuple[Callable[[], RowSource], ...]  # called one after the other while writing; together they are all rows
 
     @property
     def num_bytes(self) -> int:
