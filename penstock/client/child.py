@@ -35,7 +35,7 @@ class EngineChild:
 
     @property
     def pid(self) -> int | None:
-        """None once the process has ended."""
+        """Return the process id; None once it has ended."""
         return self._process.pid if self._process.poll() is None else None
 
     async def connect(self) -> None:

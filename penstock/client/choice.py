@@ -39,7 +39,7 @@ class Choice:
         self._stop_reason: int | str | None = None
         self._text: list[str] = []
         self._logprobs: list[LogprobsAt] | None = None if params.logprobs is None else []
-        self._cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        self._cumulative_logprob = 0.0
         self._num_sent = 0  # tokens returned in DELTA mode
         self.add_tokens(EngineOutput(request.request_id, 0, request.output_token_ids))
 
@@ -50,19 +50,14 @@ class Choice:
         for position in range(start, len(ids)):
             self.changed = True
             self.token_ids.append(ids[position])
-            if output.logprobs is not None:
-                self._add_logprobs(output.logprobs[position])
+            if output.logprobs is not None and self._logprobs is not None:
+                self._logprobs.append(logprobs_at(output.logprobs[position], self._tokenizer))
+                self._cumulative_logprob += output.logprobs[position].logprobs[0]
             is_hidden = last_is_stop and position == len(ids) - 1
             if self._detokenizer is not None and not is_hidden:
                 self._add_text(self._detokenizer.push(ids[position : position + 1]))
             if self.finish_reason is not None:
                 return
-
-    def _add_logprobs(self, entry: TokenLogprobs) -> None:
-        if self._logprobs is None or self._cumulative_logprob is None:
-            return
-        self._logprobs.append(logprobs_at(entry, self._tokenizer))
-        self._cumulative_logprob += entry.logprobs[0]
 
     def _add_text(self, text: str) -> None:
         shown, stop = self._stops.push(text, may_stop=len(self.token_ids) > self._params.min_tokens)
@@ -71,10 +66,7 @@ class Choice:
             self.finish_reason, self._stop_reason = FinishReason.STOP, stop
 
     def end(self, reason: FinishReason, stop_reason: int | None = None) -> None:
-        """Release the text held back and end. No effect on a choice that has ended.
-
-        The text held back may complete a stop string, which then is the reason.
-        """
+        """End, unless it has ended, with the text held back, which may complete a stop string: then that is why."""
         if self.finish_reason is not None:
             return
         self.changed = True
@@ -90,7 +82,7 @@ class Choice:
             index=self.request.choice,
             text="".join(self._text),
             token_ids=self.token_ids[self._num_sent :],
-            cumulative_logprob=self._cumulative_logprob,
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
             logprobs=None if self._logprobs is None else list(self._logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,

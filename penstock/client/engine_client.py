@@ -30,24 +30,17 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A snapshot for /status, /health and /metrics.
-
-    Attributes:
-        heartbeat_age_s: seconds since the last frame of the engine; None without one.
-        making_progress: ready, heard from lately, and no step has been running for too long.
-        journal_requests, journal_tokens: open engine requests, and the tokens received for them.
-        num_aborted_total: requests that ended because their caller left.
-    """
+    """A snapshot for /status, /health and /metrics."""
 
     state: EngineState
     pid: int | None
     restarts: int
-    heartbeat_age_s: float | None
-    making_progress: bool
+    heartbeat_age_s: float | None  # since the last frame of the engine
+    making_progress: bool  # ready, heard from lately, and no step has been running for too long
     stats: EngineStats = field(default_factory=EngineStats)
-    journal_requests: int = 0
-    journal_tokens: int = 0
-    num_aborted_total: int = 0
+    journal_requests: int = 0  # engine requests that run or wait
+    journal_tokens: int = 0  # received for them
+    num_aborted_total: int = 0  # requests that ended because their caller left
 
 
 class EngineClient(Protocol):
@@ -55,11 +48,11 @@ class EngineClient(Protocol):
 
     @property
     def model_info(self) -> ModelInfo:
-        """Raises EngineDeadError until the engine has been ready once, or the reason why it cannot be built."""
+        """Return the model. Raise EngineDeadError until an engine is ready, or the reason why none can be built."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Loaded in this process, before the engine is ready. Raises ModelLoadError if the model has none."""
+        """Return the tokenizer, which this process has loaded. Raise ModelLoadError if the model has none."""
 
     async def attach(self) -> None:
         """Watch the engine from this event loop, without waiting for it. A second call does nothing."""

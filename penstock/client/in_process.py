@@ -15,13 +15,7 @@ from penstock.tokenizer.tokenizer import Tokenizer
 
 
 class InProcessClient:
-    """A client of an engine in this process.
-
-    Attributes:
-        engine: takes and gives token ids only.
-        model_info: the model as the engine describes it.
-        tokenizer: None takes prompts as ids and gives no text.
-    """
+    """A client of an engine in this process. Without a tokenizer it takes prompts as ids and gives no text."""
 
     def __init__(self, engine: Engine, model_info: ModelInfo, tokenizer: Tokenizer | None, *, seed: int = 0) -> None:
         self.engine = engine

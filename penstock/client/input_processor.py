@@ -41,12 +41,9 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Makes PreparedRequests for one model.
+    """Makes PreparedRequests for one model. Without a tokenizer it takes prompts as ids only.
 
-    Args:
-        tokenizer: None takes prompts as ids only.
-        info: the model that they are for.
-        seed: of the engine; a request without a seed gets one from it and its arrival number.
+    A request without a seed gets one from the engine's `seed` and its arrival number.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, info: ModelInfo, *, seed: int = 0) -> None:

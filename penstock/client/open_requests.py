@@ -43,12 +43,12 @@ class OpenRequests:
 
     @property
     def num_running(self) -> int:
-        """Choices that run or wait in the engine."""
+        """Return the number of choices that run or wait in the engine."""
         return len(self._running)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens received for running choices."""
+        """Return the number of tokens received for running choices."""
         return sum(len(choice.token_ids) for _, choice in self._running.values())
 
     def resumable(self) -> list[EngineRequest]:
@@ -194,12 +194,7 @@ class Mailbox:
         self._arrived.set()
 
     async def get(self) -> RequestOutput:
-        """Wait for the next output.
-
-        Raises:
-            RequestFailedError: the computation failed.
-            PenstockError: the error that was put.
-        """
+        """Wait for the next output. Raise the error that was put, or RequestFailedError if the computation failed."""
         while not self._items:
             self._arrived.clear()
             await self._arrived.wait()

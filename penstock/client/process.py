@@ -39,7 +39,6 @@ class ProcessClient:
 
     Args:
         options: for EngineConfig.from_options, checked already.
-        tokenizer: None takes prompts as ids and gives no text.
         seed: of the engine, for requests without one.
     """
 
@@ -85,11 +84,7 @@ class ProcessClient:
         return EngineState.DRAINING if self._draining and state is EngineState.READY else state
 
     async def attach(self) -> None:
-        """Watch the child from this event loop, without waiting for it. A second call does nothing.
-
-        Raises:
-            EngineError: it was shut down, or belongs to another event loop.
-        """
+        """Watch the child from this event loop. Raise EngineError if it was shut down, or belongs to another one."""
         loop = asyncio.get_running_loop()
         if self._watch is None:
             if self._supervisor.failure is not None:
@@ -153,14 +148,13 @@ class ProcessClient:
         return self._inputs.process(prompt, params, request_id)
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new requests and wait until the open ones have ended, at most timeout_s seconds."""
         self._draining = True
         deadline = time.monotonic() + timeout_s
         while len(self._requests) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     async def shutdown(self) -> None:
-        """End the engine; open requests end with EngineDeadError. A second call only waits for the process."""
+        """End the engine. A second call only waits for the process."""
         self._supervisor.stop()
         if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
             await asyncio.wait([self._watch])

@@ -148,20 +148,14 @@ class EngineSupervisor:
 
 
 class Liveness:
-    """When the engine was last heard from, and whether it makes progress.
-
-    Attributes:
-        stats: the newest that the engine sent.
-        last_heard: time.monotonic() of its last frame; None without an engine.
-    """
+    """When the engine was last heard from, and whether it makes progress."""
 
     def __init__(self) -> None:
-        self.stats = EngineStats()
-        self.last_heard: float | None = None
+        self.stats = EngineStats()  # the newest that the engine sent
+        self.last_heard: float | None = None  # time.monotonic() of its last frame; None without an engine
         self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
 
     def note(self, frame: frames.FromEngine) -> None:
-        """Note the arrival of a frame."""
         now = time.monotonic()
         if self.last_heard is not None and self.stats.num_running:
             self._gaps.append(now - self.last_heard)
@@ -171,12 +165,12 @@ class Liveness:
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since the last frame; None without an engine."""
+        """Return the seconds since the last frame; None without an engine."""
         return None if self.last_heard is None else time.monotonic() - self.last_heard
 
     @property
     def making_progress(self) -> bool:
-        """False once the engine has been silent for too long: when busy, many times its longest recent step."""
+        """Return False once the engine has been silent for too long: when busy, STALL_STEPS of its longest steps."""
         allowed = IDLE_STALL_S
         if self.stats.num_running or self.stats.num_waiting:
             allowed = max(IDLE_STALL_S, STALL_STEPS * max(self._gaps)) if self._gaps else FIRST_STEP_STALL_S

@@ -6,14 +6,8 @@ from penstock.tokenizer.hf import adopt_tokenizer, load_tokenizer
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.weights.hub import resolve_model
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tekken.json",
-    "vocab.json",
-    "special_tokens_map.json",
-)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json",
+                   "special_tokens_map.json")  # fmt: skip
 
 
 def choose_tokenizer(given: Any, model: str | None) -> Tokenizer | None:

@@ -29,15 +29,11 @@ def hash_block(parent: bytes, token_ids: Sequence[int], key: bytes = b"") -> byt
 
 
 class BlockPool:
-    """Allocates and frees the block ids 0 .. num_blocks - 1.
-
-    Attributes:
-        num_cached_blocks: free blocks that are found by content hash.
-    """
+    """Allocates and frees the block ids 0 .. num_blocks - 1."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_cached_blocks = 0
+        self.num_cached_blocks = 0  # free blocks that are found by content hash
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -45,7 +41,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could return, cached ones included."""
+        """Return the number of blocks that `allocate` could return, cached ones included."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:

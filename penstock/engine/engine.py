@@ -18,15 +18,7 @@ MAX_FAILED_STEPS = 3  # in a row: then the engine is broken, not a request
 
 
 class Engine:
-    """One model's requests.
-
-    Args:
-        executor: computes the steps.
-        groups: the cache groups that the executor was built with.
-        max_model_len: most tokens of prompt and output together.
-        vocab_size: token ids are below it.
-        eos_token_ids: the model's own end tokens.
-    """
+    """One model's requests. `groups` are the cache groups that the executor was built with."""
 
     def __init__(
         self,
@@ -117,7 +109,10 @@ class Engine:
         try:
             results = self.executor.collect(self.executor.submit(plan)).results
         except Exception as error:  # must not reach the other requests
-            self._count_failure(error)
+            self._num_failed_steps += 1
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= MAX_FAILED_STEPS:
+                raise EngineError(f"{MAX_FAILED_STEPS} steps in a row failed; the last: {error}") from error
             failure = RequestStepOutput([], error=f"{type(error).__name__}: {error}")
             results = {item.request_id: failure for item in plan.scheduled}
         else:
@@ -125,12 +120,6 @@ class Engine:
         self._num_steps += 1
         committed = (self._commit(item, results[item.request_id]) for item in plan.scheduled)
         return outputs + [output for output in committed if output is not None]
-
-    def _count_failure(self, error: Exception) -> None:
-        self._num_failed_steps += 1
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= MAX_FAILED_STEPS:
-            raise EngineError(f"{MAX_FAILED_STEPS} steps in a row failed; the last: {error}") from error
 
     def _commit(self, item: ScheduledRequest, result: RequestStepOutput) -> EngineOutput | None:
         request = self._requests[item.request_id]

@@ -40,15 +40,11 @@ class BlockTable:
 class Prefix:
     """The cached blocks that a request could reuse.
 
-    Attributes:
-        hashes: of every block that could be reused, cached or not.
-        num_blocks: how many leading ones are cached.
-        in_progress: another request is computing the next one. Then waiting pays: the choices of one prompt, sent
-            together, compute it once.
+    in_progress: another request is computing the next one. The choices of one prompt wait then, and compute it once.
     """
 
-    hashes: list[bytes]
-    num_blocks: int
+    hashes: list[bytes]  # of every block that could be reused, cached or not
+    num_blocks: int  # how many leading ones are cached
     in_progress: bool
 
 
@@ -181,7 +177,11 @@ class KVCacheManager:
         tables = self._tables[request.request_id]
         num_tokens = request.num_computed_tokens + num_new_tokens
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
-            self._release_passed(table, pool, self._first_needed(group, request.num_computed_tokens))
+            first_needed = self._first_needed(group, request.num_computed_tokens)
+            for index in range(table.num_released, min(first_needed, len(table.block_ids))):
+                pool.release([table.block_ids[index]])
+                table.block_ids[index] = NO_BLOCK
+                table.num_released = index + 1
         needed = [table_length(group, num_tokens) for group in self.groups]
         missing = [max(0, count - len(table.block_ids)) for count, table in zip(needed, tables, strict=True)]
         if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
@@ -189,13 +189,6 @@ class KVCacheManager:
         for count, pool, table in zip(missing, self.pools, tables, strict=True):
             table.block_ids.extend(pool.allocate(count))
         return True
-
-    @staticmethod
-    def _release_passed(table: BlockTable, pool: BlockPool, first_needed: int) -> None:
-        for index in range(table.num_released, min(first_needed, len(table.block_ids))):
-            pool.release([table.block_ids[index]])
-            table.block_ids[index] = NO_BLOCK
-            table.num_released = index + 1
 
     def commit(self, request: Request) -> None:
         """Register the request's full blocks for reuse: its computed tokens are in the cache now."""

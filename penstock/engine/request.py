@@ -49,7 +49,7 @@ class Request:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens whose keys and values are not computed yet, at least the last one."""
+        """Return the number of tokens whose keys and values are not computed yet: at least one, the last."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property

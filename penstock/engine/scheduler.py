@@ -109,7 +109,7 @@ class Scheduler:
             return
         held_back: list[Request] = []
         held_hashes: set[bytes] = set()  # of whole prompts that wait, so that equal ones are not looked up again
-        while self.waiting and self._has_room(plan) and len(held_back) < MAX_HELD_BACK:
+        while self.waiting and plan.budget and len(self.running) < self.max_num_seqs and len(held_back) < MAX_HELD_BACK:
             request = self.waiting.popleft()
             if request.block_hashes and request.block_hashes[-1] in held_hashes:
                 held_back.append(request)
@@ -125,9 +125,6 @@ class Scheduler:
                 break
             self._start(request, num_new, plan)
         self.waiting.extendleft(reversed(held_back))
-
-    def _has_room(self, plan: _Plan) -> bool:
-        return plan.budget > 0 and len(self.running) < self.max_num_seqs
 
     def _start(self, request: Request, num_new: int, plan: _Plan) -> None:
         if request.num_cached_tokens is None:  # else it was preempted before

@@ -58,7 +58,7 @@ class LLM:
 
     @property
     def engine(self) -> InProcessClient:
-        """The client, under the name that scripts use: llm.engine.add_request, .step and .abort."""
+        """Return the client, under the name that scripts use: llm.engine.add_request, .step and .abort."""
         return self.client
 
     def default_params(self, **fields: Any) -> SamplingParams:

@@ -60,17 +60,13 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges, and counters (num_*_total) since the engine's start. Blocks are summed over all cache groups.
-
-    Attributes:
-        kv_blocks_cached: free blocks whose content can be reused.
-    """
+    """Gauges, and counters (num_*_total) since the engine's start. Blocks are summed over all cache groups."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_blocks_total: int = 0
     kv_blocks_free: int = 0
-    kv_blocks_cached: int = 0
+    kv_blocks_cached: int = 0  # free blocks whose content can be reused
     num_steps_total: int = 0
     num_prompt_tokens_total: int = 0
     num_cached_tokens_total: int = 0
@@ -84,7 +80,6 @@ class ModelInfo:
     """An engine's description of its model, sent when it is ready.
 
     Attributes:
-        model: as the user named it.
         system_fingerprint: names all that can change a bit: weights, dtype, quantisation, kernels, numerics version.
         default_sampling: sampling fields set by the model's generation_config.json (temperature, top_p, ...).
         choices_made: option -> the automatic choice and its reason, for the start-up message.

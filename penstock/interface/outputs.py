@@ -15,13 +15,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of one token in the raw distribution (before penalties, bias and temperature).
-
-    `rank` is 1 for the most likely token.
-    """
+    """Log-probability of one token in the raw distribution (before penalties, bias and temperature)."""
 
     logprob: float
-    rank: int | None = None
+    rank: int | None = None  # 1 for the most likely token
     decoded_token: str | None = None
 
 
@@ -30,20 +27,15 @@ LogprobsAt = dict[int, Logprob]  # the tokens reported at one position; the chos
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One of the `n` choices of a request.
-
-    Attributes:
-        token_ids: every generated id, an end token included (which the text leaves out).
-        stop_reason: the stop string or stop token that ended it; None for the model's own end token.
-    """
+    """One of the `n` choices of a request."""
 
     index: int
     text: str
-    token_ids: list[int]
+    token_ids: list[int]  # every generated id, an end token included (which the text leaves out)
     cumulative_logprob: float | None = None
     logprobs: list[LogprobsAt] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    stop_reason: int | str | None = None  # the stop string or stop token; None for the model's own end token
 
     @property
     def finished(self) -> bool:

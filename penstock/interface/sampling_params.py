@@ -180,11 +180,7 @@ class SamplingParams:
 
 
 def _processors(value: Any) -> dict[str, Any] | None:
-    """Return name -> argument (None without one); None if there are no processors.
-
-    Raises:
-        InvalidRequestError: it is something else, or an argument is not a plain value.
-    """
+    """Return name -> argument (None without one); None without processors. Raise InvalidRequestError if malformed."""
     named = value if isinstance(value, Mapping) else None
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         named = dict.fromkeys(value)

@@ -77,14 +77,13 @@ class SchedulerOutput:
     """One step: how many tokens of which requests to compute.
 
     Attributes:
-        step_id: counts up from 0.
         new_requests: to be added before the step; each is scheduled in this very step.
         scheduled: in the order in which their tokens are packed.
         forgotten_request_ids: finished, aborted or preempted since the last step; their rows are free. To be removed
             before new_requests are added, so an id may be in both (preempted and admitted again).
     """
 
-    step_id: int
+    step_id: int  # counts up from 0
     new_requests: list[NewRequest]
     scheduled: list[ScheduledRequest]
     forgotten_request_ids: list[str] = field(default_factory=list)
@@ -96,14 +95,11 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one position: of the token itself, then of the most likely ones, best first.
-
-    `rank` is the token's own rank; 1 is the most likely.
-    """
+    """Raw log-probabilities at one position: of the token itself, then of the most likely ones, best first."""
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int
+    rank: int  # the token's own; 1 is the most likely
 
 
 @dataclass(frozen=True, slots=True)

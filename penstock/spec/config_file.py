@@ -24,7 +24,7 @@ def has_config(directory: Path) -> bool:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the contents of config.json, or of Mistral's params.json if there is no other, in Transformers' keys.
+    """Return config.json, or else Mistral's params.json in Transformers' keys.
 
     Raises:
         ModelLoadError: there is neither, or it cannot be read.
@@ -42,11 +42,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Raises:
-        ModelLoadError: there is no such file, or it holds something else.
-    """
+    """Return the JSON object that a file holds. Raise ModelLoadError if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

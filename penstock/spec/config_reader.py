@@ -29,11 +29,7 @@ def same(value: Any, expected: Any) -> bool:
 
 
 class ConfigReader:
-    """Reads one JSON object. A key that is null counts as absent if it has a default.
-
-    Attributes:
-        where: the name of this object in error messages, "config.json" for instance.
-    """
+    """Reads one JSON object, which errors call `where`. A key that is null counts as absent if it has a default."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.where = where
@@ -103,11 +99,7 @@ class ConfigReader:
         return ConfigReader(value, f"{self.where}: {key}")
 
     def neutral(self, values: Mapping[str, Any]) -> None:
-        """Check keys that would change what is computed against the one value of each that does not.
-
-        Raises:
-            ModelLoadError: a key has another value.
-        """
+        """Raise ModelLoadError if a key that would change what is computed has another value than this neutral one."""
         for key, value in values.items():
             if self.has(key) and not same(self.raw(key), value):
                 raise self.fail(key, f"{json.dumps(value)}, or absent")

@@ -58,7 +58,11 @@ def decoder_shape(
     shape["num_key_value_heads"] = kv_heads = read.integer(kv_key, 1, heads, heads)
     if heads % kv_heads:
         raise read.fail(kv_key, f"a divisor of num_attention_heads = {heads}")
-    shape["head_dim"] = _read_head_dim(read, shape, spelled(read, "hidden_size", spelling), head_dim)
+    hidden = shape["hidden_size"]
+    if not read.has("head_dim") and head_dim is None and hidden % heads:
+        hidden_key = spelled(read, "hidden_size", spelling)
+        raise read.fail(hidden_key, f"a multiple of num_attention_heads = {heads} where head_dim is absent")
+    shape["head_dim"] = read.integer("head_dim", 1, MAX_HEAD_DIM, head_dim or hidden // heads)
     return shape
 
 
@@ -90,13 +94,6 @@ def spelled(read: ConfigReader, name: str, spelling: Mapping[str, str] | None) -
     """Return the key that the file uses for a number of that name."""
     own = (spelling or {}).get(name, name)
     return name if own != name and not read.has(own) and read.has(name) else own
-
-
-def _read_head_dim(read: ConfigReader, shape: Numbers, hidden_key: str, default: int | None) -> int:
-    heads, hidden = shape["num_attention_heads"], shape["hidden_size"]
-    if not read.has("head_dim") and default is None and hidden % heads:
-        raise read.fail(hidden_key, f"a multiple of num_attention_heads = {heads} where head_dim is absent")
-    return read.integer("head_dim", 1, MAX_HEAD_DIM, default or hidden // heads)
 
 
 def require_even_heads(read: ConfigReader, head_dim: int) -> None:

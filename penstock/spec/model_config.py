@@ -12,7 +12,6 @@ class ModelConfig:
 
     Attributes:
         hidden_act: "silu", "gelu" (exact) or "gelu_tanh".
-        norm_eps: of the norms of either kind.
         dtype: type of the checkpoint: "float32", "bfloat16" or "float16"; float32 if the file does not say.
         layer_windows: for each layer, how many tokens a token sees, itself included; None: all.
         rope: None: positions enter otherwise (ALiBi, or learned positions).
@@ -27,8 +26,6 @@ class ModelConfig:
         num_parallel_norms: attention and feed-forward read the same residual stream, after one norm or one each; 0:
             one branch follows the other.
         num_experts: of a sparse feed-forward branch; 0: there is none.
-        num_experts_per_tok: experts per token.
-        moe_intermediate_size: of each expert.
         norm_topk_prob: the weights of the chosen experts are divided by their sum.
         sparse_layers: for each layer, whether its feed-forward branch is a mixture of experts.
         extra: values that only a family in a user's own file knows.

@@ -81,12 +81,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class ParamTable:
-    """The parameter table of one family.
-
-    Attributes:
-        ignore: patterns of checkpoint tensors that hold no values of the model.
-        prefix: start of Transformers' names that some checkpoints leave out.
-    """
+    """The parameter table of one family; spec/table_rows.py explains its fields."""
 
     rows: tuple[Row, ...]
     ignore: tuple[str, ...]
@@ -94,11 +89,7 @@ class ParamTable:
 
     @classmethod
     def from_text(cls, text: str, where: str) -> "ParamTable":
-        """Read a table, which errors call `where`.
-
-        Raises:
-            ModelLoadError: a field is unknown, or its value is not allowed.
-        """
+        """Read a table, which errors call `where`. Raise ModelLoadError if a field or its value is not allowed."""
         return cls(*read_table(text, where))
 
     @classmethod
@@ -179,7 +170,7 @@ class _Expansion:
         )
 
     def _layout(self, held: Held, pieces: list[tuple[int, ...]]) -> Layout:
-        """pieces: for each axis, the sizes of its pieces; at most one axis has several."""
+        """Return the layout. pieces: for each axis, the sizes of its pieces; at most one axis has several."""
         shape = tuple(map(sum, pieces))
         axis = next((index for index, sizes in enumerate(pieces) if len(sizes) > 1), 0)
         sizes = pieces[axis] if len(held.names) > 1 else (shape[axis],)

@@ -27,11 +27,7 @@ NEUTRAL = {"use_biases": False, "causal": True}
 
 
 def config_of(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of the equivalent config.json.
-
-    Raises:
-        ModelLoadError: a key is missing, wrong, or unknown.
-    """
+    """Return the equivalent config.json. Raise ModelLoadError if a key is missing, wrong or unknown."""
     read = ConfigReader(params, NAME)
     read.neutral(NEUTRAL)
     window, windowed = _windows(read)

@@ -16,11 +16,7 @@ SETTINGS = ("batch_users", "efficient_40b", "flash_decode", "fracture_vocab", "p
 
 
 def modern_falcon(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config in today's keys; one of another model_type unchanged.
-
-    Raises:
-        ModelLoadError: a key that names the generation is missing or contradicts it.
-    """
+    """Return the config in today's keys; one of another model_type unchanged. Raise ModelLoadError if keys disagree."""
     kind = config.get("model_type")
     if kind not in TYPES:
         return config

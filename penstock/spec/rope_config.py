@@ -52,11 +52,7 @@ class RopeConfig:
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, head_dim: int) -> None:
-        """Check that this fits heads of `head_dim` elements.
-
-        Raises:
-            ModelLoadError: nothing is rotated, or more than a head has, or there is not one factor per frequency.
-        """
+        """Raise ModelLoadError unless 2 .. head_dim elements are rotated, with one factor per frequency."""
         rotary_dim = self.rotary_dim(head_dim)
         frequencies = (rotary_dim + 1) // 2
         if not 2 <= 2 * frequencies <= head_dim:
@@ -171,7 +167,7 @@ def _read_llama3(read: ConfigReader) -> dict[str, Any]:
 
 
 def _read_longrope(read: ConfigReader, context: int, max_position_embeddings: int) -> dict[str, Any]:
-    """The default of attention_factor follows from how much longer the context has become."""
+    """Read the fields; attention_factor defaults to a function of how much longer the context has become."""
     factor = read.number("factor", 1e-6, MAX_SIZE, max_position_embeddings / context)
     by_factor = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(context))
     return {
@@ -183,7 +179,7 @@ def _read_longrope(read: ConfigReader, context: int, max_position_embeddings: in
 
 
 def _read_yarn(read: ConfigReader, factor: float) -> dict[str, Any]:
-    """The default of attention_factor follows from the factor, in one of two ways (YaRN's, and DeepSeek's)."""
+    """Read the fields; attention_factor defaults to a function of the factor (YaRN's, or DeepSeek's)."""
     slow, fast = read.number("beta_slow", 1e-6, MAX_SIZE, 1.0), read.number("beta_fast", 1e-6, MAX_SIZE, 32.0)
     if fast <= slow:
         raise read.fail("beta_fast", f"above beta_slow = {slow:g}")

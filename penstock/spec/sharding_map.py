@@ -7,29 +7,23 @@ none; # begins a comment. Names are those of the parameter table or of the check
 model: every parameter is named once, as itself or by all of its pieces.
 """
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ModelLoadError
 from penstock.spec.param_table import Layout, Parameter
 from penstock.spec.table_rows import read_text, read_yaml
+from penstock.spec.unsupported import hint, listed
 from penstock.validation import shown
 
-MAX_LISTED = 8  # problems that an error lists
 REPLICATED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingMap:
-    """The axes in a sharding file.
-
-    Attributes:
-        where: the file's name in error messages.
-        axes: name, with * for numbers -> axis.
-    """
+    """The axes in a sharding file, which errors call `where`: name, with * for numbers -> axis."""
 
     where: str
     axes: dict[str, int]
@@ -70,11 +64,9 @@ class ShardingMap:
             except ValueError as error:
                 problems[str(error)] = None
         known = {general(name) for item in parameters.values() for layout in item.layouts for name in layout.sources}
-        unknown = [f"{name} is not a parameter{_hint(name, known)}" for name in self.axes if name not in used]
+        unknown = [f"{name} is not a parameter{hint(name, known)}" for name in self.axes if name not in used]
         if problems or unknown:
-            all_problems = [*unknown, *problems]
-            more = f"; and {len(all_problems) - MAX_LISTED} more" if len(all_problems) > MAX_LISTED else ""
-            raise ModelLoadError(f"{self.where}: {'; '.join(all_problems[:MAX_LISTED])}{more}")
+            raise ModelLoadError(f"{self.where}: {listed([*unknown, *problems], '; ')}")
         return axes
 
     def _names(self, layout: Layout) -> list[str]:
@@ -82,11 +74,7 @@ class ShardingMap:
         return [name for name in map(general, layout.sources) if name in self.axes]
 
     def _axis(self, parameter: Parameter, found: list[Layout]) -> int | None:
-        """Return the axis of one parameter from `found`, its layouts that the map names.
-
-        Raises:
-            ValueError: it is not named exactly once.
-        """
+        """Return the axis of a parameter whose layouts `found` the map names. Raise ValueError unless it is one."""
         name = general(parameter.name)
         if not found:
             if parameter.tied_to is not None:
@@ -106,11 +94,7 @@ class ShardingMap:
         return split.pop()
 
     def _own_axis(self, source: str, shape: tuple[int, ...], layout: Layout) -> int | None:
-        """Translate the axis of a tensor, which may be transposed or stacked, to the parameter's.
-
-        Raises:
-            ValueError: the tensor has no such axis.
-        """
+        """Return the parameter's axis for that of a tensor. Raise ValueError if the tensor has no such axis."""
         axis = self.axes[source]
         if axis == REPLICATED:
             return None
@@ -125,8 +109,3 @@ class ShardingMap:
 def general(name: str) -> str:
     """Return a name with * for every number."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    return f" (is {near[0]} meant?)" if near else ""

@@ -84,11 +84,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table: a Parameter for each layer, before the sizes are known.
-
-    Attributes:
-        fields: as the file holds them, in the order of FIELDS.
-    """
+    """One row of the table: a Parameter for each layer, before the sizes are known."""
 
     pattern: str
     shape: tuple[Axis, ...]
@@ -99,15 +95,11 @@ class Row:
     leaves: int
     tied_to: str | None
     when: Conditions
-    fields: Mapping[str, Any] = field(compare=False)
+    fields: Mapping[str, Any] = field(compare=False)  # as the file holds them, in the order of FIELDS
 
 
 def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...], str]:
-    """Read a table, which errors call `where`. Return its rows, `ignore` and `prefix`.
-
-    Raises:
-        ModelLoadError: a field is unknown, or its value is not allowed.
-    """
+    """Return the rows, `ignore` and `prefix` of a table; see ParamTable.from_text."""
     entries = read_yaml(text, where)
     if not isinstance(entries, dict):
         raise ModelLoadError(f"{where}: it must map parameter names to their fields")

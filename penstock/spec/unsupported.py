@@ -1,10 +1,11 @@
-"""Says why a model is not supported, as far as its architecture's name tells, for error messages."""
+"""What error messages say of names: why an architecture is not supported, which known name is meant, a short list."""
 
 import difflib
 import re
 from collections.abc import Iterable
 
 SUPPORTED = "only autoregressive decoders with a key/value cache are supported"
+MAX_LISTED = 8  # names that an error lists
 
 # Patterns of class names -> the kind of model that they stand for.
 UNSUPPORTED: dict[str, str] = {
@@ -28,3 +29,15 @@ def why_unsupported(architecture: str) -> str | None:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the known name that is most similar to this one."""
     return difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return a question with the known name that is similar to this one; "" if none is."""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f" (is {near[0]} meant?)" if near else ""
+
+
+def listed(names: list[str], separator: str = ", ") -> str:
+    """Join the first names for an error message, and say how many more there are."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return separator.join(names[:MAX_LISTED]) + more

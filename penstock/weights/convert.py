@@ -21,10 +21,10 @@ from penstock.layers.weights import WeightLayer
 from penstock.models.config_json import load_model_config
 from penstock.plugins.user_files import import_files
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.unsupported import listed
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import empty_model, fill_layer, plain_parameters, weight_layers
-from penstock.weights.matching import listed
 from penstock.weights.memory import check_memory, stored_bytes
 from penstock.weights.packed import PackedInfo, PackedWriter, find_packed
 from penstock.weights.safetensors import PACKED
@@ -42,7 +42,6 @@ def convert_model(
 ) -> int:
     """Write the packed form of the model that a config names, in its dtype and scheme. Return the bytes of its weights.
 
-    destination: a path that does not exist, or a directory that is empty except for leftovers of a killed conversion.
     free_memory: returns the bytes that may be taken; a model whose largest parameter needs more is refused. None checks
         nothing.
 

@@ -23,7 +23,10 @@ UNFINISHED = ".unfinished"  # suffix of a file's name while it is written
 
 
 class Destination:
-    """A new or empty directory to be filled in a `with` block; if the block fails, what was written is removed."""
+    """A directory to be filled in a `with` block; if the block fails, what was written is removed.
+
+    It must not exist, or be empty except for what a killed run has left.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,11 +35,7 @@ class Destination:
         self._handle = -1
 
     def __enter__(self) -> "Destination":
-        """Make and lock the directory.
-
-        Raises:
-            InvalidRequestError: it cannot be made, is not empty, or another process is filling it.
-        """
+        """Make and lock the directory. Raise InvalidRequestError if it is not empty, or cannot be made or locked."""
         try:
             self._open()
         except BaseException as error:

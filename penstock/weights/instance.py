@@ -36,11 +36,7 @@ class InstanceWeights(Checkpoint):
     """The tensors of a model object, read like a checkpoint's."""
 
     def __init__(self, place: str, tensors: Mapping[str, Tensor]) -> None:
-        """Hold the tensors without copying them; errors call the object `place`.
-
-        Raises:
-            ModelLoadError: a tensor has no values, or is of no float type.
-        """
+        """Refer to the tensors of the object `place`. Raise ModelLoadError if one holds no floating-point values."""
         self.files = []
         self._tensors = dict(tensors)
         self.entries = {name: _entry(place, name, tensor) for name, tensor in self._tensors.items()}
@@ -94,8 +90,12 @@ class ModelInstance:
             )
         place = f"model object {name}"
         tensors = model.state_dict()
+        found = getattr(model, "generation_config", None)
+        generation = (
+            None if found is None else {key: value for key, value in found.to_dict().items() if value is not None}
+        )
         try:
-            model_config = parse_model_config(_config(model, name), _generation_config(model))
+            model_config = parse_model_config(_config(model, name), generation)
         except ModelLoadError as error:
             raise ModelLoadError(f"{place}: {error}") from None
         return cls(model_config, InstanceWeights(place, tensors))
@@ -107,8 +107,3 @@ def _config(model: Any, name: str) -> dict[str, Any]:
     dtype = "float32" if first is None else str(first.dtype).removeprefix("torch.")
     fields = {key: value for key, value in model.config.to_dict().items() if key != "torch_dtype"}
     return fields | {"architectures": [name], "dtype": dtype}
-
-
-def _generation_config(model: Any) -> dict[str, Any] | None:
-    found = getattr(model, "generation_config", None)
-    return None if found is None else {key: value for key, value in found.to_dict().items() if value is not None}

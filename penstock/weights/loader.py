@@ -21,8 +21,8 @@ from penstock.layers.weights import WeightLayer
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.unsupported import listed
 from penstock.validation import check_choice
-from penstock.weights.matching import listed
 from penstock.weights.memory import check_memory, rotary_bytes, stored_bytes
 from penstock.weights.packed import find_packed, restore_packed
 from penstock.weights.rows import RoundedRows
@@ -93,22 +93,18 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> nn.Module:
     if differing:
         raise ModelLoadError(f"the model and its parameter table differ in {listed(sorted(differing))}")
     for name, _, _, value in plain_parameters(model):
-        _check_plain(name, value, make)
+        declared = make.parameters[name]
+        if tuple(value.shape) != declared.shape:
+            raise ModelLoadError(
+                f"{name} has the shape {list(value.shape)} in the model; its parameter table requires "
+                f"{list(declared.shape)}"
+            )
+        if scheme_of(declared.quant, make.scheme) is not None:
+            raise ModelLoadError(
+                f"{name} cannot be quantised, because torch's own layer holds it; make it with make.linear, or call "
+                f"penstock.layers.swap.swap_linears(self, make) at the end of the model's __init__"
+            )
     return model
-
-
-def _check_plain(name: str, value: nn.Parameter, make: LayerFactory) -> None:
-    declared = make.parameters[name]
-    if tuple(value.shape) != declared.shape:
-        raise ModelLoadError(
-            f"{name} has the shape {list(value.shape)} in the model; its parameter table requires "
-            f"{list(declared.shape)}"
-        )
-    if scheme_of(declared.quant, make.scheme) is not None:
-        raise ModelLoadError(
-            f"{name} cannot be quantised, because torch's own layer holds it; make it with make.linear, or call "
-            f"penstock.layers.swap.swap_linears(self, make) at the end of the model's __init__"
-        )
 
 
 def weight_layers(model: nn.Module) -> Iterable[tuple[str, WeightLayer]]:

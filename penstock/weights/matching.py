@@ -1,14 +1,12 @@
 """Matching: which tensors of a checkpoint hold which parameter, and in which of its layouts it is written. No torch."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ModelLoadError
 from penstock.spec.param_table import Layout, Parameter, ParamTable
+from penstock.spec.unsupported import hint, listed
 from penstock.weights.safetensors import TensorEntry
-
-MAX_LISTED = 8  # names that an error lists
 
 # Forms of a whole checkpoint: the layout in which each parameter is written.
 FORMS: dict[str, Callable[[Parameter], Layout]] = {
@@ -22,17 +20,11 @@ FORMS: dict[str, Callable[[Parameter], Layout]] = {
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How a checkpoint holds the parameters of a table.
+    """How a checkpoint holds the parameters of a table."""
 
-    Attributes:
-        layouts: parameter -> its layout in this checkpoint. A tied one is listed only if it is stored too.
-        stored: the table's name of a tensor -> the checkpoint's, which may lack the prefix.
-        ignored: tensors without values of the model, by the checkpoint's names.
-    """
-
-    layouts: dict[str, Layout]
-    stored: dict[str, str]
-    ignored: tuple[str, ...]
+    layouts: dict[str, Layout]  # by parameter; a tied one is listed only if it is stored too
+    stored: dict[str, str]  # the table's name of a tensor -> the checkpoint's, which may lack the prefix
+    ignored: tuple[str, ...]  # tensors without values of the model, by the checkpoint's names
 
 
 def match(entries: Mapping[str, TensorEntry], parameters: Mapping[str, Parameter], table: ParamTable) -> Match:
@@ -70,9 +62,7 @@ def _nearest(parameter: Parameter, stored: Mapping[str, str]) -> Layout:
 def _check_names(missing: list[str], unused: list[str]) -> None:
     problems = []
     if missing:
-        near = difflib.get_close_matches(missing[0], unused, n=1)
-        hint = f" (is {near[0]} meant?)" if near else ""
-        problems.append(f"missing: {listed(missing)}{hint}")
+        problems.append(f"missing: {listed(missing)}{hint(missing[0], unused)}")
     if unused:
         problems.append(f"unknown: {listed(unused)}")
     if problems:
@@ -88,9 +78,3 @@ def _check_shapes(layouts: Mapping[str, Layout], stored: Mapping[str, str], entr
                     f"{entry.file.name}: {stored[name]} has the shape {list(entry.shape)}; config.json requires "
                     f"{list(shape)}"
                 )
-
-
-def listed(names: list[str]) -> str:
-    """Join the first names for an error message, and say how many more there are."""
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more

@@ -38,15 +38,10 @@ TENSORS_PER_LAYER = 5  # at most, with the filler
 
 @dataclass(frozen=True, slots=True)
 class PackedInfo:
-    """The metadata of a file of packed weights.
+    """The metadata of a file of packed weights."""
 
-    Attributes:
-        dtype: type of the activations and of weights that are not quantised.
-        scheme: how the others are quantised; None: all have the dtype.
-    """
-
-    dtype: str
-    scheme: Scheme | None
+    dtype: str  # of the activations and of weights that are not quantised
+    scheme: Scheme | None  # of the others; None: all have the dtype
 
     def __str__(self) -> str:
         if self.scheme is None:

@@ -40,17 +40,12 @@ class Rewritten(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A tensor to be written.
-
-    Attributes:
-        dtype: in the format's spelling.
-        parts: called one after the other while writing; together they return all rows.
-    """
+    """A tensor to be written."""
 
     name: str
-    dtype: str
+    dtype: str  # in the format's spelling
     shape: tuple[int, ...]
-    parts: tuple[Callable[[], RowSource], ...]
+    parts: tuple[Callable[[], RowSource], ...]  # called one after the other while writing; together they are all rows
 
     @property
     def num_bytes(self) -> int:
@@ -61,8 +56,6 @@ def rewrite_model(
     model: str, destination: Path, form: str, max_shard_size: int, progress: Progress = lambda done, total: None
 ) -> Rewritten:
     """Write a model's checkpoint in one of the FORMS, with everything else that its directory needs.
-
-    destination: a path that does not exist, or a directory that is empty except for leftovers of a killed conversion.
 
     Raises:
         InvalidRequestError: the source is packed, or the destination is not empty or too small.
@@ -82,11 +75,7 @@ def rewrite_model(
 
 
 def outgoing(source: CheckpointSource, form: str) -> list[Outgoing]:
-    """Return the tensors of a checkpoint in another form.
-
-    Raises:
-        ModelLoadError: pieces of different types would become one tensor.
-    """
+    """Return a checkpoint's tensors in another form. Raise ModelLoadError if one would join pieces of several types."""
     tensors: dict[str, Outgoing] = {}
     for name, held in source.match.layouts.items():
         parameter = source.parameters[name]

@@ -163,12 +163,12 @@ def parameter_rows(layout: Layout, find: FindRows) -> RowSource:
     if layout.paired_head:
         parts = _halved(parts, layout, back=False)
     whole = parts[0] if len(parts) == 1 else JoinedRows(parts, layout.join_axis)
-    return _ungrouped(whole, layout) if layout.groups > 1 else whole
+    return _regrouped(whole, layout, back=False) if layout.groups > 1 else whole
 
 
 def tensor_rows(layout: Layout, whole: RowSource) -> dict[str, RowSource]:
     """Return the checkpoint tensors, by name, that hold a parameter in this layout; of a stack, its slice."""
-    parts = [_grouped(whole, layout) if layout.groups > 1 else whole]
+    parts = [_regrouped(whole, layout, back=True) if layout.groups > 1 else whole]
     if len(layout.sources) > 1:
         ends = itertools.accumulate(layout.pieces)
         parts = [
@@ -179,23 +179,17 @@ def tensor_rows(layout: Layout, whole: RowSource) -> dict[str, RowSource]:
     return {name: _upright(part, layout) for name, part in zip(layout.sources, parts, strict=True)}
 
 
-def _ungrouped(rows: RowSource, layout: Layout) -> RowSource:
-    """Reorder rows that come group by group, each group with its share of every piece, to one piece after the other."""
-    shares = [size // layout.groups for size in layout.pieces]
-    ends, width = itertools.accumulate(shares), sum(shares)
-    runs = [
-        (group * width + end, size) for size, end in zip(shares, ends, strict=True) for group in range(layout.groups)
-    ]
-    return JoinedRows([CutRows(rows, end - size, end) for end, size in runs])
+def _regrouped(rows: RowSource, layout: Layout, *, back: bool) -> RowSource:
+    """Reorder rows that come group by group, each with its share of every piece, to one piece after the other.
 
-
-def _grouped(rows: RowSource, layout: Layout) -> RowSource:
-    """Reorder rows that come one piece after the other to groups; the inverse of _ungrouped."""
+    `back` does the reverse.
+    """
     shares = [size // layout.groups for size in layout.pieces]
-    begins = [end - size for end, size in zip(itertools.accumulate(layout.pieces), layout.pieces, strict=True)]
-    pieces = list(zip(begins, shares, strict=True))
-    runs = [(begin + group * size, size) for group in range(layout.groups) for begin, size in pieces]
-    return JoinedRows([CutRows(rows, begin, begin + size) for begin, size in runs])
+    by_piece = list(itertools.product(range(len(shares)), range(layout.groups)))
+    by_group = sorted(by_piece, key=lambda place: place[1])
+    source, target = (by_piece, by_group) if back else (by_group, by_piece)
+    ends = dict(zip(source, itertools.accumulate(shares[piece] for piece, _ in source), strict=True))
+    return JoinedRows([CutRows(rows, ends[place] - shares[place[0]], ends[place]) for place in target])
 
 
 def _upright(rows: RowSource, layout: Layout) -> RowSource:

@@ -39,17 +39,12 @@ SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor is stored.
-
-    Attributes:
-        dtype: in the format's spelling, BF16 for instance.
-        offset: of its first byte in the file.
-    """
+    """Where a tensor is stored."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str
-    offset: int
+    dtype: str  # in the format's spelling, BF16 for instance
+    offset: int  # of its first byte in the file
 
     def slice(self, index: int) -> "TensorEntry":
         """Return the entry of one of the float tensors that are stacked along the first axis."""
@@ -63,12 +58,7 @@ def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 class Checkpoint:
-    """All tensors of a model directory.
-
-    Attributes:
-        files: the safetensors files.
-        entries: every tensor in any of them, by name.
-    """
+    """All tensors of a model directory, in one file or several."""
 
     def __init__(self, directory: Path) -> None:
         """Read the headers.

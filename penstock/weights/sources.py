@@ -55,19 +55,10 @@ def open_source(directory: str | Path | Checkpoint, model_config: ModelConfig, l
 
 
 class CheckpointSource:
-    """Parameters from safetensors files.
-
-    Attributes:
-        parameters: all parameters of the model, by name.
-        match: which tensors hold which parameter.
-    """
+    """Parameters from safetensors files."""
 
     def __init__(self, checkpoint: Checkpoint, table: ParamTable, parameters: Mapping[str, Parameter]) -> None:
-        """Match the checkpoint with the parameters of a table before any row is read.
-
-        Raises:
-            ModelLoadError: a tensor is missing, has another shape or belongs to no parameter; or a tied one differs.
-        """
+        """Match the checkpoint with a table's parameters. Raise ModelLoadError if they do not fit (matching.match)."""
         self.parameters = parameters
         self.match = match(checkpoint.entries, parameters, table)
         self._checkpoint = checkpoint
@@ -90,7 +81,7 @@ class CheckpointSource:
         return self._checkpoint.rows(self.match.stored[name]).entry.dtype
 
     def _check_tied(self, parameter: Parameter) -> None:
-        """Refuse a tied tensor that is stored a second time with other values."""
+        """Raise ModelLoadError if a tied tensor is stored a second time with other values."""
         if parameter.tied_to is None or parameter.name not in self.match.layouts:
             return
         if not _equal(self.stored(parameter), self.rows(parameter)):
@@ -135,14 +126,11 @@ class DummyRows:
         for block in range(first // DUMMY_BLOCK, -(-last // DUMMY_BLOCK)):
             origin = block * DUMMY_BLOCK
             low, high = max(first, origin), min(last, origin + DUMMY_BLOCK)
-            self._fill(values[low - first : high - first], _random_bytes(seed, block)[low - origin : high - origin])
-        return result
-
-    def _fill(self, values: np.ndarray, random: np.ndarray) -> None:
-        """Write one value per random byte: -127.5 .. 127.5 in steps of 1, scaled."""
+            random = _random_bytes(seed, block)[low - origin : high - origin]
+            np.add(random, np.float32(0.5), out=values[low - first : high - first])  # -127.5 .. 127.5 in steps of 1
         deviation = 0.02 if len(self.shape) == 1 else self.shape[-1] ** -0.5
-        np.add(random, np.float32(0.5), out=values)
         values *= np.float32(deviation * math.sqrt(12) / 256)
+        return result
 
 
 def _random_bytes(seed: int, block: int) -> np.ndarray:

@@ -40,21 +40,14 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a table.
-
-    Attributes:
-        fields: "shape: [hidden]" and so on.
-        axis: for a sharding map; -1: replicated or unknown.
-        dtype: torch's name; "" if the model has no such parameter.
-        remark: added to the comment.
-    """
+    """One line of a table."""
 
     name: str
-    fields: tuple[str, ...]
-    axis: int
-    dtype: str
+    fields: tuple[str, ...]  # "shape: [hidden]" and so on
+    axis: int  # for a sharding map; -1: replicated or unknown
+    dtype: str  # torch's name; "" if the model has no such parameter
     shape: tuple[int, ...]
-    remark: str = ""
+    remark: str = ""  # added to the comment
 
     def table(self) -> str:
         """Return the line of a parameter table; of a template, with the field `shard` left open."""
@@ -74,7 +67,7 @@ class Line:
 
 
 def table_text(model: Path, *, sharding: bool = False) -> str:
-    """Return the table of a model directory or of a config.json, or its sharding map: one axis per name.
+    """Return the parameter table, or the sharding map, of a model directory or of a config.json.
 
     Raises:
         ModelLoadError: there is neither a config.json of a known architecture nor a checkpoint.
