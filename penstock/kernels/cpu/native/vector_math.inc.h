@@ -7,7 +7,9 @@
 
 #include <cstdint>
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX512F__)
+#include "avx512.inc.h"
+#elif defined(__AVX2__)
 #include <immintrin.h>
 #endif
 

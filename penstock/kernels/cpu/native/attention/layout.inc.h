@@ -41,12 +41,6 @@ inline const void* head_address(const void* heads, std::int32_t type, std::int64
     return heads == nullptr ? nullptr : static_cast<const char*>(heads) + element * type_bytes(type);
 }
 
-// The index in q [tokens][heads] of the head of a row of the packed step.
-inline std::int64_t query_head(const QueryArgs& a, std::int64_t row) {
-    const std::int64_t group = a.heads / a.cache->kv_heads;
-    return row / group * a.heads + a.kv_head * group + row % group;
-}
-
 // The operand is [rows][padded_dim].
 template <class Element>
 void pack_queries(const QueryArgs& a) {

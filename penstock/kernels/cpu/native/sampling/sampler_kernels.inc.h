@@ -307,9 +307,10 @@ std::int64_t draw_of(const std::int32_t* ids, const float* x, std::int64_t count
     return best.id;
 }
 
-SamplerKernels sampler_kernels() {
+}  // namespace
+
+template <> SamplerKernels sampler_kernels<THIS_LEVEL>() {
     return {scan, find, finite, log_softmax, divide, floor_of, masses, collect, weights, draw, draw_of};
 }
 
-}  // namespace
 }  // namespace penstock
