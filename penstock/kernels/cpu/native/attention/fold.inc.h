@@ -24,9 +24,7 @@ PENSTOCK_INLINE void fold_sink(std::int64_t padded_dim, float& m, float& l, floa
 template <class Element>
 PENSTOCK_INLINE void divide(std::int64_t head_dim, const float* o, float l, Element* out) {
     const auto quotient = [=](std::int64_t d) { return l == 0.0f ? F32x16(0.0f) : load(o + d) / l + 0.0f; };
-    std::int64_t d = 0;
-    for (; d + LANES <= head_dim; d += LANES) store(out + d, quotient(d));
-    if (d < head_dim) store_first(out + d, quotient(d), static_cast<int>(head_dim - d));
+    each_vector(head_dim, PENSTOCK_BODY { store_some(out + i, quotient(i), count); });
 }
 
 PENSTOCK_INLINE float log_of_sum(float m, float l) {

@@ -1,8 +1,8 @@
-// The kernels of pack_kernels.h on the lanes of vector_math.inc.h, compiled once per instruction level. No function of
+// The kernels of pack_kernels.h on the lanes of lanes.inc.h, compiled once per instruction level. No function of
 // the standard library is used (abi.h says why).
 
+#include "lanes.inc.h"
 #include "products/pack_kernels.h"
-#include "vector_math.inc.h"
 
 namespace penstock {
 namespace {
@@ -12,25 +12,22 @@ constexpr float SMALLEST = 0x1p-100f;
 constexpr float ROUNDER = 0x1.8p23f;  // adding it rounds a small float to nearest even
 constexpr std::int32_t ROUNDER_BITS = 0x4b400000;
 
-// Call step(elements, at, left) for every 16 elements; beyond the `left` remaining ones they are zeros.
-template <class Element, class Step>
-PENSTOCK_INLINE void each_lanes(const Element* x, std::int64_t count, const Step& step) {
-    std::int64_t at = 0;
-    for (; at + LANES <= count; at += LANES) step(load(x + at), at, LANES);
-    if (at < count) step(load_first(x + at, static_cast<int>(count - at)), at, static_cast<int>(count - at));
-}
-
+// Call step(elements, at, count) for every 16 elements; beyond `count`, at the end of x, they are zeros.
 template <class Step>
-PENSTOCK_INLINE void each_lanes(const void* x, std::int32_t type, std::int64_t count, const Step& step) {
-    if (type == TYPE_F32) return each_lanes(static_cast<const float*>(x), count, step);
-    each_lanes(static_cast<const std::uint16_t*>(x), count, step);
+PENSTOCK_INLINE void each_lanes(const void* x, std::int32_t type, std::int64_t n, const Step& step) {
+    const float* floats = static_cast<const float*>(x);
+    const std::uint16_t* halves = static_cast<const std::uint16_t*>(x);
+    if (type == TYPE_F32)
+        each_vector(n, PENSTOCK_BODY { step(load_some(floats + i, count), i, count); });
+    else
+        each_vector(n, PENSTOCK_BODY { step(load_some(halves + i, count), i, count); });
 }
 
 #define PENSTOCK_STEP [&](F32x16 values, std::int64_t at, int left) __attribute__((always_inline))
 
 // The first `count` of integers, narrowed to the elements of `to`.
-template <class Element, class Part>
-PENSTOCK_INLINE void store_narrow(Element* to, Lanes<Part, std::int32_t> a, int count) {
+template <class Element>
+PENSTOCK_INLINE void store_narrow(Element* to, I32x16 a, int count) {
     typedef Element NarrowPart __attribute__((vector_size(sizeof(Element) * PART_LANES)));
     alignas(64) Element lane[LANES];
     for (int i = 0; i < PARTS; ++i) {
@@ -62,7 +59,7 @@ float abs_max(const void* x, std::int32_t type, std::int64_t count) {
 }
 
 void to_f32(const void* x, std::int32_t type, std::int64_t count, float* out) {
-    each_lanes(x, type, count, PENSTOCK_STEP { store_first(out + at, values, left); });
+    each_lanes(x, type, count, PENSTOCK_STEP { store_some(out + at, values, left); });
 }
 
 void to_bf16(const void* x, std::int32_t type, std::int64_t count, std::uint16_t* out) {
@@ -70,7 +67,7 @@ void to_bf16(const void* x, std::int32_t type, std::int64_t count, std::uint16_t
         __builtin_memcpy(out, x, static_cast<std::size_t>(count) * sizeof *out);
         return;
     }
-    each_lanes(static_cast<const float*>(x), count, PENSTOCK_STEP {
+    each_lanes(x, TYPE_F32, count, PENSTOCK_STEP {
         const U32x16 bits = bits_as<U32x16>(values);
         const U32x16 rounded = select(magnitude_bits(values) > INFINITE, bits >> 16u | 0x40u, round_to_bf16(bits));
         store_narrow(out + at, bits_as<I32x16>(rounded), left);

@@ -1,5 +1,5 @@
 // Activation rows as int8 slices, defined in products.h. Included by the integer kernels of each level within their
-// anonymous namespace, after leaves.inc.h, slices.inc.h and, for AVX-512, <immintrin.h>.
+// anonymous namespace, after leaves.inc.h, slices.inc.h and, for AVX-512, avx512.inc.h.
 //
 // All levels give the same bytes: every lane does the same IEEE operations, and maxima and sums are of integers.
 

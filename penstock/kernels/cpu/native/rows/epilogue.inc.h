@@ -8,27 +8,6 @@
 namespace penstock {
 namespace {
 
-// Call body(i, count) for each vector of n elements: count is 16, a constant there, or the rest at the end.
-template <class Body>
-PENSTOCK_INLINE void each_vector(std::int64_t n, const Body& body) {
-    std::int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) body(i, LANES);
-    if (i < n) body(i, static_cast<int>(n - i));
-}
-
-#define PENSTOCK_BODY [&](std::int64_t i, int count) __attribute__((always_inline))
-
-template <class Element>
-PENSTOCK_INLINE F32x16 load_some(const Element* from, int count) {
-    return count == LANES ? load(from) : load_first(from, count);
-}
-
-template <class Element>
-PENSTOCK_INLINE void store_some(Element* to, F32x16 a, int count) {
-    if (count == LANES) return store(to, a);
-    store_first(to, a, count);
-}
-
 constexpr float LOWEST = -3.40282347e38f;  // the lowest finite float, in place of -inf if it is multiplied by 0
 
 // Activations. Some results below 2e-36 are 0; the error bounds are for the others.
