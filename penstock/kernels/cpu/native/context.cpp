@@ -41,63 +41,24 @@ bool has_amx() {
 
 #endif
 
-// For each kind the kernel of the highest level up to `level` that has one.
-template <class Kernel, std::size_t LEVELS, std::size_t KINDS>
-void choose_by_kind(Level level, const Kernel (&by_level)[LEVELS][KINDS], Kernel (&chosen)[KINDS]) {
-    for (int at = 0; at <= level; ++at)
-        for (std::size_t kind = 0; kind < KINDS; ++kind)
-            if (by_level[at][kind]) chosen[kind] = by_level[at][kind];
-}
-
-void choose_products(Level level, ProductKernel (&products)[NUM_KINDS]) {
-    const ProductKernel by_level[][NUM_KINDS] = {
-        {portable_f32(), portable_bf16(), portable_int8(), portable_int4(), portable_int4_a16()},
-#if defined(PENSTOCK_HAVE_AVX2)
-        {avx2_f32(), avx2_bf16(), avx2_int8(), avx2_int4(), avx2_int4_a16()},
-#endif
-#if defined(PENSTOCK_HAVE_AVX512)
-        {avx512_f32(), avx512_bf16(), avx512_int8(), avx512_int4(), avx512_int4_a16()},
-#endif
-#if defined(PENSTOCK_HAVE_AMX)
-        {{}, amx_bf16(), amx_int8(), {}, {}},
-#endif
-    };
-    choose_by_kind(level, by_level, products);
-}
-
-void choose_caches(Level level, CacheKernel (&caches)[NUM_CACHE_KINDS]) {
-    const CacheKernel by_level[][NUM_CACHE_KINDS] = {
-        {portable_cache_f32(), portable_cache_bf16(), portable_cache_int8()},
-#if defined(PENSTOCK_HAVE_AVX2)
-        {avx2_cache_f32(), avx2_cache_bf16(), avx2_cache_int8()},
-#endif
-#if defined(PENSTOCK_HAVE_AVX512)
-        {avx512_cache_f32(), avx512_cache_bf16(), avx512_cache_int8()},
-#endif
-#if defined(PENSTOCK_HAVE_AMX)
-        {{}, amx_cache_bf16(), amx_cache_int8()},
-#endif
-    };
-    choose_by_kind(level, by_level, caches);
-}
-
-#if defined(PENSTOCK_HAVE_AVX2)
-#define IF_AVX2(function) function
-#else
-#define IF_AVX2(function) nullptr
-#endif
-#if defined(PENSTOCK_HAVE_AVX512)
-#define IF_AVX512(function) function
-#else
-#define IF_AVX512(function) nullptr
-#endif
-
-// The table of the highest level up to `level` that this build has.
-template <class Table>
-Table choose(Level level, Table (*portable)(), Table (*avx2)(), Table (*avx512)()) {
-    if (level >= LEVEL_AVX512 && avx512 != nullptr) return avx512();
-    if (level >= LEVEL_AVX2 && avx2 != nullptr) return avx2();
-    return portable();
+// Replace kernels of lower levels by those of this one.
+template <Level LEVEL>
+void use_level(Context& context) {
+    if constexpr (LEVEL < LEVEL_AMX) {
+        context.products[KIND_F32] = product_kernel<LEVEL, KIND_F32>();
+        context.products[KIND_INT4] = product_kernel<LEVEL, KIND_INT4>();
+        context.products[KIND_INT4_A16] = product_kernel<LEVEL, KIND_INT4_A16>();
+        context.caches[CACHE_F32] = cache_kernel<LEVEL, CACHE_F32>();
+        context.rows = row_kernels<LEVEL>();
+        context.pack = pack_kernels<LEVEL>();
+        context.sampler = sampler_kernels<LEVEL>();
+        context.fold = fold_kernel<LEVEL>();
+    }
+    context.products[KIND_BF16] = product_kernel<LEVEL, KIND_BF16>();
+    context.products[KIND_INT8] = product_kernel<LEVEL, KIND_INT8>();
+    context.caches[CACHE_BF16] = cache_kernel<LEVEL, CACHE_BF16>();
+    context.caches[CACHE_INT8] = cache_kernel<LEVEL, CACHE_INT8>();
+    set_limits<LEVEL>(context.limits);
 }
 
 // The highest level that this build has and this processor can run.
@@ -137,18 +98,18 @@ void* Scratch::reserve(std::int64_t bytes) {
     return memory_;
 }
 
-Context::Context(Level chosen, int threads)
-    : level(chosen),
-      products{},
-      rows(choose(chosen, portable_rows, IF_AVX2(avx2_rows), IF_AVX512(avx512_rows))),
-      pack(choose(chosen, portable_pack, IF_AVX2(avx2_pack), IF_AVX512(avx512_pack))),
-      sampler(choose(chosen, portable_sampler, IF_AVX2(avx2_sampler), IF_AVX512(avx512_sampler))),
-      caches{},
-      fold(choose(chosen, portable_fold, IF_AVX2(avx2_fold), IF_AVX512(avx512_fold))),
-      pool(threads),
-      per_thread(new Scratch[threads]) {
-    choose_products(chosen, products);
-    choose_caches(chosen, caches);
+Context::Context(std::int32_t level, int threads) : pool(threads), per_thread(new Scratch[threads]) {
+    use_level<LEVEL_PORTABLE>(*this);
+    (void)level;
+#if defined(PENSTOCK_HAVE_AVX2)
+    if (level >= LEVEL_AVX2) use_level<LEVEL_AVX2>(*this);
+#endif
+#if defined(PENSTOCK_HAVE_AVX512)
+    if (level >= LEVEL_AVX512) use_level<LEVEL_AVX512>(*this);
+#endif
+#if defined(PENSTOCK_HAVE_AMX)
+    if (level >= LEVEL_AMX) use_level<LEVEL_AMX>(*this);
+#endif
 }
 
 Context::~Context() { delete[] per_thread; }
@@ -168,7 +129,7 @@ extern "C" std::int32_t penstock_best_level() { return best_level(); }
 extern "C" Context* penstock_context_new(std::int32_t level, std::int32_t threads) {
     if (level < LEVEL_PORTABLE || level > best_level() || threads < 1) return nullptr;
     try {
-        return new Context(static_cast<Level>(level), threads);
+        return new Context(level, threads);
     } catch (...) {
         return nullptr;
     }

@@ -10,6 +10,7 @@
 #include "attention/attention.h"
 #include "elements.inc.h"
 #include "float_mode.h"
+#include "limits/limits.h"
 #include "products/pack_kernels.h"
 #include "products/products.h"
 #include "rows/row_kernels.h"
@@ -56,7 +57,7 @@ class BumpAllocator {
 };
 
 struct Context {
-    Context(Level level, int threads);
+    Context(std::int32_t level, int threads);
     ~Context();
 
     // Reserve scratch memory of every thread, so that none has to allocate inside a parallel loop.
@@ -66,13 +67,13 @@ struct Context {
     std::int64_t busy_nanoseconds = 0;  // spent in calls so far
     std::int64_t experts_read = 0;      // by mixtures of experts so far, once per call
     std::int64_t expert_rows = 0;       // (row, expert) pairs computed so far
-    const Level level;
-    ProductKernel products[NUM_KINDS];
-    const RowKernels rows;
-    const PackKernels pack;
-    const SamplerKernels sampler;
-    CacheKernel caches[NUM_CACHE_KINDS];
-    const FoldKernel fold;
+    ProductKernel products[NUM_KINDS] = {};
+    CacheKernel caches[NUM_CACHE_KINDS] = {};
+    RowKernels rows = {};
+    PackKernels pack = {};
+    SamplerKernels sampler = {};
+    FoldKernel fold = {};
+    LimitLoops limits = {};
     ThreadPool pool;
     Scratch operands;             // packed activations of the running product
     Scratch workspace;            // other memory that threads share

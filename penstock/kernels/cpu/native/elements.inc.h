@@ -11,6 +11,30 @@
 namespace penstock {
 namespace {
 
+// The level that a file is compiled for.
+#if defined(__AMX_TILE__)
+constexpr Level THIS_LEVEL = LEVEL_AMX;
+#elif defined(__AVX512F__)
+constexpr Level THIS_LEVEL = LEVEL_AVX512;
+#elif defined(__AVX2__)
+constexpr Level THIS_LEVEL = LEVEL_AVX2;
+#else
+constexpr Level THIS_LEVEL = LEVEL_PORTABLE;
+#endif
+
+template <int N>
+struct Constant {
+    static constexpr int value = N;
+};
+
+// Call body(Constant<n>()), for n in 1 .. MAX.
+template <int MAX, class Body>
+PENSTOCK_INLINE auto with_constant(int n, const Body& body) {
+    if constexpr (MAX > 1)
+        if (n < MAX) return with_constant<MAX - 1>(n, body);
+    return body(Constant<MAX>());
+}
+
 constexpr int type_bytes(std::int32_t type) { return type == TYPE_F32 ? 4 : 2; }
 
 template <class To, class From>

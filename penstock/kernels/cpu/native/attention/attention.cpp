@@ -100,7 +100,7 @@ void stage(const AttentionCall& call, ThreadPool& pool, bool serial) {
 // Fold the partial rows of several items, spans ascending, and write the results. The partial rows of the first span
 // serve as the state.
 void combine(const AttentionCall& call, const PenstockAttentionCombine& combine, void* scratch) {
-    const std::int64_t rows = combine.row_end - combine.row_begin, dim = call.cache.padded_dim;
+    const std::int64_t rows = combine.row_end - combine.row_begin;
     BumpAllocator memory(scratch);
     const RowOutputs outputs = allocate_outputs(memory, rows);
     for (std::int64_t kv_head = combine.head_begin; kv_head < combine.head_end; ++kv_head) {
@@ -111,11 +111,11 @@ void combine(const AttentionCall& call, const PenstockAttentionCombine& combine,
             std::int64_t first = item.partial + (kv_head - item.head_begin) * item_rows;
             first += combine.row_begin - item.row_begin;
             for (std::int64_t span = item.span_begin; span < item.span_end; ++span, first += heads * item_rows) {
-                const States part = states_from(call.partial, first, dim);
+                const States part = call.partial.from(first);
                 if (state.accumulator == nullptr)
                     state = part;
                 else
-                    call.fold.fold(static_cast<int>(rows), dim, state, part);
+                    call.fold.fold(static_cast<int>(rows), state, part);
             }
         }
         write_outputs(call, outputs, kv_head, combine.row_begin, rows, state);

@@ -80,12 +80,30 @@ struct QueryArgs {
     void* operand;            // out, 64-aligned, query_bytes()
 };
 
+// The index in q [tokens][heads] of the head of a row of the packed step.
+inline std::int64_t query_head(const QueryArgs& a, std::int64_t row) {
+    const std::int64_t group = a.heads / a.cache->kv_heads;
+    return row / group * a.heads + a.kv_head * group + row % group;
+}
+
 // Bytes of the operand of so many rows of one kv head, the same on all levels.
 constexpr std::int64_t query_bytes(std::int32_t kind, std::int64_t padded_dim, std::int64_t slices, std::int64_t rows) {
     const std::int64_t room = (rows + ROW_CAPACITY - 1) / ROW_CAPACITY * ROW_CAPACITY;
     const std::int64_t element = kind == CACHE_F32 ? 4 : kind == CACHE_BF16 ? 2 : slices;
     return room * (padded_dim * element + (kind == CACHE_INT8 ? 64 : 0));
 }
+
+// States of some rows: m, l, o as above.
+struct States {
+    float* running_max = nullptr;  // [rows]
+    float* running_sum = nullptr;  // [rows]
+    float* accumulator = nullptr;  // [rows][padded_dim], 64-aligned
+    std::int64_t padded_dim = 0;
+
+    States from(std::int64_t row) const {
+        return {running_max + row, running_sum + row, accumulator + row * padded_dim, padded_dim};
+    }
+};
 
 // One tile for some rows of one kv head: computes (m', l', o') and folds it into the state of the rows.
 //
@@ -109,9 +127,7 @@ struct TileArgs {
     const std::int32_t* low;               // [rows]; null: every position is visible to every row
     const std::int32_t* high;              // [rows]
     std::int32_t sink;
-    float* running_max;                    // m: [rows]
-    float* running_sum;                    // l: [rows]
-    float* accumulator;                    // o: [rows][padded_dim], 64-aligned
+    States state;
     std::int32_t* thread_state;            // the kernel's state of its thread; 0 before the first tile of an item
 };
 
@@ -146,21 +162,13 @@ struct CacheKernel {
     void (*store)(const StoreArgs&);
     void (*load)(const LoadArgs&);
     void (*release)(std::int32_t thread_state) = nullptr;  // called after the last tile of an item unless null
-    explicit operator bool() const { return attend_tile != nullptr; }
-};
-
-// States of some rows: m, l, o as above.
-struct States {
-    float* running_max = nullptr;  // [rows]
-    float* running_sum = nullptr;  // [rows]
-    float* accumulator = nullptr;  // [rows][padded_dim]
 };
 
 // Turn states into results: row r becomes out[r][0 .. head_dim - 1] of `type`, o / l + 0, or zeros if l = 0; and
 // lse[r] = m + log(l), or -inf, unless lse is null. The states are overwritten.
 struct OutputArgs {
     int rows;
-    std::int64_t padded_dim, head_dim;
+    std::int64_t head_dim;
     States state;
     const float* sinks;  // [rows] logits without values, or null: (sink, 1, 0) is folded in first
     std::int32_t type;
@@ -169,24 +177,13 @@ struct OutputArgs {
 };
 
 struct FoldKernel {
-    void (*fold)(int rows, std::int64_t padded_dim, const States& state, const States& part);  // part into state
+    void (*fold)(int rows, const States& state, const States& part);  // part into state
     void (*write_output)(const OutputArgs&);
 };
 
-// The tables, one function per file of kernels; a level without kernels for a kind uses those of the level below.
-CacheKernel portable_cache_f32();
-CacheKernel portable_cache_bf16();
-CacheKernel portable_cache_int8();
-CacheKernel avx2_cache_f32();
-CacheKernel avx2_cache_bf16();
-CacheKernel avx2_cache_int8();
-CacheKernel avx512_cache_f32();
-CacheKernel avx512_cache_bf16();
-CacheKernel avx512_cache_int8();
-CacheKernel amx_cache_bf16();
-CacheKernel amx_cache_int8();
-FoldKernel portable_fold();
-FoldKernel avx2_fold();
-FoldKernel avx512_fold();
+// The kernel of a level for a kind of cache. LEVEL_AMX has bfloat16 and int8; for float32 it uses that of AVX-512.
+template <Level LEVEL, CacheKind KIND> CacheKernel cache_kernel();
+
+template <Level LEVEL> FoldKernel fold_kernel();
 
 }  // namespace penstock

@@ -9,26 +9,13 @@
 // maximum has grown.
 
 #include "amx_tiles.inc.h"
+#include "attention/layout_avx512.inc.h"
 #include "attention/prefetch.inc.h"
-#include "attention/tile.inc.h"
 
 namespace penstock {
 namespace {
-
-struct Bf16 {
-    using Element = std::uint16_t;
-    static constexpr int ELEMENTS = 2;  // in a word
-};
 
 constexpr int STRIP = AMX_ROWS;
-
-}  // namespace
-}  // namespace penstock
-
-#include "attention/layout_avx512.inc.h"
-
-namespace penstock {
-namespace {
 
 constexpr std::int64_t LINE = 64;
 constexpr int KEY_PAIRS = 16;                 // pairs of elements per product of scores
@@ -62,7 +49,7 @@ struct Strip {
     std::uint16_t* p;  // [STRIP][TILE] probabilities
 
     std::int64_t dim() const { return a.cache->padded_dim; }
-    float* accumulator() const { return a.accumulator + first * dim(); }
+    float* accumulator() const { return a.state.accumulator + first * dim(); }
 };
 
 // ---- Products
@@ -195,8 +182,8 @@ void find_probabilities(
 // which nothing of the tile is visible.
 std::uint32_t softmax(const Strip& strip, Prefetcher& prefetcher) {
     const TileArgs& a = strip.a;
-    float* const m = a.running_max + strip.first;
-    float* const l = a.running_sum + strip.first;
+    float* const m = a.state.running_max + strip.first;
+    float* const l = a.state.running_sum + strip.first;
     std::uint64_t visible[STRIP];
     alignas(64) float max_score[STRIP] = {}, sum[STRIP] = {}, shift[STRIP], keep[STRIP];
     for (int r = 0; r < strip.rows; ++r) visible[r] = visible_positions(a, strip.first + r);
@@ -281,8 +268,8 @@ void pack_rows(const QueryArgs& a) {
 
 }  // namespace
 
-CacheKernel amx_cache_bf16() {
-    return {pack_rows, attend_strips, store_granule_words<Bf16>, load_granule<std::uint16_t>, release};
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_BF16>() {
+    return {pack_rows, attend_strips, store_granule_words<Bf16Words>, load_granule<std::uint16_t>, release};
 }
 
 }  // namespace penstock

@@ -49,17 +49,14 @@ inline States allocate_states(BumpAllocator& memory, std::int64_t rows, std::int
     states.running_max = memory.allocate<float>(room);
     states.running_sum = memory.allocate<float>(room);
     states.accumulator = memory.allocate<float>(room * padded_dim);
+    states.padded_dim = padded_dim;
     return states;
 }
 
-inline States states_from(const States& states, std::int64_t row, std::int64_t padded_dim) {
-    return {states.running_max + row, states.running_sum + row, states.accumulator + row * padded_dim};
-}
-
-inline void clear_states(const States& states, std::int64_t rows, std::int64_t padded_dim) {
+inline void clear_states(const States& states, std::int64_t rows) {
     std::fill_n(states.running_max, rows, -std::numeric_limits<float>::infinity());
     std::fill_n(states.running_sum, rows, 0.0f);
-    std::memset(states.accumulator, 0, static_cast<std::size_t>(rows * padded_dim) * sizeof(float));
+    std::memset(states.accumulator, 0, static_cast<std::size_t>(rows * states.padded_dim) * sizeof(float));
 }
 
 // ---- The call

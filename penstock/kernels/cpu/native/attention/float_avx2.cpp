@@ -87,13 +87,12 @@ void group_values(const GroupArgs& g) {
     }
 }
 
-using GroupKernel = void (*)(const GroupArgs&);
-
-// Split a strip into groups of nearly equal size.
-inline void each_group(GroupArgs g, int rows, const GroupKernel (&kernels)[GROUP]) {
+// Split a strip into groups of nearly equal size and call multiply(group, Constant<rows>) for each.
+template <class Multiply>
+inline void each_group(GroupArgs g, int rows, const Multiply& multiply) {
     for (int groups = (rows + GROUP - 1) / GROUP; groups > 0; --groups) {
         const int count = (rows + groups - 1) / groups;
-        kernels[count - 1](g);
+        with_constant<GROUP>(count, [&](auto of_rows) { multiply(g, of_rows); });
         g.prefetches = false;
         g.a += count * g.a_stride;
         g.out += count * g.out_stride;
@@ -113,34 +112,32 @@ struct FloatKind {
     static constexpr int STRIP = 2 * GROUP;
 
     static void multiply_keys(const TileArgs& a, int first, int rows, float* s) {
-        static constexpr GroupKernel KERNELS[GROUP] = {
-            group_keys<Type, 1>, group_keys<Type, 2>, group_keys<Type, 3>,
-            group_keys<Type, 4>, group_keys<Type, 5>, group_keys<Type, 6>};
         alignas(64) float room[STRIP * MAX_HEAD_DIM];
         const std::int64_t dim = a.cache->padded_dim;
         const auto* const operand = static_cast<const typename Type::Element*>(a.operand) + first * dim;
         const float* const q = query_floats(operand, rows * dim, room);
-        each_group({a, first == 0, q, dim, s, TILE}, rows, KERNELS);
+        each_group({a, first == 0, q, dim, s, TILE}, rows, [](const GroupArgs& g, auto count) {
+            group_keys<Type, count.value>(g);
+        });
     }
 
     static void multiply_values(const TileArgs& a, int first, int rows, float* p, float* o) {
-        static constexpr GroupKernel KERNELS[GROUP] = {
-            group_values<Type, 1>, group_values<Type, 2>, group_values<Type, 3>,
-            group_values<Type, 4>, group_values<Type, 5>, group_values<Type, 6>};
         const std::int64_t dim = a.cache->padded_dim;
-        each_group({a, first == 0, p, TILE, o, dim}, rows, KERNELS);
+        each_group({a, first == 0, p, TILE, o, dim}, rows, [](const GroupArgs& g, auto count) {
+            group_values<Type, count.value>(g);
+        });
     }
 };
 
 template <class Type>
-constexpr CacheKernel cache_kernel() {
+constexpr CacheKernel float_kernel() {
     using Element = typename Type::Element;
     return {pack_queries<Element>, attend_tile<FloatKind<Type>>, store_granule<Element>, load_granule<Element>};
 }
 
 }  // namespace
 
-CacheKernel avx2_cache_f32() { return cache_kernel<F32>(); }
-CacheKernel avx2_cache_bf16() { return cache_kernel<Bf16>(); }
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_F32>() { return float_kernel<F32>(); }
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_BF16>() { return float_kernel<Bf16>(); }
 
 }  // namespace penstock

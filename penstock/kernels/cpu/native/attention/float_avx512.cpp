@@ -4,10 +4,8 @@
 // of elements of a head in q . k, of positions in P . V. In both products every output is one accumulator in a
 // register, which adds its words in ascending order. The number of rows is a template argument: 12 rows x 2 registers
 // of outputs leave 8 for keys, values and addresses; with few rows there are 4 registers of outputs per row.
-//
-// The operand of queries is [strips][words of a head][12 rows]; missing rows of a strip are not read.
 
-#include "attention/tile.inc.h"
+#include "attention/layout_avx512.inc.h"
 
 namespace penstock {
 
@@ -19,36 +17,6 @@ constexpr int WIDE_ROWS = 3;      // rows
 constexpr int NARROW = 2;         // registers of outputs per row, for more rows
 constexpr std::int64_t LINE = 64;
 static_assert(STRIP <= MAX_STRIP && ROW_CAPACITY % STRIP == 0, "operands are sized for whole strips");
-
-struct Bf16 {
-    using Element = std::uint16_t;
-    static constexpr int ELEMENTS = 2;  // per word
-
-    // acc += vector * *word, both elements; in assembly, because compilers load the broadcast word into an extra
-    // register and then spill.
-    PENSTOCK_INLINE static void multiply_add(__m512& acc, __m512i vector, const std::int32_t* word) {
-        __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(vector), "m"(*word));
-    }
-};
-
-struct F32 {
-    using Element = float;
-    static constexpr int ELEMENTS = 1;
-
-    PENSTOCK_INLINE static void multiply_add(__m512& acc, __m512i vector, const std::int32_t* word) {
-        __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(vector), "m"(*word));
-    }
-};
-
-}  // namespace
-
-}  // namespace penstock
-
-#include "attention/layout_avx512.inc.h"
-
-namespace penstock {
-
-namespace {
 
 // ---- q . k
 
@@ -168,15 +136,6 @@ constexpr StripKernels kernels_for() {
             WIDTH};
 }
 
-template <class Type>
-const StripKernels& kernels_of(int rows) {
-    static constexpr StripKernels KERNELS[STRIP] = {
-        kernels_for<Type, 1>(), kernels_for<Type, 2>(),  kernels_for<Type, 3>(),  kernels_for<Type, 4>(),
-        kernels_for<Type, 5>(), kernels_for<Type, 6>(),  kernels_for<Type, 7>(),  kernels_for<Type, 8>(),
-        kernels_for<Type, 9>(), kernels_for<Type, 10>(), kernels_for<Type, 11>(), kernels_for<Type, 12>()};
-    return KERNELS[rows - 1];
-}
-
 // ---- A tile
 
 // What a strip prefetches: its part of the granules of the next tile or, if there are none, the granules that it reads.
@@ -191,7 +150,8 @@ template <class Type>
 void attend_strip(const TileArgs& a, int first, int rows, const char* const (&ahead)[TILE_GRANULES]) {
     const std::int64_t dim = a.cache->padded_dim;
     const std::int64_t words = dim / Type::ELEMENTS;
-    const StripKernels& kernels = kernels_of<Type>(rows);
+    const StripKernels kernels =
+        with_constant<STRIP>(rows, [](auto count) { return kernels_for<Type, count.value>(); });
     alignas(64) float s[STRIP * TILE];
     alignas(64) typename Type::Element p[STRIP * TILE];
     StripParts parts;
@@ -222,7 +182,7 @@ void attend_strip(const TileArgs& a, int first, int rows, const char* const (&ah
         }
         pass.stride = dim * 4;
         pass.fold = &fold;
-        pass.accumulator = a.accumulator + first * dim + d;
+        pass.accumulator = a.state.accumulator + first * dim + d;
         pass.dim = dim;
         (whole ? kernels.values : kernels.last_values)(pass);
         d += (whole ? kernels.width : NARROW) * LANES;
@@ -240,14 +200,15 @@ void attend_rows(const TileArgs& a) {
     }
 }
 
+template <class Type>
+CacheKernel words_kernel() {
+    return {pack_query_words<Type, STRIP>, attend_rows<Type>, store_granule_words<Type>,
+            load_granule<typename Type::Element>};
+}
+
 }  // namespace
 
-CacheKernel avx512_cache_f32() {
-    return {pack_query_words<F32>, attend_rows<F32>, store_granule_words<F32>, load_granule<float>};
-}
-
-CacheKernel avx512_cache_bf16() {
-    return {pack_query_words<Bf16>, attend_rows<Bf16>, store_granule_words<Bf16>, load_granule<std::uint16_t>};
-}
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_F32>() { return words_kernel<F32Words>(); }
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_BF16>() { return words_kernel<Bf16Words>(); }
 
 }  // namespace penstock

@@ -81,7 +81,7 @@ constexpr CacheKernel KERNEL = {pack_queries<Element>, attend_tile<Kind<Element>
 
 }  // namespace
 
-CacheKernel portable_cache_f32() { return KERNEL<float>; }
-CacheKernel portable_cache_bf16() { return KERNEL<std::uint16_t>; }
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_F32>() { return KERNEL<float>; }
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_BF16>() { return KERNEL<std::uint16_t>; }
 
 }  // namespace penstock

@@ -6,10 +6,12 @@
 namespace penstock {
 namespace {
 
-void fold(int rows, std::int64_t padded_dim, const States& state, const States& part) {
-    for (int r = 0; r < rows; ++r)
-        fold_row(padded_dim, state.running_max[r], state.running_sum[r], state.accumulator + r * padded_dim,
-                 {part.running_max[r], part.running_sum[r]}, part.accumulator + r * padded_dim);
+void fold(int rows, const States& state, const States& part) {
+    for (int r = 0; r < rows; ++r) {
+        const States to = state.from(r), from = part.from(r);
+        fold_row(to.padded_dim, *to.running_max, *to.running_sum, to.accumulator,
+                 {*from.running_max, *from.running_sum}, from.accumulator);
+    }
 }
 
 // Fold in a sum of 1 whose maximum score is the logit, without a value.
@@ -22,9 +24,7 @@ PENSTOCK_INLINE void fold_sink(std::int64_t padded_dim, float& m, float& l, floa
 template <class Element>
 PENSTOCK_INLINE void divide(std::int64_t head_dim, const float* o, float l, Element* out) {
     const auto quotient = [=](std::int64_t d) { return l == 0.0f ? F32x16(0.0f) : load(o + d) / l + 0.0f; };
-    std::int64_t d = 0;
-    for (; d + LANES <= head_dim; d += LANES) store(out + d, quotient(d));
-    if (d < head_dim) store_first(out + d, quotient(d), static_cast<int>(head_dim - d));
+    each_vector(head_dim, PENSTOCK_BODY { store_some(out + i, quotient(i), count); });
 }
 
 PENSTOCK_INLINE float log_of_sum(float m, float l) {
@@ -35,16 +35,18 @@ PENSTOCK_INLINE float log_of_sum(float m, float l) {
 
 void write_output(const OutputArgs& a) {
     for (int r = 0; r < a.rows; ++r) {
-        float &m = a.state.running_max[r], &l = a.state.running_sum[r];
-        float* o = a.state.accumulator + r * a.padded_dim;
-        if (a.sinks != nullptr) fold_sink(a.padded_dim, m, l, o, a.sinks[r]);
+        const States row = a.state.from(r);
+        float &m = *row.running_max, &l = *row.running_sum;
+        float* o = row.accumulator;
+        if (a.sinks != nullptr) fold_sink(row.padded_dim, m, l, o, a.sinks[r]);
         if (a.type == TYPE_F32) divide(a.head_dim, o, l, static_cast<float*>(a.out[r]));
         if (a.type == TYPE_BF16) divide(a.head_dim, o, l, static_cast<std::uint16_t*>(a.out[r]));
         if (a.lse != nullptr) *a.lse[r] = log_of_sum(m, l);
     }
 }
 
-constexpr FoldKernel FOLD_KERNEL = {fold, write_output};
-
 }  // namespace
+
+template <> FoldKernel fold_kernel<THIS_LEVEL>() { return {fold, write_output}; }
+
 }  // namespace penstock

@@ -44,17 +44,15 @@ struct Int8Kind {
     static constexpr int STRIP = STRIP_ROWS;
 
     static void multiply_keys(const TileArgs& a, int first, int rows, float* s) {
-        constexpr decltype(&strip_keys<1, 2>) KERNELS[2][STRIP] = {
-            {strip_keys<1, 2>, strip_keys<2, 2>, strip_keys<3, 2>, strip_keys<4, 2>},
-            {strip_keys<1, 3>, strip_keys<2, 3>, strip_keys<3, 3>, strip_keys<4, 3>}};
-        KERNELS[a.cache->slices - 2][rows - 1](a, first, s);
+        with_constant<STRIP>(rows, [&](auto count) {
+            (a.cache->slices == 2 ? strip_keys<count.value, 2> : strip_keys<count.value, 3>)(a, first, s);
+        });
     }
 
     static void multiply_values(const TileArgs& a, int first, int rows, float* p, float* o) {
-        constexpr decltype(&strip_values<1, 2>) KERNELS[2][STRIP] = {
-            {strip_values<1, 2>, strip_values<2, 2>, strip_values<3, 2>, strip_values<4, 2>},
-            {strip_values<1, 3>, strip_values<2, 3>, strip_values<3, 3>, strip_values<4, 3>}};
-        KERNELS[a.cache->slices - 2][rows - 1](a, first, p, o);
+        with_constant<STRIP>(rows, [&](auto count) {
+            (a.cache->slices == 2 ? strip_values<count.value, 2> : strip_values<count.value, 3>)(a, first, p, o);
+        });
     }
 
   private:

@@ -14,9 +14,9 @@
 namespace penstock {
 namespace {
 
-constexpr int STEP = AMX_BYTES;             // elements per product of scores
-constexpr int SHORT_STEP = GRANULE;         // elements per product of scores for the rest of a head, and positions of values
-constexpr int TILE_SUMS = 4;                // tiles of sums
+constexpr int STEP = AMX_BYTES;      // elements per product of scores
+constexpr int SHORT_STEP = GRANULE;  // the same for the rest of a head, and positions per product of values
+constexpr int TILE_SUMS = 4;         // tiles of sums
 constexpr int SUM_COLUMNS = TILE_SUMS * LANES;
 static_assert(SUM_COLUMNS == TILE, "the sums of scores have as many columns");
 
@@ -53,6 +53,22 @@ int work_of(const TileArgs& a, int strip_rows) {
 
 // ---- A strip
 
+// The compiler does not know which memory tile loads read.
+inline void finish_stores() { __asm__ volatile("" : : : "memory"); }
+
+// Load tile b from memory and add tile a times tile b to tile `sums`. Tile numbers are part of the instructions.
+#define PENSTOCK_PRODUCT(sums, a, b, address, stride) \
+    _tile_loadd(b, address, stride);                  \
+    _tile_dpbsud(sums, a, b)
+
+inline void store_tiles(std::int32_t* sums) {
+    constexpr std::int64_t ROW = SUM_COLUMNS * 4;
+    _tile_stored(0, sums, ROW);
+    _tile_stored(1, sums + LANES, ROW);
+    _tile_stored(2, sums + 2 * LANES, ROW);
+    _tile_stored(3, sums + 3 * LANES, ROW);
+}
+
 template <int SLICES>
 struct Strip {
     static constexpr int ROWS = strip_rows(SLICES);
@@ -76,18 +92,131 @@ struct Strip {
           queries(const_cast<void*>(args.operand), *args.cache, first_row) {}
 
     std::int64_t dim() const { return a.cache->padded_dim; }
-    void attend();
+
+    // Products run 64 columns ahead of the fold, so that neither waits for the other.
+    void attend() {
+        multiply_keys();
+        finish_scores();
+        find_probabilities();
+        finish_stores();
+        std::int64_t d = 0;
+        for (; d + SUM_COLUMNS <= dim(); d += SUM_COLUMNS) {
+            multiply_values<TILE_SUMS>(d);
+            if (d > 0) fold_values<TILE_SUMS>(d - SUM_COLUMNS);
+        }
+        if (d < dim()) multiply_values<TILE_SUMS / 2>(d);
+        if (d > 0) fold_values<TILE_SUMS>(d - SUM_COLUMNS);
+        if (d < dim()) fold_values<TILE_SUMS / 2>(d);
+    }
 
   private:
-    void multiply_keys();
-    void finish_scores();
-    void find_probabilities();
-    template <int ROWS>
-    void slice_group(int group);
+    void multiply_keys() {
+        const char* const* const keys = a.granules;
+        std::int64_t d = 0;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (; d + STEP <= dim(); d += STEP) {
+            const std::int64_t at = d * GRANULE;
+            _tile_loadd(4, queries.slices + d, dim());
+            PENSTOCK_PRODUCT(0, 4, 5, keys[0] + at, LINE);
+            PENSTOCK_PRODUCT(1, 4, 5, keys[1] + at, LINE);
+            prefetcher.advance(2 * STEP_WORK);
+            PENSTOCK_PRODUCT(2, 4, 5, keys[2] + at, LINE);
+            PENSTOCK_PRODUCT(3, 4, 5, keys[3] + at, LINE);
+            prefetcher.advance(2 * STEP_WORK);
+        }
+        for (; d < dim(); d += SHORT_STEP) {
+            const std::int64_t at = d * GRANULE;
+            _tile_loadd(6, queries.slices + d, dim());
+            PENSTOCK_PRODUCT(0, 6, 7, keys[0] + at, LINE);
+            PENSTOCK_PRODUCT(1, 6, 7, keys[1] + at, LINE);
+            PENSTOCK_PRODUCT(2, 6, 7, keys[2] + at, LINE);
+            PENSTOCK_PRODUCT(3, 6, 7, keys[3] + at, LINE);
+            prefetcher.advance(2 * STEP_WORK);
+        }
+        store_tiles(sums[0]);
+    }
+
+    void finish_scores() {
+        for (int r = 0; r < rows; ++r) {
+            const QueryRow& row = queries.row(r);
+            std::int32_t excess[SLICES];
+            for (int s = 0; s < SLICES; ++s) excess[s] = ZERO_POINT * row.sums[s];
+            for (int g = 0; g < TILE_GRANULES; ++g) {
+                I32x16 of_slice[SLICES];
+                load_sums(sums[0] + r * SLICES * SUM_COLUMNS + g * GRANULE, excess, of_slice);
+                const Granule granule(*a.cache, a.granules[g]);
+                store(p + r * TILE + g * GRANULE, scores_of<SLICES>(*a.cache, row, granule, of_slice));
+            }
+            prefetcher.advance(SCORE_WORK);
+        }
+    }
+
+    void find_probabilities() {
+        StripParts parts;
+        for (int r = 0; r < rows; r += STRIP_ROWS) {
+            const int count = rows - r < STRIP_ROWS ? rows - r : STRIP_ROWS;
+            StripParts group;
+            softmax(a, first + r, count, p + r * TILE, p + r * TILE, group);
+            __builtin_memcpy(parts.max + r, group.max, STRIP_ROWS * sizeof(float));
+            __builtin_memcpy(parts.sum + r, group.sum, STRIP_ROWS * sizeof(float));
+            prefetcher.advance(GROUP_WORK);
+            with_constant<STRIP_ROWS>(count, [&](auto of_group) {
+                slice_probabilities<of_group.value>(
+                    a, p + r * TILE, slices + r * SLICES * TILE, TILE, TILE / 2, numbers[r / STRIP_ROWS]);
+            });
+            prefetcher.advance(GROUP_WORK);
+        }
+        fold_sums(a, first, rows, parts, fold);
+    }
+
+    // Columns d .. d + 16 SUMS - 1 of p v.
     template <int SUMS>
-    void multiply_values(std::int64_t d);
+    void multiply_values(std::int64_t d) {
+        const std::int64_t row = dim() * QUAD, keys = dim() * GRANULE;
+        _tile_zero(0);
+        _tile_zero(1);
+        if constexpr (SUMS > 2) _tile_zero(2);
+        if constexpr (SUMS > 2) _tile_zero(3);
+        for (int g = 0; g < TILE_GRANULES; ++g) {
+            const char* const values = a.granules[g] + keys + d * QUAD;
+            _tile_loadd(6, slices + g * GRANULE, TILE);
+            PENSTOCK_PRODUCT(0, 6, 7, values, row);
+            PENSTOCK_PRODUCT(1, 6, 7, values + LINE, row);
+            prefetcher.advance(2 * STEP_WORK);
+            if constexpr (SUMS > 2) {
+                PENSTOCK_PRODUCT(2, 6, 7, values + 2 * LINE, row);
+                PENSTOCK_PRODUCT(3, 6, 7, values + 3 * LINE, row);
+                prefetcher.advance(2 * STEP_WORK);
+            }
+        }
+        store_tiles(sums[d / SUM_COLUMNS % 2]);
+    }
+
+    // Fold the same columns into the state.
     template <int SUMS>
-    void fold_values(std::int64_t d);
+    void fold_values(std::int64_t d) {
+        const std::int64_t channel = a.kv_head * dim() + d;
+        for (int r = 0; r < rows; ++r) {
+            prefetcher.advance(VALUE_WORK);
+            if ((fold.rows >> r & 1) == 0) continue;
+            const ProbabilityRows<SLICES>& group = numbers[r / STRIP_ROWS];
+            const int lane = r % STRIP_ROWS * 4;
+            const F32x16 keep = fold.keep[r], add = fold.add[r];
+            float* const o = a.state.accumulator + (first + r) * dim() + d;
+            std::int32_t excess[SLICES];
+            for (int s = 0; s < SLICES; ++s) excess[s] = ZERO_POINT * group.sums[s][lane];
+            for (int i = 0; i < SUMS; ++i) {
+                I32x16 of_slice[SLICES];
+                load_sums(sums[d / SUM_COLUMNS % 2] + r * SLICES * SUM_COLUMNS + i * LANES, excess, of_slice);
+                const F32x16 part =
+                    outputs_of<SLICES>(*a.cache, group.scale[lane], group.sum[lane], channel + i * LANES, of_slice);
+                store(o + i * LANES, load(o + i * LANES) * keep + part * add);
+            }
+        }
+    }
 
     // The sums of the slices of a row with 16 stored integers.
     PENSTOCK_INLINE static void load_sums(
@@ -98,159 +227,6 @@ struct Strip {
         }
     }
 };
-
-// The compiler does not know which memory tile loads read.
-inline void finish_stores() { __asm__ volatile("" : : : "memory"); }
-
-// Load tile b from memory and add tile a times tile b to tile `sums`. Tile numbers are part of the instructions.
-#define PENSTOCK_PRODUCT(sums, a, b, address, stride) \
-    _tile_loadd(b, address, stride);                  \
-    _tile_dpbsud(sums, a, b)
-
-inline void store_tiles(std::int32_t* sums) {
-    constexpr std::int64_t ROW = SUM_COLUMNS * 4;
-    _tile_stored(0, sums, ROW);
-    _tile_stored(1, sums + LANES, ROW);
-    _tile_stored(2, sums + 2 * LANES, ROW);
-    _tile_stored(3, sums + 3 * LANES, ROW);
-}
-
-template <int SLICES>
-void Strip<SLICES>::multiply_keys() {
-    const char* const* const keys = a.granules;
-    std::int64_t d = 0;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (; d + STEP <= dim(); d += STEP) {
-        const std::int64_t at = d * GRANULE;
-        _tile_loadd(4, queries.slices + d, dim());
-        PENSTOCK_PRODUCT(0, 4, 5, keys[0] + at, LINE);
-        PENSTOCK_PRODUCT(1, 4, 5, keys[1] + at, LINE);
-        prefetcher.advance(2 * STEP_WORK);
-        PENSTOCK_PRODUCT(2, 4, 5, keys[2] + at, LINE);
-        PENSTOCK_PRODUCT(3, 4, 5, keys[3] + at, LINE);
-        prefetcher.advance(2 * STEP_WORK);
-    }
-    for (; d < dim(); d += SHORT_STEP) {
-        const std::int64_t at = d * GRANULE;
-        _tile_loadd(6, queries.slices + d, dim());
-        PENSTOCK_PRODUCT(0, 6, 7, keys[0] + at, LINE);
-        PENSTOCK_PRODUCT(1, 6, 7, keys[1] + at, LINE);
-        PENSTOCK_PRODUCT(2, 6, 7, keys[2] + at, LINE);
-        PENSTOCK_PRODUCT(3, 6, 7, keys[3] + at, LINE);
-        prefetcher.advance(2 * STEP_WORK);
-    }
-    store_tiles(sums[0]);
-}
-
-template <int SLICES>
-void Strip<SLICES>::finish_scores() {
-    for (int r = 0; r < rows; ++r) {
-        const QueryRow& row = queries.row(r);
-        std::int32_t excess[SLICES];
-        for (int s = 0; s < SLICES; ++s) excess[s] = ZERO_POINT * row.sums[s];
-        for (int g = 0; g < TILE_GRANULES; ++g) {
-            I32x16 of_slice[SLICES];
-            load_sums(sums[0] + r * SLICES * SUM_COLUMNS + g * GRANULE, excess, of_slice);
-            const Granule granule(*a.cache, a.granules[g]);
-            store(p + r * TILE + g * GRANULE, scores_of<SLICES>(*a.cache, row, granule, of_slice));
-        }
-        prefetcher.advance(SCORE_WORK);
-    }
-}
-
-// ROWS: rows of the group, fewer than STRIP_ROWS in the last one.
-template <int SLICES>
-template <int ROWS>
-void Strip<SLICES>::slice_group(int group) {
-    const int r = group * STRIP_ROWS;
-    slice_probabilities<ROWS>(a, p + r * TILE, slices + r * SLICES * TILE, TILE, TILE / 2, numbers[group]);
-}
-
-template <int SLICES>
-void Strip<SLICES>::find_probabilities() {
-    constexpr decltype(&Strip::slice_group<1>) SLICE[STRIP_ROWS] = {
-        &Strip::slice_group<1>, &Strip::slice_group<2>, &Strip::slice_group<3>, &Strip::slice_group<4>};
-    StripParts parts;
-    for (int r = 0; r < rows; r += STRIP_ROWS) {
-        const int count = rows - r < STRIP_ROWS ? rows - r : STRIP_ROWS;
-        StripParts group;
-        softmax(a, first + r, count, p + r * TILE, p + r * TILE, group);
-        __builtin_memcpy(parts.max + r, group.max, STRIP_ROWS * sizeof(float));
-        __builtin_memcpy(parts.sum + r, group.sum, STRIP_ROWS * sizeof(float));
-        prefetcher.advance(GROUP_WORK);
-        (this->*SLICE[count - 1])(r / STRIP_ROWS);
-        prefetcher.advance(GROUP_WORK);
-    }
-    fold_sums(a, first, rows, parts, fold);
-}
-
-// Columns d .. d + 16 SUMS - 1 of p v.
-template <int SLICES>
-template <int SUMS>
-void Strip<SLICES>::multiply_values(std::int64_t d) {
-    const std::int64_t row = dim() * QUAD, keys = dim() * GRANULE;
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (SUMS > 2) _tile_zero(2);
-    if constexpr (SUMS > 2) _tile_zero(3);
-    for (int g = 0; g < TILE_GRANULES; ++g) {
-        const char* const values = a.granules[g] + keys + d * QUAD;
-        _tile_loadd(6, slices + g * GRANULE, TILE);
-        PENSTOCK_PRODUCT(0, 6, 7, values, row);
-        PENSTOCK_PRODUCT(1, 6, 7, values + LINE, row);
-        prefetcher.advance(2 * STEP_WORK);
-        if constexpr (SUMS > 2) {
-            PENSTOCK_PRODUCT(2, 6, 7, values + 2 * LINE, row);
-            PENSTOCK_PRODUCT(3, 6, 7, values + 3 * LINE, row);
-            prefetcher.advance(2 * STEP_WORK);
-        }
-    }
-    store_tiles(sums[d / SUM_COLUMNS % 2]);
-}
-
-// Fold the same columns into the state.
-template <int SLICES>
-template <int SUMS>
-void Strip<SLICES>::fold_values(std::int64_t d) {
-    const std::int64_t channel = a.kv_head * dim() + d;
-    for (int r = 0; r < rows; ++r) {
-        prefetcher.advance(VALUE_WORK);
-        if ((fold.rows >> r & 1) == 0) continue;
-        const ProbabilityRows<SLICES>& group = numbers[r / STRIP_ROWS];
-        const int lane = r % STRIP_ROWS * 4;
-        const F32x16 keep = fold.keep[r], add = fold.add[r];
-        float* const o = a.accumulator + (first + r) * dim() + d;
-        std::int32_t excess[SLICES];
-        for (int s = 0; s < SLICES; ++s) excess[s] = ZERO_POINT * group.sums[s][lane];
-        for (int i = 0; i < SUMS; ++i) {
-            I32x16 of_slice[SLICES];
-            load_sums(sums[d / SUM_COLUMNS % 2] + r * SLICES * SUM_COLUMNS + i * LANES, excess, of_slice);
-            const F32x16 part =
-                outputs_of<SLICES>(*a.cache, group.scale[lane], group.sum[lane], channel + i * LANES, of_slice);
-            store(o + i * LANES, load(o + i * LANES) * keep + part * add);
-        }
-    }
-}
-
-// Products run 64 columns ahead of the fold, so that neither waits for the other.
-template <int SLICES>
-void Strip<SLICES>::attend() {
-    multiply_keys();
-    finish_scores();
-    find_probabilities();
-    finish_stores();
-    std::int64_t d = 0;
-    for (; d + SUM_COLUMNS <= dim(); d += SUM_COLUMNS) {
-        multiply_values<TILE_SUMS>(d);
-        if (d > 0) fold_values<TILE_SUMS>(d - SUM_COLUMNS);
-    }
-    if (d < dim()) multiply_values<TILE_SUMS / 2>(d);
-    if (d > 0) fold_values<TILE_SUMS>(d - SUM_COLUMNS);
-    if (d < dim()) fold_values<TILE_SUMS / 2>(d);
-}
 
 template <int SLICES>
 void attend_strips(const TileArgs& a) {
@@ -277,6 +253,8 @@ void pack_queries(const QueryArgs& a) {
 
 }  // namespace
 
-CacheKernel amx_cache_int8() { return {pack_queries, attend_tile, store_tokens, load_tokens, release}; }
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_INT8>() {
+    return {pack_queries, attend_tile, store_tokens, load_tokens, release};
+}
 
 }  // namespace penstock

@@ -3,8 +3,6 @@
 // The sums of a strip with two vectors stay in registers, at most 24, over a whole head or tile. They start at -128
 // times the sum of the row: bytes are stored + 128.
 
-#include "avx512.inc.h"
-
 #include "attention/int8.inc.h"
 
 namespace penstock {
@@ -55,6 +53,6 @@ struct VnniDot {
 
 }  // namespace
 
-CacheKernel avx512_cache_int8() { return int8_kernel<VnniDot>(); }
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_INT8>() { return int8_kernel<VnniDot>(); }
 
 }  // namespace penstock

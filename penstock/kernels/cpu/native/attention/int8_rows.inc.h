@@ -72,9 +72,8 @@ template <int SLICES, int ROWS>
 void pack_row(
     const QueryArgs& a, std::int64_t row, const QueryStrip<ROWS>& strip, int r, std::int64_t chunk) {
     const PenstockCache& cache = *a.cache;
-    const std::int64_t group = a.heads / cache.kv_heads, dim = cache.head_dim, channels = a.kv_head * cache.padded_dim;
-    const std::int64_t head = row / group * a.heads + a.kv_head * group + row % group;
-    const char* q = static_cast<const char*>(a.q) + head * dim * type_bytes(a.type);
+    const std::int64_t dim = cache.head_dim, channels = a.kv_head * cache.padded_dim;
+    const char* q = static_cast<const char*>(a.q) + query_head(a, row) * dim * type_bytes(a.type);
     alignas(64) float x[MAX_HEAD_DIM];
     I32x16 max_bits = 0;
     F32x16 shift = 0.0f;

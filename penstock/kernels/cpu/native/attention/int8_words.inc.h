@@ -1,25 +1,16 @@
-// Dot products of bytes for levels without an exact instruction for them, in words of 16 bits. Included by the file of
-// a level, which defines the product of two words of stored integers with two words of a row.
-#pragma once
-
+// Attention with an int8 cache for levels without an exact dot product of bytes, in words of 16 bits.
 #include "attention/int8.inc.h"
+#include "word_pairs.inc.h"
 
 namespace penstock {
 namespace {
 
-typedef std::int16_t WordPart __attribute__((vector_size(4 * PART_LANES)));
-
-// The lanes of a register, 4 bytes each, as two words each: those of even and those of odd elements.
-struct WordPairs {
-    WordPart even, odd;
-};
-
-// A Pair provides
-//     static constexpr int ZERO_POINT;                               // as in Dot
-//     static IntPart dot(const WordPairs& stored, const WordPairs& row);
-template <class Pair>
 struct WordsDot {
-    static constexpr int ZERO_POINT = Pair::ZERO_POINT;
+#if defined(__AVX2__)
+    static constexpr int ZERO_POINT = penstock::ZERO_POINT;
+#else
+    static constexpr int ZERO_POINT = 0;  // two products of unsigned bytes would not fit into a word
+#endif
     static constexpr int BLOCK = 4;  // operand rows whose sums are in registers at once
 
     template <int OPERANDS, int QUADS, class Find>
@@ -42,36 +33,26 @@ struct WordsDot {
     template <int ROWS, int QUADS>
     static PENSTOCK_INLINE void add(
         const std::uint8_t* stored, std::int64_t step, const std::int8_t* operand, I32x16 (*sums)[2], int side) {
+        constexpr int LESS = penstock::ZERO_POINT - ZERO_POINT;
         IntPart block[ROWS][PARTS];
         for (int r = 0; r < ROWS; ++r)
             for (int i = 0; i < PARTS; ++i) block[r][i] = sums[r][side].part[i];
         for (int quad = 0; quad < QUADS; ++quad) {
             WordPairs of_stored[PARTS];
-            for (int i = 0; i < PARTS; ++i) of_stored[i] = split_stored(stored + quad * step + i * PART_LANES * QUAD);
+            for (int i = 0; i < PARTS; ++i)
+                of_stored[i] = split_stored<LESS>(stored + quad * step + i * PART_LANES * QUAD);
             for (int r = 0; r < ROWS; ++r) {
                 const WordPairs of_row = split_row(operand + r * CHUNK + quad * QUAD);
-                for (int i = 0; i < PARTS; ++i) block[r][i] += Pair::dot(of_stored[i], of_row);
+                for (int i = 0; i < PARTS; ++i) block[r][i] += dot(of_stored[i], of_row);
             }
         }
         for (int r = 0; r < ROWS; ++r)
             for (int i = 0; i < PARTS; ++i) sums[r][side].part[i] = block[r][i];
     }
-
-    static PENSTOCK_INLINE WordPairs split_stored(const std::uint8_t* from) {
-        constexpr std::int16_t DIFFERENCE = penstock::ZERO_POINT - ZERO_POINT;
-        WordPart words;
-        __builtin_memcpy(&words, from, sizeof words);
-        return {(words & 255) - DIFFERENCE, (words >> 8 & 255) - DIFFERENCE};
-    }
-
-    // The 4 elements of one row in every lane.
-    static PENSTOCK_INLINE WordPairs split_row(const std::int8_t* four) {
-        std::int32_t bits;
-        __builtin_memcpy(&bits, four, sizeof bits);
-        const WordPart words = reinterpret_cast<WordPart>(IntPart{} + bits);
-        return {words << 8 >> 8, words >> 8};
-    }
 };
 
 }  // namespace
+
+template <> CacheKernel cache_kernel<THIS_LEVEL, CACHE_INT8>() { return int8_kernel<WordsDot>(); }
+
 }  // namespace penstock

@@ -20,27 +20,228 @@ struct Granules {
 
 class Item {
   public:
-    Item(const AttentionCall& call, const PenstockAttentionItem& item, void* scratch);
-    void attend();
+    Item(const AttentionCall& call, const PenstockAttentionItem& item, void* scratch)
+        : call_(call),
+          item_(item),
+          heads_(item.head_end - item.head_begin),
+          rows_(item.row_end - item.row_begin),
+          dim_(call.cache.padded_dim),
+          window_(call.step.sliding_window),
+          sinks_(call.step.num_sink_tokens),
+          length_(call.step.seq_lens[item.sequence]),
+          cached_(call.cached_tokens(item.sequence)),
+          head_bytes_(query_bytes(call.cache.kind, dim_, call.cache.slices, rows_)),
+          block_bytes_(query_bytes(call.cache.kind, dim_, call.cache.slices, BLOCK_ROWS)),
+          blocks_(divide_up(rows_, BLOCK_ROWS)),
+          head_states_(item.partial >= 0 ? rows_ : row_room(rows_)),
+          block_granules_(static_cast<std::uint32_t>(call.cache.block_size / GRANULE)),
+          first_staged_(cached_ == length_ ? divide_up(length_, GRANULE) : cached_ / GRANULE),
+          end_granule_(divide_up(length_, GRANULE)),
+          block_table_(call.step.block_table + item.sequence * call.step.max_blocks) {
+        const std::int64_t room = row_room(rows_);
+        BumpAllocator memory(scratch);
+        outputs_ = allocate_outputs(memory, rows_);
+        block_ = reinterpret_cast<RowBlock*>(memory.allocate<std::int32_t>(room));  // four numbers per 48 rows
+        positions_ = memory.allocate<std::int32_t>(room);
+        low_ = memory.allocate<std::int32_t>(room);
+        high_ = memory.allocate<std::int32_t>(room);
+        slopes_ = memory.allocate<float>(heads_ * room);
+        operands_ = memory.allocate<char>(heads_ * head_bytes_);
+        row_operand_ = memory.allocate<char>(query_bytes(call.cache.kind, dim_, call.cache.slices, 1));
+        row_tile_ = memory.allocate<char>(TILE_GRANULES * call.granule);
+        if (partial()) return;
+        row_state_ = allocate_states(memory, heads_ * room, dim_);
+        if (item.span_end - item.span_begin > 1) span_state_ = allocate_states(memory, heads_ * room, dim_);
+    }
+
+    void attend() {
+        locate_rows();
+        pack_queries();
+        for (std::int64_t span = item_.span_begin; span < item_.span_end; ++span) attend_span(span);
+        if (call_.kernel.release != nullptr) call_.kernel.release(thread_state_);
+        if (!partial()) write_results();
+    }
 
   private:
-    void locate_rows();
-    void pack_queries();
-    void attend_span(std::int64_t span);
-    void attend_tile(std::int64_t tile);
-    void attend_block(TileArgs& args, std::int64_t head, const RowBlock& block) const;
-    void attend_row(TileArgs args, std::int64_t head, std::int64_t row) const;
-    void set_rows(TileArgs& args, std::int64_t head, std::int64_t first, int rows, bool masked) const;
-    void write_results() const;
+    // Set positions and slopes of the rows, their blocks, and the tiles that any of them may see.
+    void locate_rows() {
+        for (std::int64_t row = 0; row < rows_; ++row)
+            positions_[row] = call_.step.positions[(item_.row_begin + row) / call_.group];
+        std::int64_t earliest = std::numeric_limits<std::int32_t>::max(), latest = -1;
+        for (std::int64_t i = 0; i < blocks_; ++i) {
+            const std::int64_t first = i * BLOCK_ROWS, rows = std::min<std::int64_t>(BLOCK_ROWS, rows_ - first);
+            const auto [low, high] = std::minmax_element(positions_ + first, positions_ + first + rows);
+            block_[i] = {static_cast<std::int32_t>(first), static_cast<std::int32_t>(rows), *low, *high};
+            earliest = std::min<std::int64_t>(earliest, *low);
+            latest = std::max<std::int64_t>(latest, *high);
+        }
+        begin_tile_ = window_ > 0 ? std::max<std::int64_t>(earliest - window_ + 1, 0) / TILE : 0;
+        end_tile_ = std::min<std::int64_t>(latest / TILE + 1, std::int64_t{item_.span_end} * SPAN_TILES);
+        if (call_.params.slopes == nullptr) return;
+        for (std::int64_t head = 0; head < heads_; ++head)
+            for (std::int64_t row = 0; row < rows_; ++row)
+                slopes_[head * row_room(rows_) + row] =
+                    call_.params.slopes[kv_head(head) * call_.group + (item_.row_begin + row) % call_.group];
+    }
 
-    bool sees(const RowBlock& block, std::int64_t base) const;
-    bool sees_all(const RowBlock& block, std::int64_t base) const;
-    bool hides_tokens(const RowBlock& block, std::int64_t base) const;
-    void set_visible(const RowBlock& block, std::int64_t base);
-    std::int64_t first_visible(std::int64_t tile) const;
-    Granules locate(std::int64_t tile, std::int64_t head) const;
-    Granules next_granules(std::int64_t tile, std::int64_t head) const;
-    bool all_finite(const Granules& granules) const;
+    void pack_queries() {
+        for (std::int64_t head = 0; head < heads_; ++head)
+            for (std::int64_t i = 0; i < blocks_; ++i)
+                call_.kernel.pack_queries({&call_.cache, call_.type, call_.q, call_.heads, kv_head(head),
+                                           item_.row_begin + block_[i].first, block_[i].rows,
+                                           operand(head, block_[i].first)});
+    }
+
+    // The state of the first span is that of the row: folding it into an empty state could only change the sign of a
+    // zero, which writing the results removes.
+    void attend_span(std::int64_t span) {
+        const bool first = span == item_.span_begin;
+        const std::int64_t states = heads_ * head_states_;
+        state_ = first ? row_state_ : span_state_;
+        if (partial()) state_ = call_.partial.from(item_.partial + (span - item_.span_begin) * states);
+        clear_states(state_, states);
+        const std::int64_t end = std::min((span + 1) * SPAN_TILES, end_tile_);
+        for (std::int64_t tile = first_visible(span * SPAN_TILES); tile < end; tile = first_visible(tile + 1))
+            attend_tile(tile);
+        if (first || partial()) return;
+        for (std::int64_t at = 0; at < states; at += head_states_)
+            call_.fold.fold(static_cast<int>(rows_), row_state_.from(at), state_.from(at));
+    }
+
+    void attend_tile(std::int64_t tile) {
+        TileArgs args{};
+        args.cache = &call_.cache;
+        args.params = &call_.params;
+        args.base = tile * TILE;
+        args.thread_state = &thread_state_;
+        args.sink = static_cast<std::int32_t>(std::clamp<std::int64_t>(sinks_ - args.base, 0, TILE));
+        bool hidden_tokens = false;
+        for (std::int64_t i = 0; i < blocks_; ++i) {
+            if (!sees_all(block_[i], args.base)) set_visible(block_[i], args.base);
+            hidden_tokens |= sees(block_[i], args.base) && hides_tokens(block_[i], args.base);
+        }
+        Granules granules = locate(tile, 0);
+        for (std::int64_t head = 0; head < heads_; ++head) {
+            const Granules next = next_granules(tile, head);
+            const bool one_by_one = hidden_tokens && !all_finite(granules);
+            args.kv_head = kv_head(head);
+            std::copy_n(granules.at, TILE_GRANULES, args.granules);
+            std::copy_n(next.at, TILE_GRANULES, args.next);
+            for (std::int64_t i = 0; i < blocks_; ++i) {
+                if (!sees(block_[i], args.base)) continue;
+                if (one_by_one && hides_tokens(block_[i], args.base)) {
+                    for (int row = 0; row < block_[i].rows; ++row) attend_row(args, head, block_[i].first + row);
+                } else {
+                    attend_block(args, head, block_[i]);
+                    std::fill_n(args.next, TILE_GRANULES, nullptr);  // already prefetched
+                }
+            }
+            granules = next;
+        }
+    }
+
+    void attend_block(TileArgs& args, std::int64_t head, const RowBlock& block) const {
+        set_rows(args, head, block.first, block.rows, !sees_all(block, args.base));
+        args.operand = operand(head, block.first);
+        call_.kernel.attend_tile(args);
+    }
+
+    // One row alone, with zeros at the positions hidden from it: 0 times a NaN would not be 0.
+    void attend_row(TileArgs args, std::int64_t head, std::int64_t row) const {
+        for (int g = 0; g < TILE_GRANULES; ++g) {
+            char* copy = row_tile_ + g * call_.granule;
+            std::memcpy(copy, args.granules[g], static_cast<std::size_t>(call_.granule));
+            for (int i = 0; i < GRANULE; ++i) {
+                const int j = g * GRANULE + i;
+                const bool visible = j < high_[row] && (j >= low_[row] || j < args.sink);
+                if (!visible) store_zeros(call_, args.kv_head, copy, i, 1);
+            }
+            args.granules[g] = copy;
+        }
+        call_.kernel.pack_queries({&call_.cache, call_.type, call_.q, call_.heads, args.kv_head, item_.row_begin + row,
+                                    1, row_operand_});
+        set_rows(args, head, row, 1, true);
+        args.operand = row_operand_;
+        call_.kernel.attend_tile(args);
+    }
+
+    void set_rows(TileArgs& args, std::int64_t head, std::int64_t first, int rows, bool masked) const {
+        args.rows = rows;
+        args.positions = positions_ + first;
+        args.slopes = call_.params.slopes != nullptr ? slopes_ + head * row_room(rows_) + first : nullptr;
+        args.low = masked ? low_ + first : nullptr;
+        args.high = masked ? high_ + first : nullptr;
+        args.state = state_.from(head * head_states_ + first);
+    }
+
+    void write_results() const {
+        for (std::int64_t head = 0; head < heads_; ++head)
+            write_outputs(
+                call_, outputs_, kv_head(head), item_.row_begin, rows_, row_state_.from(head * head_states_));
+    }
+
+    // ---- Visibility
+
+    bool sees(const RowBlock& block, std::int64_t base) const {
+        if (base > block.latest) return false;
+        return window_ == 0 || base < sinks_ || base + TILE > block.earliest - window_ + 1;
+    }
+
+    bool sees_all(const RowBlock& block, std::int64_t base) const {
+        if (base + TILE > block.earliest + 1) return false;
+        return window_ == 0 || base + TILE <= sinks_ || base >= block.latest - window_ + 1;
+    }
+
+    // Whether a token of the tile is hidden from a row of the block. Values after the end of a sequence are finite.
+    bool hides_tokens(const RowBlock& block, std::int64_t base) const {
+        if (block.earliest + 1 < std::min(base + TILE, length_)) return true;
+        return window_ > 0 && base + TILE > sinks_ && block.latest - window_ + 1 > std::max(base, sinks_);
+    }
+
+    // Visible positions, relative to the first of the tile.
+    void set_visible(const RowBlock& block, std::int64_t base) {
+        for (int row = block.first; row < block.first + block.rows; ++row) {
+            const std::int64_t end = positions_[row] + std::int64_t{1} - base;
+            low_[row] = static_cast<std::int32_t>(window_ > 0 ? std::clamp<std::int64_t>(end - window_, 0, TILE) : 0);
+            high_[row] = static_cast<std::int32_t>(std::clamp<std::int64_t>(end, 0, TILE));
+        }
+    }
+
+    // The first tile, from this one on, that any row may see.
+    std::int64_t first_visible(std::int64_t tile) const {
+        return tile * TILE < sinks_ ? tile : std::max(tile, begin_tile_);
+    }
+
+    // ---- Location of granules
+
+    Granules locate(std::int64_t tile, std::int64_t head) const {
+        const std::int64_t first = tile * TILE_GRANULES;
+        std::uint32_t column = static_cast<std::uint32_t>(first) / block_granules_;
+        std::uint32_t index = static_cast<std::uint32_t>(first) % block_granules_;
+        Granules granules;
+        for (int g = 0; g < TILE_GRANULES; ++g) {
+            if (first + g >= end_granule_)
+                granules.at[g] = call_.zeros;
+            else if (first + g >= first_staged_)
+                granules.at[g] = call_.staged_granule(item_.sequence, kv_head(head), first + g - first_staged_);
+            else
+                granules.at[g] = call_.granule_of_block(block_table_[column], kv_head(head), index);
+            if (++index == block_granules_) index = 0, ++column;
+        }
+        return granules;
+    }
+
+    // The granules that are read next, null after the last ones of the item.
+    Granules next_granules(std::int64_t tile, std::int64_t head) const {
+        if (head + 1 < heads_) return locate(tile, head + 1);
+        const std::int64_t next = first_visible(tile + 1);
+        return next < end_tile_ ? locate(next, 0) : Granules{};
+    }
+
+    bool all_finite(const Granules& granules) const {
+        return std::all_of(granules.at, granules.at + TILE_GRANULES,
+                           [&](const char* granule) { return values_are_finite(call_.cache, granule); });
+    }
 
     std::int64_t kv_head(std::int64_t head) const { return item_.head_begin + head; }
     bool partial() const { return item_.partial >= 0; }
@@ -75,234 +276,6 @@ class Item {
     States state_;             // that tiles fold into: one of these two, or partial rows
 };
 
-Item::Item(const AttentionCall& call, const PenstockAttentionItem& item, void* scratch)
-    : call_(call),
-      item_(item),
-      heads_(item.head_end - item.head_begin),
-      rows_(item.row_end - item.row_begin),
-      dim_(call.cache.padded_dim),
-      window_(call.step.sliding_window),
-      sinks_(call.step.num_sink_tokens),
-      length_(call.step.seq_lens[item.sequence]),
-      cached_(call.cached_tokens(item.sequence)),
-      head_bytes_(query_bytes(call.cache.kind, dim_, call.cache.slices, rows_)),
-      block_bytes_(query_bytes(call.cache.kind, dim_, call.cache.slices, BLOCK_ROWS)),
-      blocks_(divide_up(rows_, BLOCK_ROWS)),
-      head_states_(item.partial >= 0 ? rows_ : row_room(rows_)),
-      block_granules_(static_cast<std::uint32_t>(call.cache.block_size / GRANULE)),
-      first_staged_(cached_ == length_ ? divide_up(length_, GRANULE) : cached_ / GRANULE),
-      end_granule_(divide_up(length_, GRANULE)),
-      block_table_(call.step.block_table + item.sequence * call.step.max_blocks) {
-    const std::int64_t room = row_room(rows_);
-    BumpAllocator memory(scratch);
-    outputs_ = allocate_outputs(memory, rows_);
-    block_ = reinterpret_cast<RowBlock*>(memory.allocate<std::int32_t>(room));  // four numbers per 48 rows
-    positions_ = memory.allocate<std::int32_t>(room);
-    low_ = memory.allocate<std::int32_t>(room);
-    high_ = memory.allocate<std::int32_t>(room);
-    slopes_ = memory.allocate<float>(heads_ * room);
-    operands_ = memory.allocate<char>(heads_ * head_bytes_);
-    row_operand_ = memory.allocate<char>(query_bytes(call.cache.kind, dim_, call.cache.slices, 1));
-    row_tile_ = memory.allocate<char>(TILE_GRANULES * call.granule);
-    if (partial()) return;
-    row_state_ = allocate_states(memory, heads_ * room, dim_);
-    if (item.span_end - item.span_begin > 1) span_state_ = allocate_states(memory, heads_ * room, dim_);
-}
-
-void Item::attend() {
-    locate_rows();
-    pack_queries();
-    for (std::int64_t span = item_.span_begin; span < item_.span_end; ++span) attend_span(span);
-    if (call_.kernel.release != nullptr) call_.kernel.release(thread_state_);
-    if (!partial()) write_results();
-}
-
-// Set positions and slopes of the rows, their blocks, and the tiles that any of them may see.
-void Item::locate_rows() {
-    for (std::int64_t row = 0; row < rows_; ++row)
-        positions_[row] = call_.step.positions[(item_.row_begin + row) / call_.group];
-    std::int64_t earliest = std::numeric_limits<std::int32_t>::max(), latest = -1;
-    for (std::int64_t i = 0; i < blocks_; ++i) {
-        const std::int64_t first = i * BLOCK_ROWS, rows = std::min<std::int64_t>(BLOCK_ROWS, rows_ - first);
-        const auto [low, high] = std::minmax_element(positions_ + first, positions_ + first + rows);
-        block_[i] = {static_cast<std::int32_t>(first), static_cast<std::int32_t>(rows), *low, *high};
-        earliest = std::min<std::int64_t>(earliest, *low);
-        latest = std::max<std::int64_t>(latest, *high);
-    }
-    begin_tile_ = window_ > 0 ? std::max<std::int64_t>(earliest - window_ + 1, 0) / TILE : 0;
-    end_tile_ = std::min<std::int64_t>(latest / TILE + 1, std::int64_t{item_.span_end} * SPAN_TILES);
-    if (call_.params.slopes == nullptr) return;
-    for (std::int64_t head = 0; head < heads_; ++head)
-        for (std::int64_t row = 0; row < rows_; ++row)
-            slopes_[head * row_room(rows_) + row] =
-                call_.params.slopes[kv_head(head) * call_.group + (item_.row_begin + row) % call_.group];
-}
-
-void Item::pack_queries() {
-    for (std::int64_t head = 0; head < heads_; ++head)
-        for (std::int64_t i = 0; i < blocks_; ++i)
-            call_.kernel.pack_queries({&call_.cache, call_.type, call_.q, call_.heads, kv_head(head),
-                                       item_.row_begin + block_[i].first, block_[i].rows,
-                                       operand(head, block_[i].first)});
-}
-
-// The state of the first span is that of the row: folding it into an empty state could only change the sign of a zero,
-// which writing the results removes.
-void Item::attend_span(std::int64_t span) {
-    const bool first = span == item_.span_begin;
-    const std::int64_t states = heads_ * head_states_;
-    state_ = first ? row_state_ : span_state_;
-    if (partial()) state_ = states_from(call_.partial, item_.partial + (span - item_.span_begin) * states, dim_);
-    clear_states(state_, states, dim_);
-    const std::int64_t end = std::min((span + 1) * SPAN_TILES, end_tile_);
-    for (std::int64_t tile = first_visible(span * SPAN_TILES); tile < end; tile = first_visible(tile + 1))
-        attend_tile(tile);
-    if (first || partial()) return;
-    for (std::int64_t head = 0; head < heads_; ++head) {
-        const std::int64_t first = head * head_states_;
-        call_.fold.fold(static_cast<int>(rows_), dim_, states_from(row_state_, first, dim_),
-                        states_from(state_, first, dim_));
-    }
-}
-
-void Item::attend_tile(std::int64_t tile) {
-    TileArgs args{};
-    args.cache = &call_.cache;
-    args.params = &call_.params;
-    args.base = tile * TILE;
-    args.thread_state = &thread_state_;
-    args.sink = static_cast<std::int32_t>(std::clamp<std::int64_t>(sinks_ - args.base, 0, TILE));
-    bool hidden_tokens = false;
-    for (std::int64_t i = 0; i < blocks_; ++i) {
-        if (!sees_all(block_[i], args.base)) set_visible(block_[i], args.base);
-        hidden_tokens |= sees(block_[i], args.base) && hides_tokens(block_[i], args.base);
-    }
-    Granules granules = locate(tile, 0);
-    for (std::int64_t head = 0; head < heads_; ++head) {
-        const Granules next = next_granules(tile, head);
-        const bool one_by_one = hidden_tokens && !all_finite(granules);
-        args.kv_head = kv_head(head);
-        std::copy_n(granules.at, TILE_GRANULES, args.granules);
-        std::copy_n(next.at, TILE_GRANULES, args.next);
-        for (std::int64_t i = 0; i < blocks_; ++i) {
-            if (!sees(block_[i], args.base)) continue;
-            if (one_by_one && hides_tokens(block_[i], args.base)) {
-                for (int row = 0; row < block_[i].rows; ++row) attend_row(args, head, block_[i].first + row);
-            } else {
-                attend_block(args, head, block_[i]);
-                std::fill_n(args.next, TILE_GRANULES, nullptr);  // already prefetched
-            }
-        }
-        granules = next;
-    }
-}
-
-void Item::attend_block(TileArgs& args, std::int64_t head, const RowBlock& block) const {
-    set_rows(args, head, block.first, block.rows, !sees_all(block, args.base));
-    args.operand = operand(head, block.first);
-    call_.kernel.attend_tile(args);
-}
-
-void Item::set_rows(TileArgs& args, std::int64_t head, std::int64_t first, int rows, bool masked) const {
-    const States state = states_from(state_, head * head_states_ + first, dim_);
-    args.rows = rows;
-    args.positions = positions_ + first;
-    args.slopes = call_.params.slopes != nullptr ? slopes_ + head * row_room(rows_) + first : nullptr;
-    args.low = masked ? low_ + first : nullptr;
-    args.high = masked ? high_ + first : nullptr;
-    args.running_max = state.running_max;
-    args.running_sum = state.running_sum;
-    args.accumulator = state.accumulator;
-}
-
-// One row alone, with zeros at the positions hidden from it: 0 times a NaN would not be 0.
-void Item::attend_row(TileArgs args, std::int64_t head, std::int64_t row) const {
-    for (int g = 0; g < TILE_GRANULES; ++g) {
-        char* copy = row_tile_ + g * call_.granule;
-        std::memcpy(copy, args.granules[g], static_cast<std::size_t>(call_.granule));
-        for (int i = 0; i < GRANULE; ++i) {
-            const int j = g * GRANULE + i;
-            const bool visible = j < high_[row] && (j >= low_[row] || j < args.sink);
-            if (!visible) store_zeros(call_, args.kv_head, copy, i, 1);
-        }
-        args.granules[g] = copy;
-    }
-    call_.kernel.pack_queries({&call_.cache, call_.type, call_.q, call_.heads, args.kv_head, item_.row_begin + row, 1,
-                               row_operand_});
-    set_rows(args, head, row, 1, true);
-    args.operand = row_operand_;
-    call_.kernel.attend_tile(args);
-}
-
-void Item::write_results() const {
-    for (std::int64_t head = 0; head < heads_; ++head)
-        write_outputs(call_, outputs_, kv_head(head), item_.row_begin, rows_,
-                      states_from(row_state_, head * head_states_, dim_));
-}
-
-// ---- Visibility
-
-bool Item::sees(const RowBlock& block, std::int64_t base) const {
-    if (base > block.latest) return false;
-    return window_ == 0 || base < sinks_ || base + TILE > block.earliest - window_ + 1;
-}
-
-bool Item::sees_all(const RowBlock& block, std::int64_t base) const {
-    if (base + TILE > block.earliest + 1) return false;
-    return window_ == 0 || base + TILE <= sinks_ || base >= block.latest - window_ + 1;
-}
-
-// Whether a token of the tile is hidden from a row of the block. After the end of the sequence all values are finite.
-bool Item::hides_tokens(const RowBlock& block, std::int64_t base) const {
-    if (block.earliest + 1 < std::min(base + TILE, length_)) return true;
-    return window_ > 0 && base + TILE > sinks_ && block.latest - window_ + 1 > std::max(base, sinks_);
-}
-
-// Visible positions, relative to the first of the tile.
-void Item::set_visible(const RowBlock& block, std::int64_t base) {
-    for (int row = block.first; row < block.first + block.rows; ++row) {
-        const std::int64_t end = positions_[row] + std::int64_t{1} - base;
-        low_[row] = static_cast<std::int32_t>(window_ > 0 ? std::clamp<std::int64_t>(end - window_, 0, TILE) : 0);
-        high_[row] = static_cast<std::int32_t>(std::clamp<std::int64_t>(end, 0, TILE));
-    }
-}
-
-// The first tile, from this one on, that any row may see.
-std::int64_t Item::first_visible(std::int64_t tile) const {
-    return tile * TILE < sinks_ ? tile : std::max(tile, begin_tile_);
-}
-
-// ---- Location of granules
-
-Granules Item::locate(std::int64_t tile, std::int64_t head) const {
-    const std::int64_t first = tile * TILE_GRANULES;
-    std::uint32_t column = static_cast<std::uint32_t>(first) / block_granules_;
-    std::uint32_t index = static_cast<std::uint32_t>(first) % block_granules_;
-    Granules granules;
-    for (int g = 0; g < TILE_GRANULES; ++g) {
-        if (first + g >= end_granule_)
-            granules.at[g] = call_.zeros;
-        else if (first + g >= first_staged_)
-            granules.at[g] = call_.staged_granule(item_.sequence, kv_head(head), first + g - first_staged_);
-        else
-            granules.at[g] = call_.granule_of_block(block_table_[column], kv_head(head), index);
-        if (++index == block_granules_) index = 0, ++column;
-    }
-    return granules;
-}
-
-// The granules that are read next, null after the last ones of the item.
-Granules Item::next_granules(std::int64_t tile, std::int64_t head) const {
-    if (head + 1 < heads_) return locate(tile, head + 1);
-    const std::int64_t next = first_visible(tile + 1);
-    return next < end_tile_ ? locate(next, 0) : Granules{};
-}
-
-bool Item::all_finite(const Granules& granules) const {
-    return std::all_of(granules.at, granules.at + TILE_GRANULES,
-                       [&](const char* granule) { return values_are_finite(call_.cache, granule); });
-}
-
 }  // namespace
 
 void write_outputs(const AttentionCall& call, const RowOutputs& outputs, std::int64_t kv_head, std::int64_t first_row,
@@ -315,7 +288,7 @@ void write_outputs(const AttentionCall& call, const RowOutputs& outputs, std::in
         if (call.lse != nullptr) outputs.lse[i] = call.lse + row;
         if (sink_logits != nullptr) outputs.sinks[i] = sink_logits[head];
     }
-    call.fold.write_output({static_cast<int>(rows), call.cache.padded_dim, call.cache.head_dim, state,
+    call.fold.write_output({static_cast<int>(rows), call.cache.head_dim, state,
                             sink_logits != nullptr ? outputs.sinks : nullptr, call.type, outputs.out,
                             call.lse != nullptr ? outputs.lse : nullptr});
 }

@@ -29,22 +29,12 @@ PENSTOCK_INLINE int lanes_left(std::int64_t first, std::int64_t end) {
 PENSTOCK_INLINE F32x16 head_lanes(const void* head, std::int32_t type, std::int64_t first, std::int64_t head_dim) {
     const int count = lanes_left(first, head_dim);
     if (count == 0 || head == nullptr) return 0.0f;
-    if (type == TYPE_F32) {
-        const float* from = static_cast<const float*>(head) + first;
-        return count == LANES ? load(from) : load_first(from, count);
-    }
-    const std::uint16_t* from = static_cast<const std::uint16_t*>(head) + first;
-    return count == LANES ? load(from) : load_first(from, count);
+    if (type == TYPE_F32) return load_some(static_cast<const float*>(head) + first, count);
+    return load_some(static_cast<const std::uint16_t*>(head) + first, count);
 }
 
 inline const void* head_address(const void* heads, std::int32_t type, std::int64_t element) {
     return heads == nullptr ? nullptr : static_cast<const char*>(heads) + element * type_bytes(type);
-}
-
-// The index in q [tokens][heads] of the head of a row of the packed step.
-inline std::int64_t query_head(const QueryArgs& a, std::int64_t row) {
-    const std::int64_t group = a.heads / a.cache->kv_heads;
-    return row / group * a.heads + a.kv_head * group + row % group;
 }
 
 // The operand is [rows][padded_dim].

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/layout.inc.h"
-#include "avx512_transpose.inc.h"
+#include "attention/tile.inc.h"
 
 namespace penstock {
 namespace {
@@ -61,7 +61,8 @@ void transpose_rows(const Row<Type>* rows, __mmask16 mask, std::int64_t words, s
     }
 }
 
-template <class Type>
+// The operand is [strips][words of a head][STRIP rows]; missing rows of a strip are not written.
+template <class Type, int STRIP>
 void pack_query_words(const QueryArgs& a) {
     const PenstockCache& cache = *a.cache;
     const std::int64_t words = cache.padded_dim / Type::ELEMENTS;

@@ -1,4 +1,4 @@
-// The softmax of a tile for levels without AVX-512. Included by attention_tile.inc.h, which has its contract.
+// The softmax of a tile for levels without AVX-512. tile.inc.h includes it and has its contract.
 #pragma once
 
 namespace penstock {

@@ -1,4 +1,4 @@
-// The softmax of a tile with AVX-512. Included by attention_tile.inc.h, which has its contract.
+// The softmax of a tile with AVX-512. tile.inc.h includes it and has its contract.
 //
 // Four rows are processed together: reducing four registers to four numbers takes half the shuffles of reducing each
 // alone. Multiplications and additions are fused in the exponential, so its bits differ from those of other levels.
@@ -135,16 +135,10 @@ template <bool ALL_VISIBLE, class P>
 PENSTOCK_INLINE void softmax_groups(
     const TileArgs& a, int first, int rows, float scale, const float* s, P* p, StripParts& parts) {
     for (int r = 0; r < rows; r += ROW_GROUP) {
-        float* const m = parts.max + r;
-        float* const l = parts.sum + r;
-        const float* const from = s + r * TILE;
-        P* const to = p + r * TILE;
-        switch (rows - r) {
-            case 1: softmax_group<1, ALL_VISIBLE>(a, first + r, scale, from, to, m, l); break;
-            case 2: softmax_group<2, ALL_VISIBLE>(a, first + r, scale, from, to, m, l); break;
-            case 3: softmax_group<3, ALL_VISIBLE>(a, first + r, scale, from, to, m, l); break;
-            default: softmax_group<4, ALL_VISIBLE>(a, first + r, scale, from, to, m, l); break;
-        }
+        with_constant<ROW_GROUP>(rows - r < ROW_GROUP ? rows - r : ROW_GROUP, [&](auto count) {
+            softmax_group<count.value, ALL_VISIBLE>(
+                a, first + r, scale, s + r * TILE, p + r * TILE, parts.max + r, parts.sum + r);
+        });
     }
 }
 

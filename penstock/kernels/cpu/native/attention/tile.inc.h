@@ -10,9 +10,6 @@
 // softmax, fold_sums and its own products.
 #pragma once
 
-#if defined(__AVX512F__)
-#include "avx512.inc.h"  // before another header includes <immintrin.h>
-#endif
 #include "attention/attention.h"
 #include "vector_math.inc.h"
 
@@ -105,8 +102,8 @@ struct StripFold {
 };
 
 PENSTOCK_INLINE void fold_sums(const TileArgs& a, int first, int rows, const StripParts& parts, StripFold& fold) {
-    float* const m = a.running_max + first;
-    float* const l = a.running_sum + first;
+    float* const m = a.state.running_max + first;
+    float* const l = a.state.running_sum + first;
     const F32x16 part_m = load_rows(parts.max, rows), part_l = load_rows(parts.sum, rows);
     const F32x16 state_m = load_rows(m, rows), state_l = load_rows(l, rows);
     const I32x16 folds = part_l != 0.0f;
@@ -133,7 +130,7 @@ void attend_tile(const TileArgs& a) {
         Kind::multiply_values(a, first, rows, p, o);
         for (int r = 0; r < rows; ++r) {
             if ((fold.rows >> r & 1) == 0) continue;
-            float* const to = a.accumulator + (first + r) * dim;
+            float* const to = a.state.accumulator + (first + r) * dim;
             const F32x16 keep = fold.keep[r], add = fold.add[r];
             const float* const part = o + r * dim;
             for (std::int64_t d = 0; d < dim; d += LANES) store(to + d, load(to + d) * keep + load(part + d) * add);

@@ -51,23 +51,9 @@ float multiply_integers(std::int64_t iterations) {
         PENSTOCK_STEP(Integers) { sum = sum * factor + factor; });
 }
 
-void choose_loops(Level level, LimitLoops& loops) {
-    portable_limits(loops);
-    (void)level;
-#if defined(PENSTOCK_HAVE_AVX2)
-    if (level >= LEVEL_AVX2) avx2_limits(loops);
-#endif
-#if defined(PENSTOCK_HAVE_AVX512)
-    if (level >= LEVEL_AVX512) avx512_limits(loops);
-#endif
-#if defined(PENSTOCK_HAVE_AMX)
-    if (level >= LEVEL_AMX) amx_limits(loops);
-#endif
-}
-
 }  // namespace
 
-void portable_limits(LimitLoops& loops) {
+template <> void set_limits<LEVEL_PORTABLE>(LimitLoops& loops) {
     loops[KIND_F32] = loops[KIND_BF16] = {multiply_floats, NUM_CHAINS * 4 * 2};
     loops[KIND_INT8] = {multiply_integers, NUM_CHAINS * 8 * 2};
 }
@@ -92,9 +78,7 @@ extern "C" double penstock_limit_multiply(
     Context* context, std::int32_t kind, std::int64_t iterations, std::int64_t* operations) {
     const CallScope scope(context);
     constexpr int PIECES = 16;  // per thread, so that a thread that starts late does not delay the others
-    LimitLoops loops;
-    choose_loops(context->level, loops);
-    const LimitLoop loop = loops[kind];
+    const LimitLoop loop = context->limits[kind];
     const std::int64_t pieces = static_cast<std::int64_t>(context->pool.threads()) * PIECES;
     const std::int64_t piece = (iterations + PIECES - 1) / PIECES;
     volatile float sink = 0;

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "abi.h"
+#include "elements.inc.h"
 
 namespace penstock {
 
@@ -16,9 +16,7 @@ struct LimitLoop {
 // KIND_F32, KIND_BF16 and KIND_INT8, in this order.
 using LimitLoops = LimitLoop[3];
 
-void portable_limits(LimitLoops& loops);
-void avx2_limits(LimitLoops& loops);
-void avx512_limits(LimitLoops& loops);
-void amx_limits(LimitLoops& loops);  // does not change float32
+// Set the loops of a level. That of AMX leaves float32 unchanged.
+template <Level LEVEL> void set_limits(LimitLoops& loops);
 
 }  // namespace penstock

@@ -1,5 +1,5 @@
-// The limits of a core with AVX2: fused multiply-adds of float32, to which bfloat16 is widened, and products of pairs of
-// 16-bit integers, to which int8 is widened (products of bytes saturate).
+// The limits of a core with AVX2: fused multiply-adds of float32, to which bfloat16 is widened, and products of pairs
+// of 16-bit integers, to which int8 is widened (products of bytes saturate).
 
 #include <immintrin.h>
 
@@ -33,7 +33,7 @@ float multiply_integers(std::int64_t iterations) {
 
 }  // namespace
 
-void avx2_limits(LimitLoops& loops) {
+template <> void set_limits<THIS_LEVEL>(LimitLoops& loops) {
     loops[KIND_F32] = loops[KIND_BF16] = {multiply_floats, NUM_CHAINS * 8 * 2};
     loops[KIND_INT8] = {multiply_integers, NUM_CHAINS * 16 * 2};
 }

@@ -1,8 +1,7 @@
 // The limits of a core with AVX-512: fused multiply-adds of float32, vdpbf16ps and vpdpbusd. In assembly: GCC 12 moves
 // and spills the sums of the last two, which takes longer than the products.
 
-#include <immintrin.h>
-
+#include "avx512.inc.h"
 #include "limits/chains.inc.h"
 
 namespace penstock {
@@ -37,7 +36,7 @@ float multiply_int8(std::int64_t iterations) {
 
 }  // namespace
 
-void avx512_limits(LimitLoops& loops) {
+template <> void set_limits<THIS_LEVEL>(LimitLoops& loops) {
     loops[KIND_F32] = {multiply_floats, NUM_CHAINS * 16 * 2};
     loops[KIND_BF16] = {multiply_bf16, NUM_CHAINS * 32 * 2};
     loops[KIND_INT8] = {multiply_int8, NUM_CHAINS * 64 * 2};

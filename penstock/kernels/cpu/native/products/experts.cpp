@@ -42,20 +42,11 @@ struct Buffers {
 Buffers allocate_buffers(const Experts& experts, std::int64_t rows, BumpAllocator& memory) {
     const std::int64_t pairs = rows * experts.top_k;
     const std::int64_t inner = result_columns(experts.gate_up[0]), outer = result_columns(experts.down[0]);
-    Buffers buffers{};
-    Routing& routing = buffers.routing;
-    routing.rows = rows;
-    routing.pairs = pairs;
-    routing.starts = memory.allocate<std::int64_t>(experts.count + 1);
-    routing.next = memory.allocate<std::int64_t>(experts.count);
-    routing.pair = memory.allocate<std::int64_t>(pairs);
-    routing.row = memory.allocate<std::int64_t>(pairs);
-    routing.places = memory.allocate<std::int64_t>(pairs);
-    routing.filled = memory.allocate<std::int64_t>(rows);
-    buffers.products = memory.allocate<Product>(std::min(experts.count, pairs));
-    buffers.inner = memory.allocate<char>(pairs * inner * type_bytes(experts.x_type));
-    buffers.results = memory.allocate<float>(pairs * outer);
-    return buffers;
+    const auto numbers = [&](std::int64_t count) { return memory.allocate<std::int64_t>(count); };
+    const Routing routing{rows,           pairs,          numbers(experts.count + 1), numbers(experts.count),
+                          numbers(pairs), numbers(pairs), numbers(pairs),             numbers(rows)};
+    return {routing, memory.allocate<Product>(std::min(experts.count, pairs)),
+            memory.allocate<char>(pairs * inner * type_bytes(experts.x_type)), memory.allocate<float>(pairs * outer)};
 }
 
 // A counting sort, which keeps rows in order within an expert.
@@ -108,25 +99,21 @@ void multiply_down(Context& context, const Experts& experts, const Buffers& buff
     });
 }
 
-// out = sum of weight * result by ascending expert id, starting from zero.
-void sum_row(const Experts& experts, const Buffers& buffers, const float* weights, std::int64_t row, float* out) {
-    const std::int64_t columns = experts.down[0].n;
-    const Routing& routing = buffers.routing;
-    std::fill_n(out, columns, 0.0f);
-    for (std::int64_t j = 0; j < experts.top_k; ++j) {
-        const std::int64_t place = routing.places[row * experts.top_k + j];
-        const float weight = weights[routing.pair[place]];
-        const float* result = buffers.results + place * columns;
-        for (std::int64_t c = 0; c < columns; ++c) out[c] += weight * result[c];
-    }
-}
-
+// Each row of out = sum of weight * result by ascending expert id, starting from zero.
 void sum_rows(Context& context, const Experts& experts, const Buffers& buffers, const float* weights, float* out) {
     const std::int64_t columns = experts.down[0].n;
+    const Routing& routing = buffers.routing;
     const auto task = [&](std::int64_t row, int) {
-        sum_row(experts, buffers, weights, row, out + row * columns);
+        float* to = out + row * columns;
+        std::fill_n(to, columns, 0.0f);
+        for (std::int64_t j = 0; j < experts.top_k; ++j) {
+            const std::int64_t place = routing.places[row * experts.top_k + j];
+            const float weight = weights[routing.pair[place]];
+            const float* result = buffers.results + place * columns;
+            for (std::int64_t c = 0; c < columns; ++c) to[c] += weight * result[c];
+        }
     };
-    context.pool.parallel_for(buffers.routing.rows, task, buffers.routing.pairs * columns < SERIAL_ELEMENTS);
+    context.pool.parallel_for(routing.rows, task, routing.pairs * columns < SERIAL_ELEMENTS);
 }
 
 void run_rows(Context& context, const Experts& experts, const void* x, std::int64_t rows, const std::int64_t* ids,

@@ -4,9 +4,8 @@
 // A word of K of one panel is 32 of them, two registers; a tile of activations is [words of K][rows], so that the
 // kernel reads both from front to back. Rows and panels are template arguments: all sums stay in registers.
 
-#include "avx512_transpose.inc.h"
+#include "avx512.inc.h"
 #include "products/leaves.inc.h"
-#include "products/operands_avx512.inc.h"
 
 namespace penstock {
 
@@ -17,32 +16,6 @@ constexpr int LANES = 16;                          // words per register
 constexpr std::int64_t WORD_BYTES = 4 * PANEL;     // one word of K of a panel
 constexpr std::int64_t AHEAD_BYTES = 2048;         // prefetch distance of a stream from memory
 constexpr std::int64_t BLOCK_BYTES = 128 << 10;    // of a panel, so that every tile finds it in the cache
-
-struct Bf16 {
-    static constexpr int ELEMENTS = 2;  // of K per word
-
-    // acc += weights * *word, both elements; in assembly, because compilers load the broadcast word into an extra
-    // register and then spill.
-    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i weights, const std::int32_t* word) {
-        __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*word));
-    }
-
-    static __m512i load(const char* from, std::int64_t count, std::int32_t type) {
-        return load_bf16(from, count, type);
-    }
-};
-
-struct F32 {
-    static constexpr int ELEMENTS = 1;
-
-    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i weights, const std::int32_t* word) {
-        __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*word));
-    }
-
-    static __m512i load(const char* from, std::int64_t count, std::int32_t type) {
-        return load_f32(from, count, type);
-    }
-};
 
 // A leaf of the rows of x as words [padded / ELEMENTS][rows] at `tile`.
 template <class Type>
@@ -125,21 +98,16 @@ void multiply_piece(const Piece& piece) {
 
 using PieceKernel = void (*)(const Piece&);
 
-int max_panels(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int max_panels(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
 // The kernel for 1 .. 12 rows and 1 .. max_panels(rows) panels.
 template <class Type>
 PieceKernel choose(int rows, int panels) {
-    static constexpr PieceKernel ONE_ROW[] = {
-        multiply_piece<Type, 1, 1>, multiply_piece<Type, 1, 2>, multiply_piece<Type, 1, 3>, multiply_piece<Type, 1, 4>};
-    static constexpr PieceKernel TWO_PANELS[] = {multiply_piece<Type, 2, 2>, multiply_piece<Type, 3, 2>};
-    static constexpr PieceKernel ONE_PANEL[] = {
-        multiply_piece<Type, 2, 1>,  multiply_piece<Type, 3, 1>,  multiply_piece<Type, 4, 1>,
-        multiply_piece<Type, 5, 1>,  multiply_piece<Type, 6, 1>,  multiply_piece<Type, 7, 1>,
-        multiply_piece<Type, 8, 1>,  multiply_piece<Type, 9, 1>,
-        multiply_piece<Type, 10, 1>, multiply_piece<Type, 11, 1>, multiply_piece<Type, 12, 1>};
-    if (rows == 1) return ONE_ROW[panels - 1];
-    return panels == 2 ? TWO_PANELS[rows - 2] : ONE_PANEL[rows - 2];
+    return with_constant<TILE_ROWS>(rows, [=](auto of_rows) {
+        return with_constant<max_panels(of_rows.value)>(panels, [](auto of_panels) -> PieceKernel {
+            return multiply_piece<Type, decltype(of_rows)::value, of_panels.value>;
+        });
+    });
 }
 
 // One piece of K for all tiles, one after the other; `piece` is that of the first tile. Several tiles prefetch the next
@@ -190,7 +158,12 @@ void multiply(const MultiplyArgs& a) {
 
 }  // namespace
 
-ProductKernel avx512_f32() { return {TILE_ROWS, max_panels, pack<F32>, multiply<F32>}; }
-ProductKernel avx512_bf16() { return {TILE_ROWS, max_panels, pack<Bf16>, multiply<Bf16>}; }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_F32>() {
+    return {TILE_ROWS, max_panels, pack<F32Words>, multiply<F32Words>};
+}
+
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
+    return {TILE_ROWS, max_panels, pack<Bf16Words>, multiply<Bf16Words>};
+}
 
 }  // namespace penstock

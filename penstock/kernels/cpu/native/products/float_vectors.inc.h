@@ -1,18 +1,31 @@
 // Products of float32 and bfloat16 weights in vectors of float32, for levels without bfloat16 arithmetic.
 //
-// Included by the file of each level, which first defines, in an anonymous namespace,
-//   LANES            floats in a vector,
-//   Vector, Words    vectors of that many floats and 32-bit words, which may alias anything,
-//   multiply_add     (a, b, c) -> a * b + c, with the rounding of the level.
-//
 // A tile is [padded_k][rows] float32 or [padded_k / 2][rows][2] bfloat16. A bfloat16 pair is widened to two float32
 // values, and each output adds the even element of K first, then the odd one: one chain over ascending K.
-#pragma once
-
 #include "products/leaves.inc.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace penstock {
 namespace {
+
+#if defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+using Vector = float __attribute__((vector_size(4 * LANES), may_alias));
+using Words = std::uint32_t __attribute__((vector_size(4 * LANES), may_alias));
+
+inline Vector multiply_add(Vector a, Vector b, Vector c) {
+#if defined(__AVX2__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 
 constexpr int TILE_ROWS = 6;  // 6 rows x 2 vectors of columns: 12 of 16 registers hold sums
 constexpr int VECTORS = PANEL / LANES;
@@ -148,21 +161,19 @@ void multiply_rows(const MultiplyArgs& args) {
 
 template <class Step>
 void multiply(const MultiplyArgs& args) {
-    static_assert(TILE_ROWS == 6, "one case per number of rows");
-    switch (args.rows) {
-        case 1: return multiply_rows<Step, 1>(args);
-        case 2: return multiply_rows<Step, 2>(args);
-        case 3: return multiply_rows<Step, 3>(args);
-        case 4: return multiply_rows<Step, 4>(args);
-        case 5: return multiply_rows<Step, 5>(args);
-        default: return multiply_rows<Step, 6>(args);
-    }
+    with_constant<TILE_ROWS>(args.rows, [&](auto rows) { multiply_rows<Step, rows.value>(args); });
 }
 
 int one_panel(int) { return 1; }
 
-ProductKernel f32_kernel() { return {TILE_ROWS, one_panel, pack<1, float>, multiply<F32Step>}; }
-ProductKernel bf16_kernel() { return {TILE_ROWS, one_panel, pack<2, std::uint16_t>, multiply<Bf16Step>}; }
-
 }  // namespace
+
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_F32>() {
+    return {TILE_ROWS, one_panel, pack<1, float>, multiply<F32Step>};
+}
+
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
+    return {TILE_ROWS, one_panel, pack<2, std::uint16_t>, multiply<Bf16Step>};
+}
+
 }  // namespace penstock

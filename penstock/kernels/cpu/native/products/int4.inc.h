@@ -136,15 +136,26 @@ inline void pack_bf16_columns(const OperandArgs& args) {
     });
 }
 
-// Rows: pack(OperandArgs), add_group(Group, operand rows), and the bytes of an operand ELEMENT.
+// Rows: the type Unpacked, unpack(Group, operand rows, Unpacked&), add_rows<R>(Group, Unpacked, first row, operand
+// rows) for R = 1 and AT_ONCE, and the bytes of an operand ELEMENT.
+template <class Rows>
+void add_group(const Group& g, int rows) {
+    constexpr int AT_ONCE = Rows::AT_ONCE;
+    typename Rows::Unpacked unpacked;
+    Rows::unpack(g, rows, unpacked);
+    int row = 0;
+    for (; row + AT_ONCE <= rows; row += AT_ONCE) Rows::template add_rows<AT_ONCE>(g, unpacked, row, rows);
+    if (row < rows) Rows::template add_rows<1>(g, unpacked, row, rows);
+}
+
 template <class Rows>
 ProductKernel unpacking_kernel() {
     const auto multiply = [](const MultiplyArgs& a) {
         const int rows = operand_rows(a);
         for (int panel = 0; panel < a.panels; ++panel)
-            multiply_panels(a, panel, 1, rows, Rows::ELEMENT, [=](const Group& g) { Rows::add_group(g, rows); });
+            multiply_panels(a, panel, 1, rows, Rows::ELEMENT, [=](const Group& g) { add_group<Rows>(g, rows); });
     };
-    return {TILE_ROWS, [](int) { return 1; }, Rows::pack, multiply};
+    return {TILE_ROWS, [](int) { return 1; }, Rows::ELEMENT == 1 ? pack_int8 : pack_bf16_columns, multiply};
 }
 
 #endif

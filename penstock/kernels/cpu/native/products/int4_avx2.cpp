@@ -24,14 +24,13 @@ inline Ints load_packed(const std::uint8_t* values, int quad, int half) {
 
 // Activations in int8, a tile [padded_k / 4][rows][4].
 struct Int8Rows {
+    static constexpr int AT_ONCE = 2;
     static constexpr int ELEMENT = 1;
     static constexpr int QUADS_AT_ONCE = 8;  // sums of two products fit in 16 bits: 8 * 2 * 15 * 127 < 2^15
 
     using Unpacked = Ints[MAX_GROUP / QUAD][VECTORS];  // weight + 8 in every byte
 
-    static void pack(const OperandArgs& args) { pack_int8(args); }
-
-    static inline void unpack(const Group& g, Unpacked& weights) {
+    static inline void unpack(const Group& g, int, Unpacked& weights) {
         for (int quad = 0; quad < g.size / QUAD; ++quad)
             for (int half = 0; half < 2; ++half) {
                 const Ints bytes = load_packed(g.values, quad, half);
@@ -69,26 +68,17 @@ struct Int8Rows {
                 *total = *total + __builtin_convertvector((Ints)sums[r][v], Floats) * load_scales(g.scales + v * LANES);
             }
     }
-
-    static void add_group(const Group& g, int rows) {
-        Unpacked weights;
-        unpack(g, weights);
-        int row = 0;
-        for (; row + 2 <= rows; row += 2) add_rows<2>(g, weights, row, rows);
-        if (row < rows) add_rows<1>(g, weights, row, rows);
-    }
 };
 
 // Activations in bfloat16, a tile [padded_k][rows]; both operands are converted to float32.
 struct Bf16Rows {
+    static constexpr int AT_ONCE = 2;
     static constexpr int ELEMENT = 2;
 
     struct Unpacked {
         Floats weights[MAX_GROUP][VECTORS];
         float x[MAX_GROUP * TILE_ROWS];
     };
-
-    static void pack(const OperandArgs& args) { pack_bf16_columns(args); }
 
     static inline void unpack(const Group& g, int rows, Unpacked& to) {
         for (int quad = 0; quad < g.size / QUAD; ++quad)
@@ -124,19 +114,11 @@ struct Bf16Rows {
                 *total = *total + (Floats)sums[r][v] * load_scales(g.scales + v * LANES);
             }
     }
-
-    static void add_group(const Group& g, int rows) {
-        Unpacked unpacked;
-        unpack(g, rows, unpacked);
-        int row = 0;
-        for (; row + 2 <= rows; row += 2) add_rows<2>(g, unpacked, row, rows);
-        if (row < rows) add_rows<1>(g, unpacked, row, rows);
-    }
 };
 
 }  // namespace
 
-ProductKernel avx2_int4() { return unpacking_kernel<Int8Rows>(); }
-ProductKernel avx2_int4_a16() { return unpacking_kernel<Bf16Rows>(); }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4>() { return unpacking_kernel<Int8Rows>(); }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4_A16>() { return unpacking_kernel<Bf16Rows>(); }
 
 }  // namespace penstock

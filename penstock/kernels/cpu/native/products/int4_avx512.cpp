@@ -3,10 +3,7 @@
 // Packed bytes are unpacked as little as possible: few rows stay memory-bound, and many rows need no unpacked copy. The
 // multiplications are inline assembly, because GCC 12 spills the accumulators of intrinsics.
 
-#include <immintrin.h>
-
-#include <utility>
-
+#include "avx512.inc.h"
 #include "products/leaves.inc.h"
 #include "slices.inc.h"
 
@@ -46,6 +43,7 @@ inline void add_to(float* total, Floats part) { floats(total) = floats(total) + 
 // 2^104.
 struct Int8Rows {
     static constexpr int ELEMENT = 1;
+    // Enough panels for the multiplications to be independent and, with few rows, for several streams from memory.
     static constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
     static constexpr float OFFSET = 12582912.0f;
     static constexpr std::int32_t OFFSET_BITS = 0x4b400000;
@@ -201,12 +199,6 @@ struct Bf16Rows {
     }
 };
 
-// Enough panels for the multiplications to be independent and, with few rows, for several streams from memory.
-template <class Rows>
-int max_panels(int rows) {
-    return Rows::panels_at_once(rows);
-}
-
 template <class Rows, int R, int P>
 void multiply_block(const MultiplyArgs& a, int panel) {
     multiply_panels(a, panel, P, R, Rows::ELEMENT, [](const Group& g) __attribute__((always_inline)) {
@@ -214,33 +206,24 @@ void multiply_block(const MultiplyArgs& a, int panel) {
     });
 }
 
-using Block = void (*)(const MultiplyArgs&, int panel);
-
-// The kernel for a number of rows and one panel, or several.
-template <class Rows, int... R>
-Block choose_block(int rows, bool one, std::integer_sequence<int, R...>) {
-    static constexpr Block ONE[] = {multiply_block<Rows, R + 1, 1>...};
-    static constexpr Block SEVERAL[] = {multiply_block<Rows, R + 1, Rows::panels_at_once(R + 1)>...};
-    return (one ? ONE : SEVERAL)[rows - 1];
-}
-
 template <class Rows>
 void multiply(const MultiplyArgs& a) {
-    const int rows = operand_rows(a), step = Rows::panels_at_once(rows);
-    constexpr std::make_integer_sequence<int, TILE_ROWS> UP_TO_TILE_ROWS;
-    int panel = 0;
-    for (; panel + step <= a.panels; panel += step) choose_block<Rows>(rows, false, UP_TO_TILE_ROWS)(a, panel);
-    for (; panel < a.panels; ++panel) choose_block<Rows>(rows, true, UP_TO_TILE_ROWS)(a, panel);
+    with_constant<TILE_ROWS>(operand_rows(a), [&](auto rows) {
+        constexpr int ROWS = decltype(rows)::value, STEP = Rows::panels_at_once(ROWS);
+        int panel = 0;
+        for (; panel + STEP <= a.panels; panel += STEP) multiply_block<Rows, ROWS, STEP>(a, panel);
+        for (; panel < a.panels; ++panel) multiply_block<Rows, ROWS, 1>(a, panel);
+    });
 }
 
 template <class Rows>
 ProductKernel kernel() {
-    return {TILE_ROWS, max_panels<Rows>, Rows::pack, multiply<Rows>};
+    return {TILE_ROWS, [](int rows) { return Rows::panels_at_once(rows); }, Rows::pack, multiply<Rows>};
 }
 
 }  // namespace
 
-ProductKernel avx512_int4() { return kernel<Int8Rows>(); }
-ProductKernel avx512_int4_a16() { return kernel<Bf16Rows>(); }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4>() { return kernel<Int8Rows>(); }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT4_A16>() { return kernel<Bf16Rows>(); }
 
 }  // namespace penstock

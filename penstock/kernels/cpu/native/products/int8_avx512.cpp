@@ -3,8 +3,7 @@
 // A micro-kernel keeps the sums of all its rows and panels in registers over a whole leaf: every weight and every four
 // operands are loaded once per step. The sums start at -128 times the sum of the operands: weights are stored + 128.
 
-#include <immintrin.h>
-
+#include "avx512.inc.h"
 #include "products/leaves.inc.h"
 #include "slices.inc.h"
 
@@ -19,7 +18,7 @@ constexpr int VECTORS = PANEL / LANES;
 constexpr int LINE = 64;
 constexpr int AHEAD_STEPS = 32;  // a page of 4 KiB, which the hardware prefetcher does not cross
 
-int max_panels(int operand_rows) { return operand_rows <= 2 ? 4 : operand_rows <= 6 ? 2 : 1; }
+constexpr int max_panels(int operand_rows) { return operand_rows <= 2 ? 4 : operand_rows <= 6 ? 2 : 1; }
 
 inline Ints load_weights(const std::uint8_t* from) { return same_bits<Ints>(_mm512_load_si512(from)); }
 
@@ -73,32 +72,20 @@ void multiply_leaf(const LeafArgs& leaf) {
     finish_leaf<1, ROWS>(leaf, sums);
 }
 
-using LeafKernel = void (*)(const LeafArgs&);
-
-// By operand rows - 1 and panels - 1.
-constexpr LeafKernel LEAF_KERNELS[TILE_ROWS][MAX_PANELS] = {
-    {multiply_leaf<1, 1>, multiply_leaf<1, 2>, multiply_leaf<1, 3>, multiply_leaf<1, 4>},
-    {multiply_leaf<2, 1>, multiply_leaf<2, 2>, multiply_leaf<2, 3>, multiply_leaf<2, 4>},
-    {multiply_leaf<3, 1>, multiply_leaf<3, 2>},
-    {multiply_leaf<4, 1>, multiply_leaf<4, 2>},
-    {multiply_leaf<5, 1>, multiply_leaf<5, 2>},
-    {multiply_leaf<6, 1>, multiply_leaf<6, 2>},
-    {multiply_leaf<7, 1>},
-    {multiply_leaf<8, 1>},
-    {multiply_leaf<9, 1>},
-    {multiply_leaf<10, 1>},
-    {multiply_leaf<11, 1>},
-    {multiply_leaf<12, 1>},
-};
-
 void pack(const OperandArgs& args) { quantize_interleaved(args, 0); }
 
 void multiply(const MultiplyArgs& args) {
-    multiply_leaves(args, AHEAD_STEPS, LEAF_KERNELS[args.rows * args.weight->slices - 1][args.panels - 1]);
+    using LeafKernel = void (*)(const LeafArgs&);
+    const LeafKernel kernel = with_constant<TILE_ROWS>(args.rows * args.weight->slices, [&](auto rows) {
+        return with_constant<max_panels(rows.value)>(args.panels, [](auto panels) -> LeafKernel {
+            return multiply_leaf<decltype(rows)::value, panels.value>;
+        });
+    });
+    multiply_leaves(args, AHEAD_STEPS, kernel);
 }
 
 }  // namespace
 
-ProductKernel avx512_int8() { return {TILE_ROWS, max_panels, pack, multiply}; }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT8>() { return {TILE_ROWS, max_panels, pack, multiply}; }
 
 }  // namespace penstock

@@ -1,34 +1,16 @@
-// int8 products for levels without an exact dot product of bytes, which widen to words of 16 bits. Included by the file
-// of a level within its anonymous namespace, after int8.inc.h; the level defines dot().
+// int8 products for levels without an exact dot product of bytes, in words of 16 bits.
+#include "products/leaves.inc.h"
+#include "word_pairs.inc.h"
 
-using Words __attribute__((vector_size(LANES * 4))) = std::int16_t;
+namespace penstock {
+namespace {
+
+#include "products/quantize_rows.inc.h"
+#include "products/int8.inc.h"
 
 constexpr int TILE_ROWS = 12;
 constexpr int BLOCK_COLUMNS = 4;  // registers of columns that are summed at once
 constexpr int BLOCK_ROWS = 3;     // more sums do not fit into 16 registers
-
-// The lanes of an Ints, 4 bytes of K each, as two words each: those of even k and those of odd k.
-struct WordPairs {
-    Words even, odd;
-};
-
-// The sum of four products in every lane.
-inline Ints dot(const WordPairs& weights, const WordPairs& operands);
-
-// Stored weights are unsigned; the result is signed, -128 .. 127.
-inline WordPairs split_weights(const std::uint8_t* from) {
-    Words words;
-    __builtin_memcpy(&words, from, sizeof words);
-    return {(words & 255) - ZERO_POINT, (words >> 8 & 255) - ZERO_POINT};
-}
-
-// The 4 operands of one row in every lane.
-inline WordPairs split_operands(const std::int8_t* four) {
-    std::int32_t bits;
-    __builtin_memcpy(&bits, four, sizeof bits);
-    const Words words = same_bits<Words>(Ints{} + bits);
-    return {words << 8 >> 8, words >> 8};
-}
 
 // ROWS operand rows, operands [steps][operand rows][4], with BLOCK_COLUMNS registers of one panel's columns.
 template <int ROWS>
@@ -38,10 +20,10 @@ void sum_block(const LeafArgs& leaf, int row, int column, Ints (*sums)[PANEL / L
     const std::int8_t* operands = leaf.operands + row * STEP;
     for (std::int64_t step = 0; step < leaf.steps; ++step) {
         WordPairs of_row[ROWS];
-        for (int r = 0; r < ROWS; ++r) of_row[r] = split_operands(operands + r * STEP);
+        for (int r = 0; r < ROWS; ++r) of_row[r] = split_row(operands + r * STEP);
 #pragma GCC unroll 4
         for (int c = 0; c < BLOCK_COLUMNS; ++c) {
-            const WordPairs of_columns = split_weights(weights + c * LANES * STEP);
+            const WordPairs of_columns = split_stored<ZERO_POINT>(weights + c * LANES * STEP);
             for (int r = 0; r < ROWS; ++r) block[r][c] += dot(of_columns, of_row[r]);
         }
         weights += STEP_BYTES;
@@ -69,14 +51,12 @@ void multiply_leaf(const LeafArgs& leaf) {
         if (row + 2 == leaf.operand_rows) sum_block<2>(leaf, row, column, sums);
         if (row + 1 == leaf.operand_rows) sum_block<1>(leaf, row, column, sums);
     }
-    switch (leaf.slices) {
-        case 1: return finish_rows<1>(leaf, sums);
-        case 2: return finish_rows<2>(leaf, sums);
-        default: return finish_rows<3>(leaf, sums);
-    }
+    with_constant<3>(leaf.slices, [&](auto slices) { finish_rows<slices.value>(leaf, sums); });
 }
 
-ProductKernel table() {
+}  // namespace
+
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT8>() {
     return {
         TILE_ROWS,
         [](int) { return 1; },
@@ -84,3 +64,5 @@ ProductKernel table() {
         [](const MultiplyArgs& args) { multiply_leaves(args, 0, multiply_leaf); },
     };
 }
+
+}  // namespace penstock

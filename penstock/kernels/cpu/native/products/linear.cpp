@@ -120,33 +120,18 @@ Plan* plan_all(Context& context, const Product* products, std::int64_t count) {
 void pack_tile(const Plan& plan, std::int64_t tile) {
     const Product& product = plan.product;
     const std::int64_t first = tile * plan.tile_rows;
-    OperandArgs args{};
-    args.weight = product.weight;
-    args.x = product.x;
-    args.x_type = product.x_type;
-    args.x_stride = product.weight->k;
-    args.row_index = product.row_index != nullptr ? product.row_index + first : nullptr;
-    args.first_row = first;
-    args.rows = tile < plan.full_tiles ? plan.tile_rows : plan.rest_rows;
-    args.tile = plan.tiles + tile * plan.tile_bytes;
-    args.scales = plan.scales + tile * plan.scales_stride;
-    args.sums = plan.sums + tile * plan.sums_stride;
-    plan.kernel->pack(args);
+    plan.kernel->pack({product.weight, product.x, product.x_type, product.weight->k,
+                       product.row_index != nullptr ? product.row_index + first : nullptr, first,
+                       tile < plan.full_tiles ? plan.tile_rows : plan.rest_rows, plan.tiles + tile * plan.tile_bytes,
+                       plan.scales + tile * plan.scales_stride, plan.sums + tile * plan.sums_stride});
 }
 
 void run_epilogue(const RowKernels& kernels, const Plan& plan, const MultiplyArgs& multiplied, std::int64_t first_row) {
     const Product& product = plan.product;
-    EpilogueArgs args{};
-    args.weight = product.weight;
-    args.first_panel = multiplied.first_panel;
-    args.panels = multiplied.panels;
-    args.rows = std::int64_t{multiplied.tiles} * multiplied.rows;
-    args.sums = multiplied.out;
-    args.activation = product.activation;
-    args.out_stride = product.out_stride;
-    args.out = row_of(product.out, product.out_type, args.out_stride, first_row);
-    args.out_type = product.out_type;
-    kernels.epilogue(args);
+    kernels.epilogue[product.out_type](
+        {product.weight, multiplied.first_panel, multiplied.panels, std::int64_t{multiplied.tiles} * multiplied.rows,
+         multiplied.out, product.activation, row_of(product.out, product.out_type, product.out_stride, first_row),
+         product.out_stride});
 }
 
 struct Panels {

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "context.h"
-#include "products/pack_kernels.h"
+#include "products/leaves.inc.h"
 
 namespace penstock {
 namespace {
@@ -34,129 +34,108 @@ struct PackJob {
     std::int64_t units;       // per staged row
     std::atomic<bool> quantisable{true};
 
-    void pack_panel(std::int64_t panel, std::uint32_t* staged);
+    void pack_panel(std::int64_t panel, std::uint32_t* staged) {
+        pack_half(panel, 0, staged);
+        pack_half(panel, 1, staged);
+    }
 
   private:
-    void pack_half(std::int64_t panel, int half, std::uint32_t* staged);
-    void stage(std::int64_t row, std::int64_t column, std::uint8_t* out);
-    void stage_float(const char* x, std::uint8_t* out);
-    void stage_int8(const char* x, std::int64_t column, std::uint8_t* out);
-    void stage_int4(const char* x, std::int64_t column, std::uint8_t* out);
-    void stage_padding(std::int64_t column, std::uint8_t* out);
-    std::uint16_t* group_scale(std::int64_t column) const;
-    template <class Stage>
-    void each_leaf(const Stage& stage);
-};
-
-// Call stage(first element, elements, first position in padded K) for every leaf.
-template <class Stage>
-void PackJob::each_leaf(const Stage& stage) {
-    std::int64_t start = 0, to = 0;
-    for (int leaf = 0; leaf < weight.leaves; ++leaf) {
-        stage(start, weight.leaf_ends[leaf] - start, to);
-        start = weight.leaf_ends[leaf];
-        to = weight.padded_leaf_ends[leaf];
-    }
-}
-
-// The scale of the first group of a column; that of the next group is PANEL elements further.
-std::uint16_t* PackJob::group_scale(std::int64_t column) const {
-    const std::int64_t groups = weight.padded_k / weight.group_size;
-    return weight.group_scales + column / PANEL * groups * PANEL + column % PANEL;
-}
-
-void PackJob::stage_float(const char* x, std::uint8_t* out) {
-    const int size = type_bytes(type);
-    each_leaf([&](std::int64_t start, std::int64_t count, std::int64_t to) {
-        if (weight.kind == KIND_F32)
-            kernels.to_f32(x + start * size, type, count, reinterpret_cast<float*>(out) + to);
-        else
-            kernels.to_bf16(x + start * size, type, count, reinterpret_cast<std::uint16_t*>(out) + to);
-    });
-}
-
-void PackJob::stage_int8(const char* x, std::int64_t column, std::uint8_t* out) {
-    constexpr float SMALLEST = 0x1p-100f;
-    const int size = type_bytes(type);
-    const float magnitude = kernels.abs_max(x, type, weight.k);
-    if (!(magnitude < MAGNITUDE_LIMIT)) quantisable = false;
-    const bool nonzero = magnitude >= SMALLEST && magnitude < MAGNITUDE_LIMIT;
-    weight.column_scales[column] = nonzero ? magnitude / 127 : 0;
-    each_leaf([&](std::int64_t start, std::int64_t count, std::int64_t to) {
-        if (nonzero)
-            kernels.to_int8(x + start * size, type, count, 127 / magnitude, out + to);
-        else
-            std::memset(out + to, zero_byte(weight.kind), static_cast<std::size_t>(count));
-    });
-}
-
-void PackJob::stage_int4(const char* x, std::int64_t column, std::uint8_t* out) {
-    const int size = type_bytes(type), group = weight.group_size;
-    std::uint16_t* scales = group_scale(column);
-    bool all_fit = true;
-    each_leaf([&](std::int64_t start, std::int64_t count, std::int64_t to) {
-        for (std::int64_t at = 0; at < count; at += group) {
-            const int length = static_cast<int>(std::min<std::int64_t>(group, count - at));
-            scales[(to + at) / group * PANEL] =
-                kernels.to_int4(x + (start + at) * size, type, length, out + to + at, all_fit);
+    void pack_half(std::int64_t panel, int half, std::uint32_t* staged) {
+        // The row of this half's first column, within the gate rows or up rows if the weight is gated.
+        const std::int64_t index = weight.gated ? panel * HALF : panel * PANEL + half * HALF;
+        const std::int64_t length = weight.gated ? weight.n / 2 : weight.n;
+        const std::int64_t offset = weight.gated ? half * length : 0;
+        int from = HALF, to = 0;
+        for (int at = 0; at < HALF; ++at) {
+            const bool padding = index + at >= length;
+            const std::int64_t row = offset + (padding ? length - 1 : index + at);
+            if (row < first || row >= end) continue;
+            auto* out = reinterpret_cast<std::uint8_t*>(staged + at * (units + STAGGER));
+            const std::int64_t column = panel * PANEL + half * HALF + at;
+            if (padding)
+                stage_padding(column, out);
+            else
+                stage(row, column, out);
+            from = std::min(from, at);
+            to = at + 1;
         }
-    });
-    if (!all_fit) quantisable = false;
-}
-
-// A column of zero weights with zero scales.
-void PackJob::stage_padding(std::int64_t column, std::uint8_t* out) {
-    std::memset(out, zero_byte(weight.kind), static_cast<std::size_t>(units) * UNIT_BYTES);
-    if (weight.column_scales != nullptr) weight.column_scales[column] = 0;
-    if (weight.group_scales == nullptr) return;
-    std::uint16_t* scales = group_scale(column);
-    for (std::int64_t at = 0; at < weight.padded_k / weight.group_size; ++at) scales[at * PANEL] = 0;
-}
-
-void PackJob::stage(std::int64_t row, std::int64_t column, std::uint8_t* out) {
-    if (weight.padded_k != weight.k) stage_padding(column, out);
-    const char* x = rows + (row - first) * weight.k * type_bytes(type);
-    if (weight.kind == KIND_INT8)
-        stage_int8(x, column, out);
-    else if (weight.kind == KIND_INT4 || weight.kind == KIND_INT4_A16)
-        stage_int4(x, column, out);
-    else
-        stage_float(x, out);
-}
-
-void PackJob::pack_half(std::int64_t panel, int half, std::uint32_t* staged) {
-    // The row of this half's first column, within the gate rows or up rows if the weight is gated.
-    const std::int64_t index = weight.gated ? panel * HALF : panel * PANEL + half * HALF;
-    const std::int64_t length = weight.gated ? weight.n / 2 : weight.n;
-    const std::int64_t offset = weight.gated ? half * length : 0;
-    int from = HALF, to = 0;
-    for (int at = 0; at < HALF; ++at) {
-        const bool padding = index + at >= length;
-        const std::int64_t row = offset + (padding ? length - 1 : index + at);
-        if (row < first || row >= end) continue;
-        auto* out = reinterpret_cast<std::uint8_t*>(staged + at * (units + STAGGER));
-        const std::int64_t column = panel * PANEL + half * HALF + at;
-        if (padding)
-            stage_padding(column, out);
+        if (from >= to) return;
+        const std::uint32_t* rows_of_half = staged + from * (units + STAGGER);
+        const bool nibbles = weight.group_size != 0;
+        auto* values = static_cast<std::uint32_t*>(weight.values) + panel * units * (nibbles ? HALF : PANEL);
+        if (nibbles)
+            kernels.interleave_nibbles(rows_of_half, units + STAGGER, to - from, units, half, values + from);
         else
-            stage(row, column, out);
-        from = std::min(from, at);
-        to = at + 1;
+            kernels.interleave(rows_of_half, units + STAGGER, to - from, units, values + half * HALF + from);
     }
-    if (from >= to) return;
-    const std::uint32_t* rows_of_half = staged + from * (units + STAGGER);
-    const bool nibbles = weight.group_size != 0;
-    auto* values = static_cast<std::uint32_t*>(weight.values) + panel * units * (nibbles ? HALF : PANEL);
-    if (nibbles)
-        kernels.interleave_nibbles(rows_of_half, units + STAGGER, to - from, units, half, values + from);
-    else
-        kernels.interleave(rows_of_half, units + STAGGER, to - from, units, values + half * HALF + from);
-}
 
-void PackJob::pack_panel(std::int64_t panel, std::uint32_t* staged) {
-    pack_half(panel, 0, staged);
-    pack_half(panel, 1, staged);
-}
+    void stage(std::int64_t row, std::int64_t column, std::uint8_t* out) {
+        if (weight.padded_k != weight.k) stage_padding(column, out);
+        const char* x = rows + (row - first) * weight.k * type_bytes(type);
+        if (weight.kind == KIND_INT8)
+            stage_int8(x, column, out);
+        else if (weight.kind == KIND_INT4 || weight.kind == KIND_INT4_A16)
+            stage_int4(x, column, out);
+        else
+            stage_float(x, out);
+    }
+
+    void stage_float(const char* x, std::uint8_t* out) {
+        const int size = type_bytes(type);
+        each_leaf(weight, [&](const LeafRange& leaf) {
+            const char* from = x + leaf.first * size;
+            if (weight.kind == KIND_F32)
+                kernels.to_f32(from, type, leaf.count, reinterpret_cast<float*>(out) + leaf.padded_first);
+            else
+                kernels.to_bf16(from, type, leaf.count, reinterpret_cast<std::uint16_t*>(out) + leaf.padded_first);
+        });
+    }
+
+    void stage_int8(const char* x, std::int64_t column, std::uint8_t* out) {
+        constexpr float SMALLEST = 0x1p-100f;
+        const int size = type_bytes(type);
+        const float magnitude = kernels.abs_max(x, type, weight.k);
+        if (!(magnitude < MAGNITUDE_LIMIT)) quantisable = false;
+        const bool nonzero = magnitude >= SMALLEST && magnitude < MAGNITUDE_LIMIT;
+        weight.column_scales[column] = nonzero ? magnitude / 127 : 0;
+        each_leaf(weight, [&](const LeafRange& leaf) {
+            if (nonzero)
+                kernels.to_int8(x + leaf.first * size, type, leaf.count, 127 / magnitude, out + leaf.padded_first);
+            else
+                std::memset(out + leaf.padded_first, zero_byte(weight.kind), static_cast<std::size_t>(leaf.count));
+        });
+    }
+
+    void stage_int4(const char* x, std::int64_t column, std::uint8_t* out) {
+        const int size = type_bytes(type), group = weight.group_size;
+        std::uint16_t* scales = group_scale(column);
+        bool all_fit = true;
+        each_leaf(weight, [&](const LeafRange& leaf) {
+            for (std::int64_t at = 0; at < leaf.count; at += group) {
+                const int length = static_cast<int>(std::min<std::int64_t>(group, leaf.count - at));
+                const std::int64_t to = leaf.padded_first + at;
+                scales[to / group * PANEL] =
+                    kernels.to_int4(x + (leaf.first + at) * size, type, length, out + to, all_fit);
+            }
+        });
+        if (!all_fit) quantisable = false;
+    }
+
+    // A column of zero weights with zero scales.
+    void stage_padding(std::int64_t column, std::uint8_t* out) {
+        std::memset(out, zero_byte(weight.kind), static_cast<std::size_t>(units) * UNIT_BYTES);
+        if (weight.column_scales != nullptr) weight.column_scales[column] = 0;
+        if (weight.group_scales == nullptr) return;
+        std::uint16_t* scales = group_scale(column);
+        for (std::int64_t at = 0; at < weight.padded_k / weight.group_size; ++at) scales[at * PANEL] = 0;
+    }
+
+    // The scale of the first group of a column; that of the next group is PANEL elements further.
+    std::uint16_t* group_scale(std::int64_t column) const {
+        const std::int64_t groups = weight.padded_k / weight.group_size;
+        return weight.group_scales + column / PANEL * groups * PANEL + column % PANEL;
+    }
+};
 
 // Panels that contain rows first .. end - 1 of a weight; for the last row, also the padding after it.
 struct PanelRange {

@@ -1,7 +1,1 @@
 #include "products/pack_kernels.inc.h"
-
-namespace penstock {
-
-PackKernels avx2_pack() { return KERNELS; }
-
-}  // namespace penstock

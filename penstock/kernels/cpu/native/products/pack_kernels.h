@@ -35,8 +35,6 @@ struct PackKernels {
                                int high, std::uint32_t* out);
 };
 
-PackKernels portable_pack();
-PackKernels avx2_pack();
-PackKernels avx512_pack();
+template <Level LEVEL> PackKernels pack_kernels();
 
 }  // namespace penstock

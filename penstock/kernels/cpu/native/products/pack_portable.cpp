@@ -1,7 +1,1 @@
 #include "products/pack_kernels.inc.h"
-
-namespace penstock {
-
-PackKernels portable_pack() { return KERNELS; }
-
-}  // namespace penstock

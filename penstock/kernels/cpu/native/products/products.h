@@ -68,29 +68,12 @@ struct ProductKernel {
     void (*pack)(const OperandArgs&);
     void (*multiply)(const MultiplyArgs&);
     bool strided = false;  // multiply supports any out_stride that is a multiple of 16
-    explicit operator bool() const { return multiply != nullptr; }
 };
 
 // Bytes of the operands of one full tile, on any level.
 std::int64_t operand_bytes(const PenstockWeight& weight, const ProductKernel& kernel);
 
-// The tables, one function per file of kernels; a level without kernels for a kind uses those of the level below.
-ProductKernel portable_f32();
-ProductKernel portable_bf16();
-ProductKernel portable_int8();
-ProductKernel portable_int4();
-ProductKernel portable_int4_a16();
-ProductKernel avx2_f32();
-ProductKernel avx2_bf16();
-ProductKernel avx2_int8();
-ProductKernel avx2_int4();
-ProductKernel avx2_int4_a16();
-ProductKernel avx512_f32();
-ProductKernel avx512_bf16();
-ProductKernel avx512_int8();
-ProductKernel avx512_int4();
-ProductKernel avx512_int4_a16();
-ProductKernel amx_bf16();
-ProductKernel amx_int8();
+// The kernel of a level for a kind. LEVEL_AMX has bfloat16 and int8; for other kinds it uses those of AVX-512.
+template <Level LEVEL, Kind KIND> ProductKernel product_kernel();
 
 }  // namespace penstock

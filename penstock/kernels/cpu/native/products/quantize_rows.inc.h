@@ -1,5 +1,5 @@
 // Activation rows as int8 slices, defined in products.h. Included by the integer kernels of each level within their
-// anonymous namespace, after leaves.inc.h, slices.inc.h and, for AVX-512, <immintrin.h>.
+// anonymous namespace, after leaves.inc.h, slices.inc.h and, for AVX-512, avx512.inc.h.
 //
 // All levels give the same bytes: every lane does the same IEEE operations, and maxima and sums are of integers.
 
@@ -173,19 +173,12 @@ void quantize_tile(const OperandArgs& args, int span, const Place& place) {
     });
 }
 
-template <class Element, class Place>
-void quantize_tile(const OperandArgs& args, int span, const Place& place) {
-    switch (args.weight->slices) {
-        case 1: return quantize_tile<1, Element>(args, span, place);
-        case 2: return quantize_tile<2, Element>(args, span, place);
-        default: return quantize_tile<3, Element>(args, span, place);
-    }
-}
-
 template <class Place>
 void quantize_tile(const OperandArgs& args, int span, const Place& place) {
-    if (args.x_type == TYPE_F32) return quantize_tile<float>(args, span, place);
-    quantize_tile<std::uint16_t>(args, span, place);
+    with_constant<3>(args.weight->slices, [&](auto slices) {
+        if (args.x_type == TYPE_F32) return quantize_tile<slices.value, float>(args, span, place);
+        quantize_tile<slices.value, std::uint16_t>(args, span, place);
+    });
 }
 
 using Quads __attribute__((vector_size(16))) = std::int32_t;  // four times four operands

@@ -7,7 +7,6 @@
 
 #include "amx_tiles.inc.h"
 #include "products/leaves.inc.h"
-#include "products/operands_avx512.inc.h"
 #include "slices.inc.h"
 
 namespace penstock {
@@ -358,7 +357,12 @@ int max_panels(int) { return MAX_PANELS; }
 
 }  // namespace
 
-ProductKernel amx_bf16() { return {TILE_ROWS, max_panels, pack_bf16, multiply<Bf16>, true}; }
-ProductKernel amx_int8() { return {TILE_ROWS, max_panels, pack_int8, multiply<Int8>, true}; }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
+    return {TILE_ROWS, max_panels, pack_bf16, multiply<Bf16>, true};
+}
+
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT8>() {
+    return {TILE_ROWS, max_panels, pack_int8, multiply<Int8>, true};
+}
 
 }  // namespace penstock

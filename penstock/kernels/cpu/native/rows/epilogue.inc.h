@@ -8,30 +8,6 @@
 namespace penstock {
 namespace {
 
-// Call body(i, count) for each vector of n elements: count is 16, a constant there, or the rest at the end.
-template <class Body>
-PENSTOCK_INLINE void each_vector(std::int64_t n, const Body& body) {
-    std::int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) body(i, LANES);
-    if (i < n) body(i, static_cast<int>(n - i));
-}
-
-#define PENSTOCK_BODY [&](std::int64_t i, int count) __attribute__((always_inline))
-
-template <class Element>
-PENSTOCK_INLINE F32x16 load_some(const Element* from, int count) {
-    return count == LANES ? load(from) : load_first(from, count);
-}
-
-template <class Element>
-PENSTOCK_INLINE void store_some(Element* to, F32x16 a, int count) {
-    if (count == LANES) {
-        store(to, a);
-    } else {
-        store_first(to, a, count);
-    }
-}
-
 constexpr float LOWEST = -3.40282347e38f;  // the lowest finite float, in place of -inf if it is multiplied by 0
 
 // Activations. Some results below 2e-36 are 0; the error bounds are for the others.
@@ -111,23 +87,13 @@ void epilogue_gated(const EpilogueArgs& a) {
     }
 }
 
-template <class Out, int ACTIVATION>
-void epilogue_with(const EpilogueArgs& a) {
-    if (a.weight->gated) return epilogue_gated<Out, ACTIVATION>(a);
-    epilogue_plain<Out, ACTIVATION>(a);
-}
-
 template <class Out>
-void epilogue_as(const EpilogueArgs& a) {
-    if (a.activation == ACT_SILU) return epilogue_with<Out, ACT_SILU>(a);
-    if (a.activation == ACT_GELU) return epilogue_with<Out, ACT_GELU>(a);
-    if (a.activation == ACT_GELU_TANH) return epilogue_with<Out, ACT_GELU_TANH>(a);
-    epilogue_with<Out, ACT_NONE>(a);
-}
-
 void epilogue(const EpilogueArgs& a) {
-    if (a.out_type == TYPE_BF16) return epilogue_as<std::uint16_t>(a);
-    epilogue_as<float>(a);
+    static_assert(ACT_NONE == 0 && ACT_GELU_TANH == 3);
+    with_constant<4>(a.activation + 1, [&](auto number) {
+        constexpr int ACTIVATION = decltype(number)::value - 1;
+        (a.weight->gated ? epilogue_gated<Out, ACTIVATION> : epilogue_plain<Out, ACTIVATION>)(a);
+    });
 }
 
 }  // namespace

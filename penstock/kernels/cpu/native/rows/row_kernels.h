@@ -22,7 +22,6 @@ struct EpilogueArgs {
     std::int32_t activation;
     void* out;                 // the first of these rows, at column 0 (not at the first panel)
     std::int64_t out_stride;   // elements between rows
-    std::int32_t out_type;
 };
 
 // The RMS norm is x / sqrt(mean(x^2) + eps) * weight; the layer norm is the RMS norm of x - mean(x), plus the bias.
@@ -34,8 +33,7 @@ struct NormArgs {
     const float* bias;    // [n] or null; layer norm only
     float eps;
     std::int64_t n;
-    void* out;  // [.., n] of out_type
-    std::int32_t out_type;
+    void* out;            // [.., n]
 };
 
 // The norm of the heads of q or of k.
@@ -53,16 +51,14 @@ struct RotaryArgs {
     std::int64_t heads, kv_heads, head_dim;
     HeadNorm q_norm, k_norm;
     float eps;
-    void* q;  // [.., heads, head_dim] of out_type; k and v [.., kv_heads, head_dim]
+    void* q;  // [.., heads, head_dim]; k and v [.., kv_heads, head_dim]
     void* k;
     void* v;
-    std::int32_t out_type;
 };
 
 struct EmbeddingArgs {
     const std::int64_t* ids;
-    const void* table;  // [.., n] of table_type; ids are checked by the caller
-    std::int32_t table_type;
+    const void* table;  // [.., n]; ids are checked by the caller
     std::int64_t n;
     float scale;  // factor of every element
     float* out;   // [.., n]
@@ -79,12 +75,13 @@ struct RouteArgs {
     float* weights;            // [.., top_k]
 };
 
+// Arrays are indexed by a DataType: that of the results, or of the table of an embedding.
 struct RowKernels {
-    void (*epilogue)(const EpilogueArgs&);
-    void (*rms_norm)(const NormArgs&, std::int64_t first, std::int64_t rows);
-    void (*layer_norm)(const NormArgs&, std::int64_t first, std::int64_t rows);
-    void (*rotary)(const RotaryArgs&, std::int64_t first, std::int64_t rows);
-    void (*embedding)(const EmbeddingArgs&, std::int64_t first, std::int64_t rows);
+    void (*epilogue[2])(const EpilogueArgs&);
+    void (*rms_norm[2])(const NormArgs&, std::int64_t first, std::int64_t rows);
+    void (*layer_norm[2])(const NormArgs&, std::int64_t first, std::int64_t rows);
+    void (*rotary[2])(const RotaryArgs&, std::int64_t first, std::int64_t rows);
+    void (*embedding[2])(const EmbeddingArgs&, std::int64_t first, std::int64_t rows);
     // scratch: room for the probabilities of a row, in whole vectors of 16.
     void (*route)(const RouteArgs&, std::int64_t first, std::int64_t rows, float* scratch);
     void (*add)(float* x, const float* h, std::int64_t count);          // x += h
@@ -92,8 +89,6 @@ struct RowKernels {
     void (*softcap)(float* x, float cap, std::int64_t count);           // x = cap tanh(x / cap)
 };
 
-RowKernels portable_rows();
-RowKernels avx2_rows();
-RowKernels avx512_rows();
+template <Level LEVEL> RowKernels row_kernels();
 
 }  // namespace penstock

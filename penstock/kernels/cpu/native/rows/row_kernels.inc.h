@@ -35,7 +35,7 @@ PENSTOCK_INLINE const float* normed_row(const NormArgs& a, std::int64_t row, con
 #define PENSTOCK_VISIT [&](F32x16 value) __attribute__((always_inline))
 
 template <class Out>
-void rms_norm_as(const NormArgs& a, std::int64_t first, std::int64_t rows) {
+void rms_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
     for (std::int64_t row = first; row < first + rows; ++row) {
         F32x16 squares = 0.0f;
         const float* x = normed_row(a, row, PENSTOCK_VISIT { squares = squares + value * value; });
@@ -45,11 +45,6 @@ void rms_norm_as(const NormArgs& a, std::int64_t first, std::int64_t rows) {
             store_some(out + i, load_some(x + i, count) * scale * load_some(a.weight + i, count), count);
         });
     }
-}
-
-void rms_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
-    if (a.out_type == TYPE_BF16) return rms_norm_as<std::uint16_t>(a, first, rows);
-    rms_norm_as<float>(a, first, rows);
 }
 
 // The sum of squared deviations from the mean. Lanes after the end add nothing.
@@ -64,7 +59,7 @@ PENSTOCK_INLINE F32x16 squared_deviations(const float* x, std::int64_t n, F32x16
 }
 
 template <class Out>
-void layer_norm_as(const NormArgs& a, std::int64_t first, std::int64_t rows) {
+void layer_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
     for (std::int64_t row = first; row < first + rows; ++row) {
         F32x16 total = 0.0f;
         const float* x = normed_row(a, row, PENSTOCK_VISIT { total = total + value; });
@@ -76,11 +71,6 @@ void layer_norm_as(const NormArgs& a, std::int64_t first, std::int64_t rows) {
             store_some(out + i, a.bias == nullptr ? normed : normed + load_some(a.bias + i, count), count);
         });
     }
-}
-
-void layer_norm(const NormArgs& a, std::int64_t first, std::int64_t rows) {
-    if (a.out_type == TYPE_BF16) return layer_norm_as<std::uint16_t>(a, first, rows);
-    layer_norm_as<float>(a, first, rows);
 }
 
 // ---- Rotary
@@ -136,7 +126,7 @@ PENSTOCK_INLINE void rotate_heads(const float* x, std::int64_t heads, std::int64
 }
 
 template <class Out>
-void rotary_as(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
+void rotary(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
     const std::int64_t n = a.head_dim;
     const std::int64_t half = a.cos_sin == nullptr ? 0 : a.rotary_dim / 2;
     for (std::int64_t row = first; row < first + rows; ++row) {
@@ -153,25 +143,15 @@ void rotary_as(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
     }
 }
 
-void rotary(const RotaryArgs& a, std::int64_t first, std::int64_t rows) {
-    if (a.out_type == TYPE_BF16) return rotary_as<std::uint16_t>(a, first, rows);
-    rotary_as<float>(a, first, rows);
-}
-
 // ---- Embedding
 
 template <class Element>
-void embedding_from(const EmbeddingArgs& a, std::int64_t first, std::int64_t rows) {
+void embedding(const EmbeddingArgs& a, std::int64_t first, std::int64_t rows) {
     for (std::int64_t row = first; row < first + rows; ++row) {
         const Element* from = static_cast<const Element*>(a.table) + a.ids[row] * a.n;
         float* to = a.out + row * a.n;
         each_vector(a.n, PENSTOCK_BODY { store_some(to + i, load_some(from + i, count) * a.scale, count); });
     }
-}
-
-void embedding(const EmbeddingArgs& a, std::int64_t first, std::int64_t rows) {
-    if (a.table_type == TYPE_BF16) return embedding_from<std::uint16_t>(a, first, rows);
-    embedding_from<float>(a, first, rows);
 }
 
 // ---- Routing
@@ -242,7 +222,18 @@ void softcap(float* x, float cap, std::int64_t count) {
     each_vector(count, PENSTOCK_BODY { store_some(x + i, tanh(load_some(x + i, count) / cap) * cap, count); });
 }
 
-constexpr RowKernels ROW_KERNELS = {epilogue, rms_norm, layer_norm, rotary, embedding, route, add, round, softcap};
-
 }  // namespace
+
+static_assert(TYPE_F32 == 0 && TYPE_BF16 == 1, "the order in the arrays of kernels");
+
+template <> RowKernels row_kernels<THIS_LEVEL>() {
+    using Half = std::uint16_t;
+    return {{epilogue<float>, epilogue<Half>},
+            {rms_norm<float>, rms_norm<Half>},
+            {layer_norm<float>, layer_norm<Half>},
+            {rotary<float>, rotary<Half>},
+            {embedding<float>, embedding<Half>},
+            route, add, round, softcap};
+}
+
 }  // namespace penstock

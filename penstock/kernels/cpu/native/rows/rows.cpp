@@ -42,27 +42,27 @@ using namespace penstock;
 extern "C" std::int32_t penstock_rms_norm(
     Context* context, const float* x, const float* weight, float eps, std::int64_t rows, std::int64_t n, void* out,
     std::int32_t out_type) {
-    const NormArgs args = {x, nullptr, nullptr, weight, nullptr, eps, n, out, out_type};
-    return run_norm(context, context->rows.rms_norm, args, rows);
+    return run_norm(
+        context, context->rows.rms_norm[out_type], {x, nullptr, nullptr, weight, nullptr, eps, n, out}, rows);
 }
 
 extern "C" std::int32_t penstock_add_rms_norm(
     Context* context, float* x, const float* h, const float* weight, float eps, std::int64_t rows, std::int64_t n,
     void* out, std::int32_t out_type) {
-    return run_norm(context, context->rows.rms_norm, {x, h, x, weight, nullptr, eps, n, out, out_type}, rows);
+    return run_norm(context, context->rows.rms_norm[out_type], {x, h, x, weight, nullptr, eps, n, out}, rows);
 }
 
 extern "C" std::int32_t penstock_layer_norm(
     Context* context, const float* x, const float* weight, const float* bias, float eps, std::int64_t rows,
     std::int64_t n, void* out, std::int32_t out_type) {
-    const NormArgs args = {x, nullptr, nullptr, weight, bias, eps, n, out, out_type};
-    return run_norm(context, context->rows.layer_norm, args, rows);
+    return run_norm(
+        context, context->rows.layer_norm[out_type], {x, nullptr, nullptr, weight, bias, eps, n, out}, rows);
 }
 
 extern "C" std::int32_t penstock_add_layer_norm(
     Context* context, float* x, const float* h, const float* weight, const float* bias, float eps, std::int64_t rows,
     std::int64_t n, void* out, std::int32_t out_type) {
-    return run_norm(context, context->rows.layer_norm, {x, h, x, weight, bias, eps, n, out, out_type}, rows);
+    return run_norm(context, context->rows.layer_norm[out_type], {x, h, x, weight, bias, eps, n, out}, rows);
 }
 
 extern "C" std::int32_t penstock_add(Context* context, float* x, const float* h, std::int64_t count) {
@@ -98,12 +98,11 @@ extern "C" std::int32_t penstock_rotary_qkv(
     void* k, void* v, std::int32_t out_type) {
     return run_call(context, [&] {
         if (cos_sin != nullptr && !all_within(positions, rows, num_positions)) return STATUS_OUT_OF_RANGE;
-        const HeadNorm q_norms = {q_norm, q_norm_size}, k_norms = {k_norm, k_norm_size};
-        const RotaryArgs args = {qkv,     positions, cos_sin, rotary_dim, heads, kv_heads, head_dim,
-                                 q_norms, k_norms,   eps,     q,          k,     v,        out_type};
+        const RotaryArgs args = {qkv, positions, cos_sin, rotary_dim, heads, kv_heads, head_dim,
+                                 {q_norm, q_norm_size}, {k_norm, k_norm_size}, eps, q, k, v};
         const std::int64_t cost = (heads + 2 * kv_heads) * head_dim;
         return over_blocks(*context, rows, cost, [&](std::int64_t first, std::int64_t count, int) {
-            context->rows.rotary(args, first, count);
+            context->rows.rotary[out_type](args, first, count);
         });
     });
 }
@@ -113,9 +112,9 @@ extern "C" std::int32_t penstock_embedding(
     std::int64_t rows, std::int64_t n, float scale, float* out) {
     return run_call(context, [&] {
         if (!all_within(ids, rows, table_rows)) return STATUS_OUT_OF_RANGE;
-        const EmbeddingArgs args = {ids, table, table_type, n, scale, out};
+        const EmbeddingArgs args = {ids, table, n, scale, out};
         return over_blocks(*context, rows, n, [&](std::int64_t first, std::int64_t count, int) {
-            context->rows.embedding(args, first, count);
+            context->rows.embedding[table_type](args, first, count);
         });
     });
 }

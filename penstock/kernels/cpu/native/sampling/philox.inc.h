@@ -9,10 +9,6 @@
 #include "sampling/sampler_kernels.h"
 #include "vector_math.inc.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 namespace penstock {
 namespace {
 

@@ -143,23 +143,24 @@ class Distribution {
 };
 
 // Chooses one token per row.
-class TokenSampler {
-  public:
-    TokenSampler(const SamplerKernels& kernels, const float* logits, std::int64_t vocab, const PenstockSampling& params,
-                 const Penalties& penalties)
-        : kernels_(kernels), logits_(logits), vocab_(vocab), params_(params), penalties_(penalties) {}
+struct TokenSampler {
+    const SamplerKernels& kernels;
+    const float* const logits;
+    const std::int64_t vocab;
+    const PenstockSampling& params;
+    const Penalties& penalties;
 
     std::int64_t choose(std::int64_t row, RowMemory memory) const {
-        const float* x = logits_ + row * vocab_;
-        if (penalties_.any(row)) {
-            std::memcpy(memory.logits, x, static_cast<std::size_t>(vocab_) * sizeof(float));
-            penalties_.apply(row, memory.logits);
+        const float* x = logits + row * vocab;
+        if (penalties.any(row)) {
+            std::memcpy(memory.logits, x, static_cast<std::size_t>(vocab) * sizeof(float));
+            penalties.apply(row, memory.logits);
             x = memory.logits;
         }
-        const float max = kernels_.scan(x, vocab_, memory.maxima);
+        const float max = kernels.scan(x, vocab, memory.maxima);
         if (max == -INFINITY) return NO_TOKEN;
-        const float temperature = params_.temperature[row];
-        const bool drawn = temperature > 0.0f && params_.noise_key != nullptr;
+        const float temperature = params.temperature[row];
+        const bool drawn = temperature > 0.0f && params.noise_key != nullptr;
         // A temperature so small that the maximum overflows means greedy.
         if (!drawn || !std::isfinite(max / temperature)) return argmax(x, max, memory.maxima);
         return draw(row, x, max, memory);
@@ -167,63 +168,33 @@ class TokenSampler {
 
   private:
     std::int64_t argmax(const float* x, float max, const float* maxima) const {
-        const std::int64_t index = kernels_.find(maxima, num_maxima(vocab_), max);
+        const std::int64_t index = kernels.find(maxima, num_maxima(vocab), max);
         if (index < 0) return NO_TOKEN;  // only if there are NaN
         const std::int64_t begin = index / SCAN_LANES * SCAN_BLOCK;
-        return begin + kernels_.find(x + begin, std::min<std::int64_t>(SCAN_BLOCK, vocab_ - begin), max);
+        return begin + kernels.find(x + begin, std::min<std::int64_t>(SCAN_BLOCK, vocab - begin), max);
     }
 
     std::int64_t draw(std::int64_t row, const float* x, float max, RowMemory& memory) const {
-        const float temperature = params_.temperature[row];
+        const float temperature = params.temperature[row];
         if (temperature != 1.0f) {
-            kernels_.divide(x, vocab_, temperature, memory.logits);
+            kernels.divide(x, vocab, temperature, memory.logits);
             x = memory.logits;
             max /= temperature;  // rounded division is monotone
         }
-        Distribution distribution(kernels_, memory, x, vocab_, max, temperature);
-        if (params_.min_p != nullptr) distribution.min_p(params_.min_p[row]);
-        if (params_.top_k != nullptr) distribution.top_k(params_.top_k[row]);
-        if (params_.top_p != nullptr) distribution.top_p(params_.top_p[row]);
+        Distribution distribution(kernels, memory, x, vocab, max, temperature);
+        if (params.min_p != nullptr) distribution.min_p(params.min_p[row]);
+        if (params.top_k != nullptr) distribution.top_k(params.top_k[row]);
+        if (params.top_p != nullptr) distribution.top_p(params.top_p[row]);
         return distribution.draw(noise_key(row));
     }
 
     NoiseKey noise_key(std::int64_t row) const {
-        const std::int64_t* const key = params_.noise_key + 3 * row;
+        const std::int64_t* const key = params.noise_key + 3 * row;
         const std::uint64_t seed = static_cast<std::uint64_t>(key[0]);
         return {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32),
                 static_cast<std::uint32_t>(key[1]), static_cast<std::uint32_t>(key[2])};
     }
-
-    const SamplerKernels& kernels_;
-    const float* const logits_;
-    const std::int64_t vocab_;
-    const PenstockSampling& params_;
-    const Penalties& penalties_;
 };
-
-void log_softmax(Context& context, const float* logits, std::int64_t rows, std::int64_t vocab, float* out) {
-    const SamplerKernels& kernels = context.sampler;
-    const std::int64_t bytes = num_maxima(vocab) * static_cast<std::int64_t>(sizeof(float));
-    context.reserve_per_thread(bytes);
-    context.pool.parallel_for(rows, [&](std::int64_t row, int thread) {
-        const float* const x = logits + row * vocab;
-        const float max = kernels.scan(x, vocab, static_cast<float*>(context.per_thread[thread].data()));
-        kernels.log_softmax(x, vocab, max, out + row * vocab);
-    });
-}
-
-void sample(Context& context, const float* logits, std::int64_t rows, std::int64_t vocab,
-            const PenstockSampling& params, std::int64_t* out) {
-    const std::int64_t bytes = Penalties(params, rows, BumpAllocator(nullptr)).bytes();
-    Penalties penalties(params, rows, BumpAllocator(context.workspace.reserve(bytes)));
-    penalties.sort();
-    context.reserve_per_thread(RowMemory::bytes(vocab));
-    const TokenSampler sampler(context.sampler, logits, vocab, params, penalties);
-    context.pool.parallel_for(rows, [&](std::int64_t row, int thread) {
-        BumpAllocator memory(context.per_thread[thread].data());
-        out[row] = sampler.choose(row, RowMemory(memory, vocab));
-    });
-}
 
 }  // namespace
 }  // namespace penstock
@@ -233,7 +204,13 @@ using namespace penstock;
 extern "C" std::int32_t penstock_log_softmax(
     Context* context, const float* logits, std::int64_t rows, std::int64_t vocab, float* out) {
     return run_call(context, [&] {
-        log_softmax(*context, logits, rows, vocab, out);
+        const SamplerKernels& kernels = context->sampler;
+        context->reserve_per_thread(num_maxima(vocab) * std::int64_t{sizeof(float)});
+        context->pool.parallel_for(rows, [&](std::int64_t row, int thread) {
+            const float* const x = logits + row * vocab;
+            const float max = kernels.scan(x, vocab, static_cast<float*>(context->per_thread[thread].data()));
+            kernels.log_softmax(x, vocab, max, out + row * vocab);
+        });
         return STATUS_OK;
     });
 }
@@ -252,7 +229,15 @@ extern "C" std::int32_t penstock_sample(
     Context* context, const float* logits, std::int64_t rows, std::int64_t vocab, const PenstockSampling* params,
     std::int64_t* out) {
     return run_call(context, [&] {
-        sample(*context, logits, rows, vocab, *params, out);
+        const std::int64_t bytes = Penalties(*params, rows, BumpAllocator(nullptr)).bytes();
+        Penalties penalties(*params, rows, BumpAllocator(context->workspace.reserve(bytes)));
+        penalties.sort();
+        context->reserve_per_thread(RowMemory::bytes(vocab));
+        const TokenSampler sampler{context->sampler, logits, vocab, *params, penalties};
+        context->pool.parallel_for(rows, [&](std::int64_t row, int thread) {
+            BumpAllocator memory(context->per_thread[thread].data());
+            out[row] = sampler.choose(row, RowMemory(memory, vocab));
+        });
         return STATUS_OK;
     });
 }

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "abi.h"
+
 namespace penstock {
 
 // Leaf i of a log-softmax over n entries is i * n / 8 .. (i + 1) * n / 8 - 1; the sums of leaves are added as a binary
@@ -72,8 +74,6 @@ struct SamplerKernels {
     std::int64_t (*draw_of)(const std::int32_t* ids, const float* x, std::int64_t count, float max, NoiseKey key);
 };
 
-SamplerKernels portable_sampler();
-SamplerKernels avx2_sampler();
-SamplerKernels avx512_sampler();
+template <Level LEVEL> SamplerKernels sampler_kernels();
 
 }  // namespace penstock

@@ -121,116 +121,106 @@ struct ThreadPool::State {
     alignas(CACHE_LINE) std::atomic<std::uint32_t> unfinished{0};  // items; the caller waits for it to be 0
     std::atomic<bool> caller_sleeps{false};
 
-    void start_helpers();
-    void stop_helpers();
-    void help(int thread);
-    std::uint32_t next_run(std::uint32_t last);
-    void publish(std::int64_t begin, std::uint32_t count, const std::int64_t* starts);
-    void work(std::uint32_t current, int thread);
-    std::int64_t steal(std::uint32_t current);
-    void finish(std::uint32_t items);
-    void wait_for_items();
-};
-
-// Helpers block all signals: only the threads that the program itself started handle them.
-void ThreadPool::State::start_helpers() {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-        for (int thread = 1; thread < threads; ++thread) helpers.emplace_back([this, thread] { help(thread); });
-    } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        stop_helpers();
-        throw;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
-
-void ThreadPool::State::stop_helpers() {
-    stopping.store(true);
-    run.fetch_add(1);
-    wake(run, threads);
-    for (std::thread& helper : helpers) helper.join();
-}
-
-void ThreadPool::State::help(int thread) {
-    const FloatMode mode;  // not the mode of the creating thread
-    for (std::uint32_t current = next_run(0); !stopping.load(); current = next_run(current)) work(current, thread);
-}
-
-// Wait for a run other than the last one this helper saw.
-std::uint32_t ThreadPool::State::next_run(std::uint32_t last) {
-    const auto changed = [&] { return run.load(std::memory_order_acquire) != last; };
-    if (!spin_until(changed, SPIN_FOR_RUN)) {
-        sleepers.fetch_add(1);
-        while (!changed()) sleep_while(run, last);
-        sleepers.fetch_sub(1);
-    }
-    return run.load(std::memory_order_acquire);
-}
-
-// Start a new run with items begin .. begin + count - 1 of the task. A helper counts itself as sleeping before the
-// kernel checks `run` a last time, and `run` is written before `sleepers` is read: one of the two sees the other.
-void ThreadPool::State::publish(std::int64_t begin, std::uint32_t count, const std::int64_t* starts) {
-    const auto start_of = [=](int thread) {
-        if (starts == nullptr) return static_cast<std::uint32_t>(std::uint64_t{count} * thread / threads);
-        return static_cast<std::uint32_t>(std::clamp<std::int64_t>(starts[thread] - begin, 0, count));
-    };
-    first.store(begin, std::memory_order_relaxed);
-    const std::uint32_t next = run.load(std::memory_order_relaxed) + 1;
-    unfinished.store(count, std::memory_order_relaxed);
-    for (int thread = 0; thread < threads; ++thread) {
-        const Items items{next, start_of(thread), start_of(thread + 1)};
-        ranges[thread].word.store(items.pack(), std::memory_order_relaxed);
-    }
-    run.store(next);
-    if (sleepers.load() > 0) wake(run, static_cast<int>(std::min<std::uint32_t>(count - 1, threads)));
-}
-
-// Run items until none is left. `unfinished` is counted down as soon as the own range is empty.
-void ThreadPool::State::work(std::uint32_t current, int thread) {
-    const Function call = function.load(std::memory_order_relaxed);
-    const void* task = object.load(std::memory_order_relaxed);
-    const std::int64_t begin = first.load(std::memory_order_relaxed);
-    std::uint32_t done = 0;
-    std::int64_t item;
-    while ((item = ranges[thread].take(current, true)) >= 0) {
-        call(task, begin + item, thread);
-        ++done;
-    }
-    finish(done);
-    while ((item = steal(current)) >= 0) {
-        call(task, begin + item, thread);
-        finish(1);
-    }
-}
-
-// The last item of the fullest range, or -1 if all are empty.
-std::int64_t ThreadPool::State::steal(std::uint32_t current) {
-    for (;;) {
-        Range* fullest = nullptr;
-        std::uint32_t most = 0;
-        for (int thread = 0; thread < threads; ++thread) {
-            const std::uint32_t left = ranges[thread].left(current);
-            if (left > most) most = left, fullest = &ranges[thread];
+    // Helpers block all signals: only the threads that the program itself started handle them.
+    void start_helpers() {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            for (int thread = 1; thread < threads; ++thread) helpers.emplace_back([this, thread] { help(thread); });
+        } catch (...) {
+            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            stop_helpers();
+            throw;
         }
-        if (fullest == nullptr) return -1;
-        const std::int64_t item = fullest->take(current, false);
-        if (item >= 0) return item;
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
-}
 
-void ThreadPool::State::finish(std::uint32_t items) {
-    if (items > 0 && unfinished.fetch_sub(items) == items && caller_sleeps.load()) wake(unfinished, 1);
-}
+    void stop_helpers() {
+        stopping.store(true);
+        run.fetch_add(1);
+        wake(run, threads);
+        for (std::thread& helper : helpers) helper.join();
+    }
 
-void ThreadPool::State::wait_for_items() {
-    if (spin_until([&] { return unfinished.load(std::memory_order_acquire) == 0; }, SPIN_FOR_ITEMS)) return;
-    caller_sleeps.store(true);
-    for (std::uint32_t left; (left = unfinished.load()) != 0;) sleep_while(unfinished, left);
-    caller_sleeps.store(false, std::memory_order_relaxed);
-}
+    void help(int thread) {
+        const FloatMode mode;  // not the mode of the creating thread
+        for (std::uint32_t current = next_run(0); !stopping.load(); current = next_run(current)) work(current, thread);
+    }
+
+    // Wait for a run other than the last one this helper saw.
+    std::uint32_t next_run(std::uint32_t last) {
+        const auto changed = [&] { return run.load(std::memory_order_acquire) != last; };
+        if (!spin_until(changed, SPIN_FOR_RUN)) {
+            sleepers.fetch_add(1);
+            while (!changed()) sleep_while(run, last);
+            sleepers.fetch_sub(1);
+        }
+        return run.load(std::memory_order_acquire);
+    }
+
+    // Start a new run with items begin .. begin + count - 1 of the task. A helper counts itself as sleeping before the
+    // kernel checks `run` a last time, and `run` is written before `sleepers` is read: one of the two sees the other.
+    void publish(std::int64_t begin, std::uint32_t count, const std::int64_t* starts) {
+        const auto start_of = [=](int thread) {
+            if (starts == nullptr) return static_cast<std::uint32_t>(std::uint64_t{count} * thread / threads);
+            return static_cast<std::uint32_t>(std::clamp<std::int64_t>(starts[thread] - begin, 0, count));
+        };
+        first.store(begin, std::memory_order_relaxed);
+        const std::uint32_t next = run.load(std::memory_order_relaxed) + 1;
+        unfinished.store(count, std::memory_order_relaxed);
+        for (int thread = 0; thread < threads; ++thread) {
+            const Items items{next, start_of(thread), start_of(thread + 1)};
+            ranges[thread].word.store(items.pack(), std::memory_order_relaxed);
+        }
+        run.store(next);
+        if (sleepers.load() > 0) wake(run, static_cast<int>(std::min<std::uint32_t>(count - 1, threads)));
+    }
+
+    // Run items until none is left. `unfinished` is counted down as soon as the own range is empty.
+    void work(std::uint32_t current, int thread) {
+        const Function call = function.load(std::memory_order_relaxed);
+        const void* task = object.load(std::memory_order_relaxed);
+        const std::int64_t begin = first.load(std::memory_order_relaxed);
+        std::uint32_t done = 0;
+        std::int64_t item;
+        while ((item = ranges[thread].take(current, true)) >= 0) {
+            call(task, begin + item, thread);
+            ++done;
+        }
+        finish(done);
+        while ((item = steal(current)) >= 0) {
+            call(task, begin + item, thread);
+            finish(1);
+        }
+    }
+
+    // The last item of the fullest range, or -1 if all are empty.
+    std::int64_t steal(std::uint32_t current) {
+        for (;;) {
+            Range* fullest = nullptr;
+            std::uint32_t most = 0;
+            for (int thread = 0; thread < threads; ++thread) {
+                const std::uint32_t left = ranges[thread].left(current);
+                if (left > most) most = left, fullest = &ranges[thread];
+            }
+            if (fullest == nullptr) return -1;
+            const std::int64_t item = fullest->take(current, false);
+            if (item >= 0) return item;
+        }
+    }
+
+    void finish(std::uint32_t items) {
+        if (items > 0 && unfinished.fetch_sub(items) == items && caller_sleeps.load()) wake(unfinished, 1);
+    }
+
+    void wait_for_items() {
+        if (spin_until([&] { return unfinished.load(std::memory_order_acquire) == 0; }, SPIN_FOR_ITEMS)) return;
+        caller_sleeps.store(true);
+        for (std::uint32_t left; (left = unfinished.load()) != 0;) sleep_while(unfinished, left);
+        caller_sleeps.store(false, std::memory_order_relaxed);
+    }
+};
 
 ThreadPool::ThreadPool(int threads) {
     std::unique_ptr<State> state(new State(threads));
