@@ -33,6 +33,7 @@ CONFIG = {
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
     "torch_dtype": "bfloat16",
 }
 REPEATS = 5
@@ -80,7 +81,7 @@ def report(name: str, options: dict[str, str], packed_bytes: int) -> None:
     """Load a model REPEATS times and print the medians."""
     runs = [load_once(options) for _ in range(REPEATS)]
     loaded_s, token_s, peak = (statistics.median(column) for column in zip(*runs, strict=True))
-    beyond = f"{(peak - packed_bytes) / 1e6:,.0f} MB beyond them" if peak > packed_bytes else "as they are mapped"
+    beyond = f"{(peak - packed_bytes) / 1e6:,.0f} MB beyond them" if peak > packed_bytes else "which are mapped"
     print(
         f"{name}: loaded after {loaded_s:.2f} s, first token after {token_s:.2f} s; peak while loading "
         f"{peak / 1e6:,.0f} MB, packed weights {packed_bytes / 1e6:,.0f} MB, {beyond}"
