@@ -118,7 +118,7 @@ class SequencesUnderTest:
         q = uniform((case.seqs, case.new, heads.num_heads, heads.head_dim), torch.bfloat16, generator)
         kv_shape = (*lengths, heads.num_kv_heads, heads.head_dim)
         k, v = (uniform(kv_shape, torch.bfloat16, generator) for _ in range(2))
-        self._new = [_rows(x) for x in (q, k[:, case.cached :], v[:, case.cached :])]
+        self._q, self._k, self._v = (_rows(x) for x in (q, k[:, case.cached :], v[:, case.cached :]))
         self._tables = _block_tables(case)
         self.caches = self._fill_caches(ops, _rows(k[:, : case.cached]), _rows(v[:, : case.cached]))
         self.read_bytes = self.caches[0].num_bytes * case.tokens / (self._tables.shape[1] * BLOCK_SIZE)
@@ -139,7 +139,7 @@ class SequencesUnderTest:
         planned = ops.plan(metadata, case.heads, self.caches[0])
 
         def attend(cache: CpuKVCache) -> Tensor:
-            return ops.attend(*self._new, cache, planned, self._params, out=self._out)
+            return ops.attend(self._q, self._k, self._v, cache, planned, self._params, out=self._out)
 
         return attend, "" if planned.plan is None else describe_key(planned.plan.key)
 

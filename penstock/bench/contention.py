@@ -1,6 +1,6 @@
-"""The cost of a decode step's products when another process takes one of the cores.
+"""Measure the products of a decode step while another process takes one of the cores.
 
-python -m penstock.bench.contention [--rows M ...]
+python -m penstock.bench.contention [--rows M ...] [--threads N]
 
 The products of a 1.1B Llama's decoder layers run alone and beside a process that keeps one core busy, in turns; the
 same for torch's F.linear. Prints medians and their ratio, and whether the bits were the same.
@@ -9,103 +9,86 @@ same for torch's F.linear. Prints medians and their ratio, and whether the bits 
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.bench.products import packed_copies
+from penstock.bench.machine import uniform
+from penstock.bench.products import DOWN_1B, O_PROJ_1B, packed_copies
+from penstock.bench.startup import python_process
 from penstock.config import available_threads
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
 
 LAYERS = 8  # 350 MB of weights, more than any cache
-PRODUCTS = ((2560, 2048, 1), (2048, 2048, REDUCTION_LEAVES), (11264, 2048, 1), (2048, 5632, REDUCTION_LEAVES))
+QKV, GATE_UP = (2560, 2048), (11264, 2048)
+PRODUCTS = ((QKV, 1), (O_PROJ_1B, REDUCTION_LEAVES), (GATE_UP, 1), (DOWN_1B, REDUCTION_LEAVES))
 ROUNDS = 7
 STEPS = 12  # per turn
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint('busy', flush=True)\nwhile True: pass"
 
 
-class DecodeProducts:
-    """The weights of some layers, packed and plain, and activations for each product."""
-
-    def __init__(self, ops: CpuOps, rows: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._ops = ops
-        self._work: list[tuple[Tensor, PackedLinear, Tensor, Tensor]] = []
-        for n, k, leaves in PRODUCTS:
-            weight = (torch.rand((n, k), generator=generator) - 0.5).bfloat16()
-            x = (torch.rand((rows, k), generator=generator) - 0.5).bfloat16()
-            for packed in packed_copies(ops, weight, "bf16", leaves=leaves, count=LAYERS):
-                self._work.append((x, packed, weight.clone(), torch.empty((rows, n))))
-
-    def ours(self) -> None:
-        for x, packed, _, out in self._work:
-            self._ops.linear(x, packed, out=out)
-
-    def torchs(self) -> None:
-        for x, _, weight, _ in self._work:
-            functional.linear(x, weight)
-
-    def results(self) -> list[Tensor]:
-        """Return copies of the results of the last run of `ours`."""
-        return [out.clone() for *_, out in self._work]
+def decode_products(ops: CpuOps, rows: int) -> Iterator[tuple[Tensor, PackedLinear, Tensor, Tensor]]:
+    """Yield the products of LAYERS layers: activations, packed weight, plain weight, memory for the result."""
+    generator = torch.Generator().manual_seed(0)
+    for (n, k), leaves in PRODUCTS:
+        weight, x = (uniform(shape, torch.bfloat16, generator) for shape in ((n, k), (rows, k)))
+        for packed in packed_copies(ops, weight, "bf16", leaves=leaves, count=LAYERS):
+            yield x, packed, weight.clone(), torch.empty((rows, n))
 
 
-@contextmanager
-def busy_process(core: int) -> Iterator[None]:
-    """Run a process that keeps that core busy."""
-    with subprocess.Popen([sys.executable, "-c", BUSY, str(core)], stdout=subprocess.PIPE) as process:
-        try:
-            if process.stdout is not None:
-                process.stdout.readline()
-            yield
-        finally:
-            process.kill()
-
-
-def seconds(call: Callable[[], None]) -> list[float]:
-    """Return the seconds of each of STEPS calls."""
+def time_steps(call: Callable[[], None]) -> list[float]:
+    """Return the milliseconds of each of STEPS calls."""
     times = []
     for _ in range(STEPS):
         started = time.perf_counter()
         call()
-        times.append(time.perf_counter() - started)
+        times.append(1e3 * (time.perf_counter() - started))
     return times
 
 
 def compare(rows: int, threads: int) -> None:
-    """Measure and print one number of rows."""
-    products = DecodeProducts(CpuOps(torch.bfloat16, threads=threads), rows)
-    core = max(os.sched_getaffinity(0))
-    calls = {"ours": products.ours, "torch": products.torchs}
+    """Measure one number of rows and print the figures."""
+    ops, core = CpuOps(torch.bfloat16, threads=threads), max(os.sched_getaffinity(0))
+    products = list(decode_products(ops, rows))
+
+    def ours() -> None:
+        for x, packed, _, out in products:
+            ops.linear(x, packed, out=out)
+
+    def torchs() -> None:
+        for x, _, weight, _ in products:
+            functional.linear(x, weight)
+
+    calls = {"ours": ours, "torch": torchs}
     times: dict[tuple[str, bool], list[float]] = {(name, busy): [] for name in calls for busy in (False, True)}
-    products.ours()
-    expected, same = products.results(), True
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
-            times[name, False] += seconds(call)
-        with busy_process(core):
+    ours()
+    expected, same = [out.clone() for *_, out in products], True
+    for busy in (False, True) * ROUNDS:
+        with python_process("-c", BUSY, str(core)) if busy else nullcontext() as output:
+            if output is not None:
+                output.readline()  # until the process is busy
             for name, call in calls.items():
-                times[name, True] += seconds(call)
-                same &= all(torch.equal(a, b) for a, b in zip(expected, products.results(), strict=True))
+                times[name, busy] += time_steps(call)
+        same &= all(torch.equal(before, out) for before, (*_, out) in zip(expected, products, strict=True))
     for name in calls:
-        alone, beside = (1e3 * statistics.mean(times[name, busy]) for busy in (False, True))
-        middle = [1e3 * statistics.median(times[name, busy]) for busy in (False, True)]
+        (alone, beside), (mean_alone, mean_beside) = (
+            [middle(times[name, busy]) for busy in (False, True)] for middle in (statistics.median, statistics.mean)
+        )
         print(
-            f"M = {rows}, {name}: alone {middle[0]:.1f} ms, with a busy process on core {core} {middle[1]:.1f} ms: "
-            f"{middle[1] / middle[0]:.2f} times (of means: {beside / alone:.2f})"
+            f"M = {rows}, {name}: alone {alone:.1f} ms, with a busy process on core {core} {beside:.1f} ms: "
+            f"{beside / alone:.2f} times (of means: {mean_beside / mean_alone:.2f})"
         )
     print(f"M = {rows}, our bits are {'the same' if same else 'DIFFERENT'}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The products of a decode step beside a busy process.")
+    parser = argparse.ArgumentParser(description="Measure the products of a decode step beside a busy process.")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threads", type=int, default=available_threads())
     args = parser.parse_args()

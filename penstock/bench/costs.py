@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from penstock.bench.machine import KINDS
 from penstock.config import EngineConfig
 from penstock.interface.step import SchedulerOutput
 from penstock.layers.linear import Linear
@@ -20,7 +19,7 @@ from penstock.layers.moe import MoE
 from penstock.planner.memory import cached_token_bytes
 from penstock.spec.model_config import ModelConfig
 
-KIND_OF_DTYPE = dict(zip(("float32", "bfloat16", "int8"), KINDS, strict=True))
+KIND_OF_DTYPE = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}  # the type that multiplies
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ class ExpertsCase:
         for m in self.rows:
             ours, torchs, ids = layer.calls(m)
             seconds, torch_seconds = take_turns([Turn(ours, ids), Turn(torchs, ids)], limits, self.dtype)
-            chosen = ids[0].unique().numel()
+            chosen = len(set(ids[0].flatten().tolist()))
             case = {"op": "experts", "dtype": self.dtype, "leaves": REDUCTION_LEAVES, "m": m}
             shape = {"n": self.hidden, "k": self.inner, "experts": self.count, "top_k": self.top_k, "chosen": chosen}
             operations = 2 * m * self.top_k * self.expert_elements
@@ -96,7 +96,7 @@ class LayerUnderTest:
 
         def torchs(ids: Tensor) -> Tensor:
             total = torch.zeros((m, case.hidden))
-            for expert in ids.unique().tolist():
+            for expert in sorted(set(ids.flatten().tolist())):
                 gate_up, down = self._plain[expert % TORCH_COPIES]
                 rows, places = (ids == expert).nonzero(as_tuple=True)
                 gate, up = functional.linear(x[rows], gate_up).chunk(2, dim=-1)

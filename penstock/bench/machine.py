@@ -8,7 +8,7 @@ processor's caches, as the layers of a model do.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,12 +24,8 @@ RING_BYTES = 256 * 2**20  # size of a ring of operands
 ROUNDS = 5
 ROUND_SECONDS = 0.04  # target length of one turn of a call
 
+# Called with the name and the number of the things counted; yields `advance(count)`.
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-
-
-def no_progress(what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Show nothing. A Progress takes the name and number of the things counted, and yields `advance(count)`."""
-    return nullcontext(lambda count: None)
 
 
 class MachineLimits:

@@ -1,4 +1,4 @@
-"""Throughput and latency of an engine in this process, on random token ids.
+"""Measure throughput and latency of an engine in this process, on random token ids.
 
 The machine's limits are measured right after the run, with the same threads.
 """
@@ -8,13 +8,13 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from penstock import validation as check
 from penstock.bench.costs import ModelCosts, Work
-from penstock.bench.machine import KINDS, MachineLimits, Progress, no_progress
+from penstock.bench.machine import KINDS, MachineLimits, Progress
 from penstock.bench.phases import Run
 from penstock.build import BuiltEngine, build_engine
 from penstock.client.in_process import InProcessClient
@@ -31,7 +31,7 @@ LIMIT_PROBES = 5
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """num_prompts requests of input_len random ids, output_len tokens generated for each, `warmup` runs before."""
+    """num_prompts requests of input_len random ids that generate output_len tokens each, after `warmup` such runs."""
 
     num_prompts: int
     input_len: int
@@ -44,25 +44,22 @@ class Workload:
 
 
 def measure_offline(
-    options: dict[str, Any],
-    workload: Workload,
-    *,
-    announce: Callable[[ModelInfo], None] = lambda info: None,
-    progress: Progress = no_progress,
+    options: dict[str, Any], workload: Workload, *, announce: Callable[[ModelInfo], None], progress: Progress
 ) -> dict[str, Any]:
     """Build an engine from EngineConfig options, run the workload, return the figures.
 
     Args:
-        announce: called with the engine's description of its model before anything runs.
+        announce: called with the engine's description of its model before the first run.
 
     Raises:
-        InvalidRequestError: an option is wrong, or the workload does not fit the context.
+        InvalidRequestError: an option is invalid, or the workload does not fit into the context.
+        EngineError: a request failed.
     """
     built = build_engine(EngineConfig.from_options(**options))
     info = built.info
     if workload.input_len + workload.output_len > info.max_model_len:
-        message = f"input_len + output_len exceed max_model_len = {info.max_model_len}"
-        raise InvalidRequestError(f"input_len: {message}", param="input_len")
+        message = f"input_len: input_len + output_len exceed max_model_len = {info.max_model_len}"
+        raise InvalidRequestError(message, param="input_len")
     announce(info)
     meter = _MeteredExecutor(built)
     client = InProcessClient(built.engine, info, None)
@@ -92,16 +89,18 @@ def measure_offline(
 
 
 class _MeteredExecutor:
-    """Takes the place of an engine's executor, and counts the work of the last step and the time in kernels."""
+    """A wrapper around an engine's executor that counts the work of steps and the time in kernels.
+
+    Attributes:
+        last: the last step that was submitted.
+    """
 
     def __init__(self, built: BuiltEngine) -> None:
-        self._inner = built.engine.executor
-        built.engine.executor = self
+        self._inner, built.engine.executor = built.engine.executor, self
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None
-        if isinstance(built.model, nn.Module):
-            self._costs = ModelCosts(built.model, built.model_config, built.config)
-        self._expert_counts = (0, 0) if self._ops is None else self._ops.expert_counts()
-        self.last: SchedulerOutput | None = None
+        self._costs = ModelCosts(cast(nn.Module, built.model), built.model_config, built.config)
+        self._counters = self._read_counters()
+        self.last = SchedulerOutput(0, [], [])
 
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
         self.last = scheduler_output
@@ -113,25 +112,24 @@ class _MeteredExecutor:
     def shutdown(self) -> None:
         self._inner.shutdown()
 
-    def kernel_seconds(self) -> float:
-        return 0.0 if self._ops is None else self._ops.kernel_seconds()
+    def _read_counters(self) -> tuple[float, int, int]:
+        return (0.0, 0, 0) if self._ops is None else (self._ops.kernel_seconds(), *self._ops.expert_counts())
 
-    def work(self) -> Work:
-        """Return the work of the last step."""
-        work = Work() if self.last is None else self._costs.step(self.last)
-        if self._ops is not None:
-            counts, before = self._ops.expert_counts(), self._expert_counts
-            self._expert_counts = counts
-            work.add(self._costs.experts(counts[0] - before[0], counts[1] - before[1]))
-        return work
+    def last_step(self) -> tuple[float, Work]:
+        """Return the seconds in kernels and the work of the last step; call it once after every step."""
+        before, self._counters = self._counters, self._read_counters()
+        seconds, experts_read, expert_rows = (now - then for now, then in zip(self._counters, before, strict=True))
+        work = self._costs.step(self.last)
+        work.add(self._costs.experts(int(experts_read), int(expert_rows)))
+        return seconds, work
 
     def attention(self) -> dict[str, int]:
-        """Return how often each kind of attention plan was made, for every step and cache group, warmup included."""
+        """Return the number of attention plans of each kind, over all steps and cache groups, warmup included."""
         counts = {} if self._ops is None else self._ops.plan_counts
         return {describe_key(key): count for key, count in counts.items()}
 
     def limits(self) -> MachineLimits | None:
-        """Measure the machine's limits with the threads that have just computed; None for reference kernels."""
+        """Return the machine's limits with the engine's threads; None for reference kernels."""
         if self._ops is None:
             return None
         limits = MachineLimits(self._ops)
@@ -143,7 +141,7 @@ class _MeteredExecutor:
 def _run(
     client: InProcessClient, meter: _MeteredExecutor, workload: Workload, index: int, advance: Callable[[int], None]
 ) -> Run:
-    """Run the workload once, on its own prompts, so that no run finds another's prefixes in the cache."""
+    """Run the workload once, with prompts that depend on `index`, so that no run has prefix hits of another."""
     rng = random.Random(index)
     params = SamplingParams(
         temperature=0.0,
@@ -157,20 +155,21 @@ def _run(
     for _ in range(workload.num_prompts):
         client.add_request(None, rng.choices(range(client.model_info.vocab_size), k=workload.input_len), params)
     while client.has_unfinished_requests():
-        kernels_before, begun = meter.kernel_seconds(), time.perf_counter()
+        begun = time.perf_counter()
         outputs = client.step()
         now = time.perf_counter()
+        kernel_seconds, work = meter.last_step()
         prompt_tokens = sum(
             max(0, min(item.num_new_tokens, workload.input_len - item.num_computed_tokens))
-            for item in (meter.last.scheduled if meter.last is not None else ())
+            for item in meter.last.scheduled
         )
         phase = run.prefill if prompt_tokens else run.decode
         phase.steps += 1
         phase.seconds += now - begun
-        phase.kernel_seconds += meter.kernel_seconds() - kernels_before
+        phase.kernel_seconds += kernel_seconds
         phase.input_tokens += prompt_tokens
         phase.output_tokens += len(outputs)
-        phase.work.add(meter.work())
+        phase.work.add(work)
         for output in outputs:
             if output.error is not None:
                 raise EngineError(f"a request failed, so nothing was measured: {output.error}")

@@ -19,7 +19,7 @@ from penstock import validation as check
 from penstock.bench import attention, machine, products
 from penstock.bench.attention import AttentionCase, decode_cases, prefill_cases
 from penstock.bench.experts import ExpertsCase, expert_cases
-from penstock.bench.machine import MachineLimits, Progress, no_progress
+from penstock.bench.machine import MachineLimits, Progress
 from penstock.bench.products import DTYPES, ROWS, SHAPES, ProductCase, product_cases
 from penstock.config import available_threads
 from penstock.errors import InvalidRequestError
@@ -60,9 +60,7 @@ class Selection:
     def __post_init__(self) -> None:
         for option, names, known in (("op", self.ops, OPS), ("dtype", self.dtypes, DTYPES)):
             for name in names:
-                if name not in known:
-                    message = f"{option}: {check.shown(name)} is not one of {', '.join(known)}"
-                    raise InvalidRequestError(message, param=option)
+                check.check_choice(option, name, known)
         check.check_int("threads", self.threads, 1, 1024, optional=True)
         if "linear" in self.ops:
             self._check_products()
@@ -108,7 +106,7 @@ def model_operands(model: str) -> tuple[list[tuple[int, int]], list[Heads]]:
     return list(dict.fromkeys(shapes)), [heads]
 
 
-def measure_ops(selection: Selection, *, progress: Progress = no_progress) -> dict[str, Any]:
+def measure_ops(selection: Selection, *, progress: Progress) -> dict[str, Any]:
     """Measure the selection; return the machine's limits and the rows of all cases.
 
     Raises:
@@ -134,14 +132,14 @@ def measure_ops(selection: Selection, *, progress: Progress = no_progress) -> di
         row["bw_fraction"] = row["gb_s"] / limits.read_gb_s
         row["flop_fraction"] = row["gflop_s"] * passes / limits.multiply_gop_s[products.MULTIPLIES_IN[row["dtype"]]]
     return {
-        "machine": {**limits.figures(), "level": level, "threads": threads, "processor": processor_name()},
+        "machine": {**limits.figures(), "level": level, "threads": threads, "processor": _processor_name()},
         "torch": torch.__version__,
         "rows": rows,
     }
 
 
-def processor_name() -> str:
-    """Return the processor's model name, as the system reports it."""
+def _processor_name() -> str:
+    """Return the processor's model name."""
     found = None
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.*\S)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)

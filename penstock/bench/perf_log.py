@@ -1,9 +1,9 @@
-"""Keeps a history of kernel figures: appends what `penstock bench ops --json` measured to docs/perf_log.md.
+"""Append the figures of `penstock bench ops --json` to a history of kernel figures, docs/perf_log.md.
 
 python -m penstock.bench.perf_log ops.json docs/perf_log.md
 
-An entry names the processor, the level, the commit and the command, and shows each figure beside that of the last entry
-of the same processor and level, so that regressions are seen.
+An entry names the processor, the instruction set, the commit and the command, and shows each figure beside the one in
+the last entry of the same machine, so that regressions are visible.
 """
 
 import argparse
@@ -16,52 +16,41 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-UP, DOWN = (14336, 4096), (4096, 14336)  # of a 7B
-SMALL_UP, SMALL_DOWN = (5632, 2048), (2048, 5632)  # of a 1.1B
+from penstock.bench.products import DOWN_1B, DOWN_7B, UP_1B, UP_7B
+from penstock.bench.report import LIMITS, MACHINE
+
+READING = "{ms:.3f} ms, {bw_fraction:.0%} of reading"
+MULTIPLYING = "{ms:.3f} ms, {flop_fraction:.0%} of multiplying"
+BOTH = READING + ", {flop_fraction:.0%} of multiplying"
 ROW = re.compile(r"^\| (?P<figure>[^|]+) \| (?P<before>[^|]+) \| (?P<now>[^|]+) \|$")
 
 
 def figures(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (what, how much) for every figure of the log that the run has measured."""
+    """Yield (name, value) of every figure of the log that the run has measured."""
     keys = ("dtype", "n", "k", "leaves", "m")
     linear = {tuple(row[key] for key in keys): row for row in result["rows"] if row["op"] == "linear"}
-    for (n, k), leaves in ((SMALL_UP, 1), (SMALL_DOWN, 8), (UP, 1), (DOWN, 8)):
+    for (n, k), leaves in ((UP_1B, 1), (DOWN_1B, 8), (UP_7B, 1), (DOWN_7B, 8)):
         shape = f"{n} x {k}" + (f", {leaves} leaves" if leaves > 1 else "")
         for m in (1, 8, 32, 512):
             row = linear.get(("bf16", n, k, leaves, m))
             if row is not None:
-                yield f"bf16 {shape}, M = {m}", f"{_both_limits(row)}, {row['torch_ms'] / row['ms']:.2f} x torch"
+                yield f"bf16 {shape}, M = {m}", f"{BOTH.format_map(row)}, {row['torch_ms'] / row['ms']:.2f} x torch"
         for dtype in ("int8", "int8-x2", "int4", "int4-a16", "f32"):
             for m in (1, 64, 512):
                 row, plain = (linear.get((name, n, k, leaves, m)) for name in (dtype, "bf16"))
                 if row is not None and plain is not None:
-                    yield f"{dtype} {shape}, M = {m}", f"{_both_limits(row)}, {plain['ms'] / row['ms']:.2f} x bf16"
+                    yield f"{dtype} {shape}, M = {m}", f"{BOTH.format_map(row)}, {plain['ms'] / row['ms']:.2f} x bf16"
     for row in result["rows"]:
         if row["op"].startswith("attend_"):
             heads = f"{row['heads']}/{row['kv_heads']} heads of {row['head_dim']}"
             threads = "" if row["speedup"] is None else f", {row['threads']} threads"
-            yield f"{row['op']} {row['dtype']} {heads}, {row['seqs']} x {row['tokens']}{threads}", _attend(row)
-
-
-def _both_limits(row: dict[str, Any]) -> str:
-    return f"{row['ms']:.3f} ms, {row['bw_fraction']:.0%} of reading, {row['flop_fraction']:.0%} of multiplying"
-
-
-def _attend(row: dict[str, Any]) -> str:
-    """Return the figures of attention: decode is limited by reading, prefill by multiplying."""
-    decode = row["op"] == "attend_decode"
-    limit = f"{row['bw_fraction']:.0%} of reading" if decode else f"{row['flop_fraction']:.0%} of multiplying"
-    return f"{row['ms']:.3f} ms, {limit}, {row['torch_ms'] / row['ms']:.2f} x torch"
-
-
-def machine_line(result: dict[str, Any]) -> str:
-    """Return the processor, threads and level that an entry belongs to."""
-    machine = result["machine"]
-    return f"{machine['processor']}, {machine['threads']} threads, kernels {machine['level']}"
+            name = f"{row['op']} {row['dtype']} {heads}, {row['seqs']} x {row['tokens']}{threads}"
+            limit = READING if row["op"] == "attend_decode" else MULTIPLYING
+            yield name, f"{limit.format_map(row)}, {row['torch_ms'] / row['ms']:.2f} x torch"
 
 
 def last_values(log: str, machine: str) -> dict[str, str]:
-    """Return figure -> value of the last entry of that machine; empty if there is none."""
+    """Return {figure: value} of the last entry of that machine (report.MACHINE); empty if there is none."""
     for part in reversed(log.split("\n## ")[1:]):
         if machine in part:
             found = (ROW.match(line) for line in part.splitlines())
@@ -70,28 +59,20 @@ def last_values(log: str, machine: str) -> dict[str, str]:
 
 
 def entry(result: dict[str, Any], log: str, title: str) -> str:
-    """Return the text to append."""
-    machine = machine_line(result)
+    """Return the text to append to the log."""
+    machine = MACHINE.format_map(result["machine"])
     before = last_values(log, machine)
-    limits = result["machine"]
     lines = [
         f"\n## {title}",
         "",
         f"{machine}; torch {result['torch']}; `{result['command']}`.",
-        f"Limits: reads {limits['read_gb_s']:.1f} GB/s; multiplies {limits['bf16_gflop_s']:.0f} GFLOP/s bf16, "
-        f"{limits['f32_gflop_s']:.0f} GFLOP/s f32, {limits['int8_gop_s']:.0f} GOP/s int8.",
+        f"Limits: {LIMITS.format_map(result['machine'])}.",
         "",
         "| figure | before | now |",
         "|---|---|---|",
     ]
     lines += [f"| {figure} | {before.get(figure, '-')} | {now} |" for figure, now in figures(result)]
     return "\n".join(lines) + "\n"
-
-
-def current_commit() -> str:
-    """Return the short name of the current commit, or "no commit" outside a repository."""
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "no commit"
 
 
 def main() -> int:
@@ -101,7 +82,8 @@ def main() -> int:
     args = parser.parse_args()
     result = json.loads(args.result.read_text())
     log = args.log.read_text()
-    title = f"{date.today().isoformat()}, {current_commit()}"
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    title = f"{date.today().isoformat()}, {commit.stdout.strip() or 'no commit'}"
     args.log.write_text(log + entry(result, log, title))
     return 0
 

@@ -2,11 +2,11 @@
 
 A step belongs to prefill if it computed prompt tokens, perhaps beside decodes; otherwise to decode.
 
-    bandwidth_fraction         bytes of weights and cache that had to be read, over the time, of the memory's bandwidth
-    compute_fraction           operations over the rate at which their type multiplies, of the time
-    python_overhead_fraction   of the time, what was spent outside the kernels
+    bandwidth_fraction         time to read the weights and caches at the memory's bandwidth / time taken
+    compute_fraction           time to multiply at the rate of each type / time taken
+    python_overhead_fraction   time outside the kernels / time taken
 
-Without limits (reference kernels have none) these are null, and `reason` says so.
+Without limits (reference kernels have none) the fractions are null, and `reason` says why.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ NO_LIMITS = "only native kernels (--kernels cpu) are timed and compared with the
 
 @dataclass(slots=True)
 class Phase:
-    """Time, tokens and work of the steps of one kind."""
+    """Time, tokens and work of a kind of steps."""
 
     seconds: float = 0.0
     kernel_seconds: float = 0.0
@@ -55,14 +55,14 @@ class Phase:
 
 @dataclass(slots=True)
 class Run:
-    """The observations of one run; times of tokens are seconds from the start, by request."""
+    """The observations of one run; times of tokens are seconds since its start, by request id."""
 
     prefill: Phase = field(default_factory=Phase)
     decode: Phase = field(default_factory=Phase)
     seconds: float = 0.0
     first_token: dict[str, float] = field(default_factory=dict)
     last_token: dict[str, float] = field(default_factory=dict)
-    gaps: list[float] = field(default_factory=list)  # between the tokens of a request
+    gaps: list[float] = field(default_factory=list)  # between tokens of the same request
 
     def add_token(self, request_id: str, at: float) -> None:
         if request_id in self.last_token:
@@ -72,7 +72,7 @@ class Run:
         self.last_token[request_id] = at
 
     def figures(self, limits: MachineLimits | None) -> dict[str, Any]:
-        """Return the latencies and fractions of the whole run, and the figures of its phases."""
+        """Return the latencies and fractions of the whole run, and the figures of each phase."""
         whole = Phase(self.seconds, self.prefill.kernel_seconds + self.decode.kernel_seconds)
         whole.work.add(self.prefill.work)
         whole.work.add(self.decode.work)
@@ -94,7 +94,5 @@ def _rate(count: float, total: float) -> float | None:
 
 def _percentiles(seconds: list[float]) -> dict[str, float | None]:
     """Return p50 and p99 in milliseconds, by nearest rank; None if there are no values."""
-    ranked = sorted(seconds)
-    if not ranked:
-        return {"p50": None, "p99": None}
-    return {f"p{q}": 1000 * ranked[max(0, -(-len(ranked) * q // 100) - 1)] for q in (50, 99)}
+    ranked, count = sorted(seconds), len(seconds)
+    return {f"p{q}": 1000 * ranked[-(-count * q // 100) - 1] if ranked else None for q in (50, 99)}

@@ -1,21 +1,44 @@
-"""Prints the figures of a benchmark as tables. It knows their names, not how they are measured."""
+"""Print the figures of a benchmark as tables. This module knows the names of the figures, not their measurement."""
 
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-MEASURED = ("ms", "GB/s", "of read", "GFLOP/s", "of mult", "x torch")
+# {heading: format of the cell, with the names of the row's figures}
+MEASURED = {
+    "ms": "{ms:.3f}",
+    "GB/s": "{gb_s:.1f}",
+    "of read": "{bw_fraction:.0%}",
+    "GFLOP/s": "{gflop_s:.0f}",
+    "of mult": "{flop_fraction:.0%}",
+    "x torch": "{times_torch:.2f}",
+}
+PRODUCTS = {"op": "{op}", "dtype": "{dtype}", "n x k": "{n} x {k}", "leaves": "{leaves}", "m": "{m}", **MEASURED}
+ATTENTION = {
+    "#": "{number}",
+    "attend": "{attend}",
+    "cache": "{dtype}",
+    "tokens": "{seqs}x{tokens}",
+    "heads": "{heads}/{kv_heads}",
+    "D": "{head_dim}",
+    "thr": "{threads}",
+    **MEASURED,
+}
+MACHINE = "{processor}, {threads} threads, kernels {level}"
+LIMITS = (
+    "reads {read_gb_s:.1f} GB/s, multiplies {bf16_gflop_s:.0f} GFLOP/s bf16, {f32_gflop_s:.0f} GFLOP/s f32, "
+    "{int8_gop_s:.0f} GOP/s int8"
+)
 
 
 def print_offline(result: dict[str, Any]) -> None:
     """Print the figures of bench.offline: the whole run, prefill and decode."""
     console = Console()
-    table = Table(
-        title=f"{result['model']}: {result['num_prompts']} x {result['input_len']} in, {result['output_len']} out"
-    )
-    for column in ("", "whole run", "prefill", "decode"):
-        table.add_column(column, justify="left" if not column else "right")
+    workload = f"{result['num_prompts']} x {result['input_len']} in, {result['output_len']} out"
+    table = Table("", title=f"{result['model']}: {workload}")
+    for column in ("whole run", "prefill", "decode"):
+        table.add_column(column, justify="right")
     parts = (result, result["prefill"], result["decode"])
     table.add_row("seconds", *(f"{part['seconds']:.2f}" for part in parts))
     for name in ("output_tokens_per_s", "total_tokens_per_s"):
@@ -35,48 +58,29 @@ def print_offline(result: dict[str, Any]) -> None:
 def print_ops(result: dict[str, Any]) -> None:
     """Print the figures of bench.ops."""
     console = Console()
-    machine = result["machine"]
-    console.print(
-        f"{machine['processor']}, {machine['threads']} threads, kernels {machine['level']}: "
-        f"reads {machine['read_gb_s']:.1f} GB/s, multiplies {machine['bf16_gflop_s']:.0f} GFLOP/s bf16, "
-        f"{machine['f32_gflop_s']:.0f} GFLOP/s f32, {machine['int8_gop_s']:.0f} GOP/s int8"
-    )
-    products = [row for row in result["rows"] if row["op"] in ("linear", "experts")]
-    if products:
-        console.print(_product_table(products))
+    console.print(f"{MACHINE}: {LIMITS}".format_map(result["machine"]))
     attention = [row for row in result["rows"] if row["op"].startswith("attend")]
+    products = [row for row in result["rows"] if not row["op"].startswith("attend")]
+    if products:
+        console.print(_fill(Table(*PRODUCTS), PRODUCTS, products))
     if attention:
-        console.print(_attention_table(attention))
+        console.print(_fill(Table(*ATTENTION, box=None, padding=(0, 1, 0, 0)), ATTENTION, attention))
         _print_attention_notes(console, attention)
 
 
-def _product_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("op", "dtype", "n x k", "leaves", "m", *MEASURED)
-    for row in rows:
-        shape = f"{row['n']} x {row['k']}"
-        table.add_row(row["op"], row["dtype"], shape, str(row["leaves"]), str(row["m"]), *_measured(row))
-    return table
-
-
-def _attention_table(rows: list[dict[str, Any]]) -> Table:
-    """Return the table; its rows are numbered for the notes below it."""
-    table = Table("#", "attend", "cache", "tokens", "heads", "D", "thr", *MEASURED, box=None, padding=(0, 1, 0, 0))
+def _fill(table: Table, columns: dict[str, str], rows: list[dict[str, Any]]) -> Table:
     for number, row in enumerate(rows, start=1):
-        table.add_row(
-            str(number),
-            row["op"].removeprefix("attend_"),
-            row["dtype"],
-            f"{row['seqs']}x{row['tokens']}",
-            f"{row['heads']}/{row['kv_heads']}",
-            str(row["head_dim"]),
-            str(row["threads"]),
-            *_measured(row),
-        )
+        more = {
+            "number": number,
+            "attend": row["op"].removeprefix("attend_"),
+            "times_torch": row["torch_ms"] / row["ms"],
+        }
+        table.add_row(*(cell.format_map(row | more) for cell in columns.values()))
     return table
 
 
 def _print_attention_notes(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Print why these kernels ran, and the speed-up of more threads."""
+    """Print the speed-up by threads and the plan of each kernel, by the rows' numbers in the table."""
     keys: dict[str, list[str]] = {}
     for number, row in enumerate(rows, start=1):
         keys.setdefault(row["key"], []).append(str(number))
@@ -84,17 +88,6 @@ def _print_attention_notes(console: Console, rows: list[dict[str, Any]]) -> None
             console.print(f"{number}: {row['speedup']:.2f} times as fast as with one thread")
     for key, numbers in keys.items():
         console.print(f"{', '.join(numbers)}: {key}", style="dim")
-
-
-def _measured(row: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        f"{row['ms']:.3f}",
-        f"{row['gb_s']:.1f}",
-        f"{row['bw_fraction']:.0%}",
-        f"{row['gflop_s']:.0f}",
-        f"{row['flop_fraction']:.0%}",
-        f"{row['torch_ms'] / row['ms']:.2f}",
-    )
 
 
 def _number(value: float | None) -> str:

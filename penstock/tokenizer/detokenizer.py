@@ -96,7 +96,12 @@ class _PieceReader:
         return [token_id for token_id in tail if not is_byte(token_id)][-CONTEXT_TOKENS:]
 
     def _state_of(self, byte_ids: list[int]) -> str:
-        return _utf8_state(b"".join(map(self._tokenizer.token_to_bytes, byte_ids)))
+        """Return "character", "unfinished" (more bytes may make it one) or "invalid"."""
+        data = b"".join(map(self._tokenizer.token_to_bytes, byte_ids))
+        try:
+            return "character" if codecs.getincrementaldecoder("utf-8")().decode(data) else "unfinished"
+        except UnicodeDecodeError:
+            return "invalid"
 
     def push(self, token_id: int) -> str:
         if token_id in self._tokenizer.byte_fallback_ids:
@@ -150,12 +155,3 @@ class _PieceReader:
         if self._pending:
             context = self._pending if self._pending_is_bytes() else self._context + self._pending
             self._context, self._context_text, self._pending = context[-CONTEXT_TOKENS:], None, []
-
-
-def _utf8_state(data: bytes) -> str:
-    """Return "character", "unfinished" (more bytes may make it one) or "invalid"."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        return "character" if decoder.decode(data) else "unfinished"
-    except UnicodeDecodeError:
-        return "invalid"

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from penstock.bench.perf_log import entry, figures, last_values, machine_line
+from penstock.bench.perf_log import entry, figures, last_values
+from penstock.bench.report import MACHINE
 
 
 def result(processor: str, ms: float) -> dict[str, Any]:
@@ -26,7 +27,9 @@ def test_an_entry_shows_the_figure_before_it() -> None:
     log += entry(result("A", 0.8), log, "first")
     log += entry(result("B", 5.0), log, "another machine")
     log += entry(result("A", 0.7), log, "second")
-    assert last_values(log, machine_line(result("A", 1.0)))["bf16 5632 x 2048, M = 1"].startswith("0.700 ms")
+    assert last_values(log, MACHINE.format_map(result("A", 1.0)["machine"]))["bf16 5632 x 2048, M = 1"].startswith(
+        "0.700 ms"
+    )
     line = next(line for line in log.splitlines()[::-1] if line.startswith("| bf16"))
     assert line.index("0.800 ms") < line.index("0.700 ms")
     assert "5.000" not in line
