@@ -23,7 +23,6 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import chosen_level
-from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import NUMERICS_VERSION, Ops
 from penstock.layers.causal_lm import CausalLM
 from penstock.layers.lm_head import HeadLayout
@@ -58,7 +57,6 @@ class BuiltEngine:
     engine: Engine
     config: EngineConfig
     info: ModelInfo
-    cache_bytes: int
     model: CausalLM
     model_config: ModelConfig
     ops: Ops
@@ -78,8 +76,11 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     import_files(config.imports)
     model_config, weights = _find(config, instance)
     config = _resolve(config, model_config, weights)
-    kv_scales = _kv_scales(config, model_config)
-    numerics = config.numerics
+    numerics, scheduler, scales = config.numerics, config.scheduler, config.cache.kv_cache_scales
+    kv_scales = None
+    if scales is not None:
+        shape = model_config.num_hidden_layers, model_config.num_key_value_heads, model_config.head_dim
+        kv_scales = read_kv_scales(Path(scales), *shape)
     ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=numerics.threads or 1)
     model = load_model(
         weights,
@@ -87,7 +88,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
         ops,
         numerics.load_format,
         scheme=numerics.scheme,
-        max_model_len=config.scheduler.max_model_len,
+        max_model_len=scheduler.max_model_len,
         head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
         free_memory=free_memory_bytes,
     )
@@ -95,9 +96,20 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
-    engine = _engine(config, model_config, plan, runner)
+    if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
+        raise EngineError("the engine needs a resolved config")
+    engine = Engine(
+        TorchExecutor(runner),
+        plan.groups,
+        max_model_len=scheduler.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
     info = _model_info(config, model_config, plan, weights)
-    return BuiltEngine(engine, config, info, plan.num_bytes, model, model_config, ops)
+    return BuiltEngine(engine, config, info, model, model_config, ops)
 
 
 def _find(config: EngineConfig, instance: object | None) -> tuple[ModelConfig, Weights]:
@@ -139,32 +151,10 @@ def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
     return {"sharding_config": reason}
 
 
-def _kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
-    file = config.cache.kv_cache_scales
-    if file is None:
-        return None
-    return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
-
-
-def _engine(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, runner: ModelRunner) -> Engine:
-    scheduler = config.scheduler
-    if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
-        raise EngineError("the engine needs a resolved config")
-    return Engine(
-        TorchExecutor(runner),
-        plan.groups,
-        max_model_len=scheduler.max_model_len,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-    )
-
-
 def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: Weights) -> ModelInfo:
-    digest = "dummy"
-    if config.numerics.load_format != "dummy":
+    if config.numerics.load_format == "dummy":
+        digest = "dummy"
+    else:
         digest = fingerprint(weights) if isinstance(weights, Path) else weights.fingerprint()
     choices_made = {**config.reasons, "kv_cache_memory_bytes": plan.reason}
     if model_config.ignored_generation:

@@ -8,7 +8,7 @@ the reason of every automatic choice. This file imports no torch and reads no fi
 
 import os
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.kernels.cpu.library import chosen_level, why_missing
@@ -30,6 +30,9 @@ BLOCK_SIZES = range(BLOCK_SIZE_UNIT, MAX_CONTEXT + 1, BLOCK_SIZE_UNIT)
 MAX_HEAD_PIECES = 1024
 MAX_IMPORTS = 64
 SMALL_MATRIX = 2**19  # elements of an MLP matrix; one thread reads and multiplies a megabyte in 30 us
+
+Choices = dict[str, tuple[Any, str]]  # option -> the chosen value, and why
+Part = TypeVar("Part", "CacheConfig", "SchedulerConfig", "NumericsConfig")
 
 
 def _not_built(name: str, value: Any) -> NotSupportedError:
@@ -60,29 +63,21 @@ class CacheConfig:
 
     def resolve(self, max_model_len: int, dtype: str) -> tuple["CacheConfig", dict[str, str]]:
         """Return the config without open values, and the reason of each choice."""
-        block_size, kv_cache_dtype, prefix_caching = self.block_size, self.kv_cache_dtype, self.enable_prefix_caching
-        reasons = {}
-        if block_size is None:
-            block_size = DEFAULT_BLOCK_SIZE
-            reasons["block_size"] = f"{block_size}: the default"
-        elif block_size >= max_model_len:
+        choices: Choices = {}
+        if self.block_size is None:
+            choices["block_size"] = DEFAULT_BLOCK_SIZE, "the default"
+        elif self.block_size >= max_model_len:
             block_size = -(-max_model_len // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
-            reasons["block_size"] = f"{block_size}: max_model_len, one block per request"
-            if prefix_caching:
-                prefix_caching = False
-                reasons["enable_prefix_caching"] = "off: a block is a whole request, so no prefix can be shared"
-        if kv_cache_dtype == "auto":
-            kv_cache_dtype = dtype
-            reasons["kv_cache_dtype"] = f"{dtype}: the model's dtype"
-        elif kv_cache_dtype == "int8":
+            choices["block_size"] = block_size, "max_model_len, one block per request"
+            if self.enable_prefix_caching:
+                choices["enable_prefix_caching"] = False, "a block is a whole request, so no prefix can be shared"
+        if self.kv_cache_dtype == "auto":
+            choices["kv_cache_dtype"] = dtype, "the model's dtype"
+        elif self.kv_cache_dtype == "int8":
             slices = KV_CACHE_SLICES[dtype]
-            reasons["kv_cache_dtype"] = f"int8: queries and probabilities in {slices} int8 slices, for a {dtype} model"
-        chosen: dict[str, Any] = {
-            "block_size": block_size,
-            "kv_cache_dtype": kv_cache_dtype,
-            "enable_prefix_caching": prefix_caching,
-        }
-        return replace(self, **chosen), reasons
+            why = f"queries and probabilities in {slices} int8 slices, for a {dtype} model"
+            choices["kv_cache_dtype"] = "int8", why
+        return _apply(self, choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,23 +97,21 @@ class SchedulerConfig:
         Raises:
             InvalidRequestError: max_model_len exceeds the model's context.
         """
-        max_model_len, max_num_batched_tokens = self.max_model_len, self.max_num_batched_tokens
-        reasons, source = {}, "the model's max_position_embeddings"
+        choices: Choices = {}
+        source = "the model's max_position_embeddings"
         if model.context > model.max_position_embeddings:
             source += ", extended by its rotary scaling"
-        if max_model_len is None:
-            max_model_len = model.context
-            reasons["max_model_len"] = f"{max_model_len}: {source}"
-        elif max_model_len > model.context:
-            raise fail("max_model_len", max_model_len, f"at most {source} = {model.context}")
-        if max_num_batched_tokens is None:
-            max_num_batched_tokens = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, self.max_num_seqs)
-            reasons["max_num_batched_tokens"] = f"{max_num_batched_tokens}: the default, at least max_num_seqs"
-        max_num_seqs = min(self.max_num_seqs, max_num_batched_tokens)
-        if max_num_seqs < self.max_num_seqs:
-            reasons["max_num_seqs"] = f"{max_num_seqs}: max_num_batched_tokens, as each request needs a token per step"
-        chosen = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-        return replace(self, max_model_len=max_model_len, **chosen), reasons
+        if self.max_model_len is None:
+            choices["max_model_len"] = model.context, source
+        elif self.max_model_len > model.context:
+            raise fail("max_model_len", self.max_model_len, f"at most {source} = {model.context}")
+        num_tokens = self.max_num_batched_tokens
+        if num_tokens is None:
+            num_tokens = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, self.max_num_seqs)
+            choices["max_num_batched_tokens"] = num_tokens, "the default, at least max_num_seqs"
+        if self.max_num_seqs > num_tokens:
+            choices["max_num_seqs"] = num_tokens, "max_num_batched_tokens, as each request needs a token per step"
+        return _apply(self, choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,28 +176,31 @@ class NumericsConfig:
         """Return the config without open values, and the reason of each choice.
 
         Raises:
-            InvalidRequestError: a group size is given without groups, or the native kernels are asked for and missing.
+            InvalidRequestError: a group size is given without groups, the native kernels are asked for and missing, or
+                the environment forces an invalid level.
         """
-        dtype, threads = self.dtype, self.threads
-        reasons = {}
-        if dtype == "auto":
+        choices: Choices = {}
+        if self.dtype == "auto":
             dtype = "float32" if model.dtype == "float32" else "bfloat16"
             served = ", which is served as bfloat16" if model.dtype == "float16" else ""
-            reasons["dtype"] = f"{dtype}: the checkpoint is {model.dtype}{served}"
-        kernels, reason = _choose_kernels(self.kernels)
-        if reason:
-            reasons["kernels"] = reason
+            choices["dtype"] = dtype, f"the checkpoint is {model.dtype}{served}"
+        level = None if self.kernels == "reference" else chosen_level()
+        if self.kernels == "auto":
+            native = "cpu", f"native kernels, level {level}"
+            choices["kernels"] = native if level else ("reference", f"plain torch, slow; {why_missing()}")
+        elif self.kernels == "cpu" and level is None:
+            raise fail("kernels", self.kernels, f"reference: {why_missing()}")
         if self.quantization is None:
             self._check_no_group_size()
         scheme = self.scheme
         if scheme is not None and scheme.group_size != self.quantization_group_size:
-            reasons["quantization_group_size"] = f"{scheme.group_size}: the default"
-        if threads is None:
-            small = model.hidden_size * model.intermediate_size < SMALL_MATRIX
-            threads = 1 if small else available_threads()
-            why = "the matrices are too small to gain from more" if small else "the cores of this process"
-            reasons["threads"] = f"{threads}: {why}"
-        return replace(self, dtype=dtype, kernels=kernels, threads=threads), reasons
+            choices["quantization_group_size"] = scheme.group_size, "the default"
+        if self.threads is None:
+            if model.hidden_size * model.intermediate_size < SMALL_MATRIX:
+                choices["threads"] = 1, "the matrices are too small to gain from more"
+            else:
+                choices["threads"] = available_threads(), "the cores of this process"
+        return _apply(self, choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,17 +283,7 @@ def available_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _choose_kernels(asked: str) -> tuple[str, str]:
-    """Return the backend, and the reason if it was chosen automatically.
-
-    Raises:
-        InvalidRequestError: the native kernels are asked for and missing, or the environment forces an invalid level.
-    """
-    if asked == "reference":
-        return asked, ""
-    level = chosen_level()
-    if level is not None:
-        return "cpu", "" if asked == "cpu" else f"cpu: native kernels, level {level}"
-    if asked == "cpu":
-        raise fail("kernels", asked, f"reference: {why_missing()}")
-    return "reference", f"reference (plain torch; slow): {why_missing()}"
+def _apply(config: Part, choices: Choices) -> tuple[Part, dict[str, str]]:
+    """Return the config with the chosen values, and each reason as "value: why"."""
+    reasons = {name: f"{'off' if value is False else value}: {why}" for name, (value, why) in choices.items()}
+    return replace(config, **{name: value for name, (value, _) in choices.items()}), reasons

@@ -60,14 +60,6 @@ def check_int(name: str, value: Any, low: int, high: int, *, optional: bool = Fa
         raise fail(name, value, f"an integer from {low} to {high}" + (", or null" if optional else ""))
 
 
-def check_range(name: str, value: Any, allowed: range, *, optional: bool = False) -> None:
-    """Check for an integer of the range, whose step is part of the error message."""
-    if allowed.step == 1:
-        check_int(name, value, allowed.start, allowed.stop - 1, optional=optional)
-    elif not (value is None and optional) and (type(value) is not int or value not in allowed):
-        raise fail(name, value, f"a multiple of {allowed.step} up to {allowed[-1]}")
-
-
 def check_ids(name: str, ids: Sequence[Any], limit: int) -> None:
     """Check for token ids from 0 to limit - 1. Most lists are long and valid, so they are checked as a whole first."""
     if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < limit)):
@@ -132,8 +124,11 @@ def check_options(config: Any) -> None:
             continue
         if isinstance(allowed, tuple):
             check_choice(name, value, allowed)
+        elif isinstance(allowed, range) and allowed.step > 1:
+            if type(value) is not int or value not in allowed:
+                raise fail(name, value, f"a multiple of {allowed.step} up to {allowed[-1]}")
         elif isinstance(allowed, range):
-            check_range(name, value, allowed, optional=item.default is None)
+            check_int(name, value, allowed.start, allowed.stop - 1, optional=item.default is None)
         elif allowed is bool:
             check_bool(name, value)
         else:

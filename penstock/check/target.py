@@ -120,7 +120,7 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
     """
     numbers = parse_model_config(values)
     spelling = getattr(config, "attribute_map", {})
-    result = _shrink_original_context(values)
+    result: dict[str, Any] = _shrink_original_context(values)
 
     def put(name: str, value: Any) -> None:
         key = spelling.get(name, name)
