@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns
-from penstock.kernels.attention.key import describe_key
+from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
 
 DTYPES = ("bf16", "int8")  # of caches
 SLICES = {"bf16": 0, "int8": 2}
@@ -156,13 +156,13 @@ class SequencesUnderTest:
         """Return a ring of equal caches with the keys and values [seqs * cached, kv heads, D]."""
         case, heads = self._case, self._case.heads
         blocks, dtype = self._tables.numel(), CACHE_TYPES[case.dtype]
-        shape = (blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype, SLICES[case.dtype])
-        first = CpuKVCache(*shape)
+        spec = CacheSpec(blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype, SLICES[case.dtype])
+        first = CpuKVCache(spec)
         positions = torch.arange(case.cached).expand(case.seqs, -1)
         self._ops.store_kv(first, k, v, self._slots(positions))
         caches = [first]
         for _ in range(ring_length(first.num_bytes) - 1):
-            caches.append(CpuKVCache(*shape))
+            caches.append(CpuKVCache(spec))
             caches[-1].memory.copy_(first.memory)
         return caches
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.check.pairs import their_values
 from penstock.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM, Comparison, Place
 from penstock.layers.attention import Attention
-from penstock.layers.norm import LayerNorm, RMSNorm
+from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.spec.param_table import Parameter
 from penstock.weights.sources import open_source, read_parameters
 

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from penstock.check.trace import Call, Trace, float_tensors, replaced, watching
 from penstock.kernels.backends import load_ops
-from penstock.kernels.metadata import AttentionMetadata, Heads
+from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.ops import Ops
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
-from penstock.layers.norm import LayerNorm, RMSNorm
-from penstock.layers.weights import WeightLayer
+from penstock.layers.weights import LayerNorm, RMSNorm, WeightLayer
 from penstock.models.config_json import load_model_config
 from penstock.planner.memory import free_memory_bytes
 from penstock.spec.model_config import ModelConfig
@@ -68,7 +67,7 @@ class OurModel:
         config, ops = self.config, self.ops
         num_blocks = -(-tokens // BLOCK_SIZE)
         caches = tuple(
-            ops.new_kv_cache(num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, ops.dtype)
+            ops.new_kv_cache(CacheSpec(num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim, ops.dtype))
             for _ in range(config.num_hidden_layers)
         )
         heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)

@@ -22,9 +22,8 @@ from penstock.check.report import Row
 from penstock.check.trace import Call, Trace
 from penstock.check.twin import Twin
 from penstock.layers.attention import Attention
-from penstock.layers.embedding import Embedding
-from penstock.layers.linear import ActivatedLinear, GatedLinear, Linear
 from penstock.layers.lm_head import LMHead
+from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, Linear
 from penstock.weights.sources import ParameterSource, open_source, read_parameters
 
 # Bounds of the relative error (RMS). Two orders of summation in float32 differ by about 1e-7 per product, and such
