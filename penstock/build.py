@@ -24,15 +24,14 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import NUMERICS_VERSION, Ops
-from penstock.layers.causal_lm import CausalLM
+from penstock.layers.context import CausalLM
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.certificate import find_basis, read_certificate
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.plugins.user_files import files_fingerprint, import_files
-from penstock.runner.executor import TorchExecutor
-from penstock.runner.model_runner import ModelRunner
+from penstock.runner.model_runner import ModelRunner, TorchExecutor
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.sharding_map import ShardingMap
 from penstock.weights import packed

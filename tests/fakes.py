@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.config import EngineConfig
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.kernels.metadata import AttentionMetadata, Heads, KVScales
+from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.layers.context import ForwardContext
 from penstock.spec.model_config import ModelConfig
@@ -65,18 +65,8 @@ class FakeOps:
     dtype = torch.float32
     device = torch.device("cpu")
 
-    def new_kv_cache(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        *,
-        slices: int = 0,
-        scales: KVScales | None = None,
-    ) -> FakeCache:
-        return FakeCache(num_blocks, block_size)
+    def new_kv_cache(self, spec: CacheSpec) -> FakeCache:
+        return FakeCache(spec.num_blocks, spec.block_size)
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: FakeCache) -> AttentionMetadata:
         return meta

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.attention import CpuKVCache
-from penstock.kernels.metadata import AttentionMetadata, Heads
+from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.layers.context import ForwardContext
 from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
@@ -61,7 +61,7 @@ class PagedModel:
         heads, head_dim, stored = self.config.num_key_value_heads, self.config.head_dim, cache_dtype or dtype
         slices = SLICES[dtype] if stored == "int8" else 0
         self.caches = tuple(
-            self.ops.new_kv_cache(num_blocks, block_size, heads, head_dim, DTYPES[stored], slices=slices)
+            self.ops.new_kv_cache(CacheSpec(num_blocks, block_size, heads, head_dim, DTYPES[stored], slices=slices))
             for _ in range(self.config.num_hidden_layers)
         )
         for cache in self.caches:

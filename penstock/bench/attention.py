@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns, uniform
-from penstock.kernels.attention.key import describe_key
+from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads
@@ -152,11 +152,12 @@ class SequencesUnderTest:
     def _fill_caches(self, ops: CpuOps, k: Tensor, v: Tensor) -> list[CpuKVCache]:
         """Return a ring of equal caches with the keys and values [seqs * cached, kv heads, D]."""
         case, heads = self._case, self._case.heads
-        sizes = (self._tables.numel(), BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
-        caches = [CpuKVCache(*sizes, CACHE_TYPES[case.dtype], SLICES[case.dtype])]
+        blocks, dtype = self._tables.numel(), CACHE_TYPES[case.dtype]
+        spec = CacheSpec(blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype, SLICES[case.dtype])
+        caches = [CpuKVCache(spec)]
         ops.store_kv(caches[0], k, v, self._slots(0, case.cached))
         for _ in range(ring_length(caches[0].num_bytes) - 1):
-            caches.append(CpuKVCache(*sizes, CACHE_TYPES[case.dtype], SLICES[case.dtype]))
+            caches.append(CpuKVCache(spec))
             caches[-1].memory.copy_(caches[0].memory)
         return caches
 

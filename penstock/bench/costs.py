@@ -13,9 +13,9 @@ from torch import nn
 
 from penstock.config import EngineConfig
 from penstock.interface.step import SchedulerOutput
-from penstock.layers.linear import Linear
 from penstock.layers.lm_head import LMHead
-from penstock.layers.moe import MoE
+from penstock.layers.mlp import MoE
+from penstock.layers.weights import Linear
 from penstock.planner.memory import cached_token_bytes
 from penstock.spec.model_config import ModelConfig
 
@@ -85,7 +85,7 @@ def _products(*modules: nn.Module) -> Iterator[Linear]:
 def _product(layer: Linear, dtype: str) -> Work:
     """Return the work of one row through one weight."""
     n, k = layer.spec.shape
-    scheme = layer.spec.scheme
+    scheme = layer.spec.packing.scheme
     if scheme is not None and scheme.slices:
         kind, passes = "int8", scheme.slices
     else:

@@ -23,7 +23,7 @@ from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.step import SchedulerOutput, StepOutput
-from penstock.kernels.attention.key import describe_key
+from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.ops import CpuOps
 
 LIMIT_PROBES = 5

@@ -17,7 +17,7 @@ from torch.nn import functional
 from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns, uniform
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import empty
-from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear
+from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing
 from penstock.quant.scheme import Scheme
 from penstock.spec.param_table import leaf_bounds
 
@@ -76,11 +76,11 @@ def packed_copies(
 ) -> list[PackedLinear]:
     """Pack a weight [n, k] once and return `count` copies of it, by default as many as make a ring."""
     scheme = None if dtype in ("bf16", "f32") else Scheme.parse(dtype)
-    leaf_ends = [end for _, end in leaf_bounds(weight.shape[1], leaves)] if leaves > 1 else []
-    shape = (weight.shape[0], weight.shape[1])
-    first = ops.pack_linear(weight, leaf_ends=leaf_ends, scheme=scheme, gated=gated)
+    leaf_ends = tuple(end for _, end in leaf_bounds(weight.shape[1], leaves)) if leaves > 1 else ()
+    packing = Packing(leaf_ends, scheme, gated)
+    first = ops.pack_linear(weight, packing=packing)
     copies = [first]
     for _ in range(1, count or ring_length(first.num_bytes)):
         state = {name: empty(tensor.shape, tensor.dtype).copy_(tensor) for name, tensor in first.state().items()}
-        copies.append(ops.restore_linear(shape, state, leaf_ends=leaf_ends, scheme=scheme, gated=gated))
+        copies.append(ops.restore_linear(weight.shape, state, packing))
     return copies

@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.check.pairs import both_values
 from penstock.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM, Comparison, Place
 from penstock.layers.attention import Attention
-from penstock.layers.norm import LayerNorm, RMSNorm
+from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.spec.param_table import Parameter
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # what modules of Transformers call it

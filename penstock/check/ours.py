@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from penstock.check.trace import Call, Trace, float_tensors, watching
 from penstock.kernels.backends import load_ops
-from penstock.kernels.metadata import AttentionMetadata, Heads
+from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.ops import Ops
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
-from penstock.layers.norm import LayerNorm, RMSNorm
+from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.models.config_json import load_model_config
 from penstock.planner.memory import free_memory_bytes
 from penstock.spec.model_config import ModelConfig
@@ -70,7 +70,7 @@ class OurModel:
         num_blocks = -(-tokens // BLOCK_SIZE)
         caches, attention = [], []
         for window in config.layer_windows:
-            cache = ops.new_kv_cache(num_blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, ops.dtype)
+            cache = ops.new_kv_cache(CacheSpec(num_blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, ops.dtype))
             meta = AttentionMetadata(
                 query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
                 seq_lens=torch.tensor([tokens], dtype=torch.int32),

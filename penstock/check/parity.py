@@ -22,10 +22,8 @@ from penstock.check.report import Row
 from penstock.check.trace import Call, Trace
 from penstock.check.twin import Twin
 from penstock.layers.attention import Attention
-from penstock.layers.embedding import Embedding
-from penstock.layers.linear import ActivatedLinear, Linear
 from penstock.layers.lm_head import LMHead
-from penstock.layers.weights import WeightLayer
+from penstock.layers.weights import ActivatedLinear, Embedding, Linear, WeightLayer
 from penstock.weights.safetensors import Checkpoint
 from penstock.weights.sources import CheckpointSource, read_table
 

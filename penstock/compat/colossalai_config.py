@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from penstock import validation as check
-from penstock.config import BLOCK_SIZE_UNIT, KV_CACHE_DTYPES, MAX_CONTEXT
+from penstock.config import BLOCK_SIZES, KV_CACHE_DTYPES, MAX_CONTEXT
 from penstock.errors import NotSupportedError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.spec.config_reader import same
@@ -98,7 +98,8 @@ class InferenceConfig:
             raise check.fail("dtype", self.dtype, "one of " + ", ".join(TYPES))
         for name in ("do_sample", "ignore_eos"):
             check.check_bool(name, getattr(self, name))
-        check.check_range("block_size", self.block_size, range(BLOCK_SIZE_UNIT, MAX_CONTEXT + 1, BLOCK_SIZE_UNIT))
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
+            raise check.fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZES.step} up to {BLOCK_SIZES[-1]}")
         if self.kv_cache_dtype == "fp8":
             raise NotSupportedError("kv_cache_dtype: fp8 is not built; int8 is as small", param="kv_cache_dtype")
         check.check_choice("kv_cache_dtype", self.kv_cache_dtype, (None, *KV_CACHE_DTYPES))

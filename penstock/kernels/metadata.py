@@ -4,7 +4,7 @@ Letters as in kernels/ops.py: T tokens, B sequences, H query heads, Hkv key/valu
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from penstock.errors import InvalidRequestError
 from penstock.kernels.attention.plan import AttentionPlan
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,38 @@ class KVScales:
     value_offsets: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheSpec:
+    """The size and type of one layer's cache.
+
+    Attributes:
+        dtype: float32, bfloat16 or int8.
+        slices: int8 only: the int8 rows that represent a query row and a row of probabilities, 2 (closer than a
+            bfloat16 query) or 3 (close to float32).
+        scales: int8 only: scales per channel; None: per token (quant/kv.py).
+    """
+
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    slices: int = 0
+    scales: KVScales | None = None
+
+
 class KVCache(Protocol):
     """One layer's paged keys and values, as the backend lays them out. Opaque outside the backend."""
 
     num_bytes: int
+
+
+def own(value: object, kind: type[Kind]) -> Kind:
+    """Return a packed weight or a cache as the type that a backend makes.
+
+    Raises:
+        TypeError: another backend made it.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"made by another backend: {type(value).__name__}")
+    return value

@@ -32,7 +32,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales, RotaryParams
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache, RotaryParams
 from penstock.kernels.sampling import SamplingTensors
 from penstock.quant.scheme import Scheme
 
@@ -64,6 +64,25 @@ class TensorRows:
         return self.tensor[start:stop]
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a weight [N, K] is packed.
+
+    Attributes:
+        leaf_ends: K is reduced in pieces that end there (the last at K), each by itself, and the pieces are added as a
+            fixed binary tree, so that tensor parallelism over K gives the same bits; empty: K is one piece.
+        scheme: how the weight is quantised; None keeps the model's type.
+        gated: the weight is for `gated_linear` only.
+    """
+
+    leaf_ends: tuple[int, ...] = ()
+    scheme: Scheme | None = None
+    gated: bool = False
+
+
+PLAIN = Packing()
+
+
 class PackedLinear(Protocol):
     """A weight [N, K] and its bias in the backend's own layout. Opaque outside the backend."""
 
@@ -86,36 +105,18 @@ class Ops(Protocol):
     device: torch.device
 
     def pack_linear(
-        self,
-        weight: Tensor | RowSource,
-        bias: Tensor | None = None,
-        *,
-        leaf_ends: Sequence[int] = (),
-        scheme: Scheme | None = None,
-        gated: bool = False,
+        self, weight: Tensor | RowSource, bias: Tensor | None = None, packing: Packing = PLAIN
     ) -> PackedLinear:
-        """Pack a weight [N, K] (and bias [N]) of any float type, rounded to `dtype` first.
-
-        leaf_ends: K is reduced in pieces that end there (the last at K), each by itself, and the pieces are added as a
-            fixed binary tree, so that tensor parallelism over K gives the same bits; empty: K is one piece.
-        scheme: how to quantise; None keeps `dtype`.
-        gated: the weight is for `gated_linear` only.
-        """
+        """Pack a weight [N, K] (and bias [N]) of any float type, rounded to `dtype` first."""
 
     def restore_linear(
-        self,
-        shape: tuple[int, int],
-        state: Mapping[str, Tensor],
-        *,
-        leaf_ends: Sequence[int] = (),
-        scheme: Scheme | None = None,
-        gated: bool = False,
+        self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN
     ) -> PackedLinear:
-        """Rebuild what pack_linear made of a weight of that shape with these arguments. Keeps the tensors of `state`.
+        """Rebuild what pack_linear made of a weight of that shape. Keeps the tensors of `state`.
 
         Raises:
             NotSupportedError: the backend has no packed form.
-            ValueError: the state does not fit these arguments.
+            ValueError: the state does not fit the shape and the packing.
         """
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
@@ -209,24 +210,12 @@ class Ops(Protocol):
         qkv [T, (H + 2 Hkv) D] float32; positions [T] int64 -> q [T, H, D], k [T, Hkv, D], v [T, Hkv, D] in dtype.
         """
 
-    def new_kv_cache(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        *,
-        slices: int = 0,
-        scales: KVScales | None = None,
-    ) -> KVCache:
-        """Allocate an empty cache for one layer: float32, bfloat16 or int8.
-
-        int8 only: `slices`, 2 (closer than a bfloat16 query) or 3 (close to float32), is the number of int8 rows that
-        represent a query row and a row of probabilities; `scales` are per channel, None: per token (quant/kv.py).
+    def new_kv_cache(self, spec: CacheSpec) -> KVCache:
+        """Allocate an empty cache for one layer.
 
         Raises:
-            NotSupportedError: the backend has no such cache; `param` names the argument.
+            NotSupportedError: the backend has no such cache; `param` names the field.
+            ValueError: the scales are not [Hkv, D].
         """
 
     def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:

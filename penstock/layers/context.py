@@ -1,9 +1,10 @@
-"""ForwardContext: all that a forward pass needs besides token ids and weights, passed down as an argument.
+"""CausalLM, the interface of a model, and ForwardContext, all that a forward pass needs besides token ids and weights.
 
-There is no global context, so several engines can run in one process.
+The context is passed down as an argument. There is no global one, so several engines can run in one process.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -29,3 +30,16 @@ class ForwardContext:
     def layer(self, index: int) -> tuple[KVCache, AttentionMetadata]:
         """Return the cache and the metadata of a decoder layer."""
         return self.kv_caches[index], self.attention[self.layer_group[index]]
+
+
+class CausalLM(Protocol):
+    """A decoder and its head, which is called by itself, so that logits are computed only where they are needed.
+
+    Its class is called with (ModelConfig, LayerFactory).
+    """
+
+    def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """Map ids [T] int64 to [T, hidden] dtype after the final norm. Stores keys and values in the caches of ctx."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Map hidden states [M, hidden] dtype, at the wanted positions only, to logits [M, V] float32."""

@@ -13,12 +13,10 @@ import torch
 
 from penstock.errors import ModelLoadError
 from penstock.kernels.arena import Arena, Slot
-from penstock.kernels.ops import Ops
-from penstock.layers.embedding import Embedding
-from penstock.layers.linear import ActivatedLinear, GatedLinear, Linear, LinearSpec
+from penstock.kernels.ops import Ops, Packing
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
-from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.layers.rotary import Rotary
+from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, LayerNorm, Linear, LinearSpec, RMSNorm
 from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
@@ -74,7 +72,7 @@ class LayerFactory:
 
     def gated_linear(self, name: str, activation: str) -> GatedLinear:
         """Make a gated product; its weight holds gate's rows, then up's."""
-        spec = self._linear_spec(name)
+        spec = self._linear_spec(name, gated=True)
         return GatedLinear(self.ops, spec, self.slot(name, (spec.shape[0] // 2,)), activation)
 
     def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
@@ -112,10 +110,10 @@ class LayerFactory:
         shared = re.sub(r"\.\d+\.", ".*.", self.prefix + name)
         return self.arena.slot(shared, columns, dtype or self.ops.dtype)
 
-    def _linear_spec(self, name: str) -> LinearSpec:
+    def _linear_spec(self, name: str, *, gated: bool = False) -> LinearSpec:
         weight = self._find(name)
-        bias = f"{self.prefix}{name}.bias" in self.parameters
-        return LinearSpec(weight.shape, bias, weight.leaf_ends, scheme_of(weight.quant, self.scheme))
+        packing = Packing(weight.leaf_ends, scheme_of(weight.quant, self.scheme), gated)
+        return LinearSpec(weight.shape, f"{self.prefix}{name}.bias" in self.parameters, packing)
 
     def _find(self, name: str) -> Parameter:
         full = f"{self.prefix}{name}.weight"

@@ -10,8 +10,7 @@ from torch.nn import functional
 from penstock.errors import NotSupportedError
 from penstock.kernels.arena import Buffer
 from penstock.kernels.ops import Ops, PackedLinear, RowSource, TensorRows
-from penstock.layers.linear import Linear, LinearSpec
-from penstock.layers.weights import whole
+from penstock.layers.weights import Linear, LinearSpec, whole
 
 NEVER = float("-inf")
 WHOLE_IN_FILES = "packed weights hold the LM head whole, neither in pieces nor padded"
@@ -117,10 +116,7 @@ class LMHead(Linear):
         bias = self._padded_bias(whole(values["bias"]) if self.spec.bias else None)
         self._hold(
             self.ops.pack_linear(
-                PaddedRows(source, begin, end),
-                None if bias is None else bias[begin:end],
-                leaf_ends=self.spec.leaf_ends,
-                scheme=self.spec.scheme,
+                PaddedRows(source, begin, end), None if bias is None else bias[begin:end], self.spec.packing
             )
             for begin, end in self.cuts
         )
@@ -141,8 +137,7 @@ class LMHead(Linear):
     def restore(self, state: Mapping[str, Tensor]) -> None:
         if not self.layout.is_plain:
             raise NotSupportedError(WHOLE_IN_FILES, param="lm_head_pieces")
-        n, k = self.spec.shape
-        self._hold([self.ops.restore_linear((n, k), state, leaf_ends=self.spec.leaf_ends, scheme=self.spec.scheme)])
+        self._hold([self.ops.restore_linear(self.spec.shape, state, self.spec.packing)])
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.out(x.shape[0])

@@ -1,8 +1,17 @@
-"""The feed-forward branch: plain, down(activation(up(y))), or gated, down(activation(gate(y)) * up(y))."""
+"""Feed-forward branches: plain, down(activation(up(y))), gated, down(activation(gate(y)) * up(y)), and sparse, where a
+router chooses a few of many gated branches for each token (Shazeer et al., "Outrageously Large Neural Networks", 2017):
 
+    p = softmax(y router^T);   out = sum over the k largest p_e of p_e * down_e(activation(gate_e(y)) * up_e(y))
+
+Only the chosen experts are computed. Renormalised weights sum to 1, which equals a softmax over the chosen logits.
+"""
+
+import torch
 from torch import Tensor, nn
 
+from penstock.kernels.ops import PackedLinear
 from penstock.layers.factory import LayerFactory
+from penstock.spec.model_config import ModelConfig
 
 
 class MLP(nn.Module):
@@ -31,3 +40,37 @@ class GatedMLP(nn.Module):
         """As MLP."""
         branch: Tensor = self.down_proj(self.gate_up_proj(y))
         return branch
+
+
+class MoE(nn.Module):
+    """A router and its experts. Experts are packed one by one, so that loader, quantiser and planner need no code for
+    them."""
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        super().__init__()
+        self.ops = make.ops
+        self.activation = cfg.hidden_act
+        self.top_k = cfg.num_experts_per_tok
+        self.renormalize = cfg.norm_topk_prob
+        self.gate = make.linear("gate")
+        experts = [GatedMLP(make.at(f"experts.{index}"), cfg.hidden_act) for index in range(cfg.num_experts)]
+        self.experts = nn.ModuleList(experts)
+        self._gate_up, self._down = [item.gate_up_proj for item in experts], [item.down_proj for item in experts]
+        self.ids = make.slot("chosen", (self.top_k,), torch.int64)
+        self.weights = make.slot("chosen_weights", (self.top_k,), torch.float32)
+        self.out = make.slot("mixture", (cfg.hidden_size,), torch.float32)
+        self._packed: tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]] | None = None
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Map y [T, hidden] dtype to [T, hidden] float32."""
+        tokens = y.shape[0]
+        chosen = self.ids(tokens), self.weights(tokens)
+        ids, weights = self.ops.route(self.gate(y), self.top_k, renormalize=self.renormalize, out=chosen)
+        gate_up, down = self._experts()
+        return self.ops.experts(y, gate_up, down, ids, weights, self.activation, out=self.out(tokens))
+
+    def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
+        """Return the gated and the plain weights of all experts, collected in the first pass, when all are packed."""
+        if self._packed is None:
+            self._packed = tuple(item.packed for item in self._gate_up), tuple(item.packed for item in self._down)
+        return self._packed

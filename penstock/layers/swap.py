@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from penstock.layers.factory import LayerFactory
-from penstock.layers.linear import Linear
+from penstock.layers.weights import Linear
 
 
 class SwappedLinear(Linear):

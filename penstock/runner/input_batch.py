@@ -1,4 +1,5 @@
-"""InputBatch: the runner's state of every request, and the packing of a step from it.
+"""InputBatch: the runner's state of every request, and the packing of a step from it; BlockTable: the block ids of all
+rows for one cache group.
 
 A request has a row from the step that brings its NewRequest until it is forgotten. Rows are numpy arrays of fixed size,
 so packing takes a few indexed reads, whatever the number of tokens. The scheduler has decided which tokens are
@@ -7,22 +8,84 @@ computed and where they are stored; the batch follows. It handles no model, torc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import EngineError, NotSupportedError
-from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.runner.block_table import BlockTable
-from penstock.runner.logit_adjustments import LogitAdjustments
+from penstock.runner.sampling_rows import Int32, Int64, SamplingRows
 
-Int64 = npt.NDArray[np.int64]
-Int32 = npt.NDArray[np.int32]
+NO_BLOCK = -1
+NO_SLOT = -1
 
-NOT_ASKED = -1  # in the arrays of logprobs counts
-UINT64 = 2**64
+
+class BlockTable:
+    """Block ids by position // block_size, -1 where nothing is allocated.
+
+        row:  [ -1 released (before the window) | block ids | -1 not allocated yet ]
+              0                    num_released     num_entries          max_blocks
+
+    A row of a ring repeats its one block id up to max_model_len, so that readers of the table need no case for rings.
+
+    Attributes:
+        group: the cache group that the table addresses.
+    """
+
+    def __init__(self, group: CacheGroup, max_num_seqs: int, max_model_len: int) -> None:
+        max_blocks = -(-max_model_len // group.block_size)
+        self.group = group
+        self._ids: Int32 = np.full((max_num_seqs, max_blocks), NO_BLOCK, dtype=np.int32)
+        self._num_entries = [0] * max_num_seqs
+        self._num_released = [0] * max_num_seqs
+
+    def append(self, row: int, block_ids: list[int]) -> None:
+        """Append block ids to a row.
+
+        Raises:
+            EngineError: the row would exceed max_model_len, or a ring would have two blocks.
+        """
+        if self.group.ring and block_ids:
+            if len(block_ids) > 1 or self._num_entries[row]:
+                raise EngineError("a ring is one block, and more were given")
+            block_ids = block_ids * int(self._ids.shape[1])
+        start = self._num_entries[row]
+        end = start + len(block_ids)
+        if end > self._ids.shape[1]:
+            raise EngineError(f"a block table holds {self._ids.shape[1]} blocks, and {end} were given")
+        self._ids[row, start:end] = block_ids
+        self._num_entries[row] = end
+
+    def release(self, row: int, num_released: int) -> None:
+        """Set the first num_released entries to -1, counted from the start of the row."""
+        start = self._num_released[row]
+        if num_released > start:
+            self._ids[row, start:num_released] = NO_BLOCK
+            self._num_released[row] = num_released
+
+    def clear(self, row: int) -> None:
+        """Empty a row."""
+        self._ids[row, : self._num_entries[row]] = NO_BLOCK
+        self._num_entries[row] = self._num_released[row] = 0
+
+    def slots(self, rows: Int64, positions: Int64, ends: Int64) -> Int64:
+        """Return the slots [T] int64 of the tokens at `positions` [T] of `rows` [T].
+
+        In a ring, a token whose place a later token of the same step takes is not stored (NO_SLOT). ends: [T], the
+        length of each token's sequence after the step.
+
+        Raises:
+            EngineError: a token has no block.
+        """
+        block_size = self.group.block_size
+        block_ids = self._ids[rows, positions // block_size].astype(np.int64)
+        if block_ids.size and block_ids.min() < 0:
+            raise EngineError("a token was scheduled whose block is not allocated")
+        slots = block_ids * block_size + positions % block_size
+        return np.where(ends - positions > block_size, NO_SLOT, slots) if self.group.ring else slots
+
+    def gather(self, rows: Int64, longest: int) -> Int32:
+        """Copy `rows` [B], cut to the blocks that `longest` tokens need: [B, max_blocks] int32."""
+        return self._ids[rows, : -(-longest // self.group.block_size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +139,7 @@ class InputBatch:
     Attributes (by row; the values of free rows mean nothing):
         token_ids: [max_num_seqs, max_model_len] int32, prompt and outputs.
         num_tokens, num_prompt_tokens: [max_num_seqs] int64.
-        temperature, top_p, min_p: [max_num_seqs] float32.    top_k: int64, 0 keeps all.
-        noise_key: [max_num_seqs, 2] int64, the seed's 64 bits and the choice index.
-        num_logprobs, num_prompt_logprobs: [max_num_seqs] int64, -1 where not asked for.
-        adjustments: masks, bias and penalties; None for most rows.
-        custom_processors: the arguments of custom logits processors, by name.
-        version: incremented by every `learn`; a row's parameters do not change in between.
-
-    For greedy rows top_k, top_p and min_p are off: they cannot change the most likely token.
+        sampling: sampling parameters (sampling_rows.py).
     """
 
     def __init__(
@@ -92,26 +148,14 @@ class InputBatch:
         self.token_ids: Int32 = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.num_tokens: Int64 = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens: Int64 = np.zeros(max_num_seqs, dtype=np.int64)
-        self.temperature: npt.NDArray[np.float32] = np.zeros(max_num_seqs, dtype=np.float32)
-        self.top_p: npt.NDArray[np.float32] = np.ones(max_num_seqs, dtype=np.float32)
-        self.min_p: npt.NDArray[np.float32] = np.zeros(max_num_seqs, dtype=np.float32)
-        self.top_k: Int64 = np.zeros(max_num_seqs, dtype=np.int64)
-        self.noise_key: Int64 = np.zeros((max_num_seqs, 2), dtype=np.int64)
-        self.num_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
-        self.num_prompt_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
-        self.adjustments: list[LogitAdjustments | None] = [None] * max_num_seqs
-        self.custom_processors: list[dict[str, Any]] = [{} for _ in range(max_num_seqs)]
-        self.version = 0
+        self.sampling = SamplingRows(max_num_seqs, eos_token_ids)
         self.block_tables = [BlockTable(group, max_num_seqs, max_model_len) for group in groups]
-        self._eos_token_ids = tuple(eos_token_ids)
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
 
     @property
     def num_requests(self) -> int:
         return len(self._row_of)
-
-    # --- learning and forgetting requests --------------------------------------------------------------------------
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Forget requests, learn new ones, and update the block tables, in this order.
@@ -134,7 +178,6 @@ class InputBatch:
             return
         for table in self.block_tables:
             table.clear(row)
-        self.adjustments[row] = None
         self._free_rows.append(row)
 
     def learn(self, request: NewRequest) -> None:
@@ -147,34 +190,16 @@ class InputBatch:
         if request.request_id in self._row_of:
             raise EngineError(f"request {request.request_id} was introduced twice")
         if not self._free_rows:
-            raise EngineError(f"more than max_num_seqs = {len(self.adjustments)} requests")
+            raise EngineError(f"more than max_num_seqs = {len(self.num_tokens)} requests")
         if num_tokens > self.token_ids.shape[1]:
             raise EngineError(f"{num_tokens} tokens, more than max_model_len = {self.token_ids.shape[1]}")
         row = self._row_of[request.request_id] = self._free_rows.pop()
-        self.version += 1
         self.token_ids[row, :num_tokens] = request.token_ids
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         for table, block_ids in zip(self.block_tables, request.block_tables, strict=True):
             table.append(row, block_ids)
-        self._set_params(row, request.params, request.choice)
-
-    def _set_params(self, row: int, params: SamplingParams, choice: int) -> None:
-        if params.seed is None and not params.greedy:
-            raise EngineError("seed: not resolved before the request reached the runner")
-        bits = (params.seed or 0) % UINT64
-        self.noise_key[row] = bits - UINT64 if bits >= UINT64 // 2 else bits, choice
-        self.temperature[row] = params.temperature
-        self.top_k[row] = 0 if params.greedy else max(0, params.top_k)
-        self.top_p[row] = 1.0 if params.greedy else params.top_p
-        self.min_p[row] = 0.0 if params.greedy else params.min_p
-        self.num_logprobs[row] = NOT_ASKED if params.logprobs is None else params.logprobs
-        self.num_prompt_logprobs[row] = NOT_ASKED if params.prompt_logprobs is None else params.prompt_logprobs
-        custom = params.logits_processors
-        self.custom_processors[row] = custom if isinstance(custom, dict) else {}
-        if LogitAdjustments.needed(params):
-            prompt = int(self.num_prompt_tokens[row])
-            self.adjustments[row] = LogitAdjustments(params, self.history(row), prompt, self._eos_token_ids)
+        self.sampling.set(row, request, self.history(row))
 
     def _update_blocks(self, item: ScheduledRequest) -> None:
         row = self.row(item.request_id)
@@ -198,11 +223,7 @@ class InputBatch:
         self.token_ids[rows, ends] = token_ids
         self.num_tokens[rows] += 1
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-            adjustments = self.adjustments[row]
-            if adjustments is not None:
-                adjustments.append(token_id)
-
-    # --- reading ---------------------------------------------------------------------------------------------------
+            self.sampling.append(row, token_id)
 
     def row(self, request_id: str) -> int:
         """Return the row of a request. Raises EngineError if it is unknown."""
@@ -219,8 +240,6 @@ class InputBatch:
     def num_outputs(self, row: int) -> int:
         """Return the number of tokens generated so far, before preemptions included."""
         return int(self.num_tokens[row] - self.num_prompt_tokens[row])
-
-    # --- packing ---------------------------------------------------------------------------------------------------
 
     def pack(self, scheduled: Sequence[ScheduledRequest]) -> PackedStep:
         """Pack the scheduled tokens (at least one) into one flat batch. Changes nothing; the arrays are new.
@@ -271,9 +290,10 @@ class InputBatch:
         last = np.minimum(seq_lens, self.num_prompt_tokens[rows] - 1)  # positions computed .. last - 1
         indices: list[Int64] = []
         pieces: list[PromptPiece] = []
-        for b in np.flatnonzero((self.num_prompt_logprobs[rows] >= 0) & (last > computed)).tolist():
+        num_top = self.sampling.num_prompt_logprobs[rows]
+        for b in np.flatnonzero((num_top >= 0) & (last > computed)).tolist():
             count = int(last[b] - computed[b])
             targets = self.token_ids[rows[b], computed[b] + 1 : last[b] + 1].astype(np.int64)
             indices.append(starts[b] + np.arange(count))
-            pieces.append(PromptPiece(b, targets, int(self.num_prompt_logprobs[rows[b]])))
+            pieces.append(PromptPiece(b, targets, int(num_top[b])))
         return indices, pieces

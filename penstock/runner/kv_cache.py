@@ -10,7 +10,7 @@ import torch
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup
-from penstock.kernels.metadata import KVCache, KVScales
+from penstock.kernels.metadata import CacheSpec, KVCache, KVScales
 from penstock.kernels.ops import Ops
 from penstock.spec.model_config import ModelConfig
 
@@ -46,13 +46,15 @@ def allocate_kv_caches(
         raise EngineError(f"KV scales of {len(scales)} layers for {len(layers)} layers")
     return tuple(
         ops.new_kv_cache(
-            groups[index].num_blocks,
-            groups[index].block_size,
-            model_config.num_key_value_heads,
-            model_config.head_dim,
-            CACHE_DTYPES[config.cache.kv_cache_dtype],
-            slices=config.kv_cache_slices,
-            scales=None if scales is None else scales[layer],
+            CacheSpec(
+                groups[index].num_blocks,
+                groups[index].block_size,
+                model_config.num_key_value_heads,
+                model_config.head_dim,
+                CACHE_DTYPES[config.cache.kv_cache_dtype],
+                slices=config.kv_cache_slices,
+                scales=None if scales is None else scales[layer],
+            )
         )
         for layer, index in enumerate(layers)
     )

@@ -1,4 +1,5 @@
-"""ModelRunner: computes steps on one device, from a SchedulerOutput to a StepOutput.
+"""ModelRunner: computes steps on one device, from a SchedulerOutput to a StepOutput; TorchExecutor: the engine's way to
+it.
 
     scheduler_output -> InputBatch.update, pack -> model(input_ids, ctx) -> hidden [T, hidden]
       -> logits at the M sampled positions -> Sampler -> ids, log-probabilities
@@ -8,6 +9,7 @@ A row whose logits are not finite, or that leave nothing to choose, becomes an e
 on. The runner decides nothing about scheduling or blocks, and handles no text.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,14 +26,11 @@ from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.metadata import AttentionMetadata, Heads, KVScales
 from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
-from penstock.layers.causal_lm import CausalLM
-from penstock.layers.context import ForwardContext
-from penstock.runner.custom_logits import apply_custom_processors
+from penstock.layers.context import CausalLM, ForwardContext
 from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
 from penstock.runner.kv_cache import allocate_kv_caches, layer_groups
 from penstock.runner.programs import RecordedModel
-from penstock.runner.sampler import Sampler, token_logprobs
-from penstock.runner.sampling_tensors import on_device
+from penstock.runner.sampler import Sampler, apply_custom_processors, token_logprobs
 from penstock.spec.model_config import ModelConfig
 
 PROMPT_LOGPROB_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
@@ -129,7 +128,7 @@ class ModelRunner:
             self._sample(self._model.compute_logits(hidden), step, results)
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        return on_device(array, self._ops.device)
+        return torch.from_numpy(array).to(self._ops.device)
 
     def _context(self, step: PackedStep) -> ForwardContext:
         attention = tuple(self._attention(step, index) for index in range(len(self._groups)))
@@ -197,3 +196,39 @@ class ModelRunner:
                 return
             some = targets[start:end]
             yield from token_logprobs(self._ops.log_softmax(logits), some, [piece.num_top] * len(some))
+
+
+class TorchExecutor:
+    """A `step.Executor` with one ModelRunner in this process. The handle of a step is its SchedulerOutput.
+
+    A step runs when it is collected, in the thread that collects it: one device has nothing to overlap a step with.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner: ModelRunner | None = runner
+        self._submitted: deque[SchedulerOutput] = deque()
+
+    def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """Queue a step; it starts in `collect`."""
+        self._submitted.append(scheduler_output)
+        return scheduler_output
+
+    def collect(self, handle: SchedulerOutput) -> StepOutput:
+        """Run the step and return its results. Steps are collected once each, in the order submitted.
+
+        Raises:
+            EngineError: another step comes first, and nothing was run; or the executor was shut down.
+            Exception: whatever the step raised as a whole. Later steps still work; the requests of this one must be
+                forgotten in the next.
+        """
+        if not self._submitted or self._submitted[0] is not handle:
+            raise EngineError("steps are collected once each, in the order in which they were submitted")
+        self._submitted.popleft()
+        if self._runner is None:
+            raise EngineError("the executor was shut down")
+        return self._runner.execute(handle)
+
+    def shutdown(self) -> None:
+        """Free the model and the caches. A second call does nothing."""
+        self._submitted.clear()
+        self._runner = None

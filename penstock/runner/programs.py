@@ -9,8 +9,7 @@ from torch import Tensor
 from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.metadata import KVCache
 from penstock.kernels.ops import Program, RecordingOps
-from penstock.layers.causal_lm import CausalLM
-from penstock.layers.context import ForwardContext
+from penstock.layers.context import CausalLM, ForwardContext
 
 
 @dataclass(slots=True, eq=False)

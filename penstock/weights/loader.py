@@ -14,7 +14,7 @@ from torch import nn
 from penstock.conventions import jetstream
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.kernels.ops import Ops, RowSource
-from penstock.layers.causal_lm import CausalLM
+from penstock.layers.context import CausalLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout
 from penstock.layers.weights import WeightLayer

@@ -24,7 +24,7 @@ from penstock.conventions.caches import (
     visible,
 )
 from penstock.errors import InvalidRequestError
-from penstock.kernels.metadata import AttentionMetadata
+from penstock.kernels.metadata import AttentionMetadata, CacheSpec
 from penstock.kernels.ops import Ops
 from penstock.kernels.reference import ReferenceOps
 from penstock.models.registry import find_model
@@ -92,7 +92,9 @@ class Paged:
         self.table = table.expand(-1, -(-MAX_LEN // ring)) if ring else table
         self.ring = bool(ring)
         slices = 3 if dtype == torch.int8 else 0
-        self.caches = [ops.new_kv_cache(blocks, self.block_size, HKV, D, dtype, slices=slices) for _ in range(LAYERS)]
+        self.caches = [
+            ops.new_kv_cache(CacheSpec(blocks, self.block_size, HKV, D, dtype, slices=slices)) for _ in range(LAYERS)
+        ]
         if dtype != torch.int8:
             nan = torch.full((blocks * self.block_size, HKV, D), float("nan"))
             for cache in self.caches:
@@ -189,7 +191,7 @@ def test_sinks_stay_visible() -> None:
     """Guards against kept first tokens that a hand-written model loses, or sees twice."""
     ops, (num_cached, num_new, window, sinks) = ReferenceOps(torch.float32), (9, 2, 3, 2)
     k = torch.randn(num_cached + num_new, 1, D)
-    cache = ops.new_kv_cache(1, 16, 1, D, torch.float32)
+    cache = ops.new_kv_cache(CacheSpec(1, 16, 1, D, torch.float32))
     ops.store_kv(cache, k[:num_cached], k[:num_cached], torch.arange(num_cached))
     starts, lengths = torch.tensor([0, num_new], dtype=torch.int32), torch.tensor([len(k)], dtype=torch.int32)
     table, slots = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([9, 10])

@@ -11,7 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForC
 
 from penstock.conventions.incre_flash import Antiquant, incre_flash_attention
 from penstock.errors import InvalidRequestError, NotSupportedError
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import ReferenceOps
 from penstock.quant.kv import quantize_tokens
 
@@ -181,7 +181,7 @@ def test_alibi_of_real_models(make: Any) -> None:
 
 def prefill(q: Tensor, k: Tensor, v: Tensor, before: bool) -> Tensor:
     ops, tokens = ReferenceOps(torch.float64), len(q)
-    cache = ops.new_kv_cache(1, 16, k.shape[1], k.shape[2], torch.float64)
+    cache = ops.new_kv_cache(CacheSpec(1, 16, k.shape[1], k.shape[2], torch.float64))
     meta = AttentionMetadata(
         torch.tensor([0, tokens], dtype=torch.int32),
         torch.tensor([tokens], dtype=torch.int32),

@@ -17,7 +17,7 @@ from penstock.conventions.rolling import (
     local_mask,
     unrotate,
 )
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.parts import Scoring, attend_part, finish
 from tests.hf_models import make_mistral
@@ -182,7 +182,7 @@ def test_packed_prompts_in_any_order(window: int | None) -> None:
 
 def paged_attend(prompts: list[tuple[Tensor, Tensor, Tensor]], window: int | None) -> list[Tensor]:
     ops, lens = ReferenceOps(torch.float32), [len(q) for q, _, _ in prompts]
-    cache = ops.new_kv_cache(len(lens), 16, KV_HEADS, DIM, torch.float32)
+    cache = ops.new_kv_cache(CacheSpec(len(lens), 16, KV_HEADS, DIM, torch.float32))
     meta = AttentionMetadata(
         torch.tensor([0, *lens]).cumsum(0).int(),
         torch.tensor(lens, dtype=torch.int32),
@@ -301,7 +301,7 @@ class Ring:
 
     def __init__(self, block_size: int, window: int) -> None:
         self.ops, self.block_size, self.window = ReferenceOps(torch.float32), block_size, window
-        self.cache: Any = self.ops.new_kv_cache(3, block_size, KV_HEADS, DIM, torch.float32)
+        self.cache: Any = self.ops.new_kv_cache(CacheSpec(3, block_size, KV_HEADS, DIM, torch.float32))
         self.cache.keys.fill_(float("nan"))
         self.cache.values.fill_(float("nan"))
         self.seq_len = 0

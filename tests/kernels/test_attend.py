@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.kernels.cpu.library import LEVELS
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVScales
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVScales
 from penstock.kernels.reference import ReferenceOps, attention
 from tests.kernels.packed import levels
 
@@ -51,7 +51,7 @@ class Sequences:
         random.Random(seed).shuffle(ids)
         self.tables = torch.tensor(ids[:-2], dtype=torch.int32).view(len(lengths), blocks_each)
         self.cache: Any = OPS.new_kv_cache(
-            len(ids), block_size, num_kv_heads, head_dim, cache_dtype, slices=slices, scales=scales
+            CacheSpec(len(ids), block_size, num_kv_heads, head_dim, cache_dtype, slices=slices, scales=scales)
         )
         poison(self.cache)
         self.lse = [torch.full(part.shape[:2], NAN) for part in self.q]
@@ -244,7 +244,7 @@ def decode(
 ) -> Tensor:
     """One new token each for two sequences in a cache of 6 blocks of 16 tokens, the same keys and values every time."""
     generator = torch.Generator().manual_seed(0)
-    cache = ops.new_kv_cache(6, 16, 2, 32, torch.float32)
+    cache = ops.new_kv_cache(CacheSpec(6, 16, 2, 32, torch.float32))
     ops.store_kv(cache, *torch.randn(2, 96, 2, 32, generator=generator), torch.arange(96))
     q, k, v = (torch.randn(2, heads, 32, generator=generator) for heads in (4, 2, 2))
     starts, lengths = torch.arange(3, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
@@ -279,7 +279,7 @@ def test_a_visible_position_without_a_block_is_refused(ops: Any) -> None:
 
 def test_tokens_without_a_slot_are_not_stored() -> None:
     """Guards against a negative slot wrapping around to the end of the cache."""
-    cache: Any = OPS.new_kv_cache(2, 4, 1, 2, torch.float32)
+    cache: Any = OPS.new_kv_cache(CacheSpec(2, 4, 1, 2, torch.float32))
     cache.keys.fill_(7.0)
     cache.store(torch.ones(3, 1, 2), torch.ones(3, 1, 2), torch.tensor([-1, 2, -4]))
     assert (cache.keys == 1).sum() == 2
@@ -404,7 +404,7 @@ def test_int8_is_attention_over_what_was_stored(channels: bool, slices: int, bou
 @pytest.mark.parametrize("channels", [False, True])
 def test_int8_gives_back_what_was_stored(channels: bool) -> None:
     """Guards against store_kv and load_kv that round differently from attend, and slots that are mixed up."""
-    cache: Any = OPS.new_kv_cache(3, 4, 2, 8, torch.int8, scales=channel_scales(2, 8) if channels else None)
+    cache: Any = OPS.new_kv_cache(CacheSpec(3, 4, 2, 8, torch.int8, scales=channel_scales(2, 8) if channels else None))
     poison(cache)
     k, v = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
     OPS.store_kv(cache, k, v, torch.tensor([7, -1, 0, 11, 3]))
@@ -424,7 +424,7 @@ def test_caches_that_cannot_be_are_refused_by_name() -> None:
         ({"dtype": torch.int8, "slices": 4}, "slices"),
     ):
         with pytest.raises(NotSupportedError) as caught:
-            OPS.new_kv_cache(1, 4, 2, 8, **options)  # type: ignore[arg-type]
+            OPS.new_kv_cache(CacheSpec(1, 4, 2, 8, **options))  # type: ignore[arg-type]
         assert caught.value.param == param
     with pytest.raises(ValueError, match="key_scales"):
-        OPS.new_kv_cache(1, 4, 1, 8, torch.int8, scales=channel_scales(2, 8))
+        OPS.new_kv_cache(CacheSpec(1, 4, 1, 8, torch.int8, scales=channel_scales(2, 8)))

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.attention.key import TilingKey
+from penstock.kernels.attention.items import greatest_load, partition
 from penstock.kernels.attention.layout import SPAN, SPAN_TILES, TILE, AttentionShape, scratch_bytes
-from penstock.kernels.attention.partition import greatest_load, partition
 from penstock.kernels.attention.plan import (
     HEAD_BEGIN,
     HEAD_END,
@@ -28,7 +27,8 @@ from penstock.kernels.attention.plan import (
     SPAN_BEGIN,
     SPAN_END,
     AttentionPlan,
-    plan_attention,
+    Planner,
+    decode_key,
 )
 from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockCache, load_library
 
@@ -62,16 +62,8 @@ class Step:
             self.block_table[row, -(-length // self.block_size) :] = -1
 
     def plan(self) -> AttentionPlan:
-        return plan_attention(
-            self.query_start_loc,
-            self.seq_lens,
-            self.block_table,
-            self.shape,
-            block_size=self.block_size,
-            sliding_window=self.window,
-            num_sink_tokens=self.sinks,
-            num_cores=self.cores,
-        )
+        planner = Planner(self.shape, self.block_size, self.window, self.sinks, self.cores)
+        return planner.plan(self.query_start_loc, self.seq_lens, self.block_table)
 
     def position(self, token: int) -> tuple[int, int]:
         """Sequence and position of a new token."""
@@ -245,7 +237,7 @@ def test_spans_are_split_where_whole_sequences_leave_cores_idle(sequences: int, 
     """Guards against: cores that wait for one long sequence, and partial results that nobody needed."""
     plan = check(Step([(4 * SPAN - 1, 1)] * sequences, ONE_HEAD, cores=cores))
     assert (plan.partial_rows > 0) == split
-    assert (TilingKey.decode(plan.key).split == "spans") == split
+    assert (decode_key(plan.key)["split"] == "spans") == split
     if cores == 2:
         assert greatest_load(plan.loads.tolist(), plan.starts.tolist()) * cores <= 1.07 * plan.loads.sum()
 
@@ -283,8 +275,8 @@ def test_shape_chooses_the_template(
 ) -> None:
     """Guards against: few rows that read memory head by head, many rows that keep all heads' states at once."""
     plan = check(Step(lengths, shape, cores=1))
-    key = TilingKey.decode(plan.key)
-    assert (key.phase, key.template) == (phase, template)
+    key = decode_key(plan.key)
+    assert (key["phase"], key["template"]) == (phase, template)
     for item in plan.items:
         heads, rows = item[HEAD_END] - item[HEAD_BEGIN], item[ROW_END] - item[ROW_BEGIN]
         assert heads == (shape.num_kv_heads if rows <= 16 else 1)
@@ -300,7 +292,7 @@ def test_a_shared_prefix_is_read_once() -> None:
     assert (shared[:, ROW_END] == 32).all()
     read = sum((item[SPAN_END] - item[SPAN_BEGIN]) * (item[HEAD_END] - item[HEAD_BEGIN]) for item in shared)
     assert read == 2 * 8  # spans times heads, once
-    assert TilingKey.decode(plan.key).prefix == "shared"
+    assert decode_key(plan.key)["prefix"] == "shared"
 
 
 @pytest.mark.covers("A23")
@@ -324,7 +316,7 @@ def test_prefixes_within_prefixes_are_shared() -> None:
 )
 def test_nothing_is_shared_where_it_does_not_pay(step: Step) -> None:
     """Guards against: sharing what some row does not see, is not cached yet, or what saves no reading."""
-    assert TilingKey.decode(check(step).key).prefix == "own"
+    assert decode_key(check(step).key)["prefix"] == "own"
 
 
 @pytest.mark.covers("A11")

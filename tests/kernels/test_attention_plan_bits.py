@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.layout import SPAN, AttentionShape
-from penstock.kernels.attention.plan import AttentionPlan, plan_attention
+from penstock.kernels.attention.plan import AttentionPlan, Planner
 from penstock.kernels.cpu.library import load_library
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, KVCache
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no native library was built")
 
@@ -28,7 +28,7 @@ class Crowd:
         self.table = torch.arange(len(lengths) * columns, dtype=torch.int32).view(len(lengths), columns)
         if shared:
             self.table[:, : prefix // BLOCK] = self.table[0, : prefix // BLOCK]
-        self.cache: KVCache = self.ops.new_kv_cache(self.table.numel(), BLOCK, KV_HEADS, DIM, torch.bfloat16)
+        self.cache: KVCache = self.ops.new_kv_cache(CacheSpec(self.table.numel(), BLOCK, KV_HEADS, DIM, torch.bfloat16))
         common = _random(prefix, 0)
         for row, (cached, _) in enumerate(lengths):
             k, v = (torch.cat([x[:cached], y])[:cached] for x, y in zip(common, _random(cached, row + 1), strict=True))
@@ -44,7 +44,7 @@ class Crowd:
         lengths = torch.tensor([cached + new for cached, new in self.lengths], dtype=torch.int32)
         slots = torch.cat([self._slots(row, *(c, c + n)) for row, (c, n) in enumerate(self.lengths)])
         tables = [x.numpy() for x in (starts, lengths, self.table)]
-        plan = plan_attention(*tables, SHAPE, block_size=BLOCK, num_cores=cores)
+        plan = Planner(SHAPE, BLOCK, num_cores=cores).plan(*tables)
         count = len(plan.items)
         plan = replace(plan, starts=np.array([0, count // 2, count], dtype=np.int64))
         return AttentionMetadata(starts, lengths, self.table, slots, BLOCK, None, plan=plan)

@@ -11,7 +11,7 @@ from penstock.kernels.attention.plan import ROW_BEGIN, ROW_END
 from penstock.kernels.cpu import library
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVCache
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache
 from penstock.kernels.ops import Ops
 from penstock.kernels.reference import ReferenceOps
 from tests.kernels.packed import levels
@@ -51,7 +51,7 @@ def metadata(lengths: tuple[int, ...], counts: tuple[int, ...], window: int | No
 
 def new_cache(ops: Ops, heads: tuple[int, int], head_dim: int, name: str) -> KVCache:
     _, kind, slices = CACHES[name]
-    cache = ops.new_kv_cache(BLOCKS, BLOCK, heads[1], head_dim, kind, slices=slices)
+    cache = ops.new_kv_cache(CacheSpec(BLOCKS, BLOCK, heads[1], head_dim, kind, slices=slices))
     if isinstance(cache, CpuKVCache):
         spoil(cache)
     return cache

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu import library
 from penstock.kernels.cpu.ops import REMEMBERED_PARAMS, REMEMBERED_STEPS, CpuOps
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
 from penstock.kernels.reference import ReferenceOps
 from tests.kernels.packed import levels
 from tests.paged import spoil
@@ -45,7 +45,7 @@ def operands(length: int, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def new_cache(ops: CpuOps, length: int, dtype: torch.dtype = torch.bfloat16) -> object:
-    cache = ops.new_kv_cache(-(-length // 16), 16, 2, 32, dtype, slices=2 * (dtype == torch.int8))
+    cache = ops.new_kv_cache(CacheSpec(-(-length // 16), 16, 2, 32, dtype, slices=2 * (dtype == torch.int8)))
     spoil(cache)
     return cache
 
@@ -59,7 +59,7 @@ def test_great_scores(ops: CpuOps, size: float, dtype: torch.dtype) -> None:
     lse = torch.empty(length, 4)
     found = ops.attend(q, k, v, new_cache(ops, length, dtype), whole_prompt(length), PARAMS, lse=lse)
     oracle = ReferenceOps(torch.float64)
-    cache = oracle.new_kv_cache(9, 16, 2, 32, torch.float64)
+    cache = oracle.new_kv_cache(CacheSpec(9, 16, 2, 32, torch.float64))
     exact = torch.empty(length, 4)
     doubles = (part.double() for part in (q, k, v))
     expected = oracle.attend(*doubles, cache, whole_prompt(length), PARAMS, lse=exact)

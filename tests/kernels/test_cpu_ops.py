@@ -18,7 +18,7 @@ from penstock.kernels.cpu import library
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF, SLICE_BYTES, Layout
 from penstock.kernels.metadata import Heads, RotaryParams
-from penstock.kernels.ops import Ops, TensorRows
+from penstock.kernels.ops import Ops, Packing, TensorRows
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.ops import ACTIVATIONS
 from penstock.kernels.sampling import SamplingTensors
@@ -62,13 +62,13 @@ def table(positions: int, dims: int = D) -> Tensor:
 def calls(ops: Ops) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Each operation with an `out=`, and arguments for it."""
     weight, bias, x = draw(2 * HIDDEN, HIDDEN), draw(2 * HIDDEN), draw(T, HIDDEN, dtype=ops.dtype)
-    gated = ops.pack_linear(weight, bias, gated=True)
+    gated = ops.pack_linear(weight, bias, Packing(gated=True))
     plain = ops.pack_linear(weight, bias)
     qkv = {"qkv": draw(T, (H + 2 * HKV) * D), "positions": torch.arange(T)}
     each_head = RotaryParams(HEADS, table(T), draw(D), draw(D), EPS)
     all_heads = replace(each_head, q_norm=draw(H * D), k_norm=draw(HKV * D))
     norm = {"x": draw(T, HIDDEN), "weight": draw(HIDDEN), "eps": EPS}
-    experts = [ops.pack_linear(draw(2 * 20, HIDDEN, seed=e), gated=True) for e in range(EXPERTS)]
+    experts = [ops.pack_linear(draw(2 * 20, HIDDEN, seed=e), packing=Packing(gated=True)) for e in range(EXPERTS)]
     downs = [ops.pack_linear(draw(HIDDEN, 20, seed=e)) for e in range(EXPERTS)]
     ids = torch.tensor([[0, 3], [3, 1], [5, 0], [2, 4], [1, 5]])
     return {
@@ -302,7 +302,9 @@ def test_every_scheme_equals_the_reference(
     x = draw(3, 200, dtype=pair[0].dtype)
     for gated, rows in ((False, 70), (True, 76)):
         weight, bias = draw(rows, 200), draw(rows)
-        packed = [ops.pack_linear(weight, bias, leaf_ends=leaf_ends, scheme=scheme, gated=gated) for ops in pair]
+        packed = [
+            ops.pack_linear(weight, bias, Packing(leaf_ends=leaf_ends, scheme=scheme, gated=gated)) for ops in pair
+        ]
         if gated:
             found, expected = (ops.gated_linear(x, item, "silu") for ops, item in zip(pair, packed, strict=True))
         else:
@@ -319,9 +321,9 @@ def test_a_restored_weight_is_the_packed_one(
     """Guards against a state that leaves something out, and against tensors that are copied."""
     ops, x = pair[0], draw(3, 130, dtype=pair[0].dtype)
     settings: dict[str, Any] = {"leaf_ends": (64, 130), "scheme": scheme, "gated": gated}
-    packed = ops.pack_linear(draw(70, 130), draw(70), **settings)
+    packed = ops.pack_linear(draw(70, 130), draw(70), Packing(**settings))
     copies = {name: tensor.clone() for name, tensor in packed.state().items()}
-    restored = ops.restore_linear((70, 130), copies, **settings)
+    restored = ops.restore_linear((70, 130), copies, Packing(**settings))
     assert restored.num_bytes == packed.num_bytes
     for name, tensor in restored.state().items():
         assert tensor.data_ptr() == copies[name].data_ptr()
@@ -330,9 +332,9 @@ def test_a_restored_weight_is_the_packed_one(
     for name, tensor in copies.items():
         for wrong in (tensor[:-1], tensor.double(), torch.empty(tensor.nbytes + 1, dtype=torch.uint8)[1:].view(-1)):
             with pytest.raises(ValueError, match=name):
-                ops.restore_linear((70, 130), {**copies, name: wrong}, **settings)
+                ops.restore_linear((70, 130), {**copies, name: wrong}, Packing(**settings))
     with pytest.raises(ValueError, match="packed weight"):
-        ops.restore_linear((70, 130), {}, **settings)
+        ops.restore_linear((70, 130), {}, Packing(**settings))
     with pytest.raises(NotSupportedError):
         pair[1].pack_linear(draw(2, 2)).state()
 
@@ -355,8 +357,8 @@ def test_weights_are_read_in_pieces(pair: tuple[CpuOps, ReferenceOps], gated: bo
     gate with what it lets through."""
     ops, k = pair[0], SLICE_BYTES // 4 // 64 + 5
     source = Noting(draw(202, 1).expand(202, k) + 1.0)
-    packed = ops.pack_linear(source, gated=gated)
-    whole = ops.pack_linear(TensorRows(source.tensor), gated=gated)
+    packed = ops.pack_linear(source, packing=Packing(gated=gated))
+    whole = ops.pack_linear(TensorRows(source.tensor), packing=Packing(gated=gated))
     assert len(source.reads) >= 4
     assert all((stop - start) * k * 4 <= SLICE_BYTES for start, stop in source.reads)
     assert [start for start, _ in source.reads] == [0, *(stop for _, stop in source.reads[:-1])]
@@ -371,8 +373,8 @@ def test_weights_are_rounded_before_they_are_quantised() -> None:
     ops, weight = CpuOps(torch.bfloat16), draw(40, 64)
     scheme = Scheme.parse("int8")
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        state = ops.pack_linear(weight.to(dtype), scheme=scheme).state()
-        rounded = ops.pack_linear(weight.bfloat16().float(), scheme=scheme).state()
+        state = ops.pack_linear(weight.to(dtype), packing=Packing(scheme=scheme)).state()
+        rounded = ops.pack_linear(weight.bfloat16().float(), packing=Packing(scheme=scheme)).state()
         assert all(torch.equal(state[name], rounded[name]) for name in rounded)
 
 
@@ -381,21 +383,21 @@ def test_weights_that_cannot_be_packed() -> None:
     int8, int4 = Scheme.parse("int8"), Scheme.parse("int4-a16")
     long = MAX_INTEGER_LEAF + 1
     with pytest.raises(NotSupportedError, match="int8 sums at most 65536") as caught:
-        Layout.of((8, long), torch.bfloat16, int8, (), False)
+        Layout.of((8, long), torch.bfloat16, Packing(scheme=int8))
     assert caught.value.param == "quantization"
-    assert Layout.of((8, long), torch.bfloat16, int8, (5, long), False).k == long
-    assert Layout.of((8, long), torch.bfloat16, int4, (), False).k == long
-    assert Layout.of((8, long), torch.bfloat16, None, (), False).k == long
+    assert Layout.of((8, long), torch.bfloat16, Packing((5, long), int8)).k == long
+    assert Layout.of((8, long), torch.bfloat16, Packing(scheme=int4)).k == long
+    assert Layout.of((8, long), torch.bfloat16).k == long
     for shape, ends in (((8,), ()), ((0, 8), ()), ((8, 8), (4, 9)), ((8, 8), (6, 4, 8)), ((8, 8), (*range(1, 9), 8))):
         with pytest.raises(ValueError, match="cannot be"):
-            Layout.of(shape, torch.bfloat16, None, ends, False)
+            Layout.of(shape, torch.bfloat16, Packing(ends))
     with pytest.raises(ValueError, match="for a gate"):
-        Layout.of((7, 8), torch.bfloat16, None, (), True)
+        Layout.of((7, 8), torch.bfloat16, Packing(gated=True))
     ops = CpuOps(torch.float32)
     with pytest.raises(ValueError, match="bias"):
         ops.pack_linear(draw(4, 4), draw(5))
     with pytest.raises(ValueError, match="not finite"):
-        ops.pack_linear(torch.full((4, 4), math.nan), scheme=int8)
+        ops.pack_linear(torch.full((4, 4), math.nan), packing=Packing(scheme=int8))
 
 
 def test_a_weight_is_used_as_it_was_packed(pair: tuple[CpuOps, ReferenceOps]) -> None:
@@ -404,9 +406,9 @@ def test_a_weight_is_used_as_it_was_packed(pair: tuple[CpuOps, ReferenceOps]) ->
     with pytest.raises(ValueError, match="without a gate"):
         ops.gated_linear(x, ops.pack_linear(draw(4, 8)), "silu")
     with pytest.raises(ValueError, match="for a gate"):
-        ops.linear(x, ops.pack_linear(draw(4, 8), gated=True))
+        ops.linear(x, ops.pack_linear(draw(4, 8), packing=Packing(gated=True)))
     with pytest.raises(ValueError, match="no activation 'relu'"):
-        ops.gated_linear(x, ops.pack_linear(draw(4, 8), gated=True), "relu")
+        ops.gated_linear(x, ops.pack_linear(draw(4, 8), packing=Packing(gated=True)), "relu")
     with pytest.raises(TypeError, match="another backend"):
         ops.linear(x, pair[1].pack_linear(draw(4, 8)))
 
@@ -496,7 +498,10 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
     before the program runs again: arrays of experts, results that have no buffer."""
     ops, rows = pair[0], 3
     made = {name: calls(ops)[name][1] for name in ("rms_norm", "rotary_qkv", "experts")}
-    gated, down = ops.pack_linear(draw(2 * HIDDEN, HIDDEN), gated=True), ops.pack_linear(draw(HIDDEN, HIDDEN, seed=1))
+    gated, down = (
+        ops.pack_linear(draw(2 * HIDDEN, HIDDEN), packing=Packing(gated=True)),
+        ops.pack_linear(draw(HIDDEN, HIDDEN, seed=1)),
+    )
     norm, whole_norm = draw(HIDDEN, seed=7), draw(H * D, seed=8)
     table, ids = draw(9, HIDDEN, dtype=ops.dtype), torch.tensor([1, 0, 8])
     router = ops.pack_linear(draw(EXPERTS, HIDDEN))
@@ -525,7 +530,7 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
     first, program = ops.record(forward, ())
     assert program is not None
     recorded = list(results)
-    assert {call.function for call in program._calls} == set(range(len(library.RECORDABLE) - 1))  # all but attention
+    assert {call.function for call in program.calls} == set(range(len(library.RECORDABLE) - 1))  # all but attention
     for new_ids, new_positions in (([8, 8, 3], [1, 1, 0]), ([0, 5, 2], [3, 2, 4])):
         ids.copy_(torch.tensor(new_ids))
         positions.copy_(torch.tensor(new_positions))

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import CpuLinear
 from penstock.kernels.cpu.products import REMEMBERED_EXPERTS
-from penstock.kernels.ops import Ops, PackedLinear
+from penstock.kernels.ops import Ops, PackedLinear, Packing
 from penstock.kernels.reference import ReferenceOps
 from penstock.quant.scheme import SLICES, Scheme
 from tests.kernels.packed import levels
@@ -41,9 +41,13 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def make(ops: Ops, count: int, scheme: Scheme | None = None) -> tuple[list[PackedLinear], list[PackedLinear]]:
     gates = [
-        ops.pack_linear(draw(2 * INNER, HIDDEN, seed=e) * HIDDEN**-0.5, scheme=scheme, gated=True) for e in range(count)
+        ops.pack_linear(draw(2 * INNER, HIDDEN, seed=e) * HIDDEN**-0.5, packing=Packing(scheme=scheme, gated=True))
+        for e in range(count)
     ]
-    downs = [ops.pack_linear(draw(HIDDEN, INNER, seed=e + 999) * INNER**-0.5, scheme=scheme) for e in range(count)]
+    downs = [
+        ops.pack_linear(draw(HIDDEN, INNER, seed=e + 999) * INNER**-0.5, packing=Packing(scheme=scheme))
+        for e in range(count)
+    ]
     return gates, downs
 
 
@@ -181,7 +185,8 @@ def test_arrays_are_made_once_and_not_kept_for_ever() -> None:
     down = layer[1][0]
     assert isinstance(down, CpuLinear)
     for number in range(REMEMBERED_EXPERTS + 3):
-        ops._native_experts(layer[0], [down] if number % 2 else [CpuLinear(down.layout, down.state())])
+        copy = [down] if number % 2 else [CpuLinear(down.layout, down.state())]
+        ops.experts(x, layer[0], copy, ids, weights, "silu")
     assert len(ops._experts) <= REMEMBERED_EXPERTS
 
 

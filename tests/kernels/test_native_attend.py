@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.attention.layout import SPAN, TILE, AttentionShape
-from penstock.kernels.attention.plan import AttentionPlan, plan_attention
+from penstock.kernels.attention.plan import AttentionPlan, Planner
 from penstock.kernels.cpu.library import MAX_ARGUMENTS, OUT_OF_RANGE, RECORDABLE, PenstockCall
 
 from .attention import DTYPES, Attention, PagedCache, Plan, Rules, Run, Sequences, Shape, Step, oracle
@@ -391,7 +391,7 @@ def planned(shape: Shape, counts: list[int], lengths: list[int], table: np.ndarr
     """The package's own plan."""
     starts, ends = np.cumsum([0, *counts]).astype(np.int32), np.array(lengths, dtype=np.int32)
     attention = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, DTYPES[shape.kind], shape.slices)
-    return plan_attention(starts, ends, table, attention, block_size=shape.block_size, num_cores=threads)
+    return Planner(attention, shape.block_size, num_cores=threads).plan(starts, ends, table)
 
 
 def as_plan(plan: AttentionPlan) -> Plan:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.backends import load_ops
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, RotaryParams
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, RotaryParams
 from penstock.kernels.reference import ReferenceOps
 
 T, H, HKV, D, HIDDEN = 5, 4, 2, 6, 24
@@ -45,7 +45,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], dict[str, A
     weight, bias = draw(16, HIDDEN), draw(16)
     x = draw(T, HIDDEN, dtype=dtype)
     q, k, v = (draw(T, heads, D, dtype=dtype) for heads in (H, HKV, HKV))
-    cache = ops.new_kv_cache(2, 4, HKV, D, dtype)
+    cache = ops.new_kv_cache(CacheSpec(2, 4, HKV, D, dtype))
     packed, norm = ops.pack_linear(weight, bias), {"x": draw(T, HIDDEN), "weight": draw(HIDDEN), "eps": 1e-5}
     rotary = RotaryParams(HEADS, table(T), draw(D), draw(D), 1e-6)
     return {

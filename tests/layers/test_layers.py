@@ -10,8 +10,7 @@ from penstock.kernels.arena import Slot
 from penstock.kernels.ops import TensorRows
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
-from penstock.layers.linear import Linear
-from penstock.layers.norm import RMSNorm
+from penstock.layers.weights import Linear, RMSNorm
 from penstock.quant.scheme import Scheme
 from penstock.spec.param_table import Layout, Parameter
 
@@ -80,7 +79,7 @@ def test_the_table_says_what_is_quantised(scheme: str | None, quant: bool | str,
     """Guards against a head in int4, a weight that may not be quantised, and one that is forgotten."""
     table = {"a.weight": replace(parameter("a.weight", (6, 4)), quant=quant)}
     make = LayerFactory.single_device(ReferenceOps(torch.float32), table, scheme=Scheme.parse(scheme))
-    found = make.linear("a").spec.scheme
+    found = make.linear("a").spec.packing.scheme
     assert (None if found is None else found.name) == expected
 
 
@@ -88,11 +87,11 @@ def test_leaves_are_cut_between_units() -> None:
     """Guards against leaves that depend on more than the table: tensor parallelism must find the same ones."""
     table = {"a.weight": replace(parameter("a.weight", (6, 60)), leaves=8, unit_size=20)}
     spec = LayerFactory.single_device(ReferenceOps(torch.float32), table).linear("a").spec
-    assert spec.leaf_ends == (0, 0, 20, 20, 20, 40, 40, 60)
+    assert spec.packing.leaf_ends == (0, 0, 20, 20, 20, 40, 40, 60)
     assert (
         LayerFactory.single_device(ReferenceOps(torch.float32), {"a.weight": parameter("a", (6, 60))})
         .linear("a")
-        .spec.leaf_ends
+        .spec.packing.leaf_ends
         == ()
     )
 

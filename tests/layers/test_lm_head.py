@@ -17,11 +17,11 @@ from penstock.kernels.arena import Arena
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import LEVELS
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.ops import Ops
+from penstock.kernels.ops import Ops, Packing
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
-from penstock.layers.linear import LinearSpec
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
+from penstock.layers.weights import LinearSpec
 from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
 from penstock.runner.programs import RecordedModel
@@ -48,7 +48,7 @@ def make_head(
     scheme: str | None = None,
     softcap: float | None = None,
 ) -> LMHead:
-    spec = LinearSpec(tuple(weight.shape), bias is not None, (), Scheme.parse(scheme))
+    spec = LinearSpec(tuple(weight.shape), bias is not None, Packing(scheme=Scheme.parse(scheme)))
     out = Arena(ops.device).slot("lm_head", (layout.width(len(weight)),), torch.float32)
     head = LMHead(ops, spec, out, softcap=softcap, layout=layout)
     head.load({"weight": weight} | ({} if bias is None else {"bias": bias}))

@@ -18,7 +18,7 @@ from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import Ops, PackedLinear
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
-from penstock.layers.moe import MoE
+from penstock.layers.mlp import MoE
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme

@@ -14,7 +14,7 @@ from transformers.models.falcon import modeling_falcon
 from penstock.errors import ModelLoadError
 from penstock.kernels.cpu.library import LEVELS
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.ops import Ops
+from penstock.kernels.ops import Ops, Packing
 from penstock.layers.attention import alibi_slopes
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config, parse_model_config
@@ -144,7 +144,7 @@ def test_key_value_groups_are_slices_of_the_products(level: str, dtype: torch.dt
     ]
     while len(sums) > 1:
         sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
-    assert torch.equal(sums[0], ops.linear(x, ops.pack_linear(weight, leaf_ends=dense.leaf_ends)))
+    assert torch.equal(sums[0], ops.linear(x, ops.pack_linear(weight, packing=Packing(leaf_ends=dense.leaf_ends))))
 
 
 SMALL: dict[str, Any] = {

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.interface.step import RequestStepOutput
-from penstock.runner.executor import TorchExecutor
-from penstock.runner.model_runner import ModelRunner
+from penstock.runner.model_runner import ModelRunner, TorchExecutor
 from tests.fakes import FakeOps, HandScheduler, TinyModel, resolved_config, tiny_config
 
 

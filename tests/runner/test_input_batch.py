@@ -257,4 +257,4 @@ def test_seed_bits_survive(seed: int) -> None:
     """Guards against seeds above 2**63 - 1 that overflow: the 64 bits are kept as two's complement."""
     batch = InputBatch(GROUPS, MAX_SEQS, MAX_LEN)
     batch.learn(one(temperature=1.0, seed=seed))
-    assert int(batch.noise_key[batch.row("a"), 0]) % 2**64 == seed % 2**64
+    assert int(batch.sampling.noise_key[batch.row("a"), 0]) % 2**64 == seed % 2**64

@@ -1,21 +1,20 @@
 """Items, the pieces of work of a plan: as many heads and spans of each row block as let the cores share the load.
 
 An item costs what reading and multiplying cost, in rows times tiles times heads. Spans are cut before heads: the heads
-of a token are contiguous in memory, and reading them together streams. Rows are never cut here.
-
-Where the spans of a block are cut, its items are partial, and a combine folds them into the results of one kv head.
+of a token are contiguous in memory, and reading them together streams. Rows are never cut here. Where the spans of a
+block are cut, its items are partial, and a combine folds them into the results of one kv head. Each core gets a
+contiguous range of items, so that the greatest load of a core is as small as possible.
 """
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
-import numpy.typing as npt
 
-from penstock.kernels.attention.blocks import Int32, Int64, RowBlocks, ragged
-from penstock.kernels.attention.layout import SPAN_TILES
-from penstock.kernels.attention.partition import greatest_load, partition
-
-Bools = npt.NDArray[np.bool_]
+from penstock.kernels.attention.layout import SPAN_TILES, Int64
+from penstock.kernels.attention.rows import Bools, Int32, RowBlocks, ragged
 
 FEW_ROWS = 16  # so many go through memory with all their heads; more compute longer than they read
 READ_ROWS = 16  # reading a tile costs as much as multiplying so many rows with it
@@ -137,7 +136,7 @@ def _finer(blocks: RowBlocks, kv_heads: int, pieces: Pieces, limit: int) -> Piec
     tiles = blocks.tiles
     wanted = -(-_load(blocks.rows, tiles, kv_heads) // max(limit, SMALL_LOAD))
     whole_spans = (tiles + SPAN_TILES // 2) // SPAN_TILES  # a span of a few tiles is not worth a piece
-    spans = np.minimum(np.minimum(wanted, np.maximum(whole_spans, 1)), _end_span(blocks) - _first_span(blocks))
+    spans = np.minimum(np.minimum(wanted, np.maximum(whole_spans, 1)), blocks.end_span - blocks.first_span)
     if blocks.sink_end is not None:
         spans += (spans > 1) & _sinks_apart(blocks)
     return Pieces(spans, np.maximum(pieces.heads, np.minimum(-(-wanted // spans), kv_heads)))
@@ -147,15 +146,6 @@ def _load(rows: Int64, tiles: Int64, heads: Int64 | int) -> Int64:
     return (rows + READ_ROWS) * tiles * heads
 
 
-def _first_span(blocks: RowBlocks) -> Int64:
-    """The first span after the sink tokens."""
-    return blocks.tile_begin // SPAN_TILES
-
-
-def _end_span(blocks: RowBlocks) -> Int64:
-    return -(-blocks.tile_end // SPAN_TILES)
-
-
 def _sink_spans(blocks: RowBlocks) -> Int64 | None:
     return None if blocks.sink_end is None else -(-blocks.sink_end // SPAN_TILES)
 
@@ -163,7 +153,7 @@ def _sink_spans(blocks: RowBlocks) -> Int64 | None:
 def _sinks_apart(blocks: RowBlocks) -> Bools:
     """[U] whether hidden spans separate the sink tokens from the window."""
     sinks = _sink_spans(blocks)
-    return np.zeros(len(blocks.sequence), bool) if sinks is None else (sinks > 0) & (sinks < _first_span(blocks))
+    return np.zeros(len(blocks.sequence), bool) if sinks is None else (sinks > 0) & (sinks < blocks.first_span)
 
 
 def _items(blocks: RowBlocks, kv_heads: int, pieces: Pieces) -> Items:
@@ -185,12 +175,12 @@ def _items(blocks: RowBlocks, kv_heads: int, pieces: Pieces) -> Items:
 def _whole_blocks(blocks: RowBlocks, kv_heads: int) -> Items:
     """Make one item per block, as most steps of decoding do."""
     number = np.arange(len(blocks.sequence))
-    span_begin = _first_span(blocks)
+    span_begin = blocks.first_span
     if blocks.sink_end is not None:
         span_begin = np.where(blocks.sink_end > 0, 0, span_begin)
     head_begin, head_end = np.zeros_like(number), np.full_like(number, kv_heads)
     loads = _load(blocks.rows, blocks.tiles, kv_heads)
-    return Items(None, number, head_begin, head_end, span_begin, _end_span(blocks), loads)
+    return Items(None, number, head_begin, head_end, span_begin, blocks.end_span, loads)
 
 
 def _order(blocks: RowBlocks, kv_heads: int, pieces: Pieces, block: Int64, index: Int64) -> Int64 | None:
@@ -205,7 +195,7 @@ def _order(blocks: RowBlocks, kv_heads: int, pieces: Pieces, block: Int64, index
 
 def _span_ranges(blocks: RowBlocks, block: Int64, index: Int64, pieces: Int64) -> tuple[Int64, Int64]:
     """Return the first and past-the-last span of piece `index` of `pieces`."""
-    first, end = _first_span(blocks)[block], _end_span(blocks)[block]
+    first, end = blocks.first_span[block], blocks.end_span[block]
     sinks = _sink_spans(blocks)
     if sinks is None:
         return _part(first, end, index, pieces)
@@ -234,3 +224,71 @@ def _tiles_within(blocks: RowBlocks, block: Int64, begin: Int64, end: Int64) -> 
         return tiles
     sinks: Int64 = np.maximum(np.minimum(end, blocks.sink_end[block]) - begin, 0)
     return tiles + sinks
+
+
+def partition(loads: Sequence[int], num_cores: int) -> list[int]:
+    """Return the first item of each core, then the number of items. loads: of each item, not negative.
+
+    No other contiguous ranges have a smaller greatest load; among equally good ones, range ends are as near to equal
+    shares as the greatest load allows.
+    """
+    if num_cores == 1 or not loads:
+        return [0] * num_cores + [len(loads)]
+    sums = list(accumulate(loads, initial=0))
+    limit = _least_limit(sums, max(loads), num_cores)
+    return _even_ranges(sums, limit, num_cores)
+
+
+def greatest_load(loads: Sequence[int], starts: Sequence[int]) -> int:
+    """Return the greatest load of a core."""
+    sums = list(accumulate(loads, initial=0))
+    return max(sums[end] - sums[begin] for begin, end in pairwise(starts))
+
+
+def _least_limit(sums: list[int], largest: int, num_cores: int) -> int:
+    """Return the smallest limit that every core can keep, by bisection over loads that really occur."""
+    low = max(largest, -(-sums[-1] // num_cores))  # no partition is better
+    reached, missed = _fill(sums, low, num_cores)
+    if missed is None:
+        return reached
+    low, high = missed, low + largest  # filling core by core wastes less than one item per core
+    while low < high:
+        reached, missed = _fill(sums, (low + high) // 2, num_cores)
+        if missed is None:
+            high = reached
+        else:
+            low = missed
+    return low
+
+
+def _fill(sums: list[int], limit: int, num_cores: int) -> tuple[int, int | None]:
+    """Give each core as much as the limit allows. Return the greatest load of a core and, if items are left over, the
+    smallest limit that would change anything."""
+    count = len(sums) - 1
+    begin, reached, missed = 0, 0, sums[-1]
+    for _ in range(num_cores):
+        base = sums[begin]
+        end = bisect_right(sums, base + limit, begin) - 1
+        reached = max(reached, sums[end] - base)
+        if end == count:
+            return reached, None
+        missed = min(missed, sums[end + 1] - base)
+        begin = end
+    return reached, missed
+
+
+def _even_ranges(sums: list[int], limit: int, num_cores: int) -> list[int]:
+    """Return ranges within the limit whose ends are near to equal shares."""
+    earliest = [len(sums) - 1]  # from the end: where each core begins if those after it take all they can
+    for _ in range(num_cores):
+        earliest.append(bisect_left(sums, sums[earliest[-1]] - limit, 0, earliest[-1] + 1))
+    earliest.reverse()
+    starts = [0]
+    for core in range(1, num_cores):
+        share = sums[-1] * core / num_cores
+        nearest = bisect_left(sums, share)
+        if nearest > 0 and share - sums[nearest - 1] <= sums[nearest] - share:
+            nearest -= 1
+        latest = bisect_right(sums, sums[starts[-1]] + limit) - 1
+        starts.append(min(max(nearest, earliest[core], starts[-1]), latest))
+    return [*starts, len(sums) - 1]

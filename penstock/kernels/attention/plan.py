@@ -8,26 +8,39 @@ As in Huawei's IncreFlashAttention operator, work is split by sequence and head 
 cores idle (its flash decoding; its rule is B * N2 < 0.4 * cores, ours compares the loads of items, because one long
 sequence among many short ones idles cores just as well). Contiguous ranges of items then keep the greatest load of a
 core as small as possible. A core works through its range and steals from others.
+
+The key of a plan is one integer, each decimal digit a choice, so that a trace can say which kernel ran and why. It is
+modelled on the tiling key of the same operator. A leading 1 keeps the zeros; then come the digits in the order of
+CHOICES. Nothing is decided by a key: it names what was decided.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
-from penstock.kernels.attention.blocks import Int32, Int64, RowBlocks, Sequences, row_blocks
-from penstock.kernels.attention.items import FEW_ROWS, Bools, Items, combines, cut
-from penstock.kernels.attention.key import encode_key
+from penstock.kernels.attention.items import FEW_ROWS, Items, combines, cut
 from penstock.kernels.attention.layout import (
     GRANULE,
     MAX_ITEM_ROWS,
     ROW_CAPACITY,
     TILE,
     AttentionShape,
+    Int64,
     scratch_bytes,
     workspace_bytes,
 )
-from penstock.kernels.attention.sharing import look_alike, share_prefixes
+from penstock.kernels.attention.rows import (
+    Bools,
+    Int32,
+    RowBlocks,
+    Sequences,
+    look_alike,
+    row_blocks,
+    share_prefixes,
+)
 
 # Columns of AttentionPlan.items and .combines; native/abi.h has the same.
 SEQUENCE, HEAD_BEGIN, HEAD_END, ROW_BEGIN, ROW_END, SPAN_BEGIN, SPAN_END, PARTIAL = range(8)
@@ -38,6 +51,35 @@ BLOCKS_PER_CORE = 8
 
 NO_PARTIAL = np.zeros(0, dtype=np.bool_)
 NO_COMBINES, NO_REFERENCES = np.empty((0, 6), dtype=np.int32), np.empty(0, dtype=np.int32)
+
+
+# By field of a key: the choice that each digit stands for, and its text in a description; "" is left out.
+CHOICES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        # every sequence has one new token, none has, some have
+        "phase": {"decode": "decode", "chunk": "chunks of prompts", "mixed": "decode and chunks of prompts"},
+        "query": {"float32": "float32 query", "bfloat16": "bfloat16 query"},
+        "cache": {"float32": "float32 cache", "bfloat16": "bfloat16 cache", "int8": "int8 cache"},
+        "output": {"float32": "float32 output", "bfloat16": "bfloat16 output", "int8": "int8 output"},
+        # int8 caches: what a scale belongs to, and how many int8 rows represent a query row
+        "scales": {"none": "", "token": "scales of tokens", "channel": "scales of channels"},
+        "slices": {"0": "", "1": "1 slice", "2": "2 slices", "3": "3 slices"},
+        # an item takes few rows of many heads in the order of memory, or a block of rows of one head; or some do either
+        "template": {
+            "stream": "few rows, heads together",
+            "blocks": "blocks of rows, one head",
+            "both": "few rows with heads together, blocks of rows with one head",
+        },
+        "split": {"no": "", "spans": "split over spans"},  # spans of one sequence are computed apart and combined
+        # blocks of a block table, one block per sequence, or one block repeated
+        "memory": {"paged": "paged", "rows": "whole rows", "ring": "rings"},
+        # whether some row does not see all positions before it, and whether it keeps the first ones
+        "window": {"none": "", "window": "window", "sinks": "window and first tokens"},
+        "prefix": {"own": "", "shared": "shared prefix"},  # shared: some spans are read once for several sequences
+        # the instruction level, where the backend names it
+        "level": {"any": "", "portable": "portable", "avx2": "avx2", "avx512": "avx512", "amx": "amx"},
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +105,7 @@ class AttentionPlan:
         partial_rows: of all items together.
         workspace_bytes: shared by the cores while the step runs; the reference needs none.
         scratch_bytes: of each core.
-        key: names the plan (key.py).
+        key: names the kind of plan; see `describe_key`.
         shape: the layers for which it was made.
     """
 
@@ -83,36 +125,30 @@ class AttentionPlan:
 
 @dataclass(slots=True, eq=False)
 class Planner:
-    """Plans the steps of one cache group; arguments as those of plan_attention.
+    """Plans the steps of one cache group.
 
     A decode step mostly sees the same tiles as the step before. Then only positions are new, and the last plan is used
     again.
+
+    Attributes: as in kernels.metadata.AttentionMetadata, and the number of cores that share a step.
     """
 
     shape: AttentionShape
     block_size: int
-    sliding_window: int | None
-    num_sink_tokens: int
-    num_cores: int
+    sliding_window: int | None = None
+    num_sink_tokens: int = 0
+    num_cores: int = 1
     _seen: tuple[int, bytes] | None = None  # what the last plan depends on
     _last: AttentionPlan | None = None
 
     def plan(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> AttentionPlan:
-        """Return the plan that plan_attention makes of this step."""
+        """Plan a step; arguments as in kernels.metadata.AttentionMetadata, on the host."""
         seen = self._dependencies(query_start_loc, seq_lens, block_table)
         if self._last is not None and seen is not None and seen == self._seen:
             return replace(self._last, positions=seq_lens - 1)
         self._seen = seen
-        self._last = plan_attention(
-            query_start_loc,
-            seq_lens,
-            block_table,
-            self.shape,
-            block_size=self.block_size,
-            sliding_window=self.sliding_window,
-            num_sink_tokens=self.num_sink_tokens,
-            num_cores=self.num_cores,
-        )
+        window = self.sliding_window, self.num_sink_tokens
+        self._last = self._new_plan(Sequences.of(query_start_loc, seq_lens, self.shape.group, *window), block_table)
         return self._last
 
     def _dependencies(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> tuple[int, bytes] | None:
@@ -128,47 +164,35 @@ class Planner:
             tiles += (hidden // TILE).tobytes() + (hidden > 0).tobytes()
         return min(block_table.shape[1], 2), tiles
 
+    def _new_plan(self, step: Sequences, block_table: Int32) -> AttentionPlan:
+        shape, num_cores = self.shape, self.num_cores
+        own = row_blocks(step, _block_rows(shape, step.tokens, num_cores))
+        shared = share_prefixes(step, own, block_table, self.block_size, most_rows(shape))
+        blocks, chains = (own, None) if shared is None else (shared.blocks, shared.chains)
+        pieces, items, starts = cut(blocks, shape.num_kv_heads, _head_limits(shape)[blocks.rows], num_cores)
 
-def plan_attention(
-    query_start_loc: Int32,
-    seq_lens: Int32,
-    block_table: Int32,
-    shape: AttentionShape,
-    *,
-    block_size: int,
-    sliding_window: int | None = None,
-    num_sink_tokens: int = 0,
-    num_cores: int = 1,
-) -> AttentionPlan:
-    """Plan a step; arguments as in kernels.metadata.AttentionMetadata, on the host."""
-    step = Sequences.of(query_start_loc, seq_lens, shape.group, sliding_window, num_sink_tokens)
-    own = row_blocks(step, _block_rows(shape, step.tokens, num_cores))
-    shared = share_prefixes(step, own, block_table, block_size, most_rows(shape))
-    blocks, chains = (own, None) if shared is None else (shared.blocks, shared.chains)
-    pieces, items, starts = cut(blocks, shape.num_kv_heads, _head_limits(shape)[blocks.rows], num_cores)
-
-    partial = NO_PARTIAL
-    combined, references = NO_COMBINES, NO_REFERENCES
-    if shared is not None or not pieces.whole:
-        partial = pieces.spans > 1 if shared is None else (pieces.spans > 1) | shared.is_partial
-        targets = np.flatnonzero(partial[: len(own.sequence)])
-        combined, references = combines(blocks, targets, chains, pieces, items, shape.num_kv_heads)
-    table, partial_rows = _item_table(blocks, items, partial)
-    staged = _staged(step)
-    return AttentionPlan(
-        items=table,
-        starts=np.array(starts, dtype=np.int64),
-        combines=combined,
-        references=references,
-        positions=_positions(step),
-        staged=staged,
-        loads=items.loads,
-        partial_rows=partial_rows,
-        workspace_bytes=workspace_bytes(shape, int(staged[-1]), partial_rows),
-        scratch_bytes=_scratch_bytes(shape, blocks, items, partial),
-        key=_key(step, shape, blocks, block_table, split=partial_rows > 0, shared=shared is not None),
-        shape=shape,
-    )
+        partial = NO_PARTIAL
+        combined, references = NO_COMBINES, NO_REFERENCES
+        if shared is not None or not pieces.whole:
+            partial = pieces.spans > 1 if shared is None else (pieces.spans > 1) | shared.is_partial
+            targets = np.flatnonzero(partial[: len(own.sequence)])
+            combined, references = combines(blocks, targets, chains, pieces, items, shape.num_kv_heads)
+        table, partial_rows = _item_table(blocks, items, partial)
+        staged = _staged(step)
+        return AttentionPlan(
+            items=table,
+            starts=np.array(starts, dtype=np.int64),
+            combines=combined,
+            references=references,
+            positions=_positions(step),
+            staged=staged,
+            loads=items.loads,
+            partial_rows=partial_rows,
+            workspace_bytes=workspace_bytes(shape, int(staged[-1]), partial_rows),
+            scratch_bytes=_scratch_bytes(shape, blocks, items, partial),
+            key=_key(step, shape, blocks, block_table, split=partial_rows > 0, shared=shared is not None),
+            shape=shape,
+        )
 
 
 def _positions(step: Sequences) -> Int32:
@@ -237,15 +261,67 @@ def _scratch_bytes(shape: AttentionShape, blocks: RowBlocks, items: Items, parti
 def _key(
     step: Sequences, shape: AttentionShape, blocks: RowBlocks, block_table: Int32, *, split: bool, shared: bool
 ) -> int:
-    phase = "decode" if step.is_decode else _of_these(step.counts == 1, "decode", "chunk", "mixed")
-    template = _of_these(blocks.rows <= FEW_ROWS, "stream", "blocks", "both")
-    window = "none" if step.window is None else "sinks" if step.sinks else "window"
     memory = "rows" if block_table.shape[1] <= 1 else "paged"
     if step.window is not None and memory == "paged":
         repeats = (block_table[:, 0] == block_table[:, 1]) & (block_table[:, 0] >= 0)
         memory = "ring" if bool(repeats.any()) else memory
-    return encode_key(shape, phase, template, memory, window, split=split, shared=shared)
+    scales = "token" if shape.token_scales else "channel"
+    return encode_key(
+        phase="decode" if step.is_decode else _of_these(step.counts == 1, "decode", "chunk", "mixed"),
+        query=shape.dtype,
+        cache=shape.kv_cache_dtype,
+        output=shape.dtype,
+        scales=scales if shape.kv_cache_dtype == "int8" else "none",
+        slices=str(shape.slices),
+        template=_of_these(blocks.rows <= FEW_ROWS, "stream", "blocks", "both"),
+        split="spans" if split else "no",
+        memory=memory,
+        window="none" if step.window is None else "sinks" if step.sinks else "window",
+        prefix="shared" if shared else "own",
+        level=shape.level,
+    )
 
 
 def _of_these(what: Bools, every: str, none: str, some: str) -> str:
     return every if what.all() else some if what.any() else none
+
+
+def encode_key(**chosen: str) -> int:
+    """Return the key of these choices, one per field of CHOICES.
+
+    Raises:
+        ValueError: a field has no such choice.
+    """
+    key = 1
+    for name, choices in CHOICES.items():
+        if chosen[name] not in choices:
+            raise ValueError(f"{name} is one of {', '.join(choices)}, not {chosen[name]!r}")
+        key = key * 10 + list(choices).index(chosen[name])
+    return key
+
+
+def decode_key(key: int) -> dict[str, str]:
+    """Return the choice of each field.
+
+    Raises:
+        ValueError: no plan has this key.
+    """
+    digits = str(key)
+    if len(digits) != 1 + len(CHOICES) or digits[0] != "1":
+        raise ValueError(f"{key} is not the key of an attention plan")
+    chosen = {}
+    for (name, choices), digit in zip(CHOICES.items(), digits[1:], strict=True):
+        if int(digit) >= len(choices):
+            raise ValueError(f"{key} is not the key of an attention plan: {name} has no choice {digit}")
+        chosen[name] = list(choices)[int(digit)]
+    return chosen
+
+
+def describe_key(key: int) -> str:
+    """Return the key in one line of text.
+
+    Raises:
+        ValueError: no plan has this key.
+    """
+    texts = (CHOICES[name][choice] for name, choice in decode_key(key).items())
+    return ", ".join(text for text in texts if text)

@@ -1,4 +1,7 @@
-"""NativeCalls: the context of the native library that all operations of an engine share, and the way they call it."""
+"""How native functions are called: the context that all operations of an engine share, and tensors as arguments.
+
+Native functions do not check type, shape or layout of what an address points to, so `address` does.
+"""
 
 import ctypes
 import weakref
@@ -11,14 +14,16 @@ from torch import Tensor
 
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.kernels.cpu.abi import ABI
-from penstock.kernels.cpu.arguments import TYPES
 from penstock.kernels.cpu.library import LEVELS, check_status, chosen_level, load_library, why_missing
-from penstock.kernels.cpu.program import Program, Recorder
+from penstock.kernels.cpu.program import NativeProgram, Recorder
 from penstock.kernels.metadata import AttentionMetadata
 from penstock.validation import check_choice
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
+
+TYPES = {torch.float32: ABI.constants["TYPE_F32"], torch.bfloat16: ABI.constants["TYPE_BF16"]}
+ACTIVATIONS = {name: ABI.constants[f"ACT_{name.upper()}"] for name in ("silu", "gelu", "gelu_tanh")}
 
 
 class NativeCalls:
@@ -64,23 +69,21 @@ class NativeCalls:
             ValueError, MemoryError: see `library.check_status`.
         """
         if self._recorder is not None:
-            self._recorder.call(name, arguments)
-            self._recorder.keep(*used)
+            self._recorder.call(name, arguments, used)
         if status := self._native[name](self._context, *arguments):
             check_status(status)
 
     def record(
         self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata]
-    ) -> tuple[Tensor, Program | None]:
+    ) -> tuple[Tensor, NativeProgram | None]:
         recorder = Recorder(attention, partial(self._native["penstock_replay"], self._context))
-        recorder.keep(self)
         self._recorder = recorder
         try:
             with recorder:
                 result = forward()
         finally:
             self._recorder = None
-        return result, recorder.program(result)
+        return result, recorder.program(result, self)
 
     # --- measurements -------------------------------------------------------------------------------------------------
 
@@ -110,3 +113,74 @@ def remembered(known: dict[Key, Value], key: Key, limit: int, make: Callable[[],
             known.clear()
         value = known[key] = make()
     return value
+
+
+def address(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> int:
+    """Return the address of a contiguous tensor of exactly this shape and type.
+
+    Raises:
+        ValueError: the tensor has another shape or type, is not contiguous, or not in CPU memory.
+    """
+    if tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous() and tensor.is_cpu:
+        return tensor.data_ptr()
+    layout = "" if tensor.is_cpu and tensor.is_contiguous() else ", not contiguous in CPU memory"
+    found = f"{list(tensor.shape)} {tensor.dtype}{layout}"
+    raise ValueError(f"{name}: {found} where {list(shape)} {dtype} is needed".replace("torch.", ""))
+
+
+def rows_address(tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, name: str) -> tuple[int, int]:
+    """Return the address of a tensor, which may be some columns of a wider one, and the elements between its rows.
+
+    Raises:
+        ValueError: the tensor has another shape or type, or its rows are not contiguous.
+    """
+    fits = tensor.dtype is dtype and tensor.shape == shape and tensor.is_cpu
+    if not fits or tensor.is_contiguous() or tensor.stride(1) != 1 or tensor.stride(0) < shape[1]:
+        return address(tensor, shape, dtype, name), shape[1]
+    return tensor.data_ptr(), tensor.stride(0)
+
+
+def optional_address(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> int | None:
+    """Return the address of a tensor, or None for None; see `address`."""
+    return None if tensor is None else address(tensor, shape, dtype, name)
+
+
+def output(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return `out`, or a new tensor if it is None."""
+    return torch.empty(shape, dtype=dtype) if out is None else out
+
+
+def rows_of(tensor: Tensor, name: str) -> tuple[int, int]:
+    """Return the shape of a tensor [rows, columns].
+
+    Raises:
+        ValueError: the tensor does not have two axes.
+    """
+    shape = tensor.shape
+    if len(shape) != 2:
+        raise ValueError(f"{name}: {list(shape)} where [rows, columns] is needed")
+    return shape[0], shape[1]
+
+
+def type_code(dtype: torch.dtype) -> int:
+    """Return the DataType of abi.h.
+
+    Raises:
+        ValueError: native functions do not support the type.
+    """
+    code = TYPES.get(dtype)
+    if code is None:
+        raise ValueError(f"dtype: {dtype}; supported are {', '.join(map(str, TYPES))}".replace("torch.", ""))
+    return code
+
+
+def activation_code(activation: str) -> int:
+    """Return the Activation of abi.h.
+
+    Raises:
+        ValueError: there is no such activation.
+    """
+    code = ACTIVATIONS.get(activation)
+    if code is None:
+        raise ValueError(f"no activation {activation!r}; supported are {', '.join(ACTIVATIONS)}")
+    return code

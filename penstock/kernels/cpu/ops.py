@@ -10,14 +10,13 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.arguments import address, optional_address, output, rows_of
-from penstock.kernels.cpu.attention import CpuKVCache, NativeParams, check_plan, new_step, own_cache, planned
-from penstock.kernels.cpu.calls import remembered
+from penstock.kernels.cpu.attention import CpuKVCache, NativeParams
+from penstock.kernels.cpu.calls import address, optional_address, output, remembered, rows_of
 from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockSampling, check_status
 from penstock.kernels.cpu.products import ProductOps
+from penstock.kernels.cpu.program import fill_step
 from penstock.kernels.cpu.rows import RowOps
-from penstock.kernels.cpu.sampling import fill_sampling
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache, own
 from penstock.kernels.sampling import SamplingTensors
 
 F32, I64 = torch.float32, torch.int64
@@ -30,7 +29,7 @@ class CpuOps(ProductOps, RowOps):
     call at a time, so every engine has its own.
 
     Attributes:
-        plan_counts: number of plans by key of the kind of attention (kernels/attention/key.py).
+        plan_counts: number of plans by key of the kind of attention (kernels/attention/plan.py).
     """
 
     def __init__(self, dtype: torch.dtype, *, threads: int = 1, level: str | None = None) -> None:
@@ -43,47 +42,34 @@ class CpuOps(ProductOps, RowOps):
 
     # --- attention -------------------------------------------------------------------------------------------------
 
-    def new_kv_cache(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        *,
-        slices: int = 0,
-        scales: KVScales | None = None,
-    ) -> KVCache:
-        return CpuKVCache(num_blocks, block_size, num_kv_heads, head_dim, dtype, slices, scales)
+    def new_kv_cache(self, spec: CacheSpec) -> KVCache:
+        return CpuKVCache(spec)
 
     def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        own = own_cache(cache)
-        tokens, shape = len(slots), (len(slots), own.num_kv_heads, own.head_dim)
+        to = own(cache, CpuKVCache)
+        tokens, shape = len(slots), (len(slots), to.spec.num_kv_heads, to.spec.head_dim)
         k_at, v_at = address(k, shape, self.dtype, "k"), address(v, shape, self.dtype, "v")
         slots_at = address(slots, (tokens,), I64, "slots")
-        self._call("penstock_cache_store", (k, v, slots), own.address, k_at, v_at, self._type, slots_at, tokens)
+        self._call("penstock_cache_store", (k, v, slots), to.address, k_at, v_at, self._type, slots_at, tokens)
 
     def load_kv(self, cache: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
-        own = own_cache(cache)
-        k, v = (torch.empty((len(slots), own.num_kv_heads, own.head_dim), dtype=F32) for _ in range(2))
+        source = own(cache, CpuKVCache)
+        k, v = (torch.empty((len(slots), source.spec.num_kv_heads, source.spec.head_dim), dtype=F32) for _ in range(2))
         slots_at = address(slots, (len(slots),), I64, "slots")
-        self._call("penstock_cache_load", (slots,), own.address, slots_at, len(slots), k.data_ptr(), v.data_ptr())
+        self._call("penstock_cache_load", (slots,), source.address, slots_at, len(slots), k.data_ptr(), v.data_ptr())
         return k, v
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
-        own = own_cache(cache)
-        meta = planned(meta, heads, own, own.planner(heads.num_heads, self.dtype, self.level, self.threads, meta))
-        if meta.plan is not None:
-            self.plan_counts[meta.plan.key] += 1
-            self._reserve(meta.plan.workspace_bytes, meta.plan.scratch_bytes)
+        meta = own(cache, CpuKVCache).plan(meta, heads, self.dtype, self.level, self.threads)
+        if (plan := meta.plan) is not None:
+            self.plan_counts[plan.key] += 1
+            workspace, scratch = self._reserved
+            if plan.workspace_bytes > workspace or plan.scratch_bytes > scratch:
+                needed = max(workspace, plan.workspace_bytes), max(scratch, plan.scratch_bytes)
+                if status := self._native["penstock_attention_reserve"](self._context, *needed):
+                    check_status(status)
+                self._reserved = needed
         return meta
-
-    def _reserve(self, workspace_bytes: int, scratch_bytes: int) -> None:
-        workspace, scratch = self._reserved
-        if workspace_bytes > workspace or scratch_bytes > scratch:
-            needed = max(workspace, workspace_bytes), max(scratch, scratch_bytes)
-            check_status(self._native["penstock_attention_reserve"](self._context, *needed))
-            self._reserved = needed
 
     def attend(
         self,
@@ -97,25 +83,26 @@ class CpuOps(ProductOps, RowOps):
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        own = own_cache(cache)
+        paged = own(cache, CpuKVCache)
         tokens, num_heads, head_dim = q.shape
-        kv_shape, shape = (tokens, own.num_kv_heads, head_dim), (tokens, num_heads * head_dim)
+        kv_heads = paged.spec.num_kv_heads
+        kv_shape, shape = (tokens, kv_heads, head_dim), (tokens, num_heads * head_dim)
         if len(meta.slot_mapping) != tokens:
             raise ValueError(f"q: {tokens} tokens where the metadata has {len(meta.slot_mapping)}")
         if meta.plan is None:
-            meta = self.plan(meta, Heads(num_heads, own.num_kv_heads, head_dim), own)
+            meta = self.plan(meta, Heads(num_heads, kv_heads, head_dim), cache)
         out = output(out, shape, self.dtype)
-        step = self._step(meta, own, num_heads)
+        step = self._step(meta, paged, num_heads)
         native_params = remembered(
             self._params, (params, num_heads), REMEMBERED_PARAMS, lambda: NativeParams(params, num_heads)
         )
         self._call(
             "penstock_attend",
-            (q, k_new, v_new, own, out, lse, native_params),
+            (q, k_new, v_new, paged, out, lse, native_params),
             ctypes.addressof(step),
-            own.address,
+            paged.address,
             native_params.address,
-            address(q, (tokens, num_heads, own.head_dim), self.dtype, "q"),
+            address(q, (tokens, num_heads, paged.spec.head_dim), self.dtype, "q"),
             address(k_new, kv_shape, self.dtype, "k_new"),
             address(v_new, kv_shape, self.dtype, "v_new"),
             self._type,
@@ -131,11 +118,13 @@ class CpuOps(ProductOps, RowOps):
         Raises:
             ValueError: the plan was made for other heads, another cache or another number of threads.
         """
-        check_plan(meta, cache, num_heads, self.threads)
+        cache.check_plan(meta, num_heads, self.threads)
         recorded = None if self._recorder is None else self._recorder.step(meta)
         if recorded is not None:
             return recorded
-        return remembered(self._steps, id(meta), REMEMBERED_STEPS, lambda: (meta, new_step(meta)))[1]
+        return remembered(
+            self._steps, id(meta), REMEMBERED_STEPS, lambda: (meta, fill_step(PenstockAttentionStep(), meta))
+        )[1]
 
     # --- logits ----------------------------------------------------------------------------------------------------
 
@@ -155,7 +144,44 @@ class CpuOps(ProductOps, RowOps):
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         rows, vocab_size = shape = rows_of(logits, "logits")
         at = address(logits, shape, F32, "logits")
-        fill_sampling(self._sampling, params, rows, vocab_size)
+        _fill_sampling(self._sampling, params, rows, vocab_size)
         out = torch.empty(rows, dtype=I64)
         self._call("penstock_sample", (), at, rows, vocab_size, ctypes.addressof(self._sampling), out.data_ptr())
         return out
+
+
+def _fill_sampling(native: PenstockSampling, params: SamplingTensors, rows: int, vocab_size: int) -> None:
+    """Fill every field for logits [rows, vocab_size]. The tensors have to outlive the call that reads the structure.
+
+    Raises:
+        ValueError: a tensor has another shape or type, or a pair is outside the logits.
+    """
+    native.temperature = address(params.temperature, (rows,), F32, "temperature")
+    native.top_k = optional_address(params.top_k, (rows,), I64, "top_k")
+    native.top_p = optional_address(params.top_p, (rows,), F32, "top_p")
+    native.min_p = optional_address(params.min_p, (rows,), F32, "min_p")
+    native.noise_key = optional_address(params.noise_key, (rows, 3), I64, "noise_key")
+    bias_pairs, bias_values = params.bias or (None, None)
+    repetition, repetition_pairs = params.repetition or (None, None)
+    frequency, presence, count_pairs, count_values = params.counts or (None, None, None, None)
+    native.masked, native.num_masked = _pairs(params.masked, rows, vocab_size, "masked")
+    native.bias_pairs, native.num_bias = _pairs(bias_pairs, rows, vocab_size, "bias")
+    native.bias_values = optional_address(bias_values, (native.num_bias,), F32, "bias")
+    native.repetition = optional_address(repetition, (rows,), F32, "repetition")
+    native.repetition_pairs, native.num_repetition = _pairs(repetition_pairs, rows, vocab_size, "repetition")
+    native.frequency = optional_address(frequency, (rows,), F32, "frequency")
+    native.presence = optional_address(presence, (rows,), F32, "presence")
+    native.count_pairs, native.num_counts = _pairs(count_pairs, rows, vocab_size, "counts")
+    native.count_values = optional_address(count_values, (native.num_counts,), F32, "counts")
+
+
+def _pairs(pairs: Tensor | None, rows: int, vocab_size: int, name: str) -> tuple[int | None, int]:
+    """Return address and number of the pairs [P, 2], after checking that all of them are inside the logits."""
+    if pairs is None or not len(pairs):
+        return None, 0
+    count = len(pairs)
+    at = address(pairs, (count, 2), I64, name)
+    (row, token), (last_row, last_token) = pairs.amin(dim=0).tolist(), pairs.amax(dim=0).tolist()
+    if row < 0 or token < 0 or last_row >= rows or last_token >= vocab_size:
+        raise ValueError(f"{name}: a pair is outside the logits [{rows}, {vocab_size}]")
+    return at, count

@@ -19,8 +19,9 @@ from torch import Tensor
 from penstock.errors import NotSupportedError
 from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.library import MAX_LEAVES, PenstockWeight
-from penstock.kernels.ops import PackedLinear, RowSource
-from penstock.quant.scheme import GROUP_SIZES, Scheme
+from penstock.kernels.metadata import own
+from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
+from penstock.quant.scheme import GROUP_SIZES
 
 PANEL = ABI.constants["PANEL"]  # columns that are packed together
 K_UNIT = ABI.constants["K_UNIT"]  # leaves are padded to a multiple of this
@@ -55,9 +56,7 @@ class Layout:
     gated: bool
 
     @classmethod
-    def of(
-        cls, shape: Sequence[int], dtype: torch.dtype, scheme: Scheme | None, leaf_ends: Sequence[int], gated: bool
-    ) -> "Layout":
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, packing: Packing = PLAIN) -> "Layout":
         """Return the layout of a weight of a shape.
 
         Raises:
@@ -65,7 +64,7 @@ class Layout:
             NotSupportedError: a leaf is too long for integer sums.
         """
         n, k = shape if len(shape) == 2 else (0, 0)
-        ends = tuple(leaf_ends) or (k,)
+        ends, scheme, gated = packing.leaf_ends or (k,), packing.scheme, packing.gated
         if n < 1 or k < 1 or (gated and n % 2):
             raise ValueError(f"a weight of the shape {list(shape)} cannot be packed{' for a gate' if gated else ''}")
         lengths = [end - start for start, end in itertools.pairwise((0, *ends))]
@@ -163,17 +162,16 @@ class CpuLinear:
 
 
 def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
-    """Return the weight.
+    """Return a weight that was packed by this backend, gated or not.
 
     Raises:
         TypeError: it was packed by another backend.
         ValueError: it is gated and must not be, or the other way round.
     """
-    if type(weight) is not CpuLinear:
-        raise TypeError(f"a weight packed by another backend: {type(weight).__name__}")
-    if weight.gated is not gated:
-        raise ValueError(f"a weight packed {'for' if weight.gated else 'without'} a gate is used otherwise")
-    return weight
+    linear = own(weight, CpuLinear)
+    if linear.gated is not gated:
+        raise ValueError(f"a weight packed {'for' if linear.gated else 'without'} a gate is used otherwise")
+    return linear
 
 
 def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: torch.dtype, pack_rows: Pack) -> CpuLinear:

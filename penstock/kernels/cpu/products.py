@@ -6,12 +6,19 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.arguments import TYPES, activation_code, address, output, rows_address, rows_of
-from penstock.kernels.cpu.calls import NativeCalls, remembered
-from penstock.kernels.cpu.experts import NativeExperts
+from penstock.kernels.cpu.calls import (
+    TYPES,
+    NativeCalls,
+    activation_code,
+    address,
+    output,
+    remembered,
+    rows_address,
+    rows_of,
+)
+from penstock.kernels.cpu.library import PenstockWeight
 from penstock.kernels.cpu.packed import CpuLinear, Layout, own_linear, pack
-from penstock.kernels.ops import PackedLinear, RowSource, TensorRows
-from penstock.quant.scheme import Scheme
+from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows
 
 F32, I64 = torch.float32, torch.int64
 REMEMBERED_EXPERTS = 1024  # layers whose NativeExperts are kept
@@ -25,28 +32,16 @@ class ProductOps(NativeCalls):
         self._experts: dict[tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]], NativeExperts] = {}
 
     def pack_linear(
-        self,
-        weight: Tensor | RowSource,
-        bias: Tensor | None = None,
-        *,
-        leaf_ends: Sequence[int] = (),
-        scheme: Scheme | None = None,
-        gated: bool = False,
+        self, weight: Tensor | RowSource, bias: Tensor | None = None, packing: Packing = PLAIN
     ) -> PackedLinear:
         source = TensorRows(weight) if isinstance(weight, Tensor) else weight
-        layout = Layout.of(source.shape, self.dtype, scheme, leaf_ends, gated)
+        layout = Layout.of(source.shape, self.dtype, packing)
         return pack(layout, source, bias, self.dtype, self._pack_rows)
 
     def restore_linear(
-        self,
-        shape: tuple[int, int],
-        state: Mapping[str, Tensor],
-        *,
-        leaf_ends: Sequence[int] = (),
-        scheme: Scheme | None = None,
-        gated: bool = False,
+        self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN
     ) -> PackedLinear:
-        return CpuLinear(Layout.of(shape, self.dtype, scheme, leaf_ends, gated), state)
+        return CpuLinear(Layout.of(shape, self.dtype, packing), state)
 
     def _pack_rows(self, weight: CpuLinear, rows: Tensor, first: int) -> None:
         at = address(rows, (len(rows), weight.depth), self.dtype, "weight")
@@ -94,7 +89,8 @@ class ProductOps(NativeCalls):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        native = self._native_experts(gate_up, down)
+        key = tuple(gate_up), tuple(down)
+        native = remembered(self._experts, key, REMEMBERED_EXPERTS, lambda: NativeExperts(*key))
         (rows, _), (_, top_k) = rows_of(x, "x"), rows_of(ids, "ids")
         out = output(out, (rows, native.outputs), F32)
         self._call(
@@ -113,10 +109,6 @@ class ProductOps(NativeCalls):
             address(out, (rows, native.outputs), F32, "out"),
         )
         return out
-
-    def _native_experts(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> NativeExperts:
-        key = tuple(gate_up), tuple(down)
-        return remembered(self._experts, key, REMEMBERED_EXPERTS, lambda: NativeExperts(*key))
 
     def expert_counts(self) -> tuple[int, int]:
         """Return what `experts` did so far: experts whose weights were read, once per call, and (row, expert) pairs."""
@@ -144,3 +136,34 @@ class ProductOps(NativeCalls):
             address(weights, shape, F32, "weights"),
         )
         return ids, weights
+
+
+class NativeExperts:
+    """The experts of a layer as arrays of PenstockWeight, which keep the weights and their memory alive.
+
+    Attributes:
+        count: number of experts.
+        depth, outputs: columns of the input and of the output.
+        gate_up, down: addresses of the arrays [count].
+    """
+
+    def __init__(self, gate_up: Sequence[PackedLinear], down: Sequence[PackedLinear]) -> None:
+        """Check and copy the weights.
+
+        Raises:
+            ValueError: the numbers of weights differ, or not all experts have the same shapes.
+            TypeError: a weight was packed by another backend.
+        """
+        gates = [own_linear(item, gated=True) for item in gate_up]
+        downs = [own_linear(item, gated=False) for item in down]
+        shapes = {(gate.shape, plain.shape) for gate, plain in zip(gates, downs, strict=True)}
+        if len(shapes) != 1 or gates[0].outputs != downs[0].depth or gates[0].depth != downs[0].outputs:
+            raise ValueError(f"experts: weights of these shapes do not follow each other: {sorted(shapes)}")
+        self.count, self.depth, self.outputs = len(gates), gates[0].depth, downs[0].outputs
+        self._weights = gates, downs
+        self._arrays = _array(gates), _array(downs)
+        self.gate_up, self.down = (ctypes.addressof(array) for array in self._arrays)
+
+
+def _array(weights: list[CpuLinear]) -> "ctypes.Array[PenstockWeight]":
+    return (PenstockWeight * len(weights))(*(item.weight for item in weights))

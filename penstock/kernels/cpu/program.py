@@ -1,4 +1,4 @@
-"""Programs: the native calls of a forward pass, recorded once and replayed without running its Python.
+"""Programs: the native calls of a forward pass, recorded once and from then on run without its Python.
 
 A line of Python between two kernels starts cold, because weights have streamed through the caches: measured on a
 1.1B model, 1.2 ms of Python become 4 ms. A program is one native call. Only the attention metadata changes from step to
@@ -11,13 +11,13 @@ kept alive with the program, and any other operation makes the forward pass unre
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.kernels.cpu.abi import ABI
-from penstock.kernels.cpu.attention import fill_step, new_step
 from penstock.kernels.cpu.library import (
     MAX_ARGUMENTS,
     RECORDABLE,
@@ -27,8 +27,8 @@ from penstock.kernels.cpu.library import (
 )
 from penstock.kernels.metadata import AttentionMetadata
 
-Replay = Callable[[int, int], int]  # address and number of PenstockCalls -> status
-Calls = list[tuple[str, tuple[int | float | None, ...]]]  # function, arguments after the context
+RunCalls = Callable[[int, int], int]  # address and number of PenstockCalls -> status
+Arguments = tuple[int | float | None, ...]  # of a native function, without the context
 
 HARMLESS = {  # allocate memory or create views, and compute nothing
     "aten::empty.memory_format",
@@ -46,36 +46,31 @@ HARMLESS = {  # allocate memory or create views, and compute nothing
 }
 
 
-class Program:
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeProgram:
     """A recorded forward pass, for a fixed number of tokens.
 
     Attributes:
-        result: the tensor it returned; every run overwrites it.
+        steps: the arguments of attention by cache group.
+        kept: owners of the memory that the calls read and write.
+        result: the tensor that the pass returned; every run overwrites it.
     """
 
-    def __init__(
-        self,
-        calls: "ctypes.Array[PenstockCall]",
-        replay: Replay,
-        steps: Sequence[PenstockAttentionStep],
-        kept: Sequence[Any],
-        result: Tensor,
-    ) -> None:
-        self.result = result
-        self._calls = calls
-        self._replay = replay
-        self._steps = steps
-        self._kept = kept  # memory that the calls read and write
+    calls: "ctypes.Array[PenstockCall]"
+    run_calls: RunCalls
+    steps: Sequence[PenstockAttentionStep]
+    kept: Sequence[Any]
+    result: Tensor
 
     def run(self, attention: Sequence[AttentionMetadata]) -> Tensor:
-        """Replay the pass with the planned metadata of this step for each cache group.
+        """Run the pass with the planned metadata of this step for each cache group.
 
         Raises:
             ValueError, MemoryError: see `library.check_status`.
         """
-        for step, meta in zip(self._steps, attention, strict=True):
+        for step, meta in zip(self.steps, attention, strict=True):
             fill_step(step, meta)
-        if status := self._replay(ctypes.addressof(self._calls), len(self._calls)):
+        if status := self.run_calls(ctypes.addressof(self.calls), len(self.calls)):
             check_status(status)
         return self.result
 
@@ -92,14 +87,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return False: nothing here is ever compiled, and True would import the compiler, which takes a second."""
         return False
 
-    def __init__(self, attention: Sequence[AttentionMetadata], replay: Replay) -> None:
-        """Start with the planned metadata of this pass and the function that replays native calls."""
+    def __init__(self, attention: Sequence[AttentionMetadata], run_calls: RunCalls) -> None:
+        """attention: the planned metadata of this pass. run_calls: runs recorded calls."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.foreign: str | None = None
         self._attention = attention
-        self._replay = replay
-        self._steps = [new_step(meta) for meta in attention]
-        self._calls: Calls = []
+        self._run_calls = run_calls
+        self._steps = [fill_step(PenstockAttentionStep(), meta) for meta in attention]
+        self._calls: list[tuple[str, Arguments]] = []
         self._kept: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,15 +105,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.foreign = func.name()
         return result
 
-    def call(self, name: str, arguments: tuple[int | float | None, ...]) -> None:
-        """Record the call of a native function; arguments without the context."""
+    def call(self, name: str, arguments: Arguments, used: tuple[object, ...]) -> None:
+        """Record the call of a native function. used: owners of the memory that it reads and writes."""
         self._calls.append((name, arguments))
+        self._kept += used
         if name not in RECORDABLE:
             self.foreign = name
-
-    def keep(self, *memory: object) -> None:
-        """Keep the owners of memory that native calls use alive."""
-        self._kept += memory
 
     def step(self, meta: AttentionMetadata) -> PenstockAttentionStep | None:
         """Return the step of the cache group of this metadata, or None if the metadata is not that of this pass."""
@@ -128,15 +120,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.foreign = "attention metadata of unknown origin"
         return None
 
-    def program(self, result: Tensor) -> Program | None:
-        """Return the program, or None if it would be incomplete."""
+    def program(self, result: Tensor, context: object) -> NativeProgram | None:
+        """Return the program, or None if it would be incomplete. context: owner of the native context."""
         if self.foreign:
             return None
         calls = (PenstockCall * len(self._calls))(*(_recorded_call(name, values) for name, values in self._calls))
-        return Program(calls, self._replay, self._steps, self._kept, result)
+        return NativeProgram(calls, self._run_calls, self._steps, [context, *self._kept], result)
 
 
-def _recorded_call(name: str, arguments: tuple[int | float | None, ...]) -> PenstockCall:
+def _recorded_call(name: str, arguments: Arguments) -> PenstockCall:
     types = ABI.functions[name][1][1:]  # without the context
     words = (_word(value, kind) for value, kind in zip(arguments, types, strict=True))
     return PenstockCall(RECORDABLE.index(name), (ctypes.c_int64 * MAX_ARGUMENTS)(*words))
@@ -148,3 +140,27 @@ def _word(value: int | float | None, kind: type) -> int:
         word: int = struct.unpack("<q", struct.pack("<d", value))[0]
         return word
     return int(value or 0)
+
+
+def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> PenstockAttentionStep:
+    """Write planned metadata, and return the step. It has addresses of the tensors, so meta must outlive its use."""
+    plan = meta.plan
+    if plan is None:
+        raise ValueError("plan: the metadata has no plan")
+    step.sequences, step.tokens = len(meta.seq_lens), len(meta.slot_mapping)
+    step.query_start_loc = meta.query_start_loc.data_ptr()
+    step.seq_lens = meta.seq_lens.data_ptr()
+    step.block_table = meta.block_table.data_ptr()
+    step.max_blocks = meta.block_table.shape[1]
+    step.slot_mapping = meta.slot_mapping.data_ptr()
+    step.sliding_window = meta.sliding_window or 0
+    step.num_sink_tokens = meta.num_sink_tokens
+    step.positions = plan.positions.ctypes.data
+    step.items, step.combines = len(plan.items), len(plan.combines)
+    step.item = plan.items.ctypes.data
+    step.item_starts = plan.starts.ctypes.data
+    step.combine = plan.combines.ctypes.data
+    step.references = plan.references.ctypes.data
+    step.staged = plan.staged.ctypes.data
+    step.partial_rows = plan.partial_rows
+    return step

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.arguments import address, optional_address, output, rows_of, type_code
-from penstock.kernels.cpu.calls import NativeCalls
+from penstock.kernels.cpu.calls import NativeCalls, address, optional_address, output, rows_of, type_code
 from penstock.kernels.metadata import RotaryParams
 
 F32, I64 = torch.float32, torch.int64

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.kernels.metadata import KVScales
+from penstock.kernels.metadata import CacheSpec
 from penstock.quant import kv
 
 Quantised = tuple[Tensor, Tensor, Tensor]  # integers, scales, offsets
@@ -12,10 +12,11 @@ Quantised = tuple[Tensor, Tensor, Tensor]  # integers, scales, offsets
 class ReferenceKVCache:
     """Keys and values of one layer in a float type."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+    def __init__(self, spec: CacheSpec, device: torch.device) -> None:
+        self.dtype = spec.dtype
+        shape = (spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        self.keys = torch.empty(shape, dtype=spec.dtype, device=device)
+        self.values = torch.empty(shape, dtype=spec.dtype, device=device)
         self.num_bytes = 2 * self.keys.numel() * self.keys.element_size()
 
     def store(self, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
@@ -56,18 +57,14 @@ class ReferenceKVCache:
 
 
 class Int8KVCache(ReferenceKVCache):
-    """Keys and values as int8, with scales and offsets per token or per channel (quant/kv.py).
+    """Keys and values as int8, with scales and offsets per token or per channel (quant/kv.py). With 0 slices queries
+    stay as they are."""
 
-    slices: int8 rows that represent a query row; 0 keeps queries as they are. scales: per channel; None: per token.
-    """
-
-    def __init__(
-        self, shape: tuple[int, int, int, int], slices: int, scales: KVScales | None, device: torch.device
-    ) -> None:
-        super().__init__(shape, torch.int8, device)
-        self.slices = slices
-        self.channels = scales
-        tokens = (*shape[:3], 2) if scales is None else (0, 0, 0, 2)
+    def __init__(self, spec: CacheSpec, device: torch.device) -> None:
+        super().__init__(spec, device)
+        self.slices = spec.slices
+        self.channels = spec.scales
+        tokens = (*self.keys.shape[:3], 2) if spec.scales is None else (0, 0, 0, 2)
         self.key_scales = torch.empty(tokens, device=device)  # scale and offset per token and kv head
         self.value_scales = torch.empty(tokens, device=device)
         self.num_bytes += 2 * self.key_scales.numel() * self.key_scales.element_size()

@@ -13,12 +13,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales, RotaryParams
-from penstock.kernels.ops import PackedLinear, RowSource
+from penstock.kernels.metadata import (
+    AttentionMetadata,
+    AttentionParams,
+    CacheSpec,
+    Heads,
+    KVCache,
+    KVScales,
+    RotaryParams,
+    own,
+)
+from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
 from penstock.kernels.reference import attention, quantised, sampling
 from penstock.kernels.reference.cache import Int8KVCache, ReferenceKVCache
 from penstock.kernels.sampling import SamplingTensors
-from penstock.quant.scheme import Scheme
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -31,10 +39,10 @@ CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # float64 makes a
 class ReferenceLinear:
     """A weight [N, K] and its bias [N], rounded to the model's type, quantised and scaled back, and kept in float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None, leaf_ends: Sequence[int]) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, packing: Packing) -> None:
         self.shape = (weight.shape[0], weight.shape[1])
-        self._scheme = scheme
-        self._leaf_ends = tuple(leaf_ends) or (weight.shape[1],)
+        self._scheme = scheme = packing.scheme
+        self._leaf_ends = packing.leaf_ends or (weight.shape[1],)
         self._weight = weight if scheme is None else quantised.through_weight(weight, scheme, self._leaf_ends)
         self._bias = bias
         self.num_bytes = 4 * (weight.numel() + (0 if bias is None else bias.numel()))
@@ -57,39 +65,27 @@ class ReferenceOps:
         self.device = torch.device(device)
 
     def pack_linear(
-        self,
-        weight: Tensor | RowSource,
-        bias: Tensor | None = None,
-        *,
-        leaf_ends: Sequence[int] = (),
-        scheme: Scheme | None = None,
-        gated: bool = False,
+        self, weight: Tensor | RowSource, bias: Tensor | None = None, packing: Packing = PLAIN
     ) -> PackedLinear:
         whole = weight if isinstance(weight, Tensor) else weight.read(0, weight.shape[0])
-        return ReferenceLinear(self._round(whole), None if bias is None else self._round(bias), scheme, leaf_ends)
+        return ReferenceLinear(self._round(whole), None if bias is None else self._round(bias), packing)
 
     def restore_linear(
-        self,
-        shape: tuple[int, int],
-        state: Mapping[str, Tensor],
-        *,
-        leaf_ends: Sequence[int] = (),
-        scheme: Scheme | None = None,
-        gated: bool = False,
+        self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN
     ) -> PackedLinear:
         raise _no_packed_form()
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
-        return _deliver(_own(weight)(x), torch.float32, out)
+        return _deliver(own(weight, ReferenceLinear)(x), torch.float32, out)
 
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
-        gate, up = _own(weight)(x).chunk(2, dim=-1)
+        gate, up = own(weight, ReferenceLinear)(x).chunk(2, dim=-1)
         return _deliver(ACTIVATIONS[activation](gate) * up, self.dtype, out)
 
     def activated_linear(
         self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None
     ) -> Tensor:
-        return _deliver(ACTIVATIONS[activation](_own(weight)(x)), self.dtype, out)
+        return _deliver(ACTIVATIONS[activation](own(weight, ReferenceLinear)(x)), self.dtype, out)
 
     def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         return _deliver(weight[ids].float() * scale, torch.float32, out)
@@ -168,34 +164,23 @@ class ReferenceOps:
         q_out, k_out, v_out = (None, None, None) if out is None else out
         return _deliver(q, self.dtype, q_out), _deliver(k, self.dtype, k_out), _deliver(v, self.dtype, v_out)
 
-    def new_kv_cache(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        *,
-        slices: int = 0,
-        scales: KVScales | None = None,
-    ) -> KVCache:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
-        if dtype == torch.int8:
-            if slices not in (0, 2, 3):
-                raise NotSupportedError(f"slices: {slices}; 2, 3, or 0 for exact queries", param="slices")
-            _check_scales(scales, (num_kv_heads, head_dim))
-            return Int8KVCache(shape, slices, scales, self.device)
-        if dtype not in CACHE_DTYPES:
-            raise NotSupportedError(f"dtype: {dtype}; one of {CACHE_DTYPES} or int8", param="dtype")
-        if slices or scales is not None:
-            raise NotSupportedError(f"slices, scales: for an int8 cache, not for {dtype}", param="slices")
-        return ReferenceKVCache(shape, dtype, self.device)
+    def new_kv_cache(self, spec: CacheSpec) -> KVCache:
+        if spec.dtype == torch.int8:
+            if spec.slices not in (0, 2, 3):
+                raise NotSupportedError(f"slices: {spec.slices}; 2, 3, or 0 for exact queries", param="slices")
+            _check_scales(spec.scales, (spec.num_kv_heads, spec.head_dim))
+            return Int8KVCache(spec, self.device)
+        if spec.dtype not in CACHE_DTYPES:
+            raise NotSupportedError(f"dtype: {spec.dtype}; one of {CACHE_DTYPES} or int8", param="dtype")
+        if spec.slices or spec.scales is not None:
+            raise NotSupportedError(f"slices, scales: for an int8 cache, not for {spec.dtype}", param="slices")
+        return ReferenceKVCache(spec, self.device)
 
     def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        _own_cache(cache).store(k, v, slots)
+        own(cache, ReferenceKVCache).store(k, v, slots)
 
     def load_kv(self, cache: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = _own_cache(cache).read(slots)
+        keys, values = own(cache, ReferenceKVCache).read(slots)
         return keys.float(), values.float()
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
@@ -213,7 +198,7 @@ class ReferenceOps:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        rows, log_sums = attention.attend(q, k_new, v_new, _own_cache(cache), meta, params)
+        rows, log_sums = attention.attend(q, k_new, v_new, own(cache, ReferenceKVCache), meta, params)
         if lse is not None:
             lse.copy_(log_sums)
         return _deliver(rows.flatten(1), self.dtype, out)
@@ -230,18 +215,6 @@ class ReferenceOps:
     def _round(self, tensor: Tensor) -> Tensor:
         """Round to the model's type, and return float32."""
         return tensor.to(device=self.device, dtype=self.dtype).float().contiguous()
-
-
-def _own(weight: PackedLinear) -> ReferenceLinear:
-    if not isinstance(weight, ReferenceLinear):
-        raise TypeError(f"a weight packed by another backend: {type(weight).__name__}")
-    return weight
-
-
-def _own_cache(cache: KVCache) -> ReferenceKVCache:
-    if not isinstance(cache, ReferenceKVCache):
-        raise TypeError(f"a cache of another backend: {type(cache).__name__}")
-    return cache
 
 
 def _check_scales(scales: KVScales | None, shape: tuple[int, int]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.layers.decoder import RMSNormLM
 from penstock.layers.factory import LayerFactory
-from penstock.layers.moe import MoE
+from penstock.layers.mlp import MoE
 from penstock.models.llama.model import LlamaBlock
 from penstock.spec.model_config import ModelConfig
 
