@@ -31,7 +31,8 @@ PENSTOCK_INLINE void store_narrow(Element* to, I32x16 a, int count) {
     typedef Element NarrowPart __attribute__((vector_size(sizeof(Element) * PART_LANES)));
     alignas(64) Element lane[LANES];
     for (int i = 0; i < PARTS; ++i) {
-        const NarrowPart narrow = __builtin_convertvector(a.part[i], NarrowPart);
+        const ShortPart halves = __builtin_convertvector(a.part[i], ShortPart);  // in two steps: GCC is slow in one
+        const NarrowPart narrow = __builtin_convertvector(halves, NarrowPart);
         __builtin_memcpy(lane + i * PART_LANES, &narrow, sizeof narrow);
     }
     __builtin_memcpy(to, lane, static_cast<std::size_t>(count) * sizeof(Element));
