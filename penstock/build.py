@@ -1,6 +1,6 @@
 """Composition root: from an EngineConfig to an engine with its executor. The only file that imports every part.
 
-directory -> ModelConfig -> resolved EngineConfig -> backend -> model with weights -> cache plan -> worker -> engine
+directory -> ModelConfig -> resolved EngineConfig -> backend -> model with weights -> cache plan -> runner -> engine
 """
 
 import hashlib

@@ -21,7 +21,7 @@ from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take
 from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
 
 DTYPES = ("bf16", "int8")  # of caches
 SLICES = {"bf16": 0, "int8": 2}

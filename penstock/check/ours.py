@@ -1,6 +1,6 @@
 """Our side of a comparison: a loaded model, and one recorded pass of a whole prompt.
 
-The caches are paged, as in the engine. The pass never replays a recorded graph: hooks need the Python code to run.
+The caches are paged, as in the engine. The pass never runs a recorded program: hooks need the Python code to run.
 """
 
 from collections.abc import Callable, Iterator

@@ -77,7 +77,7 @@ class Rejected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """The step loop is running and has nothing to do."""
+    """The engine is alive: idle, or about to compute its first step after it was idle."""
 
     epoch: int
     stats: EngineStats

@@ -1,6 +1,6 @@
 """The arithmetic of an engine: one method per operation, with shapes, types and rounding points.
 
-A backend (reference, cpu, triton) implements `Ops`; layers get one as an argument and call nothing else. Only the
+A backend (reference or cpu) implements `Ops`; layers get one as an argument and call nothing else. Only the
 backend knows how a packed weight or a cache block is laid out. Attention's arguments are in kernels/metadata.py. The
 backends' methods have no docstrings of their own: this file is their specification.
 
@@ -14,7 +14,7 @@ Rounding points. `dtype` is the model's type (bfloat16 or float32); in float32 t
   - Every product accumulates in float32 and returns float32, its bias added before anything is rounded.
 So each value is rounded exactly once, when it becomes an operand of the next product.
 
-Row independence (batch invariance). In the `cpu` and `triton` backends a row of any result is a function of that row's
+Row independence (batch invariance). In the `cpu` backend a row of any result is a function of that row's
 own inputs only. The `reference` backend is plain torch: it guarantees a tolerance, not identical bits.
 
 `out=`, where given, is a buffer of exactly the result's shape and type that is filled and returned; without it the
@@ -22,7 +22,7 @@ result is a new tensor. No other argument is written to, unless its docstring li
 LayerFactory gives each its slot in an arena (kernels/arena.py), so model files handle no buffers.
 
 Quantised weights. `scheme` (quant/scheme.py) says how a weight is stored and what it is multiplied with. quant/int8.py
-and quant/int4.py specify the stored values, native/products.h the arithmetic.
+and quant/int4.py specify the stored values, native/products/products.h the arithmetic.
 """
 
 from collections.abc import Callable, Mapping, Sequence

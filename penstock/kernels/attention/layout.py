@@ -1,7 +1,7 @@
 """Sizes of attention: tiles and spans, what a cached token takes, and the memory of an item and of a step. No torch.
 
 A tile is 64 positions at multiples of 64, a span 32 tiles. Both are constants of the numerics version: they alone
-decide the order of sums, whatever the block size and the load. native/attention_call.h has the same formulas.
+decide the order of sums, whatever the block size and the load. native/attention/call.h has the same formulas.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Products with quantised weights, as native/products.h defines them, in plain float32.
+"""Products with quantised weights, as native/products/products.h defines them, in plain float32.
 
 Here both operands are quantised and scaled back before they are multiplied. The native kernels multiply integers and
 scale the sums, so results differ by float32 rounding only.
