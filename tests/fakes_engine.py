@@ -69,7 +69,7 @@ class ScriptedExecutor:
 
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         self.steps.append(scheduler_output)
-        for request_id in scheduler_output.forgotten_request_ids:
+        for request_id in scheduler_output.removed_request_ids:
             self.rows.pop(request_id, None)
         return scheduler_output
 

@@ -130,7 +130,7 @@ class KVCacheManager:
             runs.append(run)
         return runs
 
-    def find_prefix(self, request: Request) -> Prefix:
+    def get_computed_blocks(self, request: Request) -> Prefix:
         """Look up a waiting request. The result is valid until a block is allocated, registered or released."""
         hashes = self._hashes(request)
         count = self._reusable_blocks(hashes)
@@ -159,7 +159,7 @@ class KVCacheManager:
         request.num_computed_tokens = count * self.block_size
         self._in_progress.update((block_hash, request.request_id) for block_hash in hashes[count:])
         num_new = min(max_new_tokens, request.num_missing_tokens)
-        if not self.grow(request, num_new):
+        if not self.allocate_slots(request, num_new):
             raise PenstockError(f"request {request.request_id} was admitted without room")
         return num_new
 
@@ -169,7 +169,7 @@ class KVCacheManager:
         found = [pool.lookup(block_hash) for block_hash in hashes[first:count]]
         return [NO_BLOCK] * first + [block_id for block_id in found if block_id is not None]
 
-    def grow(self, request: Request, num_new_tokens: int) -> bool:
+    def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
         """Free the blocks that the window has passed, then allocate for num_new_tokens after the computed ones.
 
         False, with nothing allocated, if a group has too few free blocks.

@@ -48,7 +48,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = self.num_prompt_tokens = self.num_cached_tokens = 0
-        self._forgotten: list[str] = []  # since the last step; the executor frees their rows
+        self._removed: list[str] = []  # since the last step; the executor frees their rows
         self._next_step_id = 0
 
     def add(self, request: Request) -> None:
@@ -71,18 +71,18 @@ class Scheduler:
         plan = _Plan(self.max_num_batched_tokens)
         for request in sorted(self.running, key=lambda item: (item.num_missing_tokens > 1, item.arrival)):
             if request.request_id not in plan.preempted:  # by an older one in this loop
-                self._continue(request, plan)
-        self._admit(plan)
+                self._schedule_running(request, plan)
+        self._schedule_waiting(plan)
         output = self._output(plan)
-        self._forgotten = []
+        self._removed = []
         self._next_step_id += 1
         return output
 
-    def _continue(self, request: Request, plan: _Plan) -> None:
+    def _schedule_running(self, request: Request, plan: _Plan) -> None:
         num_new = min(request.num_missing_tokens, plan.budget)
         if num_new == 0:
             return
-        while not self.kv_cache.grow(request, num_new):
+        while not self.kv_cache.allocate_slots(request, num_new):
             victim = max(self.running, key=lambda item: item.arrival)
             self.preempt(victim, plan)
             if victim is request:
@@ -101,9 +101,9 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         self.kv_cache.free(request)
-        self._forgotten.append(request.request_id)
+        self._removed.append(request.request_id)
 
-    def _admit(self, plan: _Plan) -> None:
+    def _schedule_waiting(self, plan: _Plan) -> None:
         """Start waiting requests in order; none in a step that had to preempt, for lack of blocks."""
         if plan.preempted:
             return
@@ -114,7 +114,7 @@ class Scheduler:
             if request.block_hashes and request.block_hashes[-1] in held_hashes:
                 held_back.append(request)
                 continue
-            prefix = self.kv_cache.find_prefix(request)
+            prefix = self.kv_cache.get_computed_blocks(request)
             if prefix.in_progress:
                 held_back.append(request)
                 held_hashes.add(request.block_hashes[-1])
@@ -138,11 +138,11 @@ class Scheduler:
 
     def _output(self, plan: _Plan) -> SchedulerOutput:
         chosen = [request for request in self.running if request.request_id in plan.tokens]
-        new_requests = [self._introduce(request) for request in chosen if request.request_id in plan.new]
-        scheduled = [self._share(request, plan) for request in chosen]
-        return SchedulerOutput(self._next_step_id, new_requests, scheduled, self._forgotten)
+        new_requests = [self._new_request(request) for request in chosen if request.request_id in plan.new]
+        scheduled = [self._scheduled_request(request, plan) for request in chosen]
+        return SchedulerOutput(self._next_step_id, new_requests, scheduled, self._removed)
 
-    def _introduce(self, request: Request) -> NewRequest:
+    def _new_request(self, request: Request) -> NewRequest:
         tables = self.kv_cache.tables(request)
         self.kv_cache.take_updates(request)
         return NewRequest(
@@ -154,7 +154,7 @@ class Scheduler:
             block_tables=tables,
         )
 
-    def _share(self, request: Request, plan: _Plan) -> ScheduledRequest:
+    def _scheduled_request(self, request: Request, plan: _Plan) -> ScheduledRequest:
         new_block_ids, num_released = self.kv_cache.take_updates(request)
         num_new = plan.tokens[request.request_id]
         return ScheduledRequest(

@@ -31,7 +31,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that is new to the executor, or was preempted and forgotten, as a whole.
+    """A request that is new to the executor, or was preempted and removed, as a whole.
 
     Attributes:
         token_ids: the prompt, then the outputs so far (some after a preemption or a resumption).
@@ -79,14 +79,14 @@ class SchedulerOutput:
     Attributes:
         new_requests: to be added before the step; each is scheduled in this very step.
         scheduled: in the order in which their tokens are packed.
-        forgotten_request_ids: finished, aborted or preempted since the last step; their rows are free. To be removed
+        removed_request_ids: finished, aborted or preempted since the last step; their rows are free. To be removed
             before new_requests are added, so an id may be in both (preempted and admitted again).
     """
 
     step_id: int  # counts up from 0
     new_requests: list[NewRequest]
     scheduled: list[ScheduledRequest]
-    forgotten_request_ids: list[str] = field(default_factory=list)
+    removed_request_ids: list[str] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -134,12 +134,12 @@ class Executor(Protocol):
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
         """Start a step and return a handle for `collect`, perhaps before the step is done.
 
-        forgotten_request_ids are removed even if the step fails."""
+        removed_request_ids are removed even if the step fails."""
 
     def collect(self, handle: Any) -> StepOutput:
         """Wait for the step and return its results.
 
-        Raises what the step raised. Later steps are still computed; the requests of the failed one must be forgotten.
+        Raises what the step raised. Later steps are still computed; the requests of the failed one must be removed.
         """
 
     def shutdown(self) -> None:

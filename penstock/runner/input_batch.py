@@ -1,7 +1,7 @@
 """InputBatch: the runner's state of every request, and the packing of a step from it; BlockTable: the block ids of all
 rows for one cache group.
 
-A request has a row from the step that brings its NewRequest until it is forgotten. Rows are numpy arrays of fixed size,
+A request has a row from the step that brings its NewRequest until it is removed. Rows are numpy arrays of fixed size,
 so packing takes a few indexed reads, whatever the number of tokens. The scheduler has decided which tokens are
 computed and where they are stored; the batch follows. It handles no model, torch tensor or logits.
 """
@@ -162,9 +162,9 @@ class InputBatch:
 
         Raises:
             EngineError: the scheduler and this batch disagree. The step must not run; the batch is consistent again
-                once all requests of the step have been forgotten.
+                once all requests of the step have been removed.
         """
-        for request_id in scheduler_output.forgotten_request_ids:
+        for request_id in scheduler_output.removed_request_ids:
             self.forget(request_id)
         for request in scheduler_output.new_requests:
             self.learn(request)

@@ -99,7 +99,7 @@ class ModelRunner:
 
         Raises:
             EngineError: scheduler and runner disagree. Whatever is raised, no token was appended, and later steps
-                work once the requests of this one have been forgotten.
+                work once the requests of this one have been removed.
         """
         self.batch.update(scheduler_output)
         if not scheduler_output.scheduled:
@@ -219,7 +219,7 @@ class TorchExecutor:
         Raises:
             EngineError: another step comes first, and nothing was run; or the executor was shut down.
             Exception: whatever the step raised as a whole. Later steps still work; the requests of this one must be
-                forgotten in the next.
+                removed in the next.
         """
         if not self._submitted or self._submitted[0] is not handle:
             raise EngineError("steps are collected once each, in the order in which they were submitted")

@@ -163,7 +163,7 @@ def finish_step(
     for index in packed.sampled.tolist():
         name = output.scheduled[index].request_id
         if len(scheduler.books[name].tokens) == MAX_LEN:
-            output.forgotten_request_ids.append(name)
+            output.removed_request_ids.append(name)
             batch.forget(name)
             del scheduler.books[name]
             continue
