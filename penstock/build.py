@@ -128,12 +128,12 @@ def _find(config: EngineConfig, instance: object | None) -> tuple[ModelConfig, W
 
 
 def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights) -> EngineConfig:
-    """Settle every option that was left open: by what a packed directory holds, the model and the machine."""
-    numerics, held = config.numerics, dict[str, str]()
+    """Choose every option that was left open: from a packed directory, the model and the machine."""
+    numerics, reasons = config.numerics, dict[str, str]()
     if isinstance(weights, Path):
-        numerics, held = packed.fit(numerics, weights)
+        numerics, reasons = packed.fit(numerics, weights)
     config = replace(config, numerics=numerics).resolve(model)
-    return replace(config, reasons=config.reasons | held | _check_sharding(config, model))
+    return replace(config, reasons=config.reasons | reasons | _check_sharding(config, model))
 
 
 def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:

@@ -1,15 +1,14 @@
 """What the first difference points to: a guess, from weights, positions and rotary tables."""
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
 from penstock.check.pairs import both_values
 from penstock.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM, Comparison, Place
+from penstock.kernels.ops import TensorRows
 from penstock.layers.attention import Attention
 from penstock.layers.weights import LayerNorm, RMSNorm
-from penstock.spec.param_table import Parameter
+from penstock.weights.rows import tensor_rows
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # what modules of Transformers call it
 
@@ -39,26 +38,17 @@ def find_cause(found: Comparison) -> str | None:
 
 
 def _changed_weights(found: Comparison, layer: str) -> str | None:
-    """Describe the first parameter in one of our layers whose values differ from their model's."""
+    """Name the first tensor of one of our layers that has other values in their model, and count the differences."""
     for parameter, ours, theirs in both_values(layer, found.source, found.twin.model.state_dict()):
         if ours.shape != theirs.shape:
             continue
         difference = (ours - theirs).abs()
         if bool((difference > LAYER_TOLERANCE * theirs.abs().max()).any()):
             count = f"{int((difference > 0).sum()):,} of {difference.numel():,} differ, by up to {difference.max():.3g}"
-            return f"{_source_of(parameter, difference)} has other values there ({count})"
+            parts = tensor_rows(parameter.layouts[0], TensorRows(difference))
+            source = next(name for name, rows in parts.items() if bool(rows.read(0, rows.shape[0]).any()))
+            return f"{source} has other values there ({count})"
     return None
-
-
-def _source_of(parameter: Parameter, difference: Tensor) -> str:
-    """Return the checkpoint's name of the tensor with the first difference."""
-    layout = parameter.layouts[0]
-    names = list(layout.sources)
-    if len(names) == 1 or layout.join_axis != 0:
-        return names[0]
-    first = int(difference.flatten(1).amax(dim=1).nonzero()[0]) if difference.ndim > 1 else int(difference.nonzero()[0])
-    ends = accumulate(layout.pieces)
-    return next(name for name, end in zip(names, ends, strict=True) if first < end)
 
 
 def _norm(found: Comparison, place: Place, ours: float) -> str:
@@ -91,7 +81,7 @@ def _same_angles(found: Comparison, attention: Attention) -> bool | None:
     if attention.rotary is None or not theirs:
         return None
     ours = attention.rotary.cos_sin.cpu().chunk(2, dim=1)
-    return any(all(_same_table(own, other) for own, other in zip(ours, pair, strict=True)) for pair in theirs)
+    return any(all(map(_same_table, ours, pair)) for pair in theirs)
 
 
 def _same_table(ours: Tensor, theirs: Tensor) -> bool:

@@ -5,13 +5,15 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.options import add_engine_options, add_imports, add_model, engine_options, parse_size
+from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import progress, show_choices
 from penstock.errors import InvalidRequestError
 
+DESCRIPTION = "Measure throughput and latency in this process (serve is not built yet)."
 EXAMPLES = """examples:
   penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
   penstock bench offline /models/llama --json result.json
@@ -22,34 +24,21 @@ EXAMPLES = """examples:
   penstock bench ops demo --dtype int8                  the shapes of that model
 """
 
+Result = dict[str, Any]
+Bench = tuple[Callable[[], Result], Callable[[Result], None]]  # measures, and prints the table
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measure throughput and latency in this process (serve is not built yet)."
-    parser.epilog = EXAMPLES
-    raw = argparse.RawDescriptionHelpFormatter
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="{offline,serve,ops}")
-    offline = kinds.add_parser(
-        "offline", help="throughput and latency in this process", epilog=EXAMPLES, formatter_class=raw
-    )
+    shown: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    offline = kinds.add_parser("offline", help="throughput and latency in this process", **shown)
     add_model(offline)
     offline.add_argument("--num-prompts", type=parse_size, default=8, metavar="N", help="requests (default: 8)")
     offline.add_argument("--input-len", type=parse_size, default=128, metavar="N", help="tokens per prompt")
     offline.add_argument("--output-len", type=parse_size, default=128, metavar="N", help="tokens generated per prompt")
     offline.add_argument("--warmup", type=parse_size, default=1, metavar="N", help="runs before the measured one")
-    group = offline.add_argument_group("engine")
-    add_imports(group)
-    add_engine_options(group)
-    offline.set_defaults(run=run_offline)
-    ops = kinds.add_parser(
-        "ops", help="each kernel against the machine's measured limits", epilog=EXAMPLES, formatter_class=raw
-    )
-    _configure_ops(ops)
-    for command in (offline, ops):
-        command.add_argument("--json", metavar="FILE", help="write the figures to FILE (- is standard output)")
-    kinds.add_parser("serve", help="not built yet", add_help=False)
-
-
-def _configure_ops(ops: argparse.ArgumentParser) -> None:
+    add_engine_options(offline)
+    ops = kinds.add_parser("ops", help="each kernel against the machine's measured limits", **shown)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     help_text = "measure the shapes of this model (default: those of a 1.1B and a 7B Llama)"
     ops.add_argument("model", nargs="?", metavar="MODEL", help=help_text)
@@ -58,7 +47,9 @@ def _configure_ops(ops: argparse.ArgumentParser) -> None:
     ops.add_argument("--rows", **several, type=int, metavar="M", help="rows of a product (default: 1 to 512)")
     ops.add_argument("--shape", **several, type=_parse_shape, metavar="NxK", help="weight shapes, like 5632x2048")
     ops.add_argument("--threads", type=int, metavar="N", help="cores that compute (default: all)")
-    ops.set_defaults(run=run_ops)
+    for command in (offline, ops):
+        command.add_argument("--json", metavar="FILE", help="write the figures to FILE (- is standard output)")
+    kinds.add_parser("serve", help="not built yet", add_help=False)
 
 
 def _parse_shape(text: str) -> tuple[int, int]:
@@ -68,18 +59,36 @@ def _parse_shape(text: str) -> tuple[int, int]:
     return int(n), int(k)
 
 
-def run_offline(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Measure, write the figures to a file and print a table; with --json - print only JSON."""
+    measure, show = (_prepare_offline if args.kind == "offline" else _prepare_ops)(args)
+    to_file = args.json and args.json != "-"
+    if to_file:
+        try:  # refused before the run, not after it
+            Path(args.json).open("a").close()
+        except OSError as error:
+            raise InvalidRequestError(f"json: cannot write {args.json!r}: {error.strerror}", param="json") from error
+    result = measure()
+    text = json.dumps(result, indent=2)
+    if to_file:
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    if args.json == "-":
+        print(text)
+    else:
+        show(result)
+    return 0
+
+
+def _prepare_offline(args: argparse.Namespace) -> Bench:
     options = engine_options(args)
     from penstock.bench.offline import Workload, measure_offline
     from penstock.bench.report import print_offline
 
     workload = Workload(args.num_prompts, args.input_len, args.output_len, args.warmup)
-    _check_writable(args.json)
-    result = measure_offline(options, workload, announce=show_choices, progress=progress)
-    return _deliver(result, args.json, print_offline)
+    return partial(measure_offline, options, workload, announce=show_choices, progress=progress), print_offline
 
 
-def run_ops(args: argparse.Namespace) -> int:
+def _prepare_ops(args: argparse.Namespace) -> Bench:
     from penstock.bench.ops import Selection, measure_ops, model_operands
     from penstock.bench.report import print_ops
 
@@ -94,27 +103,5 @@ def run_ops(args: argparse.Namespace) -> int:
     given = {"ops": args.op, "dtypes": args.dtype, "rows": args.rows, "threads": args.threads}
     given |= {"shapes": shapes, "heads": heads}
     selection = Selection(**{name: value for name, value in given.items() if value is not None})
-    _check_writable(args.json)
-    result = {"command": shlex.join(["penstock", *sys.argv[1:]]), **measure_ops(selection, progress=progress)}
-    return _deliver(result, args.json, print_ops)
-
-
-def _check_writable(json_file: str | None) -> None:
-    """Refuse a file that cannot be written before the run, not after it."""
-    if json_file and json_file != "-":
-        try:
-            Path(json_file).open("a").close()
-        except OSError as error:
-            raise InvalidRequestError(f"json: cannot write {json_file!r}: {error.strerror}", param="json") from error
-
-
-def _deliver(result: dict[str, Any], json_file: str | None, show: Callable[[dict[str, Any]], None]) -> int:
-    """Write the figures to a file and print a table, or print only JSON."""
-    text = json.dumps(result, indent=2)
-    if json_file == "-":
-        print(text)
-        return 0
-    if json_file:
-        Path(json_file).write_text(text + "\n", encoding="utf-8")
-    show(result)
-    return 0
+    command = {"command": shlex.join(["penstock", *sys.argv[1:]])}
+    return lambda: command | measure_ops(selection, progress=progress), print_ops

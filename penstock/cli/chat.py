@@ -5,13 +5,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import add_generation_options, load_llm, sampling_options
-from penstock.cli.terminal import handle_interrupt, note, show_choices
+from penstock.cli.terminal import handle_signals, note, show_choices
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from penstock.entrypoints.llm import LLM
 
+DESCRIPTION = "Talk to a model in the terminal."
 EXAMPLES = """examples:
   penstock chat                                talk to the bundled demo model
   penstock chat /models/llama --system "Answer in one sentence." --temperature 0.7
@@ -22,16 +23,13 @@ Commands: /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops 
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Talk to a model in the terminal."
-    parser.epilog = EXAMPLES
     add_generation_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     with load_llm(args) as llm:
-        handle_interrupt()
+        handle_signals()
         show_choices(llm.engine.model_info)
         params = llm.default_params(**sampling_options(args), output_kind=RequestOutputKind.DELTA)
         if params.n != 1:

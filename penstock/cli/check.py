@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import add_imports, add_model
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from penstock.check.report import Report
 
+DESCRIPTION = "Compare a model with Transformers, layer by layer, and test the engine's guarantees on it."
 EXAMPLES = """examples:
   penstock check                                  the bundled demo model, with its own weights
   penstock check /models/llama --tiny             its config, shrunk, with random weights: seconds
@@ -29,12 +31,9 @@ PIPED_WIDTH = 140  # of tables that go to a file or another program
 MEASURES = (
     "errors: the largest one; RMS relative to theirs. The RMS is bounded, for log-probabilities the largest error"
 )
-OPTIONS = ("model", "against", "tiny", "verify", "dtype", "kernels", "prompt_len")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Compare a model with Transformers, layer by layer, and test the engine's guarantees on it."
-    parser.epilog = EXAMPLES
     add_model(parser)
     add_imports(parser)
     parser.add_argument("--against", metavar="DIR", help="compare with Transformers' model of another directory")
@@ -46,15 +45,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", default="auto", metavar="{" + ",".join(KERNELS) + "}", help=help_text)
     parser.add_argument("--prompt-len", type=int, default=64, metavar="N", help="tokens of the prompt (default: 64)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from penstock.check.run import Options, check_model
 
     import_files(getattr(args, "import", ()))
-    options = Options(**{name: getattr(args, name) for name in OPTIONS})
-    handle_signals()
+    options = Options(**{name: getattr(args, name) for name in (item.name for item in fields(Options))})
+    handle_signals(terminate=True)
     report = check_model(options, lambda line: note(f"penstock: {line}"))
     if args.json:
         print(json.dumps(report.as_dict()))

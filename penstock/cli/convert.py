@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.cli.options import UNSET, WEIGHT_OPTIONS, add_engine_options, add_imports, engine_options, parse_size
+from penstock.cli.options import UNSET, WEIGHT_OPTIONS, add_engine_options, engine_options, parse_size
 from penstock.cli.terminal import handle_signals, note, progress
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
@@ -36,8 +36,6 @@ EXAMPLES = """examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     parser.add_argument("src", metavar="SRC", help="a Hugging Face directory, a hub name, or demo")
     help_text = "a directory that does not exist or is empty (leftovers of an interrupted run are replaced)"
     parser.add_argument("dst", metavar="DST", help=help_text)
@@ -45,9 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", default=PACKED, metavar=choices, help="the form to write (default: packed)")
     help_text = "largest file of a form that is not packed, like 5GB (default: 5GB)"
     parser.add_argument("--max-shard-size", type=parse_size, default=UNSET, metavar="N", help=help_text)
-    add_imports(parser)
-    add_engine_options(parser.add_argument_group("weights, in the packed form"), WEIGHT_OPTIONS)
-    parser.set_defaults(run=run)
+    add_engine_options(parser, WEIGHT_OPTIONS, "weights, in the packed form")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +75,7 @@ def _write(args: argparse.Namespace, config: EngineConfig) -> int:
     from penstock.weights.convert import convert_model
     from penstock.weights.rewrite import rewrite_model
 
-    handle_signals()
+    handle_signals(terminate=True)
     target = Path(os.path.expanduser(args.dst))
     if args.to == PACKED:
         with _percent("layers") as show:

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import add_generation_options, load_llm, sampling_options
-from penstock.cli.terminal import StreamPrinter, handle_interrupt, note, progress, show_choices
+from penstock.cli.terminal import StreamPrinter, handle_signals, note, progress, show_choices
 from penstock.client.input_processor import PROMPT_KEYS
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from penstock.entrypoints.llm import LLM
-    from penstock.interface.outputs import LogprobsAt, RequestOutput
+    from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
 
+DESCRIPTION = "Generate text from prompts, streaming to the terminal."
 EXAMPLES = """examples:
   penstock generate -p "Once upon a time" --temperature 0
   penstock generate /models/llama -p "The capital of France is" --max-tokens 8 --json
@@ -29,13 +30,10 @@ FILE.jsonl holds one prompt per line: a JSON string, or an object with "prompt" 
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Generate text from prompts, streaming to the terminal."
-    parser.epilog = EXAMPLES
     add_generation_options(parser)
     parser.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help="a file of prompts, one per line; - is stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, and nothing else")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if (hasattr(args, "logprobs") or hasattr(args, "prompt_logprobs")) and not args.json:
         raise InvalidRequestError("logprobs: log-probabilities are shown with --json only", param="logprobs")
     with load_llm(args) as llm:
-        handle_interrupt()
+        handle_signals()
         params = llm.default_params(**sampling_options(args))
         started = time.perf_counter()
         outputs = list((_print_json if args.json else _print_text)(llm, prompts, params))
@@ -108,14 +106,13 @@ def _print_json(llm: "LLM", prompts: list[Any], params: Any) -> Iterator["Reques
             results[index] = output
             advance(1)
     for _, output in sorted(results.items()):
-        for index in range(len(output.outputs)):
-            print(json.dumps(_json_object(output, index), ensure_ascii=False))
+        for choice in output.outputs:
+            print(json.dumps(_json_object(output, choice), ensure_ascii=False))
         yield output
     sys.stdout.flush()
 
 
-def _json_object(output: "RequestOutput", index: int) -> dict[str, Any]:
-    choice = output.outputs[index]
+def _json_object(output: "RequestOutput", choice: "CompletionOutput") -> dict[str, Any]:
     found: dict[str, Any] = {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,

@@ -45,14 +45,6 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def version_text() -> str:
-    from penstock.kernels.cpu.library import best_level
-
-    level = best_level()
-    native = "no native library" if level is None else f"native kernels: {level}"
-    return f"penstock {__version__} ({native})"
-
-
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     """Return the parser; only the command that argv names is imported and gets its own flags."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -64,7 +56,10 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     for name, help_text in COMMANDS.items():
         command = commands.add_parser(name, help=help_text, formatter_class=raw)
         if name == chosen:
-            importlib.import_module(f"penstock.cli.{name}").configure(command)
+            module = importlib.import_module(f"penstock.cli.{name}")
+            command.description, command.epilog = module.DESCRIPTION, module.EXAMPLES
+            command.set_defaults(run=module.run)
+            module.configure(command)
     for name, help_text in PLANNED.items():
         commands.add_parser(name, help=f"(not built yet) {help_text}", add_help=False)
     return parser
@@ -91,15 +86,14 @@ def main(argv: list[str] | None = None) -> int:
     # leave a library half initialised.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if args.version:
-        print(version_text())
+        from penstock.kernels.cpu.library import best_level
+
+        level = best_level()
+        print(f"penstock {__version__} ({f'native kernels: {level}' if level else 'no native library'})")
         return 0
     if args.command is None:
         parser.print_help()
         return 0
-    return _guarded(args)
-
-
-def _guarded(args: argparse.Namespace) -> int:
     try:
         return int(args.run(args))
     except (InvalidRequestError, ModelLoadError, EngineError) as error:

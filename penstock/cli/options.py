@@ -94,8 +94,12 @@ def add_imports(group: Any) -> None:
     group.add_argument("--import", action="append", default=UNSET, metavar="FILE", help=help_text)
 
 
-def add_engine_options(group: Any, names: Sequence[str] | None = None) -> None:
-    """Add a flag for each field of EngineConfig's parts, or for those of these names."""
+def add_engine_options(
+    parser: argparse.ArgumentParser, names: Sequence[str] | None = None, title: str = "engine"
+) -> None:
+    """Add a group with --import and a flag for each field of EngineConfig's parts, or for those of these names."""
+    group = parser.add_argument_group(title)
+    add_imports(group)
     for item in (item for part in PARTS.values() for item in fields(part)):
         if names is None or item.name in names:
             is_open = item.default is None or item.default is True  # the help text says what is chosen
@@ -122,9 +126,7 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, kind, help_text in SAMPLING:
         group.add_argument(flag_of(name), help=help_text, **{"default": UNSET, **kind})
-    group = parser.add_argument_group("engine")
-    add_imports(group)
-    add_engine_options(group, [name for name in option_names() if name != "seed"])
+    add_engine_options(parser, [name for name in option_names() if name != "seed"])
 
 
 def flag_of(name: str) -> str:

@@ -4,9 +4,10 @@ import argparse
 import os
 import time
 
-from penstock.cli.options import UNSET, add_engine_options, add_imports, add_model, engine_options
+from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+DESCRIPTION = "Serve a model over the OpenAI API. SIGTERM lets open requests finish."
 EXAMPLES = """examples:
   penstock serve                                        the demo model on http://127.0.0.1:8000
   penstock serve /models/llama --port 9000 --api-key secret --served-model-name llama
@@ -15,8 +16,6 @@ EXAMPLES = """examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Serve a model over the OpenAI API. SIGTERM lets open requests finish."
-    parser.epilog = EXAMPLES
     add_model(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
@@ -27,10 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", action="append", metavar="NAME", help=help_text)
     help_text = "seconds that open requests get after SIGTERM"
     group.add_argument("--drain-timeout", type=float, default=UNSET, metavar="S", help=help_text)
-    group = parser.add_argument_group("engine")
-    add_imports(group)
-    add_engine_options(group)
-    parser.set_defaults(run=run)
+    add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

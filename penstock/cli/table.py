@@ -22,12 +22,9 @@ EXAMPLES = """examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLES
     parser.add_argument("model", metavar="MODEL", help="a directory, a config.json, a hub name, or demo")
     parser.add_argument("--sharding", action="store_true", help="print a sharding file: NAME : AXIS #  TYPE SHAPE")
     add_imports(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,17 +27,15 @@ def show_choices(info: "ModelInfo") -> None:
         note(f"  {option} = {reason}")
 
 
-def handle_interrupt() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt; called once everything is imported (see `cli.main`)."""
+def handle_signals(*, terminate: bool = False) -> None:
+    """Make Ctrl-C raise KeyboardInterrupt; called once everything is imported (see `cli.main`).
+
+    terminate: make SIGTERM raise SystemExit too, so that unfinished files are removed.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def handle_signals() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt and SIGTERM raise SystemExit, so that unfinished files are removed."""
-    handle_interrupt()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        if terminate:
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 @contextmanager

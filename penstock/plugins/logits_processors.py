@@ -43,10 +43,8 @@ def register_logits_processor(name: str) -> Callable[[LogitsProcessor], LogitsPr
         if known is not None and _place(known) != _place(function):
             raise InvalidRequestError(f"name: another logits processor {name!r} is registered already", param="name")
         if _num_parameters(function) not in (WITHOUT_IDS, WITH_IDS):
-            raise InvalidRequestError(
-                f"name: the logits processor {name!r} must take (logits, args) or (logits, args, token_ids)",
-                param="name",
-            )
+            message = f"name: the logits processor {name!r} must take (logits, args) or (logits, args, token_ids)"
+            raise InvalidRequestError(message, param="name")
         PROCESSORS[name] = function
         return function
 
@@ -64,12 +62,11 @@ def check_registered(names: Iterable[str]) -> None:
     Raises:
         InvalidRequestError: a name is not; the message lists the registered ones.
     """
-    for name in names:
-        if name not in PROCESSORS:
-            known = ", ".join(sorted(PROCESSORS)) or "none; the engine option `imports` names files that register some"
-            raise InvalidRequestError(
-                f"logits_processors: {name!r} is not registered; there are {known}", param="logits_processors"
-            )
+    unknown = next((name for name in names if name not in PROCESSORS), None)
+    if unknown is not None:
+        known = ", ".join(sorted(PROCESSORS)) or "none; the engine option `imports` names files that register some"
+        message = f"logits_processors: {unknown!r} is not registered; there are {known}"
+        raise InvalidRequestError(message, param="logits_processors")
 
 
 def _num_parameters(function: Callable[..., Any]) -> int:
