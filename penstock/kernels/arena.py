@@ -6,26 +6,15 @@ have memory that never moves, so that a recorded program stays valid. A model's 
 is called again.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
-
-
-class Buffer(Protocol):
-    """A buffer for results of one kind, to be passed as `out=`. dtype: of the results."""
-
-    dtype: torch.dtype
-
-    def __call__(self, rows: int) -> Tensor:
-        """Return a tensor of that many rows."""
-
 
 FEW_ROWS = 64  # up to so many rows are always at the same address
 
 
 class Slot:
-    """A Buffer [rows, *columns]: fixed memory for up to FEW_ROWS rows, and memory that grows for more."""
+    """A buffer [rows, *columns] for results of one kind, passed as `out=`: fixed memory for up to FEW_ROWS rows, and
+    memory that grows for more."""
 
     def __init__(self, columns: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.columns = columns

@@ -15,7 +15,7 @@ MakeBlock = Callable[[ModelConfig, LayerFactory, int, Rotary | None], nn.Module]
 
 
 class DecoderLM(nn.Module):
-    """A CausalLM (causal_lm.py): a decoder under the name that the parameter table gives it, and the LM head."""
+    """A CausalLM (context.py): a decoder under the name that the parameter table gives it, and the LM head."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.errors import NotSupportedError
-from penstock.kernels.arena import Buffer
+from penstock.kernels.arena import Slot
 from penstock.kernels.ops import Ops, PackedLinear, RowSource, TensorRows
 from penstock.layers.weights import Linear, LinearSpec, whole
 
@@ -97,7 +97,7 @@ class LMHead(Linear):
         self,
         ops: Ops,
         spec: LinearSpec,
-        out: Buffer,
+        out: Slot,
         *,
         softcap: float | None = None,
         layout: HeadLayout = PLAIN_HEAD,

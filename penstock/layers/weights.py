@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.arena import Buffer
+from penstock.kernels.arena import Slot
 from penstock.kernels.ops import PLAIN, Ops, PackedLinear, Packing, RowSource
 
 
 class WeightLayer(nn.Module):
     """Base of all layers with parameters."""
 
-    def __init__(self, ops: Ops, out: Buffer) -> None:
+    def __init__(self, ops: Ops, out: Slot) -> None:
         super().__init__()
         self.ops = ops
         self.out = out
@@ -81,7 +81,7 @@ class Linear(WeightLayer):
 
     packed: PackedLinear
 
-    def __init__(self, ops: Ops, spec: LinearSpec, out: Buffer) -> None:
+    def __init__(self, ops: Ops, spec: LinearSpec, out: Slot) -> None:
         super().__init__(ops, out)
         self.spec = spec
         self.declare("weight", spec.shape, ops.dtype)
@@ -108,7 +108,7 @@ class Linear(WeightLayer):
 class ActivatedLinear(Linear):
     """x [M, K] dtype -> activation(x @ weight.T + bias) [M, N] dtype."""
 
-    def __init__(self, ops: Ops, spec: LinearSpec, out: Buffer, activation: str) -> None:
+    def __init__(self, ops: Ops, spec: LinearSpec, out: Slot, activation: str) -> None:
         super().__init__(ops, spec, out)
         self.activation = activation
 
@@ -128,7 +128,7 @@ class Norm(WeightLayer):
 
     weight: nn.Parameter
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Buffer) -> None:
+    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot) -> None:
         super().__init__(ops, out)
         self.eps = eps
         self.declare("weight", shape, torch.float32)
@@ -142,7 +142,7 @@ class Norm(WeightLayer):
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight: [T, hidden] float32 -> dtype, or float32 for a branch (`out` decides)."""
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Buffer, *, unit_offset: bool = False) -> None:
+    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot, *, unit_offset: bool = False) -> None:
         """unit_offset: the stored weight is the difference from 1."""
         super().__init__(ops, shape, eps, out)
         self.unit_offset = unit_offset
@@ -168,7 +168,7 @@ class LayerNorm(Norm):
 
     bias: nn.Parameter | None
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Buffer, *, bias: bool) -> None:
+    def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot, *, bias: bool) -> None:
         super().__init__(ops, shape, eps, out)
         if bias:
             self.declare("bias", shape, torch.float32)
@@ -190,7 +190,7 @@ class Embedding(WeightLayer):
 
     weight: nn.Parameter
 
-    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Buffer, scale: float = 1.0) -> None:
+    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float = 1.0) -> None:
         super().__init__(ops, out)
         self.scale = scale
         self.declare("weight", shape, ops.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import ReferenceOps, attention
 from penstock.kernels.reference.cache import ReferenceKVCache
 from penstock.kernels.reference.parts import (
@@ -301,7 +301,7 @@ def test_a_store_is_index_copy() -> None:
     expected = cache.clone()
     for row, slot in enumerate(chosen.tolist()):
         expected[row].index_copy_(0, torch.tensor([slot]), new[row])
-    store = ReferenceKVCache((rows, slots, 1, D), torch.bfloat16, torch.device("cpu"))
+    store = ReferenceKVCache(CacheSpec(rows, slots, 1, D, torch.bfloat16), torch.device("cpu"))
     store.store(cache.reshape(-1, 1, D), cache.reshape(-1, 1, D), torch.arange(rows * slots))
     store.store(new, -new, torch.arange(rows) * slots + chosen)
     assert torch.equal(store.keys[:, :, 0].view(torch.int16), expected.view(torch.int16))
@@ -359,8 +359,8 @@ def one_step(cache: ReferenceKVCache, start: int, count: int) -> Tensor:
 def test_nothing_waits_for_the_store(how: str) -> None:
     """Guards against attention that reads new tokens from the cache: the write may come after it, or go on in another
     thread, and the step has the same bits; the next step finds the tokens."""
-    plain = ReferenceKVCache((3, 16, HKV, D), torch.float64, torch.device("cpu"))
-    late = LateCache((3, 16, HKV, D), torch.float64, torch.device("cpu"))
+    plain = ReferenceKVCache(CacheSpec(3, 16, HKV, D, torch.float64), torch.device("cpu"))
+    late = LateCache(CacheSpec(3, 16, HKV, D, torch.float64), torch.device("cpu"))
     late.later = []
     late.keys.fill_(NAN)
     late.values.fill_(NAN)
@@ -381,7 +381,7 @@ def test_nothing_waits_for_the_store(how: str) -> None:
 
 def test_float64_throughout() -> None:
     """Guards against an oracle that is float32 inside: queries and cache in float64 give float64."""
-    cache = ReferenceKVCache((3, 16, HKV, D), torch.float64, torch.device("cpu"))
+    cache = ReferenceKVCache(CacheSpec(3, 16, HKV, D, torch.float64), torch.device("cpu"))
     out = one_step(cache, 0, 20)
     assert out.dtype == torch.float64
     q, (k, v) = draw(1, 40, H, D)[:, :20], (x[:1, :20] for x in qkv(40)[1:])

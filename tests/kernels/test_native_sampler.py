@@ -18,8 +18,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu.library import PenstockSampling, load_library
 from penstock.kernels.reference.ops import ReferenceOps
-from penstock.kernels.reference.philox import MASK, gumbel_noise, high, philox4x32
-from penstock.kernels.reference.sampling import adjust
+from penstock.kernels.reference.sampling import MASK, adjust, gumbel_noise, high, philox4x32
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from tests.kernels.packed import Native, levels
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.reference.philox import gumbel_noise, philox4x32, uniform
+from penstock.kernels.reference.sampling import gumbel_noise, philox4x32, uniform
 
 # Known answers published with Random123: counter, key, result.
 KNOWN = [

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from penstock.kernels.reference import ReferenceOps
-from penstock.kernels.reference.philox import gumbel_noise
-from penstock.kernels.reference.sampling import adjust, truncate
+from penstock.kernels.reference.sampling import adjust, gumbel_noise, truncate
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 
 NEVER = float("-inf")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.metadata import KVScales
+from penstock.kernels.metadata import CacheSpec, KVScales
 from penstock.kernels.reference.cache import Int8KVCache
 from penstock.quant.int8 import SMALLEST
 from penstock.quant.kv import dequantize, quantize_channels, quantize_tokens, slices, split
@@ -29,7 +29,7 @@ def cache_of(x: Tensor, granularity: str, slices: int = 3, seed: int = 0) -> Int
         scales = [(0.02 + 0.02 * normal(seed + i, width).abs()).expand(1, x.shape[1]) for i in range(2)]
         offsets = [(5 * normal(seed + 2 + i, width)).expand(1, x.shape[1]) for i in range(2)]
         channels = KVScales(scales[0], offsets[0], scales[1], offsets[1])
-    cache = Int8KVCache((1, len(x), 1, x.shape[1]), slices, channels, x.device)
+    cache = Int8KVCache(CacheSpec(1, len(x), 1, x.shape[1], torch.int8, slices, channels), x.device)
     cache.store(x[:, None], x[:, None], torch.arange(len(x)))
     return cache
 
@@ -40,7 +40,7 @@ def stored(cache: Int8KVCache, name: str) -> tuple[Tensor, Tensor, Tensor]:
     if cache.channels is None:
         scales, offsets = getattr(cache, f"{name}_scales")[0, :, 0].unbind(-1)
         return values, scales[:, None].expand(values.shape), offsets[:, None].expand(values.shape)
-    channels = getattr(cache.channels, f"{name}_scales"), getattr(cache.channels, f"{name}_offsets")
+    channels = cache.channels[name == "value"]
     return values, *(part.expand(values.shape) for part in channels)
 
 

@@ -12,8 +12,7 @@ from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, SchedulerOutput, TokenLogprobs
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.context import ForwardContext
-from penstock.runner.kv_cache import allocate_kv_caches, layer_groups
-from penstock.runner.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
+from penstock.runner.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner, allocate_kv_caches, layer_groups
 from tests.fakes import CacheModel, FakeOps, TinyModel, resolved_config, tiny_config
 
 PROMPTS = {"a": [7, 3, 11], "b": list(range(1, 40)), "c": [20]}

@@ -5,9 +5,9 @@ tiles and spans at absolute positions (layout.py), so a plan decides only which 
 cores gives another plan and the same bits.
 
 As in Huawei's IncreFlashAttention operator, work is split by sequence and head first, and by spans where that leaves
-cores idle (its flash decoding; its rule is B * N2 < 0.4 * cores, ours compares the loads of items, because one long
-sequence among many short ones idles cores just as well). Contiguous ranges of items then keep the greatest load of a
-core as small as possible. A core works through its range and steals from others.
+cores idle (its flash decoding, for B * N2 < 0.4 * cores; here the loads of items decide, because one long sequence
+among many short ones idles cores just as well). A core works through a contiguous range of items and then steals from
+other cores.
 
 The key of a plan is one integer, each decimal digit a choice, so that a trace can say which kernel ran and why. It is
 modelled on the tiling key of the same operator. A leading 1 keeps the zeros; then come the digits in the order of
@@ -48,10 +48,6 @@ SEQUENCE, HEAD_BEGIN, HEAD_END, ROW_BEGIN, ROW_END, SPAN_BEGIN, SPAN_END, PARTIA
 SCRATCH_BUDGET = 192 * 2**10  # bytes of an item's rows that stay in a core's own cache from tile to tile
 MIN_BLOCK_ROWS = 96  # where rows are cut only to share the load; shorter blocks read more than they multiply
 BLOCKS_PER_CORE = 8
-
-NO_PARTIAL = np.zeros(0, dtype=np.bool_)
-NO_COMBINES, NO_REFERENCES = np.empty((0, 6), dtype=np.int32), np.empty(0, dtype=np.int32)
-
 
 # By field of a key: the choice that each digit stands for, and its text in a description; "" is left out.
 CHOICES: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -171,13 +167,11 @@ class Planner:
         blocks, chains = (own, None) if shared is None else (shared.blocks, shared.chains)
         pieces, items, starts = cut(blocks, shape.num_kv_heads, _head_limits(shape)[blocks.rows], num_cores)
 
-        partial = NO_PARTIAL
-        combined, references = NO_COMBINES, NO_REFERENCES
-        if shared is not None or not pieces.whole:
-            partial = pieces.spans > 1 if shared is None else (pieces.spans > 1) | shared.is_partial
-            targets = np.flatnonzero(partial[: len(own.sequence)])
-            combined, references = combines(blocks, targets, chains, pieces, items, shape.num_kv_heads)
+        partial = pieces.spans > 1 if shared is None else (pieces.spans > 1) | shared.is_partial
+        targets = np.flatnonzero(partial[: len(own.sequence)])
+        combined, references = combines(blocks, targets, chains, pieces, items, shape.num_kv_heads)
         table, partial_rows = _item_table(blocks, items, partial)
+        states = np.where(partial[items.block], 0, 1 + (items.span_end - items.span_begin > 1))
         staged = _staged(step)
         return AttentionPlan(
             items=table,
@@ -189,21 +183,21 @@ class Planner:
             loads=items.loads,
             partial_rows=partial_rows,
             workspace_bytes=workspace_bytes(shape, int(staged[-1]), partial_rows),
-            scratch_bytes=_scratch_bytes(shape, blocks, items, partial),
+            scratch_bytes=scratch_bytes(shape, items.head_end - items.head_begin, blocks.rows[items.block], states),
             key=_key(step, shape, blocks, block_table, split=partial_rows > 0, shared=shared is not None),
             shape=shape,
         )
 
 
 def _positions(step: Sequences) -> Int32:
-    """[T] the position of each new token."""
+    """Return the position of each new token, [T]."""
     if step.is_decode:
         return step.computed.astype(np.int32)
     return (np.repeat(step.computed - step.begins, step.counts) + np.arange(step.tokens)).astype(np.int32)
 
 
 def _staged(step: Sequences) -> Int32:
-    """[B + 1] running sum of the granules of new tokens."""
+    """Return the running sum of the granules of new tokens, [B + 1]."""
     staged = np.arange(len(step.counts) + 1, dtype=np.int32)
     if not step.is_decode:
         granules = -(-step.lengths // GRANULE) - step.computed // GRANULE
@@ -228,7 +222,7 @@ def _block_rows(shape: AttentionShape, tokens: int, num_cores: int) -> int:
 
 @lru_cache(maxsize=64)
 def _head_limits(shape: AttentionShape) -> Int64:
-    """By the rows of a block: the most kv heads of an item. Few rows take all that fit the budget, more rows one."""
+    """Return the most kv heads of an item by the rows of its block: all that fit the budget for few rows, else one."""
     rows = np.arange(MAX_ITEM_ROWS + 1)
     fitting = SCRATCH_BUDGET // (np.maximum(rows, 1) * shape.touched_row_bytes)
     return np.where(rows <= FEW_ROWS, np.clip(fitting, 1, shape.num_kv_heads), 1)
@@ -242,20 +236,13 @@ def _item_table(blocks: RowBlocks, items: Items, partial: Bools) -> tuple[Int32,
     table[:, ROW_BEGIN], table[:, ROW_END] = blocks.row_begin[items.block], blocks.row_end[items.block]
     table[:, SPAN_BEGIN], table[:, SPAN_END] = items.span_begin, items.span_end
     table[:, PARTIAL] = -1
-    if partial is NO_PARTIAL:
+    if not partial.any():
         return table, 0
     writes = partial[items.block]
     rows = blocks.rows[items.block] * (items.head_end - items.head_begin) * (items.span_end - items.span_begin)
     ends = np.cumsum(rows * writes)
     table[writes, PARTIAL] = (ends - rows)[writes]
-    return table, int(ends[-1]) if len(ends) else 0
-
-
-def _scratch_bytes(shape: AttentionShape, blocks: RowBlocks, items: Items, partial: Bools) -> int:
-    states = 1 + (items.span_end - items.span_begin > 1)
-    if partial is not NO_PARTIAL:
-        states[partial[items.block]] = 0
-    return scratch_bytes(shape, items.head_end - items.head_begin, blocks.rows[items.block], states)
+    return table, int(ends[-1])
 
 
 def _key(

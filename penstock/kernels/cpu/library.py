@@ -64,36 +64,34 @@ def check_status(status: int) -> None:
 
 def load_library() -> ctypes.CDLL | None:
     """Return the library, or None if there is none that can be used; `why_missing` gives the reason."""
-    found = _find_library()
-    return None if isinstance(found, str) else found
+    return _find_library()[0]
 
 
 def why_missing() -> str:
     """Return why there is no native library."""
-    found = _find_library()
-    return found if isinstance(found, str) else NOT_BUILT
+    return _find_library()[1]
 
 
 @lru_cache(maxsize=1)
-def _find_library() -> ctypes.CDLL | str:
-    """Return the library with its functions declared, or why there is none."""
+def _find_library() -> tuple[ctypes.CDLL | None, str]:
+    """Return the library with its functions declared, or None and the reason."""
     files = (Path(folder) / "penstock_cpu.so" for folder in penstock.kernels.cpu.__path__)
     path = next((file for file in files if file.exists()), None)
-    return NOT_BUILT if path is None else _open_library(path)
-
-
-def _open_library(path: Path) -> ctypes.CDLL | str:
+    if path is None:
+        return None, NOT_BUILT
     try:
         library = ctypes.CDLL(str(path))
         version = library.penstock_abi_version()
         if version != ABI_VERSION:
-            return f"the native library is version {version}, and {ABI_VERSION} is needed; install the package again"
+            reason = f"the native library is version {version}, and {ABI_VERSION} is needed; install the package again"
+            return None, reason
         for name, (result, arguments) in ABI.functions.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:  # truncated, or built for another machine
-        return f"the native library cannot be used ({' '.join(str(error).split())}); install the package again"
-    return library
+        text = " ".join(str(error).split())
+        return None, f"the native library cannot be used ({text}); install the package again"
+    return library, NOT_BUILT
 
 
 def best_level() -> str | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.cpu.abi import ABI
+from penstock.kernels.cpu.calls import address
 from penstock.kernels.cpu.library import MAX_LEAVES, PenstockWeight
 from penstock.kernels.metadata import own
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
@@ -145,7 +146,8 @@ class CpuLinear:
         if set(tensors) != set(expected):
             raise ValueError(f"a packed weight needs {', '.join(expected)}; given are {', '.join(tensors) or 'none'}")
         for name, (shape, dtype) in expected.items():
-            _check_array(name, tensors[name], shape, dtype)
+            if address(tensors[name], shape, dtype, name) % ALIGNMENT:
+                raise ValueError(f"{name}: its address must be a multiple of {ALIGNMENT}")
         self.layout = layout
         self.shape = (layout.n, layout.k)
         self.depth = layout.k
@@ -153,7 +155,20 @@ class CpuLinear:
         self.outputs = layout.n // 2 if layout.gated else layout.n
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._tensors = dict(tensors)
-        self.weight = _structure(layout, self._tensors)
+        self.weight = PenstockWeight(
+            n=layout.n,
+            k=layout.k,
+            padded_k=layout.padded_k,
+            panels=layout.panels,
+            kind=layout.kind,
+            slices=layout.slices,
+            group_size=layout.group_size,
+            gated=int(layout.gated),
+            leaves=len(layout.leaf_ends),
+            leaf_ends=(ctypes.c_int64 * MAX_LEAVES)(*layout.leaf_ends),
+            padded_leaf_ends=(ctypes.c_int64 * MAX_LEAVES)(*layout.padded_leaf_ends),
+            **{name: tensor.data_ptr() for name, tensor in self._tensors.items()},
+        )
         self.address = ctypes.addressof(self.weight)
 
     def state(self) -> dict[str, Tensor]:
@@ -205,27 +220,3 @@ def _in_columns(layout: Layout, bias: Tensor) -> Tensor:
         raise ValueError(f"bias: {list(bias.shape)} where [{layout.n}] is needed")
     columns = layout.columns()
     return bias[columns.clamp(min=0)].masked_fill(columns < 0, 0.0)
-
-
-def _check_array(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu or not tensor.is_contiguous():
-        raise ValueError(f"{name}: {list(tensor.shape)} {tensor.dtype} where {list(shape)} {dtype} is needed")
-    if tensor.data_ptr() % ALIGNMENT:
-        raise ValueError(f"{name}: its address must be a multiple of {ALIGNMENT}")
-
-
-def _structure(layout: Layout, tensors: Mapping[str, Tensor]) -> PenstockWeight:
-    return PenstockWeight(
-        n=layout.n,
-        k=layout.k,
-        padded_k=layout.padded_k,
-        panels=layout.panels,
-        kind=layout.kind,
-        slices=layout.slices,
-        group_size=layout.group_size,
-        gated=int(layout.gated),
-        leaves=len(layout.leaf_ends),
-        leaf_ends=(ctypes.c_int64 * MAX_LEAVES)(*layout.leaf_ends),
-        padded_leaf_ends=(ctypes.c_int64 * MAX_LEAVES)(*layout.padded_leaf_ends),
-        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-    )

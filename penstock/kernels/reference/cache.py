@@ -63,7 +63,9 @@ class Int8KVCache(ReferenceKVCache):
     def __init__(self, spec: CacheSpec, device: torch.device) -> None:
         super().__init__(spec, device)
         self.slices = spec.slices
-        self.channels = spec.scales
+        own, self.channels = spec.scales, None  # scales and offsets of keys, and of values
+        if own is not None:
+            self.channels = (own.key_scales, own.key_offsets), (own.value_scales, own.value_offsets)
         tokens = (*self.keys.shape[:3], 2) if spec.scales is None else (0, 0, 0, 2)
         self.key_scales = torch.empty(tokens, device=device)  # scale and offset per token and kv head
         self.value_scales = torch.empty(tokens, device=device)
@@ -71,15 +73,14 @@ class Int8KVCache(ReferenceKVCache):
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = super().read(slots)
-        if (own := self.channels) is not None:
-            of_keys, of_values = [own.key_scales, own.key_offsets], [own.value_scales, own.value_offsets]
+        if self.channels is None:
+            of_keys, of_values = (x.flatten(0, 1)[slots].chunk(2, -1) for x in (self.key_scales, self.value_scales))
         else:
-            of_keys, of_values = ([*x.flatten(0, 1)[slots].chunk(2, -1)] for x in (self.key_scales, self.value_scales))
+            of_keys, of_values = self.channels
         return kv.dequantize(keys, *of_keys), kv.dequantize(values, *of_values)
 
     def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self._quantize(k, v)
-        return kv.dequantize(*keys).to(k.dtype), kv.dequantize(*values).to(v.dtype)
+        return kv.dequantize(*self._quantize(k, 0)).to(k.dtype), kv.dequantize(*self._quantize(v, 1)).to(v.dtype)
 
     def rounded_queries(self, q: Tensor) -> Tensor:
         if self.slices == 0:
@@ -87,20 +88,21 @@ class Int8KVCache(ReferenceKVCache):
         if self.channels is None:
             return kv.slices(q.float(), self.slices).to(q.dtype)
         # Scales per channel are applied to the query before it is written as slices.
-        scales = self.channels.key_scales.repeat_interleave(q.shape[-2] // self.channels.key_scales.shape[0], dim=0)
+        key_scales = self.channels[0][0]
+        scales = key_scales.repeat_interleave(q.shape[-2] // key_scales.shape[0], dim=0)
         return kv.slices(q.float() * scales, self.slices).to(q.dtype) / scales.to(q.dtype)
 
     def _write(self, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:
         places = (self.keys, self.key_scales), (self.values, self.value_scales)
-        for (integers, *numbers), (rows, scales) in zip(self._quantize(k_new, v_new), places, strict=True):
+        for index, (x, (rows, scales)) in enumerate(zip((k_new, v_new), places, strict=True)):
+            integers, *numbers = self._quantize(x, index)
             rows.flatten(0, 1)[slots] = integers
             if self.channels is None:
                 scales.flatten(0, 1)[slots] = torch.cat(numbers, dim=-1)
 
-    def _quantize(self, k: Tensor, v: Tensor) -> tuple[Quantised, Quantised]:
-        """Return the integers of keys and of values, and their scales and offsets as kv.dequantize takes them."""
-        if (own := self.channels) is not None:
-            of_keys, of_values = (own.key_scales, own.key_offsets), (own.value_scales, own.value_offsets)
-            return (kv.quantize_channels(k, *of_keys), *of_keys), (kv.quantize_channels(v, *of_values), *of_values)
-        (keys, *of_k), (values, *of_v) = kv.quantize_tokens(k), kv.quantize_tokens(v)
-        return (keys, of_k[0][..., None], of_k[1][..., None]), (values, of_v[0][..., None], of_v[1][..., None])
+    def _quantize(self, x: Tensor, index: int) -> Quantised:
+        """Return the integers of keys (index 0) or values (1), with scales and offsets as kv.dequantize takes them."""
+        if self.channels is not None:
+            return kv.quantize_channels(x, *self.channels[index]), *self.channels[index]
+        integers, scales, offsets = kv.quantize_tokens(x)
+        return integers, scales[..., None], offsets[..., None]

@@ -2,9 +2,11 @@
 
 It rounds exactly where the contract says: operands are rounded to `dtype` and multiplied in float32, which equals a
 bfloat16 product with float32 accumulation. It guarantees a tolerance, not identical bits: torch may sum in another
-order when the number of rows changes. Therefore the leaves of K are summed together.
+order when the number of rows changes. Therefore the leaves of K are summed together. Quantised operands are scaled back
+before they are multiplied, where native kernels multiply integers (native/products.h) and scale the sums.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -24,15 +26,19 @@ from penstock.kernels.metadata import (
     own,
 )
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
-from penstock.kernels.reference import attention, quantised, sampling
+from penstock.kernels.reference import attention, sampling
 from penstock.kernels.reference.cache import Int8KVCache, ReferenceKVCache
 from penstock.kernels.sampling import SamplingTensors
+from penstock.quant import int4, int8
+from penstock.quant.scheme import Scheme
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
+INT8_MAX = 127
+SLICE_STEP = 254  # a slice's rounding error is at most half a unit, which the next one maps to -127 .. 127
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # float64 makes an oracle
 
 
@@ -43,12 +49,12 @@ class ReferenceLinear:
         self.shape = (weight.shape[0], weight.shape[1])
         self._scheme = scheme = packing.scheme
         self._leaf_ends = packing.leaf_ends or (weight.shape[1],)
-        self._weight = weight if scheme is None else quantised.through_weight(weight, scheme, self._leaf_ends)
+        self._weight = weight if scheme is None else _through_weight(weight, scheme, self._leaf_ends)
         self._bias = bias
         self.num_bytes = 4 * (weight.numel() + (0 if bias is None else bias.numel()))
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = x.float() if self._scheme is None else quantised.through_activations(x, self._scheme, self._leaf_ends)
+        x = x.float() if self._scheme is None else _through_activations(x, self._scheme, self._leaf_ends)
         return functional.linear(x, self._weight, self._bias)
 
     def state(self) -> dict[str, Tensor]:
@@ -248,3 +254,34 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def _through_weight(weight: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) -> Tensor:
+    """Quantise a weight [N, K] float32 and scale it back."""
+    if scheme.group_size is None:
+        return int8.dequantize_int8(*int8.quantize_int8(weight))
+    values, scales = int4.quantize_int4(weight, scheme.group_size, leaf_ends)
+    return int4.dequantize_int4(values, scales, scheme.group_size, leaf_ends)
+
+
+def _through_activations(x: Tensor, scheme: Scheme, leaf_ends: Sequence[int]) -> Tensor:
+    """Quantise activations [M, K] leaf by leaf and scale them back: [M, K] float32."""
+    if not scheme.slices:
+        return x.bfloat16().float()
+    leaves = [x[:, start:end].float() for start, end in itertools.pairwise((0, *leaf_ends))]
+    return torch.cat([_through_slices(leaf, scheme.slices) for leaf in leaves], dim=-1)
+
+
+def _through_slices(x: Tensor, slices: int) -> Tensor:
+    """Write one leaf [M, k] as a sum of int8 rows, and back. A row that is not finite becomes all NaN."""
+    if not x.shape[-1]:
+        return x
+    greatest = x.abs().amax(dim=-1, keepdim=True)
+    rest = torch.where(greatest > 0, x * (INT8_MAX / greatest), 0.0)
+    total, unit = torch.zeros_like(x), 1.0
+    for _ in range(slices):
+        row = rest.round()
+        total += row * unit
+        rest, unit = (rest - row) * SLICE_STEP, unit / SLICE_STEP
+    scale = torch.where(greatest.isfinite(), greatest / INT8_MAX, torch.nan)
+    return total * scale

@@ -3,7 +3,7 @@
 block:  x = x + attn(norm(x));  x = x + moe(norm(x))      Llama's block with experts instead of the SwiGLU branch
 varies by ModelConfig only: which layers are sparse, the number of experts, of experts per token, whether their weights
     are renormalised; windows, biases, norms of q and k
-not here: parameter names (table.yaml, qwen3_moe.yaml), routing (layers/moe.py), KV layout (runner), arithmetic
+not here: parameter names (table.yaml, qwen3_moe.yaml), routing (layers/mlp.py), KV layout (runner), arithmetic
 """
 
 from torch import nn
