@@ -1,4 +1,4 @@
-"""Attention over any set of positions, and the fold that joins two such parts: what native/attention/attention.h computes.
+"""Attention over any set of positions, and the fold of two such parts: what native/attention/attention.h computes.
 
 A part is the contribution of some keys to each query row: the greatest score m, the sum l of p = e^(s - m), and the sum
 o of p v. Parts of disjoint sets of keys fold into one, in any grouping; the division by l comes once, at the end. The
