@@ -2,14 +2,14 @@
 
 Each kind of result has a slot, shared by all decoder layers: one layer's result is consumed before the next layer
 writes. A slot grows when a step has more rows than any before, so in the long run a step allocates nothing. Few rows
-have memory that never moves, so that a recorded program stays valid. A model's result is in a slot too, until the model
-is called again.
+are always at the same address, so that a recorded program stays valid. A model's result is in a slot too, and is
+overwritten by the next call of the model.
 """
 
 import torch
 from torch import Tensor
 
-FEW_ROWS = 64  # up to so many rows are always at the same address
+FEW_ROWS = 64  # the most rows that are always at the same address
 
 
 class Slot:

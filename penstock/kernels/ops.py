@@ -191,7 +191,7 @@ class Ops(Protocol):
     def add_layer_norm(
         self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As add_rms_norm: adds h into x **in place** and returns (x, its layer norm in dtype)."""
+        """Add h into x **in place** as add_rms_norm does, and return (x, its layer norm in dtype)."""
 
     def add(self, x: Tensor, h: Tensor) -> Tensor:
         """x += h **in place**, [T, hidden] float32 both; returns x. For a second branch beside the first."""

@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
     @property
     def rotary_params(self) -> RotaryParams:
-        """The heads, rotary table and norms, once the norms' weights are loaded."""
+        """The heads, rotary table and norms of this layer; read it after the weights are loaded."""
         return RotaryParams(
             self.heads,
             None if self.rotary is None else self.rotary.cos_sin,

@@ -75,7 +75,7 @@ class HeadPieces:
         self._plain = plain
 
     def state(self) -> dict[str, Tensor]:
-        """As PackedLinear.
+        """Return the packed memory of a head that is whole.
 
         Raises:
             NotSupportedError: the head is in pieces or padded.

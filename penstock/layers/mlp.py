@@ -37,7 +37,7 @@ class GatedMLP(nn.Module):
         self.down_proj = make.linear("down_proj")
 
     def forward(self, y: Tensor) -> Tensor:
-        """As MLP."""
+        """Map y [T, hidden] dtype to [T, hidden] float32."""
         branch: Tensor = self.down_proj(self.gate_up_proj(y))
         return branch
 

@@ -179,7 +179,7 @@ class LayerNorm(Norm):
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps, out=self.out(x.shape[0]))
 
     def add(self, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As RMSNorm.add."""
+        """Add h to x and norm the sum, as RMSNorm.add does."""
         if h is None:
             return x, self(x)
         return self.ops.add_layer_norm(x, h, self.weight, self.bias, self.eps, out=self.out(x.shape[0]))

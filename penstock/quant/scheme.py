@@ -38,7 +38,7 @@ class Scheme:
         """Return the scheme of an engine option; None for None, no quantisation.
 
         Raises:
-            ValueError: there is no such scheme, or it has no groups of that size.
+            ValueError: the scheme is unknown, or it has no groups of that size.
         """
         if quantization is not None and quantization not in SLICES:
             raise ValueError(f"no quantisation {quantization!r}; there are {', '.join(SLICES)}")
@@ -52,14 +52,14 @@ class Scheme:
         return cls(quantization, 4, size, SLICES[quantization])
 
 
-def scheme_of(quant: bool | str, asked: Scheme | None) -> Scheme | None:
-    """Return the scheme of one weight if `asked` is the model's.
+def scheme_of(quant: bool | str, scheme: Scheme | None) -> Scheme | None:
+    """Return the scheme of one weight in a model that is quantised with `scheme`.
 
     quant: from the parameter table: whether the weight may be quantised, or "int8" if it must keep 8 bits; its
         activations then stay about as precise.
     """
-    if asked is None or not quant:
+    if scheme is None or not quant:
         return None
-    if quant != "int8" or asked.weight_bits >= 8:
-        return asked
-    return Scheme.parse("int8" if asked.slices else "int8-x2")
+    if quant != "int8" or scheme.weight_bits >= 8:
+        return scheme
+    return Scheme.parse("int8" if scheme.slices else "int8-x2")

@@ -40,7 +40,7 @@ ALL_MASKED = "no token may be chosen: min_tokens and bad words mask all that the
 
 @dataclass(slots=True)
 class _Result:
-    """One request's RequestStepOutput in the making."""
+    """The fields of one request's RequestStepOutput while the step is computed."""
 
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None

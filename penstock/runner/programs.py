@@ -1,5 +1,5 @@
 """RecordedModel: a model whose forward pass over few tokens is recorded as a program, one per number of tokens, and
-from then on run without the model's Python. Other engines use CUDA graphs for the same purpose."""
+from then on run without the model's Python, as other engines do with CUDA graphs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ class _Recorded:
 
 
 class RecordedModel:
-    """A CausalLM with the results of its model. A model that does more than call operations is never recorded."""
+    """A CausalLM with the results of its model, whose passes it records until one does more than call operations."""
 
     def __init__(self, model: CausalLM, ops: RecordingOps) -> None:
         self._model = model
@@ -32,15 +32,14 @@ class RecordedModel:
         self._recordable = True
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """As CausalLM. The next call overwrites the result."""
+        """Return hidden states as CausalLM does. The next call overwrites them."""
         return self._run(input_ids, ctx, head=False)
 
     def logits(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return the logits of every token, [T, V] float32: a whole decode step. The next call overwrites them."""
+        """Return the logits of every token, [T, V] float32, as decode steps need. The next call overwrites them."""
         return self._run(input_ids, ctx, head=True)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """As CausalLM."""
         return self._model.compute_logits(hidden)
 
     def _run(self, input_ids: Tensor, ctx: ForwardContext, *, head: bool) -> Tensor:
@@ -59,7 +58,7 @@ class RecordedModel:
         return self._model.compute_logits(hidden) if head else hidden
 
     def _record(self, input_ids: Tensor, ctx: ForwardContext, head: bool) -> Tensor:
-        """Compute the first step with so many tokens, and keep its program."""
+        """Compute the first step with this number of tokens, and keep its program."""
         input_ids, ctx = input_ids.clone(), replace(ctx, positions=ctx.positions.clone())
         result, program = self._ops.record(lambda: self._forward(input_ids, ctx, head), ctx.attention)
         if program is None:

@@ -56,18 +56,18 @@ class Sampler:
 
         processed: the logits to sample from, if custom processors have changed them.
         """
-        asking = np.flatnonzero(batch.sampling.num_logprobs[rows] >= 0)
+        asked = np.flatnonzero(batch.sampling.num_logprobs[rows] >= 0)
         raw = None
-        if asking.size:
-            picked = on_device(asking, self._ops.device)
-            raw = self._ops.log_softmax(logits if len(asking) == len(rows) else logits[picked])
+        if asked.size:
+            picked = on_device(asked, self._ops.device)
+            raw = self._ops.log_softmax(logits if len(asked) == len(rows) else logits[picked])
         chosen_from = logits if processed is None else processed
         token_ids = self._ops.sample(chosen_from, self._tensors(batch, rows, logits.shape[1]))
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
             some = token_ids[picked].clamp(min=0)  # entries at NO_TOKEN are not used
-            found = token_logprobs(raw, some, batch.sampling.num_logprobs[rows[asking]].tolist())
-            for index, entry in zip(asking.tolist(), found, strict=True):
+            found = token_logprobs(raw, some, batch.sampling.num_logprobs[rows[asked]].tolist())
+            for index, entry in zip(asked.tolist(), found, strict=True):
                 logprobs[index] = entry
         return Sampled(token_ids.cpu().numpy(), logprobs)
 
@@ -197,11 +197,11 @@ def apply_custom_processors(logits: Tensor, batch: InputBatch, rows: Int64, ops:
     index for rows that failed. These keep their logits, so that one function's mistake fails only the requests that
     named it.
     """
-    asking = [index for index, row in enumerate(rows.tolist()) if batch.sampling.custom_processors[row]]
-    if not asking:
+    asked = [index for index, row in enumerate(rows.tolist()) if batch.sampling.custom_processors[row]]
+    if not asked:
         return logits, {}
     processed, errors = logits.clone(), {}
-    for index in asking:
+    for index in asked:
         row = int(rows[index])
         wanted = batch.sampling.custom_processors[row]
         found = _process_row(logits[index : index + 1], wanted, batch.history(row).tolist())

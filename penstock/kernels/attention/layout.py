@@ -81,24 +81,24 @@ class AttentionShape:
 
     @property
     def query_row_bytes(self) -> int:
-        """A query row as an operand: its elements, or its slices and their notes."""
+        """Bytes of a query row as an operand: its elements, or its slices and their notes."""
         if self.kv_cache_dtype == "int8":
             return self.padded_dim * self.slices + INTEGER_NOTES
         return self.padded_dim * ELEMENT_BYTES[self.kv_cache_dtype]
 
     @property
     def state_row_bytes(self) -> int:
-        """A row's state: m, l and o."""
+        """Bytes of a row's state: m, l and o."""
         return (self.padded_dim + 2) * 4
 
     @property
     def touched_row_bytes(self) -> int:
-        """What each tile touches of a row of a kv head: operand, states of the span and of the row, notes."""
+        """Bytes of a row of a kv head that each tile touches: operand, states of span and row, notes."""
         return self.query_row_bytes + 2 * self.state_row_bytes + ROW_NOTES + HEAD_NOTES
 
     @property
     def granule_bytes(self) -> int:
-        """A granule of one kv head."""
+        """Bytes of a granule of one kv head."""
         return GRANULE * cache_token_bytes(1, self.head_dim, self.kv_cache_dtype, token_scales=self.token_scales)
 
 
@@ -124,7 +124,7 @@ def scratch_bytes(shape: AttentionShape, heads: Int64, rows: Int64, states: Int6
 
 @lru_cache(maxsize=64)
 def _rows_bytes(shape: AttentionShape) -> tuple[Int64, Int64, Int64]:
-    """By the rows of an item: bytes of its notes, of the operand and notes of a head, of a state of a head."""
+    """Return, by the rows of an item, the bytes of its notes, of a head's operand and notes, and of a head's state."""
     rows = np.arange(MAX_ITEM_ROWS + 1)
     room = _up(rows, ROW_UNIT)
     operands = _up(rows, ROW_CAPACITY) * shape.query_row_bytes + room * HEAD_NOTES

@@ -9,7 +9,7 @@ prompt.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -151,24 +151,40 @@ class SharedPrefixes:
 
     @property
     def is_partial(self) -> Bools:
-        """[U] whether a block sees only a part of what its rows see."""
+        """Whether a block sees only a part of what its rows see, [U]."""
         own = [len(chain) > 1 for chain in self.chains]
         return np.array(own + [True] * (len(self.blocks.sequence) - len(own)))
 
 
 def share_prefixes(
-    step: Sequences, blocks: RowBlocks, block_table: Int32, block_size: int, block_rows: int
+    step: Sequences, own: RowBlocks, block_table: Int32, block_size: int, block_rows: int
 ) -> SharedPrefixes | None:
     """Join rows of several sequences, at most block_rows, over the spans they share; None where no spans are shared."""
     if step.window is not None or not look_alike(block_table):
         return None
     depths = _shared_spans(step, block_table, block_size)
-    if not any(depths):
+    chains: list[list[int]] = [[] for _ in own.sequence]
+    seen = [0] * len(chains)  # by block: the spans that shared blocks see for it
+    shared: list[tuple[int, ...]] = []  # columns of RowBlocks
+    for begin, end, span_begin, span_end in _runs(depths, 0, len(depths), 0) if any(depths) else ():
+        first, high = np.searchsorted(own.sequence, (begin, end)).tolist()
+        while first < high:
+            last, limit = first, own.row_begin[first] + block_rows
+            while last < high and own.row_end[last] <= limit and seen[last] == span_begin:
+                last += 1
+            if last - first > 1:  # one block alone reads no less than before
+                for block in range(first, last):
+                    chains[block].append(len(chains) + len(shared))
+                    seen[block] = span_end
+                rows = own.sequence[first], own.row_begin[first], own.row_end[last - 1]
+                shared.append((*rows, span_begin * SPAN_TILES, span_end * SPAN_TILES))
+            first = max(last, first + 1)
+    if not shared:
         return None
-    packer = _Packer(blocks, block_rows)
-    for begin, end, span_begin, span_end in _runs(depths, 0, len(depths), 0):
-        packer.pack(begin, end, span_begin, span_end)
-    return packer.result()
+    tile_begin = np.array(seen, dtype=np.int64) * SPAN_TILES
+    columns = own.sequence, own.row_begin, own.row_end, tile_begin, own.tile_end
+    joined = [np.concatenate(pair) for pair in zip(columns, np.array(shared, dtype=np.int64).T, strict=True)]
+    return SharedPrefixes(RowBlocks(*joined), [[*chain, block] for block, chain in enumerate(chains)])
 
 
 def look_alike(block_table: Int32) -> bool:
@@ -180,7 +196,7 @@ def look_alike(block_table: Int32) -> bool:
 
 
 def _shared_spans(step: Sequences, block_table: Int32, block_size: int) -> list[int]:
-    """[B - 1] whole spans that each sequence shares with the next one."""
+    """Return the number of whole spans that each sequence shares with the next one, [B - 1]."""
     above, below = block_table[:-1], block_table[1:]
     differs = (above != below) | (above < 0)
     blocks = np.where(differs.any(axis=1), differs.argmax(axis=1), differs.shape[1])
@@ -204,53 +220,3 @@ def _runs(depths: list[int], begin: int, end: int, base: int) -> Iterator[tuple[
         if index == end or depths[index] == least:
             yield from _runs(depths, start, index, least)
             start = index + 1
-
-
-@dataclass(slots=True)
-class _Packer:
-    """Joins neighbouring row blocks over the spans that their sequences share."""
-
-    blocks: RowBlocks
-    block_rows: int
-    shared: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # columns of RowBlocks
-    chains: list[list[int]] = field(init=False)
-    seen: list[int] = field(init=False)  # by block: spans that shared blocks see for it
-
-    def __post_init__(self) -> None:
-        self.chains = [[] for _ in self.blocks.sequence]
-        self.seen = [0] * len(self.chains)
-
-    def pack(self, begin: int, end: int, span_begin: int, span_end: int) -> None:
-        """Join the blocks of sequences begin .. end - 1 over those spans."""
-        low, high = (int(index) for index in np.searchsorted(self.blocks.sequence, (begin, end)))
-        first = low
-        while first < high:
-            last = self._last_that_fits(first, high, span_begin)
-            if last - first > 1:  # one block alone reads no less than before
-                self._join(first, last, span_begin, span_end)
-            first = max(last, first + 1)
-
-    def _last_that_fits(self, first: int, high: int, span_begin: int) -> int:
-        """Return the end of the blocks from `first` that fit into one and have seen all before span_begin."""
-        last, limit = first, self.blocks.row_begin[first] + self.block_rows
-        while last < high and self.blocks.row_end[last] <= limit and self.seen[last] == span_begin:
-            last += 1
-        return last
-
-    def _join(self, first: int, last: int, span_begin: int, span_end: int) -> None:
-        rows = (int(self.blocks.row_begin[first]), int(self.blocks.row_end[last - 1]))
-        sequence = int(self.blocks.sequence[first])
-        number = len(self.chains) + len(self.shared)
-        self.shared.append((sequence, *rows, span_begin * SPAN_TILES, span_end * SPAN_TILES))
-        for block in range(first, last):
-            self.chains[block].append(number)
-            self.seen[block] = span_end
-
-    def result(self) -> SharedPrefixes | None:
-        if not self.shared:
-            return None
-        columns = np.array(self.shared, dtype=np.int64).T
-        tile_begin = np.array(self.seen, dtype=np.int64) * SPAN_TILES
-        old = (self.blocks.sequence, self.blocks.row_begin, self.blocks.row_end, tile_begin, self.blocks.tile_end)
-        joined = [np.concatenate(pair) for pair in zip(old, columns, strict=True)]
-        return SharedPrefixes(RowBlocks(*joined), [[*chain, i] for i, chain in enumerate(self.chains)])

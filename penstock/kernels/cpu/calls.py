@@ -106,7 +106,7 @@ class NativeCalls:
 
 
 def remembered(known: dict[Key, Value], key: Key, limit: int, make: Callable[[], Value]) -> Value:
-    """Return the value of a key; if it is unknown, make and keep it, and forget all others once there are `limit`."""
+    """Return the value of a key; make and keep a new one, dropping all others once there are `limit`."""
     value = known.get(key)
     if value is None:
         if len(known) >= limit:

@@ -100,8 +100,8 @@ def mix(p: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     if bool(v.isfinite().all()):
         return _mix(p, v)
     seen = torch.ones_like(p) if visible is None else visible.to(p.dtype).expand_as(p)
-    spoilt = _mix(seen, (~v.isfinite()).to(p.dtype)) > 0
-    return _mix(p, v.masked_fill(~v.isfinite(), 0.0)).masked_fill(spoilt, float("nan"))
+    not_finite = _mix(seen, (~v.isfinite()).to(p.dtype)) > 0
+    return _mix(p, v.masked_fill(~v.isfinite(), 0.0)).masked_fill(not_finite, float("nan"))
 
 
 def _mix(p: Tensor, v: Tensor) -> Tensor:
