@@ -28,9 +28,7 @@ Exit code 0: everything agrees. 1: something differs; the first differing layer 
 A passed check leaves a certificate, which /v1/models shows as long as table, code, numerics and config are unchanged.
 """
 PIPED_WIDTH = 140  # of tables that go to a file or another program
-MEASURES = (
-    "errors: the largest one; RMS relative to theirs. The RMS is bounded, for log-probabilities the largest error"
-)
+MEASURES = "largest: absolute error; RMS: relative to theirs, and bounded (of log-probabilities the largest is bounded)"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.check.run import Options, check_model
 
     import_files(getattr(args, "import", ()))
-    options = Options(**{name: getattr(args, name) for name in (item.name for item in fields(Options))})
+    options = Options(**{item.name: getattr(args, item.name) for item in fields(Options)})
     handle_signals(terminate=True)
     report = check_model(options, lambda line: note(f"penstock: {line}"))
     if args.json:
@@ -88,18 +86,15 @@ def _table(*columns: str) -> "Table":
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, pad_edge=False)
-    first, *others = columns
-    table.add_column(first, overflow="fold")
-    for column in others:
-        table.add_column(column, no_wrap=True)
+    for index, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=index > 0)
     return table
 
 
 def _verdict(report: "Report") -> str:
     first = report.first_difference
     if first is not None:
-        line = f"first difference: {first.name}"
-        return line if report.cause is None else f"{line}\n  {report.cause}"
+        return f"first difference: {first.name}" + ("" if report.cause is None else f"\n  {report.cause}")
     broken = [proof.name for proof in report.proofs if not proof.passed]
     if broken:
         return f"every layer agrees; broken: {', '.join(broken)}"

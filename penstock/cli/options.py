@@ -88,18 +88,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=help_text)
 
 
-def add_imports(group: Any) -> None:
+def add_imports(parser: argparse.ArgumentParser) -> None:
     """Add --import, for the user's own files."""
     help_text = "a Python file that registers a model or a logits processor (repeatable)"
-    group.add_argument("--import", action="append", default=UNSET, metavar="FILE", help=help_text)
+    parser.add_argument("--import", action="append", default=UNSET, metavar="FILE", help=help_text)
 
 
 def add_engine_options(
     parser: argparse.ArgumentParser, names: Sequence[str] | None = None, title: str = "engine"
 ) -> None:
-    """Add a group with --import and a flag for each field of EngineConfig's parts, or for those of these names."""
+    """Add --import, and a group with a flag for each field of EngineConfig's parts, or for those of these names."""
+    add_imports(parser)
     group = parser.add_argument_group(title)
-    add_imports(group)
     for item in (item for part in PARTS.values() for item in fields(part)):
         if names is None or item.name in names:
             is_open = item.default is None or item.default is True  # the help text says what is chosen
