@@ -75,7 +75,7 @@ def read_all(sock: socket.socket) -> bytes:
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 @pytest.mark.parametrize("hang_at", [0, 3])
 def test_hanging_up_aborts(server: RunningServer, stream: bytes, hang_at: int) -> None:
-    """Guards against generating for a client that has left: Starlette does not cancel a plain handler when its client leaves."""
+    """Guards against generating for a client that has left: Starlette does not cancel plain handlers."""
     server.client.behaviour = Behaviour(hang_at=hang_at)
     sock = raw(server, post(b'{"prompt": ["a", "b"], "n": 2, "stream": %s}' % stream))
     wait_until(lambda: len(server.client.open) == 2)
