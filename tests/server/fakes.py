@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 class FakeTokenizer:
-    """One token a byte; BOS and EOS are special."""
+    """One token per byte; BOS and EOS are special."""
 
     vocab_size = VOCAB_SIZE
     bos_token_id: int | None = BOS
@@ -66,7 +66,7 @@ class Behaviour:
         text: what every choice says before it ends; None: letters drawn by seed up to max_tokens.
         delay_s: between tokens, and before the first.
         fail_at, failure: raise `failure` before that token (0: before the first output).
-        hang_at: stop there, for ever, until closed.
+        hang_at: stop there until closed.
     """
 
     text: str | None = None
@@ -183,7 +183,7 @@ class FakeEngineClient:
         return {token_id: ranked[token_id], **best}
 
     def _delta(self, choice: CompletionOutput, step: int) -> CompletionOutput:
-        """The part of a choice that token `step` brings; what a token cannot show alone comes with a later one."""
+        """The part of a choice that token `step` brings; bytes that complete no character come later."""
         last = step == len(choice.token_ids) - 1
         before, now = self._shown(choice, step), len(choice.text) if last else self._shown(choice, step + 1)
         return CompletionOutput(

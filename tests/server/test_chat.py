@@ -53,7 +53,7 @@ def test_exact_shape() -> None:
 
 
 def test_exact_shape_of_chunks() -> None:
-    """Guards against `role` in every delta, a finish reason before the last one, and usage nobody asked for."""
+    """Guards against `role` in every delta, a finish reason before the last one, and usage that was not requested."""
     parts = chunks(PATH, {"messages": [USER], "n": 2})
     for index in (0, 1):
         own = [part["choices"][0] for part in parts if part["choices"][0]["index"] == index]
@@ -242,7 +242,7 @@ def test_bad_values_name_their_field(fields: dict[str, Any], param: str) -> None
 
 
 def test_max_completion_tokens() -> None:
-    """Guards against one of two different limits being ignored without a word."""
+    """Guards against one of two different limits being silently ignored."""
     assert chat({"max_completion_tokens": 2, "max_tokens": None})["usage"]["completion_tokens"] == 2
     body = {"messages": [USER], "max_completion_tokens": 2, "max_tokens": 7}
     assert app_client().post(PATH, json=body).json()["error"]["param"] == "max_completion_tokens"
@@ -302,5 +302,5 @@ def test_tokenize_and_back() -> None:
     ],
 )
 def test_bad_text_work(path: str, body: dict[str, Any], param: str) -> None:
-    """Guards against text work without a bound, and ids that the tokenizer has never heard of."""
+    """Guards against unbounded tokenising, and ids outside the vocabulary."""
     assert refused(body, path)["param"].split("[")[0] == param

@@ -142,7 +142,7 @@ def test_echo_with_logprobs(stream: bool) -> None:
 
 
 def test_echo_alone() -> None:
-    """Guards against an echo that computes log-probabilities nobody asked for, or respells the prompt."""
+    """Guards against an echo that computes log-probabilities that were not requested, or changes the prompt's text."""
     fake = FakeEngineClient()
     choice = complete({"prompt": "h\u00e9 ", "echo": True}, fake)["choices"][0]
     assert choice["text"].startswith("h\u00e9 ")
@@ -166,7 +166,7 @@ def test_no_half_characters_in_a_stream() -> None:
 
 
 def test_tokens_as_ids() -> None:
-    """Guards against alternatives that cannot be told apart because they are written alike."""
+    """Guards against alternatives that are indistinguishable because they have the same text."""
     body = {"prompt": "a", "logprobs": 2, "max_tokens": 1, "return_tokens_as_token_ids": True, "return_token_ids": True}
     choice = complete(body)["choices"][0]
     assert choice["logprobs"]["tokens"] == [f"token_id:{choice['token_ids'][0]}"]

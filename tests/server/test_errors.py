@@ -66,7 +66,7 @@ def test_failures_after_the_first_byte(path: str, body: dict[str, Any], failure:
 
 
 def test_unexpected_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Guards against an internal error that nobody ever hears of."""
+    """Guards against an internal error that is not logged."""
     with caplog.at_level(logging.ERROR, "penstock.server"):
         app_client(FakeEngineClient(Behaviour(failure=RuntimeError("boom")))).post("/v1/completions", json=TEXT)
     assert "boom" in caplog.text

@@ -81,8 +81,8 @@ def test_trailers_are_bounded(server: RunningServer, piece: bytes) -> None:
     assert sent < 50_000_000, "the server went on reading"
 
 
-def test_answer_that_nobody_takes_is_cut_off() -> None:
-    """Guards against a connection, and its buffers, held for ever by a client that does not read a whole answer."""
+def test_unread_answer_is_cut_off() -> None:
+    """Guards against a connection, and its buffers, held indefinitely by a client that does not read a whole answer."""
     body = b'{"prompt": [%s], "max_tokens": 200, "n": 2, "logprobs": 5, "echo": true}' % b",".join(
         [b'"%s"' % (b"a" * 200)] * 99
     )

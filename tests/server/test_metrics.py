@@ -1,4 +1,4 @@
-"""/metrics and /status tell what happened."""
+"""/metrics and /status show what happened."""
 
 import json
 
@@ -14,7 +14,7 @@ def samples(text: str) -> dict[str, float]:
 
 
 def test_metrics_count_requests_and_times() -> None:
-    """Guards against histograms nobody feeds, and against labels taken from the path, which never end."""
+    """Guards against histograms that stay empty, and against labels from the path, whose number is unbounded."""
     client = app_client()
     client.post("/v1/completions", json={**BODY, "n": 2})
     client.post("/v1/completions", json={**BODY, "stream": True})

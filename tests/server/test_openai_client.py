@@ -111,7 +111,7 @@ def _three(client: openai.OpenAI, stream: bool) -> dict[int, str]:
 
 
 def test_seed_comes_back(client: openai.OpenAI) -> None:
-    """Guards against an answer that cannot be repeated because nobody knows its seed."""
+    """Guards against an answer that cannot be repeated because its seed is unknown."""
     first = client.chat.completions.create(model="fake", messages=USER, max_tokens=9)
     assert first.model_extra is not None
     again = client.chat.completions.create(model="fake", messages=USER, max_tokens=9, seed=first.model_extra["seed"])

@@ -50,7 +50,7 @@ def client() -> TestClient:
     others=st.dictionaries(st.sampled_from(["n", "stream", "logprobs", "echo"]), JUNK, max_size=1),
 )
 def test_junk_in_a_field(client: TestClient, target: tuple[str, str], value: Any, others: dict[str, Any]) -> None:
-    """Guards against a value that nobody thought of: the answer is a 200 or a 4xx with an error object, in JSON."""
+    """Guards against a value that no test lists: the answer is a 200 or a 4xx with an error object, in JSON."""
     path, name = target
     response = client.post(path, json={**GOOD[path][1], **others, name: value})
     assert response.status_code in (200, 400, 404), response.text
@@ -74,7 +74,7 @@ def test_junk_for_a_body(client: TestClient, path: str, body: bytes) -> None:
 
 
 def test_still_right_afterwards(client: TestClient) -> None:
-    """Guards against junk that leaves something behind."""
+    """Guards against invalid requests that change later answers."""
     response = client.post("/v1/completions", json={"prompt": "a", "seed": 1})
     fresh = app_client(FakeEngineClient(max_model_len=64)).post("/v1/completions", json={"prompt": "a", "seed": 1})
     assert response.json()["choices"] == fresh.json()["choices"]

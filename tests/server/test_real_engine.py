@@ -125,7 +125,7 @@ def test_echo_scores_the_prompt(served: Served) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_hanging_up_frees_the_engine(served: Served, stream: bool) -> None:
-    """Guards against an engine that goes on for a caller who has left."""
+    """Guards against an engine that continues for a client that has disconnected."""
     body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "n": 4, "stream": stream}
     data = post(json.dumps(body).encode(), "Authorization: Bearer k\r\n")
     before = served.status()["aborted_total"]

@@ -83,7 +83,7 @@ def test_draining_refuses_new_requests() -> None:
 
 
 def test_health_follows_the_engine() -> None:
-    """Guards against a /health that says 200 while nothing moves, or before the engine is ready."""
+    """Guards against a /health that says 200 while the engine makes no progress, or before the engine is ready."""
     fake = FakeEngineClient()
     fake.state = EngineState.STARTING
     with running(fake) as server:
@@ -99,7 +99,7 @@ def test_health_follows_the_engine() -> None:
 
 
 def test_failed_engine_ends_the_server(capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards against a server that lives on without an engine, so that nobody restarts it."""
+    """Guards against a server that keeps running without an engine, so that no supervisor restarts it."""
     fake = FakeEngineClient()
     fake.state = EngineState.STARTING
     with running(fake) as server:
@@ -112,7 +112,7 @@ def test_failed_engine_ends_the_server(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("failure", [ModelLoadError("config.json: no such file"), InvalidRequestError("dtype: no")])
 def test_engine_that_cannot_be_built(failure: Exception) -> None:
     """Guards against a start-up mistake that is reported in another way than by every other command; and against a
-    request in that moment being told that it was wrong."""
+    request at that moment being blamed for it."""
     fake = FakeEngineClient()
     fake.state, fake.start_failure = EngineState.FAILED, failure
     with pytest.raises(type(failure), match=str(failure)):
@@ -122,7 +122,7 @@ def test_engine_that_cannot_be_built(failure: Exception) -> None:
 
 
 def test_client_is_attached() -> None:
-    """Guards against waiting for an engine that nobody watches: the command makes its client outside of the loop."""
+    """Guards against waiting for an engine that is not watched: the command makes its client outside of the loop."""
     fake = FakeEngineClient()
     with running(fake):
         assert fake.attached
@@ -175,7 +175,7 @@ def test_second_signal_ends_the_drain() -> None:
     assert server.exit_code == 0
 
 
-def test_streams_left_after_the_drain_are_told() -> None:
+def test_streams_left_after_the_drain_get_an_error() -> None:
     """Guards against a stream that just breaks off when the drain takes too long."""
     fake = DyingClient(Behaviour(text="x" * 400, delay_s=0.05))
     body = {"prompt": "a", "max_tokens": 400, "stream": True}

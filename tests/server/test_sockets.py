@@ -75,7 +75,7 @@ def read_all(sock: socket.socket) -> bytes:
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 @pytest.mark.parametrize("hang_at", [0, 3])
 def test_hanging_up_aborts(server: RunningServer, stream: bytes, hang_at: int) -> None:
-    """Guards against generating for nobody: Starlette does not cancel a plain handler when its client leaves."""
+    """Guards against generating for a client that has left: Starlette does not cancel plain handlers."""
     server.client.behaviour = Behaviour(hang_at=hang_at)
     sock = raw(server, post(b'{"prompt": ["a", "b"], "n": 2, "stream": %s}' % stream))
     wait_until(lambda: len(server.client.open) == 2)
@@ -85,7 +85,7 @@ def test_hanging_up_aborts(server: RunningServer, stream: bytes, hang_at: int) -
 
 
 def test_hanging_up_while_the_body_is_sent(server: RunningServer) -> None:
-    """Guards against a handler that waits for ever, or logs an error, for a body that will not come."""
+    """Guards against a handler that waits indefinitely, or logs an error, for a body that will not come."""
     raw(server, post(b'{"prompt": "a"}')[:-5]).close()
     assert get(f"{server.url}/live").status_code == 200
     assert not server.client.open
@@ -122,7 +122,7 @@ def test_keep_alive_comments(server: RunningServer, hang_at: int) -> None:
 
 
 def test_slow_reader_is_cut_off(impatient: RunningServer) -> None:
-    """Guards against a client that asks for much, reads nothing, and holds its blocks and buffers for ever."""
+    """Guards against a client that asks for much, reads nothing, and holds its blocks and buffers indefinitely."""
     body = b'{"prompt": [%s], "n": 8, "max_tokens": 500, "stream": true}' % b",".join([b'"a"'] * 32)
     with raw(impatient, post(body), receive_buffer=4096) as sock:
         wait_until(lambda: bool(impatient.client.aborted) and not impatient.client.open)
@@ -145,7 +145,7 @@ def test_slow_sender_is_cut_off(impatient: RunningServer, start: bytes) -> None:
 
 
 @pytest.mark.parametrize("start", [b"", b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"])
-def test_idle_connection_is_closed_without_a_word(impatient: RunningServer, start: bytes) -> None:
+def test_idle_connection_is_closed_silently(impatient: RunningServer, start: bytes) -> None:
     """Guards against connections that are opened, or kept, for nothing, and against an answer to no question."""
     with raw(impatient, start) as sock:
         if start:
@@ -247,7 +247,7 @@ def test_large_body_is_refused_before_it_is_sent(server: RunningServer) -> None:
 
 
 def test_large_body_in_chunks_is_refused(server: RunningServer) -> None:
-    """Guards against a body without a length that goes on for ever; the client can read the answer while it sends."""
+    """Guards against a body without a length that never ends; the client can read the answer while it sends."""
     pieces = (b" " * 10_000 for _ in range(100))
     response = send(f"{server.url}/v1/completions", content=pieces, headers={"Content-Type": "application/json"})
     assert response.status_code == 413
@@ -280,7 +280,7 @@ class SlowTokenizer(FakeTokenizer):
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
-def test_tokenising_a_long_text_holds_up_nobody(server: RunningServer) -> None:
+def test_tokenising_a_long_text_delays_no_other_request(server: RunningServer) -> None:
     """Guards against an event loop that stands still while a long prompt is tokenised."""
     slow = SlowTokenizer()
     kept, server.client.tokenizer = server.client.tokenizer, slow
