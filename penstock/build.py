@@ -56,6 +56,7 @@ class BuiltEngine:
     engine: Engine
     config: EngineConfig
     info: ModelInfo
+    cache_bytes: int
     model: CausalLM
     model_config: ModelConfig
     ops: Ops
@@ -108,7 +109,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
     info = _model_info(config, model_config, plan, weights)
-    return BuiltEngine(engine, config, info, model, model_config, ops)
+    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops)
 
 
 def _find(config: EngineConfig, instance: object | None) -> tuple[ModelConfig, Weights]:

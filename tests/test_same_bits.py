@@ -105,7 +105,7 @@ def test_preempted(make: Make, alone: dict[int, Answer], monkeypatch: pytest.Mon
     engine = make(**tight, kv_cache_memory_bytes=few * block_bytes).engine
     preempted, preempt = [], engine.scheduler.preempt
     monkeypatch.setattr(
-        engine.scheduler, "preempt", lambda item, plan: (preempted.append(int(item.request_id)), preempt(item, plan))
+        engine.scheduler, "preempt", lambda item: (preempted.append(int(item.request_id)), preempt(item))
     )
     last = sorted(range(len(PROMPTS)), key=lambda index: index in WATCHED)  # those that come last have to go
     check(ask(engine, map(request, last)), alone)

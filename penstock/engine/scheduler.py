@@ -84,16 +84,16 @@ class Scheduler:
             return
         while not self.kv_cache.allocate_slots(request, num_new):
             victim = max(self.running, key=lambda item: item.arrival)
-            self.preempt(victim, plan)
+            self.preempt(victim)
+            plan.budget += plan.tokens.pop(victim.request_id, 0)
+            plan.preempted.add(victim.request_id)
             if victim is request:
                 return
         plan.tokens[request.request_id] = num_new
         plan.budget -= num_new
 
-    def preempt(self, request: Request, plan: _Plan) -> None:
+    def preempt(self, request: Request) -> None:
         """Free a running request's blocks; it waits at the head of the queue to be recomputed."""
-        plan.budget += plan.tokens.pop(request.request_id, 0)
-        plan.preempted.add(request.request_id)
         self.running.remove(request)
         self._free(request)
         self.waiting.appendleft(request)

@@ -208,9 +208,9 @@ def test_a_tokenizer_in_another_format_is_named_with_what_to_do(file: str, tmp_p
     _, directory = make_llama(tmp_path)
     (directory / file).write_text("{}")
     for make in (LLM, AsyncLLM):
-        with pytest.raises(ModelLoadError, match=rf"there is only {file}. Convert it once with Transformers"):
+        with pytest.raises(ModelLoadError, match=rf"found only {file}. Convert it once with Transformers"):
             make(model=str(directory))
     for command in (["generate", str(directory), "-p", "x"], ["serve", str(directory), "--port", "0"]):
         done = penstock(*command)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert f"there is only {file}" in done.stderr
+        assert f"found only {file}" in done.stderr
