@@ -21,15 +21,13 @@ from penstock import validation as check
 from penstock.compat.colossalai_config import InferenceConfig
 from penstock.entrypoints.llm import LLM
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
-from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import SamplingParams
-from penstock.plugins.logits_processors import PROCESSORS, register_logits_processor
+from penstock.plugins.logits_processors import PROCESSORS
+from penstock.plugins.logits_processors import register_logits_processor as register_logit_processor
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.generation_config import read_ignored, read_sampling
 
 __all__ = ["InferenceConfig", "InferenceEngine", "Sequence", "register_logit_processor"]
-
-register_logit_processor = register_logits_processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,13 @@ class InferenceEngine:
             RequestFailedError: the computation of a request failed.
         """
         if generation_config is not None:
-            self._generation = _as_dict(generation_config)
+            to_dict = getattr(generation_config, "to_dict", None)
+            values = to_dict() if callable(to_dict) else generation_config
+            if not isinstance(values, Mapping):
+                raise check.fail(
+                    "generation_config", generation_config, "a GenerationConfig of Transformers, or a mapping"
+                )
+            self._generation = dict(values)
         if prompts is not None or prompts_token_ids is not None:
             self.add_request(request_ids, prompts, prompts_token_ids)
         finished: list[Sequence] = []
@@ -172,7 +176,14 @@ class InferenceEngine:
         Raises:
             RequestFailedError: the computation of a request failed.
         """
-        return [_sequence(output) for output in self.llm.engine.step() if output.finished]
+        finished = [output for output in self.llm.engine.step() if output.finished]
+        for output in finished:
+            if output.error is not None:
+                raise RequestFailedError(f"request {output.request_id}: {output.error}")
+        return [
+            Sequence(int(out.request_id), out.prompt, list(out.prompt_token_ids), list(out.outputs[0].token_ids))
+            for out in finished
+        ]
 
     def enable_spec_dec(self, *_: Any, **__: Any) -> None:
         """Raise NotSupportedError: speculative decoding is not built."""
@@ -211,13 +222,6 @@ class InferenceEngine:
         return SamplingParams(**(sampling | asked))
 
 
-def _sequence(output: RequestOutput) -> Sequence:
-    if output.error is not None:
-        raise RequestFailedError(f"request {output.request_id}: {output.error}")
-    ids = list(output.outputs[0].token_ids)
-    return Sequence(int(output.request_id), output.prompt, list(output.prompt_token_ids), ids)
-
-
 def _sampling(fields: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
     """Return fields of a GenerationConfig as SamplingParams spells them.
 
@@ -246,14 +250,6 @@ def _sampling(fields: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, An
     if ignored:
         raise InvalidRequestError(f"generation_config: {', '.join(ignored)}: not supported", param=ignored[0])
     return sampling
-
-
-def _as_dict(generation_config: Any) -> dict[str, Any]:
-    given = generation_config
-    values = given.to_dict() if callable(getattr(given, "to_dict", None)) else given
-    if not isinstance(values, Mapping):
-        raise check.fail("generation_config", given, "a GenerationConfig of Transformers, or a mapping")
-    return dict(values)
 
 
 def _texts(prompts: str | Iterable[str]) -> list[str]:

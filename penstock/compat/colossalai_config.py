@@ -110,8 +110,9 @@ class InferenceConfig:
             value = getattr(self, field.name)
             if field.name in FIXED and value is not None and not same(value, field.default):
                 allowed = f"it must be {field.default}: {FIXED[field.name]}"
-                text = f"{field.name}: {check.shown(value)} is not allowed; {allowed}"
-                raise NotSupportedError(text, param=field.name)
+                raise NotSupportedError(
+                    f"{field.name}: {check.shown(value)} is not allowed; {allowed}", param=field.name
+                )
         self.sampling()
 
     def engine_options(self) -> dict[str, Any]:

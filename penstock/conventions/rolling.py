@@ -15,8 +15,7 @@ from penstock.kernels.reference.parts import Scoring, attend_part, finish
 
 
 def local_mask(query_len: int, key_len: int, window: int | None = None) -> Tensor:
-    """Return [query_len, key_len], causal: the last query sees the last key, within a window that includes the token
-    itself."""
+    """Return a causal mask [query_len, key_len]: the last query sees the last key; a window counts the token itself."""
     at, key = torch.arange(key_len - query_len, key_len)[:, None], torch.arange(key_len)
     return (key <= at) if window is None else (key <= at) & (key > at - window)
 

@@ -4,5 +4,3 @@ from pathlib import Path
 
 MODEL_DIR: Path = Path(__file__).parent / "model"
 HELDOUT_FILE: Path = Path(__file__).parent / "heldout.txt"
-
-__all__ = ["HELDOUT_FILE", "MODEL_DIR"]

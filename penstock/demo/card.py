@@ -16,12 +16,6 @@ SAMPLES = 6  # plain openings that are shown
 TEMPLATE = Path(__file__).with_name("card_template.md")
 
 
-def mixture_table() -> str:
-    """Return the kinds of documents and their shares."""
-    total = sum(weight for weight, _ in corpus.MIXTURE.values())
-    return "\n".join(f"- {name}: {weight / total:.0%}" for name, (weight, _) in corpus.MIXTURE.items())
-
-
 def score_table(figures: Mapping[str, Any]) -> str:
     """Return the right answers by kind, greedy and sampled."""
     rows = ["| kind | greedy | temperature 0.8 |", "|---|---|---|"]
@@ -45,6 +39,7 @@ def write_card(model_dir: Path, figures: Mapping[str, Any]) -> None:
     """Write MODEL_DIR/README.md from training.json, the files that ship and the figures of evaluate()."""
     files = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
     facts = json.loads((model_dir / "training.json").read_text(encoding="utf-8"))
+    documents = sum(weight for weight, _ in corpus.MIXTURE.values())
     text = TEMPLATE.read_text(encoding="utf-8").format(
         facts=facts,
         figures=figures,
@@ -52,7 +47,7 @@ def write_card(model_dir: Path, figures: Mapping[str, Any]) -> None:
         bytes=sum((model_dir / name).stat().st_size for name in files),
         context=CONTEXT,
         plots=len(stories.plots()),
-        mixture=mixture_table(),
+        mixture="\n".join(f"- {name}: {weight / documents:.0%}" for name, (weight, _) in corpus.MIXTURE.items()),
         train_minutes=facts["train_seconds"] / 60,
         machine=platform.machine(),
         sum_count=len(sums.ALL_PAIRS),

@@ -8,6 +8,7 @@ from functools import cache
 from random import Random
 
 from penstock.demo import stories, sums, tasks, words
+from penstock.demo.words import PHRASES
 
 Turn = tuple[str, str]
 BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
@@ -19,8 +20,6 @@ CHAT_TEMPLATE = (
     "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-
-PHRASES = words.PHRASES
 
 
 def render(turns: list[Turn]) -> str:
@@ -36,9 +35,8 @@ def render_prompt(turns: list[Turn]) -> str:
 @cache
 def smalltalk_blocks() -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
     """Return (questions, answers) of each block of smalltalk.txt."""
-    text = words.read_text("smalltalk.txt")
     blocks = []
-    for block in text.strip().split("\n\n"):
+    for block in words.read_text("smalltalk.txt").strip().split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]
         blocks.append((tuple(lines[0].split(" | ")), tuple(line.removeprefix("= ") for line in lines[1:])))
     return tuple(blocks)

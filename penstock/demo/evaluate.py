@@ -56,18 +56,16 @@ def user(kind: str, question: str, expect: Any = None, system: str | None = None
     return Prompt(kind, chats.render_prompt([*turns, ("user", question)]), expect)
 
 
-def _ending_prompts() -> tuple[Prompt, ...]:
-    questions = (
+FIXED: dict[str, Any] = yaml.safe_load(words.read_text("prompts.yaml"))
+ENDING_PROMPTS: tuple[Prompt, ...] = (
+    *(Prompt("story", chats.BOS + text) for text in FIXED["openings"]),
+    *(
         user(kind, text.replace("{kite}", FIXED["kite"]).replace("{mouse}", FIXED["mouse"]), *rest)
         for kind, rows in FIXED["questions"].items()
         for text, *rest in rows
-    )
-    openings = (Prompt("story", chats.BOS + text) for text in FIXED["openings"])
-    return (*openings, *questions, Prompt("chat", chats.render_prompt([*map(tuple, FIXED["talk"])]), 4))
-
-
-FIXED: dict[str, Any] = yaml.safe_load(words.read_text("prompts.yaml"))
-ENDING_PROMPTS = _ending_prompts()
+    ),
+    Prompt("chat", chats.render_prompt([*map(tuple, FIXED["talk"])]), 4),
+)
 SUM_PROMPTS = tuple(user("sum", f"What is {a} + {b}?", a + b) for a, b in sums.ALL_PAIRS)
 JSON_PROMPTS = tuple(
     user("json", form["ask"].format(*values), dict(zip(form["keys"], values, strict=False)))

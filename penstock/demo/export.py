@@ -22,6 +22,17 @@ SHAPE: dict[str, int] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
+TOKENIZER_CONFIG: dict[str, object] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": chats.BOS,
+    "eos_token": chats.EOS,
+    "pad_token": "<|pad|>",
+    "additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>", chats.END],
+    "add_bos_token": True,
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": CONTEXT,
+    "chat_template": chats.CHAT_TEMPLATE,
+}
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, object]:
@@ -57,21 +68,6 @@ def model_config(tokenizer: Tokenizer) -> dict[str, object]:
     }
 
 
-def tokenizer_config() -> dict[str, object]:
-    """Return the content of tokenizer_config.json, with the chat template."""
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": chats.BOS,
-        "eos_token": chats.EOS,
-        "pad_token": "<|pad|>",
-        "additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>", chats.END],
-        "add_bos_token": True,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": CONTEXT,
-        "chat_template": chats.CHAT_TEMPLATE,
-    }
-
-
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write indented JSON, in the order given, with a newline at the end."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -82,7 +78,7 @@ def write_model(out: Path, tokenizer: Tokenizer, state: Mapping[str, torch.Tenso
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", model_config(tokenizer))
     write_json(out / "generation_config.json", special_ids(tokenizer))
-    write_json(out / "tokenizer_config.json", tokenizer_config())
+    write_json(out / "tokenizer_config.json", TOKENIZER_CONFIG)
     tokenizer.save(str(out / "tokenizer.json"))
     names = [name for name in state if name != "lm_head.weight"]
     weights = {name: state[name].detach().to(torch.bfloat16).contiguous() for name in names}

@@ -5,6 +5,7 @@ and not padding. Documents are never cut: most rows are short and hold a few doc
 and hold many, so that all positions are trained. Documents in a row see each other, as in any packed training.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from random import Random
@@ -43,7 +44,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = VOCAB_SIZE) -> T
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_without_special_tokens(documents), trainer)
+    special = re.compile("|".join(map(re.escape, chats.SPECIAL_TOKENS)))  # BPE must not learn pieces of them
+    tokenizer.train_from_iterator((special.sub("\n", document) for document in documents), trainer)
     if [tokenizer.token_to_id(token) for token in chats.SPECIAL_TOKENS] != list(range(len(chats.SPECIAL_TOKENS))):
         raise ValueError("the special tokens are not the first ids")
     bos = chats.BOS
@@ -51,14 +53,6 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = VOCAB_SIZE) -> T
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, BOS)]
     )
     return tokenizer
-
-
-def _without_special_tokens(documents: Iterable[str]) -> Iterator[str]:
-    """Yield the documents without special tokens, so that BPE does not learn pieces of them."""
-    for document in documents:
-        for token in chats.SPECIAL_TOKENS:
-            document = document.replace(token, "\n")
-        yield document
 
 
 def counted(ids: Ids) -> NDArray[np.bool_]:
@@ -81,7 +75,8 @@ class Packer:
     def add(self, ids: list[int]) -> Batch | None:
         """Put a document into the fullest open row with room for it; return a batch if that completes one.
 
-        A row holds one token more than the inputs.
+        A batch is (inputs, labels), padded to the length; labels that do not count are IGNORE. A row holds one token
+        more than the inputs.
         """
         fitting = [row for row in self.open if len(row) + len(ids) <= self.length + 1]
         if fitting:
@@ -93,15 +88,11 @@ class Packer:
             self.full.append(self.open.pop())
         if len(self.full) < self.batch_rows:
             return None
-        rows, self.full = self.full, []
-        return self.make_batch(rows)
-
-    def make_batch(self, rows: list[list[int]]) -> Batch:
-        """Return (inputs, labels), padded to the length; labels that do not count are IGNORE."""
-        ids = np.full((len(rows), self.length + 1), PAD, dtype=np.int64)
-        for index, row in enumerate(rows):
-            ids[index, : len(row)] = row
-        return ids[:, :-1], np.where(counted(ids), ids, IGNORE)[:, 1:]
+        padded = np.full((len(self.full), self.length + 1), PAD, dtype=np.int64)
+        for index, row in enumerate(self.full):
+            padded[index, : len(row)] = row
+        self.full = []
+        return padded[:, :-1], np.where(counted(padded), padded, IGNORE)[:, 1:]
 
 
 class Batches:

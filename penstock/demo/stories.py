@@ -71,11 +71,6 @@ def sentence_case(text: str) -> str:
     return re.sub(r"(?<=[.] )[a-zé]", lambda m: m.group().upper(), capital(text))
 
 
-def food_phrase(food: str) -> str:
-    """Return "an apple pie", but "some plum jam"."""
-    return f"some {food}" if food.endswith(words.MASS_FOODS) else article(food)
-
-
 def character(rng: Random, child_share: float) -> tuple[str, str, str]:
     """Return (name, kind, pronoun family)."""
     if rng.random() < child_share:
@@ -116,7 +111,8 @@ def props(rng: Random) -> dict[str, str]:
         "in_place": in_place, "to_place": to_place, "place": place, "home": rng.choice(words.HOMES),
         "thing": thing, "color": color, "a_color2": article(color2), "cthing": f"{color} {thing}",
         "a_cthing": article(f"{color} {thing}"), "a_cthingcap": capital(article(f"{color} {thing}")),
-        "food": food, "a_food": food_phrase(food), "food2": food2, "game": game, "game2": game2,
+        "food": food, "a_food": f"some {food}" if food.endswith(words.MASS_FOODS) else article(food),
+        "food2": food2, "game": game, "game2": game2,
         "small": small, "a_small": article(small), "a_smallcap": capital(article(small)),
         "shelter": shelter, "a_shelter": article(shelter), "spot": rng.choice(words.SPOTS),
         "guide": rng.choice(words.GUIDES), "build": rng.choice(words.BUILDS), "plant": plant,
@@ -127,33 +123,23 @@ def props(rng: Random) -> dict[str, str]:
     }  # fmt: skip
 
 
-def frame(rng: Random, fullness: float, once: float) -> tuple[list[str], list[str]]:
-    """Return templates before and after the plot; `fullness` in 0..1 is the chance of each extra sentence."""
-    pool = words.EXTRAS
-    before = [rng.choice(pool["opening_once" if rng.random() < once else "opening"])]
-    before += [rng.choice(pool[name]) for name in ("about", "weather") if rng.random() < fullness]
-    after = [rng.choice(pool["closing"])] if rng.random() < fullness else []
-    after += [rng.choice(pool["moral"])] if rng.random() < MORAL_SHARE * fullness else []
-    return before, after
-
-
 def tell(rng: Random, fullness: float | None = None, once: float = 0.6) -> Story:
-    """Return a story. `fullness`: 0 shortest, 1 longest, None drawn; `once`: the chance of "Once upon a time"."""
+    """Return a story. `fullness`: the chance of each extra sentence (None: drawn); `once`: of "Once upon a time"."""
     full = rng.choice((0.0, 0.3, 0.6, 1.0)) if fullness is None else fullness
     scene = people(rng) | props(rng)
     plot = rng.choice(plots())
-    before, after = frame(rng, full, once)
-    middle = [rng.choice(lines) for optional, lines in plot.beats if not optional or rng.random() < full]
-    parts = [sentence_case(line.format_map(scene)) for line in before + middle + after]
+    pool = words.EXTRAS
+    lines = [rng.choice(pool["opening_once" if rng.random() < once else "opening"])]
+    lines += [rng.choice(pool[name]) for name in ("about", "weather") if rng.random() < full]
+    end_chances = {"closing": full, "moral": MORAL_SHARE * full}
+    ends = [rng.choice(pool[name]) for name, chance in end_chances.items() if rng.random() < chance]
+    middle = [rng.choice(variants) for optional, variants in plot.beats if not optional or rng.random() < full]
+    parts = [sentence_case(line.format_map(scene)) for line in lines + middle + ends]
     questions = (("Who is the story about?", "The story is about {a_hero} named {N}."), *plot.questions)
     filled = tuple((q.format_map(scene), a.format_map(scene)) for q, a in questions)
     topics = tuple(topic.format_map(scene) for topic in plot.topics)
-    return Story(paragraphs(rng, parts), scene["N"], scene["kind"], topics, filled)
-
-
-def paragraphs(rng: Random, parts: list[str]) -> str:
-    """Join the sentences into one paragraph, or sometimes two."""
-    if rng.random() >= PARAGRAPH_SHARE or len(parts) < 6:
-        return " ".join(parts)
-    cut = rng.randrange(3, len(parts) - 2)
-    return " ".join(parts[:cut]) + "\n\n" + " ".join(parts[cut:])
+    text = " ".join(parts)
+    if rng.random() < PARAGRAPH_SHARE and len(parts) >= 6:  # two paragraphs
+        cut = rng.randrange(3, len(parts) - 2)
+        text = " ".join(parts[:cut]) + "\n\n" + " ".join(parts[cut:])
+    return Story(text, scene["N"], scene["kind"], topics, filled)

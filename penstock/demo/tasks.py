@@ -9,10 +9,9 @@ from functools import partial
 from random import Random
 
 from penstock.demo import words
+from penstock.demo.words import PHRASES
 
 Pair = tuple[str, str]
-
-PHRASES = words.PHRASES
 
 
 def listing(rng: Random) -> Pair:

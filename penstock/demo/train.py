@@ -45,13 +45,6 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def new_model(tokenizer: Tokenizer, seed: int) -> Any:
-    """Return a LlamaForCausalLM with random float32 weights, in the shape of config.json."""
-    torch.manual_seed(seed)
-    config = dict(export.model_config(tokenizer), torch_dtype="float32")
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(config))
-
-
 def batch_loss(model: Any, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy of the tokens that count. The head sees only the positions before them."""
     inputs, labels = torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
@@ -81,19 +74,15 @@ class Trainer:
         mine = slice(self.rank, None, self.processes)
         loss = batch_loss(self.model, (batch[0][mine], batch[1][mine]))
         torch.autograd.backward(loss)
-        self.share_gradients()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        vector_to_parameters(flat / self.processes, gradients)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
         return loss.item()
-
-    def share_gradients(self) -> None:
-        """Replace each gradient by the mean over the processes."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = parameters_to_vector(gradients)
-        dist.all_reduce(flat)
-        vector_to_parameters(flat / self.processes, gradients)
 
     def save(self, path: Path) -> None:
         """Write a checkpoint atomically."""
@@ -128,7 +117,9 @@ def worker(rank: int, args: argparse.Namespace, tokenizer_text: str, meeting: st
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=args.processes)
     tokenizer = Tokenizer.from_str(tokenizer_text)
-    trainer = Trainer(new_model(tokenizer, args.seed), args.steps, args.lr, rank, args.processes)
+    torch.manual_seed(args.seed)
+    config = transformers.LlamaConfig.from_dict(export.model_config(tokenizer) | {"torch_dtype": "float32"})
+    trainer = Trainer(transformers.LlamaForCausalLM(config), args.steps, args.lr, rank, args.processes)
     checkpoint = args.out / "checkpoint.pt"
     if args.resume and checkpoint.exists():
         trainer.load(checkpoint)

@@ -25,18 +25,12 @@ def _pairs(name: str) -> tuple[tuple[str, str], ...]:
     return tuple((left, right) for left, right in (item.split(" = ") for item in _LISTS[name]))
 
 
-def _place(text: str) -> tuple[str, str, str]:
-    """Return ("in the park", "to the park", "the park") from the first of them."""
-    noun = text.split(" ", 1)[1]
-    return text, f"to {noun}", noun
-
-
 PHRASES: dict[str, Any] = yaml.safe_load(read_text("phrases.yaml"))
 EXTRAS, _LISTS = read_lists("extras.txt"), read_lists("words.txt")
 GIRLS, BOYS, PET_NAMES, KINDS = (_LISTS[name] for name in ("girls", "boys", "pet_names", "kinds"))
 HERO_WORDS, FRIEND_WORDS, SMALL_ANIMALS = (_LISTS[name] for name in ("hero_words", "friend_words", "small_animals"))
 ELDERS = _pairs("elders")  # (name, pronoun: he or she)
-PLACES = tuple(_place(text) for text in _LISTS["places"])
+PLACES = tuple((text, f"to {noun}", noun) for text in _LISTS["places"] for noun in [text.split(" ", 1)[1]])
 HOMES, COLORS, THINGS, SPOTS = (_LISTS[name] for name in ("homes", "colors", "things", "spots"))
 SHELTERS, GUIDES, NOISES = (_LISTS[name] for name in ("shelters", "guides", "noises"))
 FOODS, MASS_FOODS, GAMES = (_LISTS[name] for name in ("foods", "mass_foods", "games"))

@@ -14,7 +14,7 @@ from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, RequestFailedError
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
-from penstock.tokenizer.message_content import text_of_content
+from penstock.tokenizer.chat_template import text_of_content
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
 
 Message = Mapping[str, Any]

@@ -25,7 +25,7 @@ from penstock.server.openai_requests import (
     TokenizeRequest,
 )
 from penstock.server.unsupported import MAX_MESSAGES
-from penstock.tokenizer.message_content import text_of_content
+from penstock.tokenizer.chat_template import text_of_content
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")

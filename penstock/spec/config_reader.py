@@ -5,7 +5,7 @@ It knows no key and no model. Every error is a ModelLoadError that names file, k
 
 import json
 from collections.abc import Collection, Mapping
-from enum import Enum
+from types import EllipsisType
 from typing import Any
 
 from penstock.errors import ModelLoadError
@@ -14,22 +14,16 @@ from penstock.validation import shown
 MAX_SIZE = 2**31 - 1  # larger than any size in a config.json
 
 
-class Required(Enum):
-    """In place of a default: the key must be present."""
-
-    REQUIRED = "required"
-
-
-REQUIRED = Required.REQUIRED
-
-
 def same(value: Any, expected: Any) -> bool:
     """Return whether a value in a file equals the expected one: 1 equals 1.0, but 0 is not false and true is not 1."""
     return isinstance(value, bool) == isinstance(expected, bool) and bool(value == expected)
 
 
 class ConfigReader:
-    """Reads one JSON object, which errors call `where`. A key that is null counts as absent if it has a default."""
+    """Reads one JSON object, which errors call `where`. A key that is null counts as absent if it has a default.
+
+    The default ... means that the key must be present.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.where = where
@@ -55,13 +49,13 @@ class ConfigReader:
         self._read.add(key)
         return self._values.get(key)
 
-    def integer(self, key: str, low: int, high: int, default: int | Required = REQUIRED) -> int:
+    def integer(self, key: str, low: int, high: int, default: int | EllipsisType = ...) -> int:
         value = self._value_or(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.fail(key, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, low: float, high: float, default: float | Required = REQUIRED) -> float:
+    def number(self, key: str, low: float, high: float, default: float | EllipsisType = ...) -> float:
         """Return a number from low to high, both finite."""
         value = self._value_or(key, default)
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -83,7 +77,7 @@ class ConfigReader:
             raise self.fail(key, "true or false")
         return value
 
-    def choice(self, key: str, allowed: Collection[str], default: str | Required = REQUIRED) -> str:
+    def choice(self, key: str, allowed: Collection[str], default: str | EllipsisType = ...) -> str:
         value = self._value_or(key, default)
         if not isinstance(value, str) or value not in allowed:
             raise self.fail(key, "one of " + ", ".join(sorted(allowed)))
@@ -121,4 +115,4 @@ class ConfigReader:
 
     def _value_or(self, key: str, default: Any) -> Any:
         value = self.raw(key)
-        return default if value is None and default is not REQUIRED else value
+        return default if value is None and default is not ... else value

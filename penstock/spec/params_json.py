@@ -32,7 +32,11 @@ def config_of(params: dict[str, Any]) -> dict[str, Any]:
     read.neutral(NEUTRAL)
     window, windowed = _windows(read)
     context = read.integer("max_seq_len", 1, MAX_SIZE, read.integer("max_position_embeddings", 1, MAX_SIZE, CONTEXT))
-    experts = _experts(read)
+    experts: dict[str, int] = {}
+    if moe := read.section("moe"):
+        experts["num_local_experts"] = moe.integer("num_experts", 1, MAX_SIZE)
+        experts["num_experts_per_tok"] = moe.integer("num_experts_per_tok", 1, MAX_SIZE)
+        moe.finish(())
     if experts and windowed:
         raise read.fail("moe", "absent where the layers have different windows")
     family = "mixtral" if experts else "ministral" if windowed else "mistral"
@@ -72,15 +76,3 @@ def _windows(read: ConfigReader) -> tuple[int | None, dict[str, Any]]:
         raise read.fail(key, f"an integer, or a list of one integer and null, as long as a divisor of {layers} layers")
     kinds = ["full_attention" if size is None else "sliding_attention" for size in sizes]
     return window, {} if None not in sizes else {"layer_types": kinds * (layers // len(sizes))}
-
-
-def _experts(read: ConfigReader) -> dict[str, Any]:
-    moe = read.section("moe")
-    if moe is None:
-        return {}
-    numbers = {
-        "num_local_experts": moe.integer("num_experts", 1, MAX_SIZE),
-        "num_experts_per_tok": moe.integer("num_experts_per_tok", 1, MAX_SIZE),
-    }
-    moe.finish(())
-    return numbers

@@ -233,8 +233,6 @@ class _RowReader:
 
 
 def _is_size(word: Any) -> bool:
-    if isinstance(word, bool) or not isinstance(word, str | int):
-        return False
-    if isinstance(word, int):
-        return word > 0
-    return word in SIZES or word.startswith(EXTRA) or CONFIG_TYPES.get(word) is int
+    if isinstance(word, str):
+        return word in SIZES or word.startswith(EXTRA) or CONFIG_TYPES.get(word) is int
+    return type(word) is int and word > 0

@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.validation import fail
 
 Message = Mapping[str, Any]
@@ -28,6 +28,7 @@ RESERVED_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # templates read the first
+PLANNED_PARTS = frozenset({"image_url", "input_audio", "file", "video_url"})
 MARK = "END_OF_FINAL_MESSAGE_MARK"  # followed by a space, which is lost if the template trims messages
 
 
@@ -137,6 +138,29 @@ def _compile(environment: jinja2.Environment, name: str, text: str) -> jinja2.Te
 
 
 # ---- the values a template sees
+
+
+def text_of_content(content: Any, role: str) -> str:
+    """Return a message's content as one text; text parts are joined by newlines.
+
+    Raises:
+        InvalidRequestError: it is neither a string nor a list of at least one part {"type": "text", "text": "..."}.
+        NotSupportedError: a part is an image, audio, video or a file.
+    """
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple) and content:
+        return "\n".join(_text_of_part(part) for part in content)
+    raise fail("messages", content, f"a string or a list of text parts, as the content of the {role} message")
+
+
+def _text_of_part(part: Any) -> str:
+    fields = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+    if isinstance(fields.get("type"), str) and fields["type"] in PLANNED_PARTS:
+        raise NotSupportedError(f"messages: parts of type {fields['type']} are not built yet", param="messages")
+    if set(fields) != {"type", "text"} or fields["type"] != "text" or not isinstance(fields["text"], str):
+        raise fail("messages", part, 'a part of the content like {"type": "text", "text": "..."}')
+    return fields["text"]
 
 
 def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -202,7 +202,16 @@ def adopt_tokenizer(given: Any) -> Tokenizer:
     if callable(getattr(given, "token_to_bytes", None)):
         return cast(Tokenizer, given)
     if isinstance(getattr(given, "backend_tokenizer", None), Backend):
-        return _copy_backend(given)
+        backend = Backend.from_str(given.backend_tokenizer.to_str())
+        backend.encode_special_tokens = bool(getattr(given, "split_special_tokens", False))
+        return HFTokenizer(
+            backend,
+            named_tokens={
+                name: str(token) for name in NAMED_TOKENS if (token := getattr(given, name, None)) is not None
+            },
+            template=getattr(given, "chat_template", None),
+            clean_up=bool(getattr(given, "clean_up_tokenization_spaces", False)),
+        )
     if not callable(getattr(given, "save_pretrained", None)):
         raise InvalidRequestError(
             f"tokenizer: an object of type {type(given).__name__} is not supported; give a directory, a tokenizer of "
@@ -212,15 +221,3 @@ def adopt_tokenizer(given: Any) -> Tokenizer:
     with tempfile.TemporaryDirectory() as directory:
         given.save_pretrained(directory)
         return load_tokenizer(directory)
-
-
-def _copy_backend(given: Any) -> HFTokenizer:
-    backend = Backend.from_str(given.backend_tokenizer.to_str())
-    backend.encode_special_tokens = bool(getattr(given, "split_special_tokens", False))
-    named = {name: str(getattr(given, name)) for name in NAMED_TOKENS if getattr(given, name, None) is not None}
-    return HFTokenizer(
-        backend,
-        named_tokens=named,
-        template=getattr(given, "chat_template", None),
-        clean_up=bool(getattr(given, "clean_up_tokenization_spaces", False)),
-    )

@@ -26,9 +26,10 @@ class StopStrings:
         whole = self._held + text
         if self._first_chars.isdisjoint(whole):  # most pieces: no stop string begins here
             return whole, None
-        match = self._first_match(whole) if may_stop else None
-        if match is not None:
-            end, stop = match
+        starts = ((whole.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops)
+        ends = [(start + len(stop), stop) for start, stop in starts if start >= 0] if may_stop else []
+        if ends:  # matches that end in the new piece
+            end, stop = min(ends, key=lambda match: match[0])
             self._held = ""
             return whole[: end if self._include else end - len(stop)], stop
         cut = self._first_held(whole)
@@ -39,12 +40,6 @@ class StopStrings:
         """Return the text that was held back, when it ends without a match."""
         rest, self._held = self._held, ""
         return rest
-
-    def _first_match(self, whole: str) -> tuple[int, str] | None:
-        """Return the end and the stop string of the first match that ends in the new piece."""
-        starts = ((whole.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops)
-        ends = ((start + len(stop), stop) for start, stop in starts if start >= 0)
-        return min(ends, key=lambda match: match[0], default=None)
 
     def _first_held(self, whole: str) -> int:
         """Return where the longest end of the text that may become a stop string starts.

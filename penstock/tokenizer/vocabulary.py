@@ -33,7 +33,9 @@ class TokenBytes:
         self._alphabet = _byte_of_char() if "ByteLevel" in kinds else {}
         self._replacements = [pair for step in steps for pair in _replacements(step)]
         self._word_prefix = next((step["prefix"] for step in steps if step["type"] == "WordPiece"), "")
-        self._fallback = _fallback_bytes(backend) if "ByteFallback" in kinds else {}
+        values = range(256) if "ByteFallback" in kinds else ()
+        ids = ((backend.token_to_id(f"<0x{value:02X}>"), bytes([value])) for value in values)
+        self._fallback = {token_id: byte for token_id, byte in ids if token_id is not None}
         self.joins = bool(kinds) and set(kinds) <= {"ByteLevel", "Fuse"} and "ByteLevel" in kinds
         self.fallback_ids = frozenset(self._fallback)
 
@@ -70,8 +72,3 @@ def _replacements(step: dict[str, Any]) -> list[tuple[str, str]]:
     if step["type"] == "Replace" and "String" in step["pattern"]:
         return [(step["pattern"]["String"], step["content"])]
     return []
-
-
-def _fallback_bytes(backend: Backend) -> dict[int, bytes]:
-    ids = {value: backend.token_to_id(f"<0x{value:02X}>") for value in range(256)}
-    return {token_id: bytes([value]) for value, token_id in ids.items() if token_id is not None}
