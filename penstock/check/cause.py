@@ -1,4 +1,4 @@
-"""What the first difference points to: a guess, from weights, positions and rotary tables."""
+"""Guesses the cause of the first difference, from weights, positions and rotary tables."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Which of Transformers' modules computes which of our layers, from the parameter table alone.
+"""Pairs our layers with Transformers' modules, from the parameter table alone.
 
 The table has the checkpoint names of every parameter, and these are the names of Transformers' modules. So one of our
 layers corresponds to one of theirs or, where our product joins several, to one per piece of its columns. A decoder

@@ -1,4 +1,4 @@
-"""What a check has found, as plain values."""
+"""The results of a check, as plain values."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

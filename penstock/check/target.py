@@ -1,4 +1,4 @@
-"""What is checked: a checkpoint, or a tiny random model that keeps every feature of a config."""
+"""The model that is checked: a checkpoint, or a tiny random model that keeps every feature of a config."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""What the commands write: text on standard output, everything else on standard error."""
+"""Output of the commands: text on standard output, everything else on standard error."""
 
 import signal
 import sys

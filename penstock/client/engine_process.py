@@ -80,7 +80,7 @@ class EngineServer:
 
 
 def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
-    """Reader thread: put frames into the inbox; exit the process with the client, even in the middle of a step."""
+    """Put frames into the inbox (reader thread); exit the process with the client, even in the middle of a step."""
     try:
         while (body := frames.receive(sock)) is not None:
             inbox.put(body)

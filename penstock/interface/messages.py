@@ -1,4 +1,4 @@
-"""What crosses between an engine and its client: token ids in, token ids out, no text.
+"""Messages between an engine and its client: token ids in, token ids out, no text.
 
 The values cross the process boundary as they are (client/frames.py encodes them), so they hold plain types only.
 """
@@ -33,7 +33,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """What one step computed for one request.
+    """The result of one step for one request.
 
     Attributes:
         start_index: position of new_token_ids[0] among the request's outputs, resumed ones counted.

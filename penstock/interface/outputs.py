@@ -1,4 +1,4 @@
-"""What a caller gets back: RequestOutput with its CompletionOutputs, in vLLM's spelling."""
+"""The results that a caller gets: RequestOutput with its CompletionOutputs, in vLLM's spelling."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,4 +1,4 @@
-"""What crosses between planning a step and computing it: plain ints and lists, no torch, no text.
+"""The interface between planning a step and computing it: plain ints and lists, no torch, no text.
 
 The engine's Scheduler makes a SchedulerOutput; an Executor computes it and returns a StepOutput.
 """

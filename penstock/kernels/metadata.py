@@ -27,7 +27,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the sequences of a step stand, for the layers of one cache group.
+    """The positions, lengths and blocks of the sequences of a step, for the layers of one cache group.
 
     Sequence b has the new tokens query_start_loc[b] .. query_start_loc[b+1]-1 of the packed step, at positions
     seq_lens[b] - (number of its new tokens) .. seq_lens[b]-1.

@@ -120,7 +120,9 @@ class Ops(Protocol):
         """
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
-        """x [M, K] dtype -> x @ weight.T + bias [M, N] float32. Also q/k/v as one product, and the LM head.
+        """Multiply x [M, K] dtype by a weight and add its bias: x @ weight.T + bias, [M, N] float32.
+
+        Also for q, k and v as one product, and for the LM head.
 
         `out` may be some columns of a wider buffer (each row contiguous): the pieces of an LM head share one.
         """
@@ -128,16 +130,16 @@ class Ops(Protocol):
     def activated_linear(
         self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None
     ) -> Tensor:
-        """x [M, K] dtype -> activation(x @ weight.T + bias), [M, N] dtype. `activation` as in gated_linear."""
+        """Compute activation(x @ weight.T + bias) of x [M, K] dtype: [M, N] dtype. `activation` as in gated_linear."""
 
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
-        """x [M, K] dtype, weight [2N, K] (gate rows, then up rows) -> activation(gate) * up, [M, N] dtype.
+        """Compute activation(gate) * up of x [M, K] dtype: [M, N] dtype. Its weight [2N, K]: gate rows, then up rows.
 
         `activation`: "silu", "gelu" (exact) or "gelu_tanh". Equal to linear followed by the element-wise product.
         """
 
     def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
-        """ids [T] int64, weight [V, hidden] dtype -> scale * weight[ids], [T, hidden] float32."""
+        """Look up scale * weight[ids], [T, hidden] float32, for ids [T] int64 in weight [V, hidden] dtype."""
 
     def experts(
         self,
@@ -159,7 +161,7 @@ class Ops(Protocol):
     def route(
         self, logits: Tensor, top_k: int, *, renormalize: bool, out: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Router: logits [M, experts] float32 -> ids [M, k] int64, weights [M, k] float32, most likely first.
+        """Choose experts from router logits [M, experts] float32: ids [M, k] int64, weights [M, k] float32, best first.
 
         Softmax over all experts, the k most likely (lowest id on a tie); renormalize divides them by their sum.
         """
@@ -167,7 +169,7 @@ class Ops(Protocol):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """x [T, hidden] float32, weight [hidden] float32 -> x / sqrt(mean(x^2) + eps) * weight, in `dtype`.
+        """Compute x / sqrt(mean(x^2) + eps) * weight of x [T, hidden] float32, weight [hidden] float32, in `dtype`.
 
         dtype: None is the model's, for an operand of a product; float32 for a branch that is normed before it is added.
         """
@@ -183,7 +185,7 @@ class Ops(Protocol):
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
     ) -> Tensor:
-        """x [T, hidden] float32, weight and bias [hidden] float32 -> the norm in dtype.
+        """Compute the layer norm of x [T, hidden] float32 in dtype; weight and bias are [hidden] float32.
 
         (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias: the mean first, then the deviations from it.
         """
@@ -194,13 +196,13 @@ class Ops(Protocol):
         """Add h into x **in place** as add_rms_norm does, and return (x, its layer norm in dtype)."""
 
     def add(self, x: Tensor, h: Tensor) -> Tensor:
-        """x += h **in place**, [T, hidden] float32 both; returns x. For a second branch beside the first."""
+        """Add h into x **in place**, both [T, hidden] float32, and return x. For a second branch beside the first."""
 
     def round(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """x [T, hidden] float32 -> in dtype: for products that read the residual stream without a norm."""
+        """Round x [T, hidden] float32 to dtype, for products that read the residual stream without a norm."""
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap) of x [M, N] float32 **in place**; returns x."""
+        """Compute cap * tanh(x / cap) of x [M, N] float32 **in place** and return x."""
 
     def rotary_qkv(
         self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: tuple[Tensor, Tensor, Tensor] | None = None
@@ -261,13 +263,13 @@ class Ops(Protocol):
         """
 
     def finite_rows(self, logits: Tensor) -> Tensor:
-        """logits [M, V] float32 -> [M] bool: no NaN, no +inf, and something above -inf to choose."""
+        """Return [M] bool for logits [M, V] float32: whether a row has no NaN, no +inf, and a value above -inf."""
 
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """logits [M, V] float32 -> log-probabilities [M, V] float32."""
+        """Compute the log-probabilities [M, V] float32 of logits [M, V] float32."""
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        """logits [M, V] float32 -> one id per row, [M] int64; sampling.NO_TOKEN where no id may be chosen.
+        """Choose one id per row of logits [M, V] float32: [M] int64; sampling.NO_TOKEN where no id may be chosen.
 
         kernels/sampling.py has the steps and their order.
         """

@@ -45,7 +45,7 @@ def leaf_groups(k: int, group_size: int, leaf_ends: Sequence[int] = ()) -> list[
 
 
 def quantize_int4(weight: Tensor, group_size: int, leaf_ends: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """weight [N, K] float32 -> values [N, K] int8 in -8 .. 7, scales [N, groups] float32, which bfloat16 holds.
+    """Quantise weight [N, K] float32: values [N, K] int8 in -8 .. 7, scales [N, groups] float32, which bfloat16 holds.
 
     Raises:
         ValueError: as int8.check_quantisable.
@@ -65,7 +65,7 @@ def quantize_int4(weight: Tensor, group_size: int, leaf_ends: Sequence[int] = ()
 
 
 def dequantize_int4(values: Tensor, scales: Tensor, group_size: int, leaf_ends: Sequence[int] = ()) -> Tensor:
-    """values [N, K] int8, scales [N, groups] -> [N, K] float32."""
+    """Multiply values [N, K] int8 by scales [N, groups]: [N, K] float32."""
     result = values.float()
     for index, (start, end) in enumerate(leaf_groups(values.shape[1], group_size, leaf_ends)):
         result[:, start:end] *= scales[:, index, None]

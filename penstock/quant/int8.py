@@ -23,7 +23,7 @@ def check_quantisable(weight: Tensor) -> None:
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K] float32 -> values [N, K] int8 in -127 .. 127, scales [N] float32.
+    """Quantise weight [N, K] float32: values [N, K] int8 in -127 .. 127, scales [N] float32.
 
     Raises:
         ValueError: as check_quantisable.
@@ -38,5 +38,5 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_int8(values: Tensor, scales: Tensor) -> Tensor:
-    """values [N, K] int8, scales [N] -> [N, K] float32."""
+    """Multiply values [N, K] int8 by scales [N]: [N, K] float32."""
     return values.float() * scales[:, None]

@@ -39,7 +39,7 @@ SMALLEST_ROW = 2.0**-118  # from here on a row's scale is not denormal, and 127 
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [.., D] of any float type -> values [.., D] int8, scales [..] and offsets [..] float32."""
+    """Quantise x [.., D] of any float type: values [.., D] int8, scales [..] and offsets [..] float32."""
     x = x.float()
     low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
     middle = (low + high) * 0.5
@@ -55,13 +55,13 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize_channels(x: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
-    """x [.., Hkv, D] of any float type, scales and offsets [Hkv, D] -> values [.., Hkv, D] int8."""
+    """Quantise x [.., Hkv, D] of any float type with scales and offsets [Hkv, D]: [.., Hkv, D] int8."""
     steps = x.float() / scales - offsets
     return steps.nan_to_num(nan=0.0).clamp(-LARGEST, LARGEST).round().to(torch.int8)
 
 
 def dequantize(values: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
-    """values [.., D] int8 -> (values + offsets) * scales, [.., D] float32.
+    """Compute (values + offsets) * scales of values [.., D] int8: [.., D] float32.
 
     scales, offsets: [Hkv, D] per channel, [.., 1] per token.
     """
@@ -69,7 +69,7 @@ def dequantize(values: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
 
 
 def split(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """x [.., n] float32 -> slices [count, .., n] int8, scales [..] float32."""
+    """Write x [.., n] float32 as slices [count, .., n] int8, scales [..] float32."""
     greatest = x.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
     finite = greatest < torch.inf
     usable = finite & (greatest >= SMALLEST_ROW)

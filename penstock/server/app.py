@@ -93,12 +93,12 @@ def _middleware(options: ServerOptions, metrics: Metrics) -> list[Middleware]:
 
 
 async def live(request: Request) -> Response:
-    """200 while this process answers at all."""
+    """Answer 200 while this process answers at all."""
     return Response()
 
 
 async def health(request: Request) -> Response:
-    """200 only while the engine makes progress; the error object of a 503 says why not."""
+    """Answer 200 only while the engine makes progress; the error object of a 503 says why not."""
     context = context_of(request)
     now = context.client.status()
     state = EngineState.DRAINING if context.draining else now.state
@@ -110,7 +110,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 while a new request would be accepted."""
+    """Answer 200 while a new request would be accepted."""
     if context_of(request).draining:
         raise unavailable("the server is shutting down")
     return await health(request)
@@ -121,7 +121,7 @@ async def version(request: Request) -> Response:
 
 
 async def status(request: Request) -> Response:
-    """The engine's state and counters at this moment."""
+    """Answer with the engine's state and counters at this moment."""
     context = context_of(request)
     now = context.client.status()
     stats = now.stats
@@ -152,7 +152,7 @@ async def status(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """The metrics in the Prometheus text format."""
+    """Answer with the metrics in the Prometheus text format."""
     body = generate_latest(context_of(request).metrics.registry)
     return Response(body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
@@ -187,7 +187,7 @@ def _card(context: ServerContext, name: str) -> dict[str, Any]:
 
 
 async def create_tokens(request: Request) -> Response:
-    """POST /tokenize."""
+    """Handle POST /tokenize."""
     context = context_of(request)
     body = await read_body(request, TokenizeRequest)
     info = context.info()
@@ -201,7 +201,7 @@ async def create_tokens(request: Request) -> Response:
 
 
 async def create_text(request: Request) -> Response:
-    """POST /detokenize."""
+    """Handle POST /detokenize."""
     context = context_of(request)
     body = await read_body(request, DetokenizeRequest)
     info = context.info()
@@ -217,7 +217,7 @@ async def create_text(request: Request) -> Response:
 
 
 async def page(request: Request) -> Response:
-    """The web page: one file that loads nothing else."""
+    """Answer with the web page: one file that loads nothing else."""
     body = await asyncio.to_thread(_page)
     headers = {"Content-Security-Policy": PAGE_POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
     return Response(body, media_type="text/html", headers=headers)
@@ -229,5 +229,5 @@ def _page() -> bytes:
 
 
 async def not_built(request: Request) -> Response:
-    """A route that clients know and this server does not have yet."""
+    """Refuse a route that clients know and this server does not have yet."""
     raise not_found(f"{request.scope['path'][:100]} is not built yet.", "not_implemented")

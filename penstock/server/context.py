@@ -1,4 +1,4 @@
-"""What every route needs: the state of the app with its metrics, the log of the request, its body, a JSON answer.
+"""The context of every route: the state of the app with its metrics, the log of the request, its body, a JSON answer.
 
 One ServerContext belongs to one app and is reached through the request (`context_of`), never through a global. So does
 one registry of metrics: two servers in one process do not share counts.
@@ -95,7 +95,7 @@ class ServerContext:
 
 @dataclass(slots=True)
 class RequestLog:
-    """What one HTTP request leaves in the log and the metrics. The middleware creates it, the routes fill it.
+    """The log line and metrics of one HTTP request. The middleware creates it, the routes fill it.
 
     Attributes:
         request_id: the caller's X-Request-Id or a new one, for the log and the answer's header only.

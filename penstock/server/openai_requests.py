@@ -32,7 +32,7 @@ class StreamOptions(Strict, kw_only=True, frozen=True):
 
 
 class GenerationRequest(Strict, kw_only=True, frozen=True):
-    """What completions and chat completions share. The LABELS come last: only the log shows them."""
+    """The fields that completions and chat completions share. The LABELS come last: only the log shows them."""
 
     model: str | None = None
     stream: bool | None = None

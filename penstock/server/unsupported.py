@@ -1,4 +1,4 @@
-"""What clients of OpenAI and vLLM know and this server refuses: parameters and routes.
+"""Parameters and routes of OpenAI and vLLM that this server refuses.
 
 The table of parameters is applied to the decoded JSON before it becomes a request body, so that the bodies declare only
 what is built.

@@ -1,4 +1,4 @@
-"""What error messages say of names: why an architecture is not supported, which known name is meant, a short list."""
+"""Parts of error messages: why an architecture is not supported, the nearest known name, a short list of names."""
 
 import difflib
 import re

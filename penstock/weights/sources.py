@@ -1,4 +1,4 @@
-"""Where the values of a model's parameters come from: a checkpoint, or random numbers."""
+"""Sources of the values of a model's parameters: a checkpoint, or random numbers."""
 
 import hashlib
 import math

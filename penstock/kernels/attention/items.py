@@ -151,7 +151,7 @@ def _sink_spans(blocks: RowBlocks) -> Int64 | None:
 
 
 def _sinks_apart(blocks: RowBlocks) -> Bools:
-    """[U] whether hidden spans separate the sink tokens from the window."""
+    """Return [U] bool: whether hidden spans separate the sink tokens from the window."""
     sinks = _sink_spans(blocks)
     return np.zeros(len(blocks.sequence), bool) if sinks is None else (sinks > 0) & (sinks < blocks.first_span)
 

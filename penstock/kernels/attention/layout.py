@@ -51,7 +51,7 @@ def cache_token_bytes(
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What the layers of a cache group have in common.
+    """The sizes and types that the layers of a cache group share.
 
     Attributes:
         kv_cache_dtype: "float32", "bfloat16" or "int8".

@@ -22,7 +22,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """Where the sequences of a step stand, in 64 bits.
+    """The lengths and positions of the sequences of a step, as int64.
 
     Attributes:
         tokens: number of new tokens, T.

@@ -1,4 +1,4 @@
-"""How native functions are called: the context that all operations of an engine share, and tensors as arguments.
+"""Calls of native functions: the context that all operations of an engine share, and tensors as arguments.
 
 Native functions do not check type, shape or layout of what an address points to, so `address` does.
 """

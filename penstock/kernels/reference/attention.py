@@ -27,7 +27,7 @@ def attend(
     meta: AttentionMetadata,
     params: AttentionParams,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k_new and v_new [T, Hkv, D] -> rows [T, H, D], lse [T, H]; the new tokens are stored.
+    """Attend q [T, H, D] to cached and new keys [T, Hkv, D]: rows [T, H, D], lse [T, H]; store the new tokens.
 
     Raises:
         ValueError: as AttentionMetadata.check_blocks.

@@ -60,7 +60,7 @@ class Part:
 
 
 def attend_part(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring: Scoring) -> Part:
-    """q [B, n, H, D], k and v [B, S, Hkv, D] of the same type -> the part of these keys.
+    """Compute the part of keys k and values v [B, S, Hkv, D] for queries q [B, n, H, D], all of one type.
 
     visible: bool, of a shape that broadcasts to [B, H, n, S]; None: every row sees every key. A hidden key counts as
         p = 0 and v = 0, whatever its memory holds. A visible value that is not finite makes a NaN.

@@ -19,7 +19,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """logits [M, V] float32 -> one id per row, [M] int64; NO_TOKEN where no id may be chosen."""
+    """Choose one id per row of logits [M, V] float32: [M] int64; NO_TOKEN where no id may be chosen."""
     logits = adjust(logits, params)
     chosen = logits.argmax(dim=-1)  # the first on a tie
     nothing_left = logits.gather(-1, chosen[:, None])[:, 0] == NEVER
