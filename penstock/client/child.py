@@ -68,12 +68,17 @@ class EngineChild:
         else:
             self._writer.close()
 
+    def kill(self) -> None:
+        """End the process at once, even if it is stopped."""
+        if self._process.poll() is None:
+            self._process.kill()
+
     async def wait(self) -> int:
         """Wait for the process and return its exit code; it is killed after EXIT_WAIT_S."""
         deadline = time.monotonic() + EXIT_WAIT_S
         while (code := self._process.poll()) is None:
             if time.monotonic() > deadline:
-                self._process.kill()
+                self.kill()
             await asyncio.sleep(0.005)
         return code
 

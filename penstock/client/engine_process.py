@@ -4,19 +4,22 @@
                    so that no engine outlives its client
     main thread:   take the frames in the inbox, compute a step, send its outputs
 
-The step loop itself sends the heartbeats, so that a heartbeat means progress.
+Once the engine is built, the step loop itself sends the heartbeats, so that a heartbeat means progress.
 """
 
+import contextlib
 import os
 import queue
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 
 from penstock.client import frames
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError, PenstockError
+from penstock.interface.messages import EngineStats
 
 HEARTBEAT_S = 0.5
 HEARTBEATS_TO_CHECK = 4
@@ -88,6 +91,24 @@ def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
         os._exit(EXIT_CLIENT_GONE)
 
 
+@contextlib.contextmanager
+def _heartbeats(sock: socket.socket, epoch: int) -> Iterator[None]:
+    """Send heartbeats from a thread while the engine is built: loading may take minutes, but is no silence."""
+    built = threading.Event()
+
+    def send() -> None:
+        while not built.wait(HEARTBEAT_S):
+            sock.sendall(frames.pack(frames.Heartbeat(epoch, EngineStats())))
+
+    thread = threading.Thread(target=send, name="heartbeats", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        built.set()
+        thread.join()
+
+
 def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServer | None:
     """Build the engine that the first frame asks for; if it cannot be built, send the reason and return None."""
     first = frames.unpack_to_engine(inbox.get())
@@ -97,7 +118,8 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
     from penstock.config import EngineConfig
 
     try:
-        built = build_engine(EngineConfig.from_options(**first.options))
+        with _heartbeats(sock, first.epoch):
+            built = build_engine(EngineConfig.from_options(**first.options))
     except PenstockError as error:
         param, code = getattr(error, "param", None), getattr(error, "code", None)
         user_error = isinstance(error, InvalidRequestError)

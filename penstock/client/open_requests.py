@@ -1,13 +1,13 @@
 """OpenRequests: the one table of a client's open requests, from the user's request to what its reader gets.
 
 An entry holds the prepared request, the tokens received, their text, and the mailbox of its reader. It lives on the
-client's side of the process boundary, so that text and tokens survive an engine that dies: `resumable` returns what a
-new engine needs to continue. Knows no engine, process or clock; not for several threads at once.
+client's side of the process boundary, so that text and tokens survive an engine that dies: `resumed` returns what a new
+engine needs to continue. Knows no engine, process or clock; not for several threads at once.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, KeysView
 from dataclasses import replace
 
 from penstock.client.choice import Choice, logprobs_at
@@ -51,10 +51,18 @@ class OpenRequests:
         """Return the number of tokens received for running choices."""
         return sum(len(choice.token_ids) for _, choice in self._running.values())
 
-    def resumable(self) -> list[EngineRequest]:
-        """Return the running choices as a new engine would take them, with the tokens received as output_token_ids."""
-        running = (choice for _, choice in self._running.values())
-        return [replace(choice.request, output_token_ids=list(choice.token_ids)) for choice in running]
+    def running(self) -> KeysView[str]:
+        """Return the engine request ids of the running choices, oldest first."""
+        return self._running.keys()
+
+    def num_tokens_of(self, engine_request_id: str) -> int:
+        """Return the number of tokens received for a running choice."""
+        return len(self._running[engine_request_id][1].token_ids)
+
+    def resumed(self, engine_request_id: str) -> EngineRequest:
+        """Return a running choice as an engine takes it, with the tokens received so far as output_token_ids."""
+        choice = self._running[engine_request_id][1]
+        return replace(choice.request, output_token_ids=list(choice.token_ids))
 
     def open(self, prepared: PreparedRequest) -> "OpenRequest":
         """Add a request. Raise InvalidRequestError if its id is open."""

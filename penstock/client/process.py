@@ -1,19 +1,21 @@
 """ProcessClient: requests to an engine in a child process. The base of `AsyncLLM`; imports no torch.
 
-The supervisor keeps the child running (client/supervisor.py); OpenRequests holds what is asked of it. Whatever goes
-wrong, no caller is left waiting: a request that cannot be handled ends alone, and a lost engine ends all open ones.
+The supervisor keeps the child running (client/supervisor.py), OpenRequests holds what is asked of it, and Recovery
+gives it to the engine, or to the next one where the engine died: no stream ends with the process that computes it. A
+request that cannot be handled ends alone.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from penstock.client import frames
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.input_processor import InputProcessor, PreparedRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests
+from penstock.client.recovery import DEATHS_BEFORE_TRIAL, Recovery
 from penstock.client.supervisor import EngineSupervisor
 from penstock.errors import (
     EngineDeadError,
@@ -35,7 +37,7 @@ NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit
 
 
 class ProcessClient:
-    """Implements EngineClient. The constructor starts the child; everything else needs a running event loop.
+    """Implements EngineClient and EngineListener. The constructor starts the child; all else needs an event loop.
 
     Args:
         options: for EngineConfig.from_options, checked already.
@@ -47,7 +49,9 @@ class ProcessClient:
         self._seed = seed
         self._inputs: InputProcessor | None = None  # made when the model is known
         self._requests = OpenRequests(tokenizer)
-        self._supervisor = EngineSupervisor(options, on_frame=self._receive, on_loss=self._end_all)
+        self._recovery = Recovery(self._requests, lambda frame: self._supervisor.child.send(frame))
+        self._supervisor = EngineSupervisor(options, self)
+        self._fingerprint: str | None = None  # of the engine that computed the tokens so far
         self._watch: asyncio.Task[None] | None = None
         self._draining = False
         self._num_aborted = 0
@@ -117,11 +121,10 @@ class ProcessClient:
         await self.start()
         self._check_serving()
         prepared = await self._prepare(prompt, params, request_id)
-        self._check_serving()  # the engine may have died while the prompt was tokenised
+        self._check_serving()  # the engine may have failed while the prompt was tokenised
         request = self._requests.open(prepared)
         try:
-            for engine_request in prepared.engine_requests:
-                self._supervisor.child.send(frames.AddRequest(engine_request))
+            self._recovery.submit([engine_request.request_id for engine_request in prepared.engine_requests])
             finished = False
             while not finished:
                 output = await request.mailbox.get()
@@ -129,13 +132,13 @@ class ProcessClient:
                 yield output
         finally:  # the request has finished, or its reader has left
             self._num_aborted += not request.mailbox.ended
-            self._abort(self._requests.close(request))
+            self._recovery.abort(self._requests.close(request))
 
     def _check_serving(self) -> None:
         if self._supervisor.failure is not None:
             raise self._supervisor.failure
-        if self._state is not EngineState.READY:
-            raise EngineDeadError(f"the engine takes no requests: it is {self._state}")
+        if self._draining:
+            raise EngineDeadError("the engine takes no requests: it is draining")
         if self._requests.num_running >= MAX_OPEN_CHOICES:
             raise EngineOverloadedError(f"{self._requests.num_running} choices are running or waiting already")
 
@@ -162,7 +165,29 @@ class ProcessClient:
 
     # --- what the supervisor calls ---------------------------------------------------------------------------------
 
-    def _receive(self, frame: frames.Outputs | frames.Rejected) -> None:
+    def engine_ready(self, info: ModelInfo) -> None:
+        """Give it what is open. Where the model's files have changed since, that cannot go on with the same bits."""
+        if self._fingerprint not in (None, info.system_fingerprint):
+            change = f"{self._fingerprint} became {info.system_fingerprint}"
+            self.engine_failed(EngineDeadError(f"the new engine computes otherwise: {change}"))
+        if self._fingerprint != info.system_fingerprint:
+            self._fingerprint, self._inputs = info.system_fingerprint, None
+        self._recovery.engine_ready()
+
+    def engine_lost(self) -> bool:
+        to_blame = self._recovery.engine_lost()
+        request = None if to_blame is None else self._requests.owner(to_blame)
+        if request is not None:
+            times = DEATHS_BEFORE_TRIAL + 1
+            message = f"the engine process died each of the {times} times that it computed this request, at last alone"
+            self._end(request, RequestFailedError(message))
+        return request is not None
+
+    def engine_failed(self, error: EngineDeadError) -> None:
+        for request in self._requests:
+            self._end(request, error)
+
+    def received(self, frame: frames.Outputs | frames.Rejected) -> None:
         if isinstance(frame, frames.Outputs):
             self._deliver(frame.outputs)
             return
@@ -170,7 +195,7 @@ class ProcessClient:
         if request is not None:
             self._end(request, frame.as_error())
 
-    def _deliver(self, outputs: Iterable[EngineOutput]) -> None:
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         for request, its_outputs in self._requests.by_request(outputs).items():
             try:
                 output, abort_ids = self._requests.take(request, its_outputs)
@@ -180,20 +205,13 @@ class ProcessClient:
                 LOGGER.exception("request %s: its output could not be turned into text", request.prepared.request_id)
                 self._end(request, RequestFailedError(f"its output could not be turned into text: {error!r}"))
                 continue
-            self._abort(abort_ids)
+            self._recovery.abort(abort_ids)
             if output is not None:
                 request.mailbox.put(output)
+        self._recovery.received([o.request_id for o in outputs if o.new_token_ids or o.finish_reason is not None])
 
     def _end(self, request: OpenRequest, error: PenstockError) -> None:
         """End a request with this error, unless it has ended."""
         if not request.mailbox.ended:
             request.mailbox.put(error)
-            self._abort(self._requests.cancel(request))
-
-    def _end_all(self, error: EngineDeadError) -> None:
-        for request in self._requests:
-            self._end(request, error)
-
-    def _abort(self, engine_request_ids: list[str]) -> None:
-        if engine_request_ids:
-            self._supervisor.child.send(frames.Abort(engine_request_ids))
+            self._recovery.abort(self._requests.cancel(request))

@@ -34,6 +34,9 @@ class Step:
 class Session:
     """One OpenRequests with the requests that a test adds; finished ones are closed, as by a quick reader."""
 
+    def resumable(self):
+        return [self.requests.resumed(request_id) for request_id in self.requests.running()]
+
     def __init__(self, tokenizer=TOK):
         self.inputs = InputProcessor(tokenizer, model_info(1024, TOK.vocab_size))
         self.requests = OpenRequests(tokenizer)
@@ -253,7 +256,7 @@ class TestOrder:
         assert step.outputs[0].finished
         assert step.outputs[0].outputs[0].finish_reason == "error"
         assert "lost" in step.outputs[0].error
-        assert session.requests.resumable() == []
+        assert session.resumable() == []
         assert session.open_ids == []
 
     def test_unknown_ids(self):
@@ -417,7 +420,7 @@ class TestJournal:
         (name,) = session.add()
         for start, ids in ((0, [5, 6]), (1, [6, 7]), (3, [8])):
             session.step(out(name, start, ids))
-        (resumed,) = session.requests.resumable()
+        (resumed,) = session.resumable()
         assert resumed.output_token_ids == [5, 6, 7, 8]
         assert (resumed.request_id, session.requests.num_running, session.requests.num_tokens) == (name, 1, 4)
         session.step(out(name, 4, [9], finish_reason=STOP))
@@ -431,10 +434,10 @@ class TestJournal:
         session.requests.open(dataclasses.replace(prepared, engine_requests=(sent,)))
         more = ids_of("c")
         step = session.step(out(sent.request_id, len(sent.output_token_ids), more))
-        assert session.requests.resumable()[0].output_token_ids == sent.output_token_ids + more
+        assert session.resumable()[0].output_token_ids == sent.output_token_ids + more
         assert step.outputs[0].outputs[0].text == "abc"
         session.step(out(sent.request_id, 9, [8]))  # a gap ends it
-        assert session.requests.resumable() == []
+        assert session.resumable() == []
         assert session.requests.num_tokens == 0
 
     def test_only_running_choices(self):
@@ -444,6 +447,6 @@ class TestJournal:
         session.step(
             out(names[0], 0, ids_of("b")), out(names[1], 0, [5], finish_reason=LENGTH), out(names[2], 0, ids_of("a"))
         )
-        assert [request.request_id for request in session.requests.resumable()] == [names[2]]
+        assert [request.request_id for request in session.resumable()] == [names[2]]
         session.close("r")
-        assert session.requests.resumable() == []
+        assert session.resumable() == []

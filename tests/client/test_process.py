@@ -19,7 +19,7 @@ from penstock import (
     RequestFailedError,
     SamplingParams,
 )
-from penstock.client import child
+from penstock.client import child, supervisor
 from penstock.client.engine_client import EngineState
 from penstock.client.open_requests import OpenRequests
 
@@ -294,51 +294,114 @@ def test_the_current_directory_is_no_part_of_the_engine(tmp_path, monkeypatch):
     asyncio.run(scenario())
 
 
-def test_death_is_noticed_at_once_and_a_new_engine_comes():
-    """kill -9: open requests end with a clear error within a moment, and the next ones work."""
+PROMPTS = ("Once upon a time", "One day", "The old", "Anna")
+MIXED = (  # what an engine keeps of a request beside its tokens: noise, penalties, counts, stop strings, log-probabilities
+    {"temperature": 0.0},
+    {"seed": 1},
+    {"seed": 2, "temperature": 1.3, "top_p": 0.9, "min_p": 0.02},
+    {"seed": 3, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"seed": 4, "logprobs": 3, "prompt_logprobs": 1},
+    {"seed": 5, "n": 3},
+    {"seed": 6, "stop": ["zzz", "qqq "], "min_tokens": 40},
+    {"seed": 7, "top_k": 20, "logit_bias": {5: 2.0}, "bad_words": ["the"]},
+)
+
+
+async def stream_all(llm, num_tokens, *, output_kind="delta"):
+    """Return for each of 16 mixed streams all that its reader got, by choice."""
+
+    async def read(prompt, fields):
+        params = SamplingParams(**fields, max_tokens=num_tokens, ignore_eos=True, output_kind=output_kind)
+        got = {}
+        async for output in llm.generate(prompt, params):
+            for choice in output.outputs:
+                ids, texts, logprobs, reason = got.get(choice.index, ([], "", [], None))
+                assert reason is None, "an output after the last"
+                logprobs = logprobs + (choice.logprobs or [])
+                got[choice.index] = (ids + choice.token_ids, texts + choice.text, logprobs, choice.finish_reason)
+        return got
+
+    pairs = [(PROMPTS[(index + turn) % 4], fields) for turn in range(2) for index, fields in enumerate(MIXED)]
+    return await asyncio.gather(*(read(prompt, fields) for prompt, fields in pairs))
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_no_stream_notices_that_engines_die(monkeypatch, fault):
+    """Whatever ends an engine, or only stops it: every stream goes on with the next token, none lost or changed."""
+    monkeypatch.setattr(supervisor, "MAX_DEATHS", 100)
+    monkeypatch.setattr(supervisor, "IDLE_STALL_S", 1.0)
+
+    async def scenario():
+        async with AsyncLLM(model="demo", max_num_seqs=12) as llm:
+            undisturbed = await stream_all(llm, 120)
+            disturbed = asyncio.create_task(stream_all(llm, 120))
+            for restarts in range(1 if fault is signal.SIGSTOP else 3):
+                tokens = llm.status().stats.num_generated_tokens_total
+                await until(lambda: llm.status().stats.num_generated_tokens_total > tokens + 100)  # noqa: B023
+                os.kill(llm.status().pid, fault)
+                await until(lambda: llm.status().restarts == restarts + 1)  # noqa: B023
+                assert llm.status().state is EngineState.RECOVERING
+                assert not llm.status().making_progress
+                assert llm.status().journal_requests > 0
+                await until(lambda: llm.status().state is EngineState.READY)
+            assert not disturbed.done()
+            assert await disturbed == undisturbed
+            assert llm.status().journal_requests == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_request_waits_for_the_next_engine():
+    async def scenario():
+        async with AsyncLLM(model="demo") as llm:
+            whole = await final(llm)
+            os.kill(llm.status().pid, signal.SIGKILL)
+            await until(lambda: llm.status().state is EngineState.RECOVERING)
+            assert (await final(llm)).outputs == whole.outputs
+            assert llm.status().restarts == 1
+
+    asyncio.run(scenario())
+
+
+def test_streams_do_not_go_on_with_other_bits(monkeypatch):
+    """Guards against a stream whose second half comes from a model that was replaced on disk."""
 
     async def scenario():
         async with AsyncLLM(model="demo") as llm:
             await llm.start()
-            streams = [asyncio.create_task(final(llm, params=LONG)) for _ in range(3)]
-            await until(lambda: llm.status().stats.num_running == 3)
-            assert llm.status().journal_requests == 3
-            assert llm.status().journal_tokens > 0
-            pid = llm.status().pid
-            os.kill(pid, signal.SIGKILL)
-            results = await asyncio.gather(*streams, return_exceptions=True)
-            assert all(isinstance(result, EngineDeadError) for result in results)
-            assert llm.status().state is EngineState.RECOVERING
-            assert not llm.status().making_progress
-            assert llm.status().journal_requests == 0
-            await until(lambda: llm.status().state is EngineState.READY)
-            assert llm.status().restarts == 1
-            assert llm.status().pid != pid
+            llm._fingerprint = "penstock-2-of-other-weights"
+            stream = asyncio.create_task(final(llm, params=LONG))
+            await until(lambda: llm.status().journal_tokens > 0)
+            os.kill(llm.status().pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="computes otherwise: penstock-2-of-other-weights became"):
+                await stream
             assert (await final(llm)).finished
 
     asyncio.run(scenario())
 
 
-def test_health_follows_the_engine_not_the_wish(loop, llm):
-    """A frozen engine is not healthy, neither idle nor with a stream open, and a new request does not change that."""
+HARMFUL = """
+import os, signal
+from penstock.plugins.logits_processors import register_logits_processor
 
-    async def scenario():
-        stream = llm.generate("Once", SamplingParams(max_tokens=1000, ignore_eos=True, output_kind="delta", seed=1))
-        await anext(stream)
-        pid = llm.status().pid
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            await until(lambda: not llm.status().making_progress, timeout_s=15)
-            waiting = asyncio.create_task(final(llm))
-            await asyncio.sleep(0.1)
-            assert not llm.status().making_progress
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        assert (await waiting).finished
-        assert llm.status().making_progress
-        await stream.aclose()
+@register_logits_processor("harmful")
+def harmful(args):
+    def process(output_token_ids, logits):
+        if len(output_token_ids) == 5:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return logits
+    return process
+"""
 
-    loop.run(scenario())
+
+def test_a_request_that_kills_engines_fails_alone():
+    """Guards against one request that ends the service for all: after two deaths it is tried alone."""
+
+    async def scenario(path):
+        async with AsyncLLM(model="demo", imports=[path]) as llm:
+            whole = await final(llm, params=SamplingParams(max_tokens=300, ignore_eos=True, seed=1))
+
+    del scenario
 
 
 def test_shutdown_ends_open_requests_and_the_child():

@@ -47,11 +47,13 @@ class ScriptedChild:
 
 
 class Watched:
-    """A supervisor whose nth process follows `script(n)`, run until it gives up."""
+    """A supervisor whose nth process follows `script(n)`, run until it gives up; and its listener."""
 
-    def __init__(self, monkeypatch, script):
+    def __init__(self, monkeypatch, script, explained=lambda losses: False):
         epochs = itertools.count()
-        self.children, self.frames, self.losses = [], [], []
+        self.children, self.frames, self.infos, self.failures = [], [], [], []
+        self.losses = 0
+        self.explained = explained
 
         def start():
             self.children.append(ScriptedChild(script(next(epochs))))
@@ -59,8 +61,21 @@ class Watched:
 
         monkeypatch.setattr(supervisor, "EngineChild", start)
         monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.0)
-        self.supervisor = supervisor.EngineSupervisor({}, on_frame=self.frames.append, on_loss=self.losses.append)
+        self.supervisor = supervisor.EngineSupervisor({}, self)
         asyncio.run(asyncio.wait_for(self.supervisor.run(), 10))
+
+    def engine_ready(self, info):
+        self.infos.append(info)
+
+    def engine_lost(self):
+        self.losses += 1
+        return self.explained(self.losses)
+
+    def engine_failed(self, error):
+        self.failures.append(error)
+
+    def received(self, frame):
+        self.frames.append(frame)
 
 
 def test_an_engine_that_dies_again_and_again_is_given_up(monkeypatch, caplog):
@@ -70,8 +85,8 @@ def test_an_engine_that_dies_again_and_again_is_given_up(monkeypatch, caplog):
     assert str(watched.supervisor.failure) == "the engine process died 5 times in 60 s"
     assert watched.supervisor.restarts == 4
     assert [child.sent for child in watched.children] == [[frames.Start(epoch, {})] for epoch in range(5)]
-    assert len(watched.losses) == 6  # each death, and the end
-    assert all(isinstance(error, EngineDeadError) for error in watched.losses)
+    assert (watched.losses, watched.infos) == (5, [INFO] * 5)
+    assert [type(error) for error in watched.failures] == [EngineDeadError]
     assert "restarting the engine process (restart 4 of 4)" in caplog.messages
 
 
@@ -102,3 +117,78 @@ def test_what_cannot_be_built_is_not_tried_again(monkeypatch, user_error, kind):
     watched = Watched(monkeypatch, lambda epoch: [failed])
     assert (type(watched.supervisor.failure), len(watched.children)) == (kind, 1)
     assert watched.supervisor.settled.is_set()
+
+
+def test_deaths_that_a_request_is_to_blame_for_do_not_end_the_service(monkeypatch):
+    """Guards against a handful of harmful requests that stop a server for everybody."""
+    watched = Watched(monkeypatch, lambda epoch: [ready(epoch)], explained=lambda losses: losses <= 20)
+    assert watched.losses == 25
+    assert str(watched.supervisor.failure) == "the engine process died 5 times in 60 s"
+
+
+def test_counters_do_not_fall_when_an_engine_is_replaced(monkeypatch):
+    """Guards against metrics that start again from zero: a monitor would show negative rates."""
+    seen = []
+
+    def script(epoch):
+        stats = EngineStats(num_running=3, kv_blocks_total=7, num_steps_total=10, num_generated_tokens_total=epoch)
+        return [ready(epoch), frames.Outputs(epoch, [], stats), frames.Heartbeat(epoch, stats)]
+
+    monkeypatch.setattr(Watched, "received", lambda self, frame: seen.append(self.supervisor.liveness.stats))
+    watched = Watched(monkeypatch, script)
+    assert [stats.num_steps_total for stats in seen] == [10, 20, 30, 40, 50]
+    assert [stats.num_generated_tokens_total for stats in seen] == [0, 1, 3, 6, 10]
+    assert {(stats.num_running, stats.kv_blocks_total) for stats in seen} == {(3, 7)}  # gauges are the engine's own
+    assert watched.supervisor.liveness.stats == EngineStats(num_steps_total=50, num_generated_tokens_total=10)
+
+
+class Clock:
+    """Stands in for `time`, and lets asyncio.sleep pass as much of it as is wanted."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("frames_seen", "patience"),
+    [
+        ([], supervisor.START_STALL_S),  # it starts
+        ([frames.Ready(0, INFO, EngineStats())], supervisor.IDLE_STALL_S),
+        ([frames.Ready(0, INFO, EngineStats(num_waiting=1))], supervisor.FIRST_STEP_STALL_S),
+    ],
+)
+def test_how_long_an_engine_may_be_silent(monkeypatch, frames_seen, patience):
+    """Guards against an engine that hangs and is never replaced, and one that is killed in a long first step."""
+    clock = Clock()
+    monkeypatch.setattr(supervisor, "time", clock)
+    liveness = supervisor.Liveness()
+    assert not liveness.stuck  # nothing was heard yet: importing may take long
+    for frame in [frames.Heartbeat(0, EngineStats()), *frames_seen]:
+        liveness.note(frame)
+    clock.now += patience - 0.1
+    assert not liveness.stuck
+    liveness.excuse()
+    clock.now += patience - 0.1
+    assert not liveness.stuck
+    clock.now += 0.2
+    assert liveness.stuck
+    assert not liveness.making_progress
+    liveness.engine_ended()
+    assert not liveness.stuck
+
+
+def test_a_busy_engine_may_take_as_long_as_many_of_its_steps(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(supervisor, "time", clock)
+    liveness = supervisor.Liveness()
+    liveness.note(frames.Ready(0, INFO, EngineStats(num_running=1)))
+    for _ in range(3):
+        clock.now += 2.0
+        liveness.note(frames.Outputs(0, [], EngineStats(num_running=1)))
+    clock.now += 2.0 * supervisor.STALL_STEPS - 0.1
+    assert liveness.making_progress
+    clock.now += 0.2
+    assert liveness.stuck

@@ -1,0 +1,104 @@
+"""Recovery: what the engine process is given to compute, and what the next one is given when it has died.
+
+A new engine gets every running choice with the tokens received so far as outputs, and continues with the next token.
+Because the engine computes the same token again, nobody can tell afterwards that it died.
+
+A choice may itself be what ends the engine (it overflows a buffer, or the memory). One that was in the engine at two
+deaths, and received nothing in between, is therefore tried alone: the engine gets nothing else until the choice has its
+next token. If the engine dies under it, that choice fails, and the others go on.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.client import frames
+from penstock.client.open_requests import OpenRequests
+
+DEATHS_BEFORE_TRIAL = 2
+
+
+@dataclass(slots=True)
+class _Deaths:
+    """How often engines died with a choice in them since it received its last token."""
+
+    num_tokens: int  # received when it happened
+    count: int
+
+
+class Recovery:
+    """Sends the running choices of OpenRequests to one engine after the other.
+
+    Args:
+        send: to the current engine; frames for an engine that has died are dropped.
+    """
+
+    def __init__(self, requests: OpenRequests, send: Callable[[frames.ToEngine], None]) -> None:
+        self._requests = requests
+        self._send = send
+        self._ready = False
+        self._sent: set[str] = set()  # to the current engine, by engine request id
+        self._deaths: dict[str, _Deaths] = {}
+        self._trials: deque[str] = deque()  # choices to try alone; the first one is in the engine
+
+    def submit(self, request_ids: Iterable[str]) -> None:
+        """Send new choices to the engine; while it starts, or tries a choice alone, they wait."""
+        if self._ready and not self._trials:
+            self._send_missing(request_ids)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Tell the engine that nobody wants these choices any more."""
+        known = [request_id for request_id in request_ids if request_id in self._sent]
+        if known:
+            self._send(frames.Abort(known))
+            self._sent.difference_update(known)
+            self._end_trial(known)
+
+    def engine_ready(self) -> None:
+        """Give a new engine all running choices, or the first of those that have to be tried alone."""
+        self._ready = True
+        self._trials = deque(key for key, deaths in self._deaths.items() if deaths.count >= DEATHS_BEFORE_TRIAL)
+        self._continue()
+
+    def engine_lost(self) -> str | None:
+        """Note the death of the engine. Returns the choice that it was computing alone, which is to blame."""
+        to_blame = self._trials[0] if self._ready and self._trials else None
+        deaths: dict[str, _Deaths] = {}
+        for request_id in self._requests.running():
+            noted = self._deaths.get(request_id)
+            if request_id in self._sent:
+                num_tokens = self._requests.num_tokens_of(request_id)
+                again = noted is not None and noted.num_tokens == num_tokens
+                noted = _Deaths(num_tokens, noted.count + 1 if noted is not None and again else 1)
+            if noted is not None:
+                deaths[request_id] = noted
+        self._deaths = deaths
+        self._ready = False
+        self._sent.clear()
+        self._trials.clear()
+        return to_blame
+
+    def received(self, request_ids: Sequence[str]) -> None:
+        """Note that the engine has sent tokens, or the end, of these choices."""
+        if self._trials and self._trials[0] in request_ids:
+            self.abort([self._trials[0]])  # so that the next one is alone; it comes back after the last trial
+        self._sent.difference_update(set(request_ids).difference(self._requests.running()))
+
+    def _end_trial(self, request_ids: Iterable[str]) -> None:
+        """Go on to the next trial if the present one is among these choices."""
+        if self._trials and self._trials[0] in request_ids:
+            del self._deaths[self._trials.popleft()]
+            self._continue()
+
+    def _continue(self) -> None:
+        """Send the next choice to try alone; if there is none, everything that the engine does not have."""
+        running = self._requests.running()
+        while self._trials and self._trials[0] not in running:
+            del self._deaths[self._trials.popleft()]
+        self._send_missing([self._trials[0]] if self._trials else list(running))
+
+    def _send_missing(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if request_id not in self._sent:
+                self._sent.add(request_id)
+                self._send(frames.AddRequest(self._requests.resumed(request_id)))
