@@ -69,7 +69,7 @@ class EngineClient(Protocol):
 
         Raises (inside the iteration):
             InvalidRequestError: the prompt or a parameter is wrong.
-            EngineDeadError: there is no engine, or it died during the request.
+            EngineDeadError: there is no engine any more, or it takes no requests.
             EngineOverloadedError: the queue is full.
             RequestFailedError: the computation of this request failed.
         """

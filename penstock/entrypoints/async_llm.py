@@ -16,8 +16,8 @@ class AsyncLLM(ProcessClient):
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
                 print(output.outputs[0].text)
 
-    The engine process starts at once; the first `generate` waits for it. If it dies, open requests end with
-    EngineDeadError and a new one starts. Implements client.engine_client.EngineClient.
+    The engine process starts at once; the first `generate` waits for it. If it dies, a new one starts, and goes on
+    with the open requests where they were. Implements client.engine_client.EngineClient.
 
     Raises:
         InvalidRequestError: an option is unknown or wrong.

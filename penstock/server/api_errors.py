@@ -22,20 +22,21 @@ ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_l
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A failure as the client sees it."""
+    """A failure as the client sees it. `beside`: what the answer has beside the error object."""
 
     status: int
     message: str
     param: str | None = field(default=None, kw_only=True)
     code: str | None = field(default=None, kw_only=True)
     headers: Mapping[str, str] | None = field(default=None, kw_only=True)
+    beside: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     @property
     def body(self) -> bytes:
         kind = "server_error" if self.status >= 500 else ERROR_TYPES.get(self.status, "invalid_request_error")
         param = self.param and self.param[:MAX_PARAM]
         error = {"message": self.message[:MAX_MESSAGE], "type": kind, "param": param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode({**self.beside, "error": error})
 
     def response(self) -> Response:
         return Response(self.body, self.status, headers=self.headers, media_type="application/json")
@@ -49,9 +50,9 @@ def not_found(message: str, code: str, param: str | None = None) -> ApiError:
     return ApiError(404, message, code=code, param=param)
 
 
-def unavailable(message: str) -> ApiError:
+def unavailable(message: str, **beside: str) -> ApiError:
     """Return a 503: the request is right, and may succeed later."""
-    return ApiError(503, message, code="engine_unavailable", headers={"Retry-After": "1"})
+    return ApiError(503, message, code="engine_unavailable", headers={"Retry-After": "1"}, beside=beside)
 
 
 def internal_error() -> ApiError:

@@ -98,15 +98,14 @@ async def live(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 only while the engine makes progress; the error object of a 503 says why not."""
+    """Answer 200 only while the engine makes progress; a 503 has its state, or "stuck", as `status`."""
     context = context_of(request)
     now = context.client.status()
     state = EngineState.DRAINING if context.draining else now.state
-    if state is not EngineState.READY:
-        raise unavailable(f"the engine is {state.value}")
-    if not now.making_progress:
-        raise unavailable("the engine is stuck")
-    return Response()
+    if state is EngineState.READY and now.making_progress:
+        return Response()
+    problem = "stuck" if state is EngineState.READY else state.value
+    raise unavailable(f"the engine is {problem}", status=problem)
 
 
 async def ready(request: Request) -> Response:

@@ -34,7 +34,7 @@ async def final(llm: AsyncLLM, prompt="Once upon a time", params=SHORT):
     return last
 
 
-async def until(condition, timeout_s: float = 20.0) -> None:
+async def until(condition, timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -295,7 +295,7 @@ def test_the_current_directory_is_no_part_of_the_engine(tmp_path, monkeypatch):
 
 
 PROMPTS = ("Once upon a time", "One day", "The old", "Anna")
-MIXED = (  # what an engine keeps of a request beside its tokens: noise, penalties, counts, stop strings, log-probabilities
+MIXED = (  # all that an engine or a client keeps of a request beside its tokens
     {"temperature": 0.0},
     {"seed": 1},
     {"seed": 2, "temperature": 1.3, "top_p": 0.9, "min_p": 0.02},
@@ -382,26 +382,50 @@ def test_streams_do_not_go_on_with_other_bits(monkeypatch):
 
 HARMFUL = """
 import os, signal
-from penstock.plugins.logits_processors import register_logits_processor
+import penstock
 
-@register_logits_processor("harmful")
-def harmful(args):
-    def process(output_token_ids, logits):
-        if len(output_token_ids) == 5:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        return logits
-    return process
+@penstock.register_logits_processor("harmful")
+def harmful(logits, args, token_ids):
+    if len(token_ids) == 8:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return logits
 """
 
 
-def test_a_request_that_kills_engines_fails_alone():
+def test_a_request_that_kills_engines_fails_alone(tmp_path):
     """Guards against one request that ends the service for all: after two deaths it is tried alone."""
+    plugin = tmp_path / "harmful.py"
+    plugin.write_text(HARMFUL)
 
-    async def scenario(path):
-        async with AsyncLLM(model="demo", imports=[path]) as llm:
-            whole = await final(llm, params=SamplingParams(max_tokens=300, ignore_eos=True, seed=1))
+    async def scenario():
+        async with AsyncLLM(model="demo", imports=[str(plugin)]) as llm:
+            long = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
+            whole = await final(llm, params=long)
+            streams = [asyncio.create_task(final(llm, params=long)) for _ in range(3)]
+            with pytest.raises(RequestFailedError, match="died each of the 3 times that it computed this request"):
+                await final(llm, params=SamplingParams(max_tokens=9, logits_processors=("harmful",)))
+            for stream in streams:
+                assert (await stream).outputs == whole.outputs
+            assert llm.status().restarts == 3
 
-    del scenario
+    asyncio.run(scenario())
+
+
+def test_health_follows_the_engine_not_the_wish(monkeypatch):
+    """A stopped engine is not healthy, idle as it is, and a new request does not change that; the next engine is."""
+    monkeypatch.setattr(supervisor, "IDLE_STALL_S", 1.0)
+
+    async def scenario():
+        async with AsyncLLM(model="demo") as llm:
+            whole = await final(llm)
+            os.kill(llm.status().pid, signal.SIGSTOP)
+            waiting = asyncio.create_task(final(llm))
+            await until(lambda: not llm.status().making_progress)
+            await until(lambda: llm.status().making_progress)
+            assert llm.status().restarts == 1
+            assert (await waiting).outputs == whole.outputs
+
+    asyncio.run(scenario())
 
 
 def test_shutdown_ends_open_requests_and_the_child():

@@ -149,14 +149,22 @@ def test_bad_values_over_http(served: Served, bad: dict[str, Any]) -> None:
 
 
 def test_engine_death_and_return(served: Served) -> None:
-    """Guards against a server that does not notice, or does not survive, the death of its engine."""
+    """Guards against a server that does not notice the death of its engine, or a stream that does."""
+    call = {"model": "demo", "prompt": "Once", "max_tokens": 600, "seed": 3, "extra_body": {"ignore_eos": True}}
+    whole = served.openai.completions.create(**call).choices[0].text
     before = served.status()["engine"]
-    os.kill(before["pid"], signal.SIGKILL)
-    wait_until(lambda: served.http.get("/health").status_code == 503)
-    wait_until(lambda: served.http.get("/health").status_code == 200)
+    with served.openai.completions.create(**call, stream=True) as stream:
+        texts = [next(stream).choices[0].text]
+        os.kill(before["pid"], signal.SIGKILL)
+        wait_until(lambda: served.http.get("/health").status_code == 503)
+        assert served.http.get("/health").json()["status"] == "recovering"
+        waited = served.openai.completions.create(model="demo", prompt="Once", max_tokens=2)
+        texts += [chunk.choices[0].text for chunk in stream]
+    assert "".join(texts) == whole
+    assert waited.choices[0].text
+    assert served.http.get("/health").status_code == 200
     after = served.status()["engine"]
     assert (after["restarts"], after["pid"] != before["pid"]) == (before["restarts"] + 1, True)
-    assert served.openai.completions.create(model="demo", prompt="Once", max_tokens=2).choices[0].text
 
 
 def test_sigterm_ends_it_with_0(served: Served) -> None:

@@ -91,9 +91,9 @@ def test_health_follows_the_engine() -> None:
         fake.state = EngineState.READY
         assert get(f"{server.url}/health").status_code == 200
         fake.making_progress = False
-        assert get(f"{server.url}/health").json()["error"]["message"] == "the engine is stuck"
+        assert get(f"{server.url}/health").json()["status"] == "stuck"
         fake.making_progress, fake.state = True, EngineState.RECOVERING
-        assert get(f"{server.url}/health").json()["error"]["message"] == "the engine is recovering"
+        assert get(f"{server.url}/health").json()["status"] == "recovering"
         fake.state = EngineState.READY
     assert server.exit_code == 0
 
