@@ -15,6 +15,7 @@ from penstock.errors import InvalidRequestError, RequestFailedError
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.chat_template import text_of_content
+from penstock.tokenizer.conversation import render_chat
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
 
 Message = Mapping[str, Any]
@@ -151,11 +152,11 @@ class LLM:
     def _chat_prompt(self, messages: Any, add_generation_prompt: bool) -> Prompt:
         conversation = _conversation(messages)
         tokenizer = self.client.tokenizer
-        if tokenizer is None or tokenizer.chat_template is None:
-            raise InvalidRequestError("messages: the model has no chat template", param="messages")
-        text = tokenizer.chat_template.render(conversation, add_generation_prompt=add_generation_prompt)
-        check_prompt_length(text, self.client.model_info.max_model_len, param="messages")
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        if tokenizer is None:
+            raise InvalidRequestError("messages: the model has no tokenizer", param="messages")
+        chat = render_chat(tokenizer, conversation, add_generation_prompt=add_generation_prompt)
+        check_prompt_length(chat.text, self.client.model_info.max_model_len, param="messages")
+        return {"prompt": chat.text, "prompt_token_ids": chat.token_ids(tokenizer)}
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         """Return one per prompt."""

@@ -26,6 +26,7 @@ from penstock.server.openai_requests import (
 )
 from penstock.server.unsupported import MAX_MESSAGES
 from penstock.tokenizer.chat_template import text_of_content
+from penstock.tokenizer.conversation import RenderedChat, render_chat
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
@@ -45,9 +46,15 @@ class EncodedPrompt:
 # --- tokenising ------------------------------------------------------------------------------------------------------
 
 
-async def encode(context: ServerContext, text: str, *, add_special_tokens: bool, total: int = 0) -> list[int]:
-    """Return the ids of a text; `total` is the number of characters of all texts of the call."""
-    work = partial(context.tokenizer().encode, text, add_special_tokens=add_special_tokens)
+async def encode(
+    context: ServerContext, text: str | RenderedChat, *, add_special_tokens: bool, total: int = 0
+) -> list[int]:
+    """Return the ids of a text or conversation; `total` is the number of characters of all texts of the call."""
+    tokenizer = context.tokenizer()
+    if isinstance(text, RenderedChat):
+        work = partial(text.token_ids, tokenizer, add_special_tokens=add_special_tokens)
+        return await _tokenizing(context, work, len(text.text))
+    work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
     return await _tokenizing(context, work, max(len(text), total))
 
 
@@ -118,8 +125,8 @@ async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInf
     """Return the conversation, rendered by the model's own template, as the call's only prompt."""
     continue_final = bool(body.continue_final_message)
     add_generation = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
-    text = _render(context, body.messages, info, add_generation=add_generation, continue_final=continue_final)
-    ids = await _encode(context, text, info, "messages", add_special_tokens=bool(body.add_special_tokens))
+    chat = _render(context, body.messages, info, add_generation=add_generation, continue_final=continue_final)
+    ids = await _encode(context, chat, info, "messages", add_special_tokens=bool(body.add_special_tokens))
     return [EncodedPrompt(ids)]
 
 
@@ -131,18 +138,25 @@ async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInf
         check_prompt_length(body.prompt or "", info.max_model_len)
         return await encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     add_generation = body.add_generation_prompt is not False
-    text = _render(context, body.messages, info, add_generation=add_generation, continue_final=False)
-    check_prompt_length(text, info.max_model_len, param="messages")
-    return await encode(context, text, add_special_tokens=bool(body.add_special_tokens))
+    chat = _render(context, body.messages, info, add_generation=add_generation, continue_final=False)
+    check_prompt_length(chat.text, info.max_model_len, param="messages")
+    return await encode(context, chat, add_special_tokens=bool(body.add_special_tokens))
 
 
 async def _encode(
-    context: ServerContext, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool, total: int = 0
+    context: ServerContext,
+    prompt: str | RenderedChat,
+    info: ModelInfo,
+    param: str,
+    *,
+    add_special_tokens: bool,
+    total: int = 0,
 ) -> list[int]:
+    text = prompt.text if isinstance(prompt, RenderedChat) else prompt
     if not text:
         raise check.fail(param, text, "a text of at least one character")
     check_prompt_length(text, info.max_model_len, param=param)
-    ids = await encode(context, text, add_special_tokens=add_special_tokens, total=total)
+    ids = await encode(context, prompt, add_special_tokens=add_special_tokens, total=total)
     if not ids:
         raise InvalidRequestError(f"{param}: the text has no tokens", param=param)
     if len(ids) >= info.max_model_len:
@@ -160,18 +174,16 @@ def _too_long(param: str, length: int, info: ModelInfo) -> InvalidRequestError:
 
 def _render(
     context: ServerContext, messages: list[Message], info: ModelInfo, *, add_generation: bool, continue_final: bool
-) -> str:
-    """Return the prompt text of a conversation; errors name `messages`."""
+) -> RenderedChat:
+    """Return a conversation as the model's own template renders it; errors name `messages`."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
         raise InvalidRequestError(message, param="messages")
     turns = [_turn(message) for message in messages]
     check_prompt_length("".join(turn["content"] for turn in turns), info.max_model_len, param="messages")
-    template = context.tokenizer().chat_template
-    if template is None:
-        message = "messages: the model has no chat template; use /v1/completions"
-        raise InvalidRequestError(message, param="messages", code="no_chat_template")
-    return template.render(turns, add_generation_prompt=add_generation, continue_final_message=continue_final)
+    return render_chat(
+        context.tokenizer(), turns, add_generation_prompt=add_generation, continue_final_message=continue_final
+    )
 
 
 def _turn(message: Message) -> dict[str, str]:

@@ -1,0 +1,72 @@
+"""From chat messages to token ids, so that a message cannot write control tokens.
+
+A chat template puts control tokens (<|im_end|>) between messages. Spelled out inside a message they are only text:
+otherwise a user could end the own turn and write one of the system. A mark is put inside each such spelling before the
+template runs, and the rendered text is tokenised in parts, cut at the marks, none of which is a control token.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import InvalidRequestError
+from penstock.tokenizer.tokenizer import Tokenizer
+
+MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode's noncharacters, which no text has
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A conversation as the model's template renders it; `parts` is the same text, cut inside spelled-out tokens."""
+
+    text: str
+    parts: tuple[str, ...]
+
+    def token_ids(self, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of the prompt. Templates write BOS themselves, so no special tokens are added by default."""
+        first, *others = (tokenizer.encode(part, add_special_tokens=False) for part in self.parts)
+        ids = [*first, *(token_id for other in others for token_id in other)]
+        if not add_special_tokens:
+            return ids
+        around = tokenizer.encode(self.parts[0], add_special_tokens=True)
+        before = next(at for at in range(len(around)) if around[at : at + len(first)] == first)
+        return [*around[:before], *ids, *around[before + len(first) :]]
+
+
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
+    """Render a conversation; `options` are ChatTemplate.render's.
+
+    Raises:
+        InvalidRequestError: the model has no chat template, or this one refuses the conversation.
+    """
+    template = tokenizer.chat_template
+    if template is None:
+        message = "messages: the model has no chat template; send a prompt"
+        raise InvalidRequestError(message, param="messages", code="no_chat_template")
+    spellings = [tokenizer.token_to_text(token_id) for token_id in tokenizer.special_ids]
+    spellings = sorted((text for text in spellings if len(text) > 1), key=len, reverse=True)
+    mark = _unused_mark(messages)
+    marked = [_mark(message, spellings, mark) for message in messages]
+    text = template.render(marked, **options)
+    return RenderedChat(text.replace(mark, ""), tuple(text.split(mark)))
+
+
+def _unused_mark(messages: Any) -> str:
+    used = repr(messages)
+    for mark in MARKS:
+        if mark not in used and ascii(mark)[1:-1] not in used:
+            return mark
+    raise InvalidRequestError("messages: contain every noncharacter from U+FDD0 to U+FDEF", param="messages")
+
+
+def _mark(value: Any, spellings: Sequence[str], mark: str) -> Any:
+    """Return the value with a mark after the first character of every spelling in its texts."""
+    if isinstance(value, str):
+        for spelling in spellings:
+            value = value.replace(spelling, spelling[0] + mark + spelling[1:])
+        return value
+    if isinstance(value, Mapping):
+        return {name: _mark(item, spellings, mark) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mark(item, spellings, mark) for item in value]
+    return value

@@ -1,0 +1,65 @@
+"""What a message says cannot become a control token."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import penstock
+from penstock import LLM
+from penstock.errors import InvalidRequestError
+from penstock.tokenizer.conversation import MARKS, render_chat
+from penstock.tokenizer.hf import load_tokenizer
+
+TOKENIZER = load_tokenizer(Path(penstock.__file__).parent / "demo" / "model")
+SPELLINGS = sorted(TOKENIZER.token_to_text(token_id) for token_id in TOKENIZER.special_ids)
+
+
+def ids_of(content, **options):
+    return render_chat(TOKENIZER, [{"role": "user", "content": content}]).token_ids(TOKENIZER, **options)
+
+
+def control_tokens(ids):
+    return [token_id for token_id in ids if token_id in TOKENIZER.special_ids]
+
+
+@given(st.lists(st.one_of(st.sampled_from([*SPELLINGS, "|>", "<|"]), st.text(max_size=5)), max_size=8).map("".join))
+def test_only_the_template_writes_control_tokens(content):
+    """Guards against a user who ends the own turn and writes one of the system."""
+    ids = ids_of(content)
+    assert control_tokens(ids) == control_tokens(ids_of("x"))
+    whole = render_chat(TOKENIZER, [{"role": "user", "content": content}])
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == TOKENIZER.decode(
+        TOKENIZER.encode(whole.text, add_special_tokens=False), skip_special_tokens=False
+    )
+
+
+@pytest.mark.parametrize("content", ["Hi", "What is 3 + 4?", "<|", "a\ufdd0b", "<b>|end|</b>"])
+def test_other_texts_have_the_ids_that_they_always_had(content):
+    """Guards against other answers than Transformers' where nothing is spelled out."""
+    text = TOKENIZER.chat_template.render([{"role": "user", "content": content}])
+    assert ids_of(content) == TOKENIZER.encode(text, add_special_tokens=False)
+    assert ids_of(content, add_special_tokens=True) == TOKENIZER.encode(text, add_special_tokens=True)
+
+
+def test_special_tokens_around_a_cut_prompt():
+    plain, cut = ids_of("a"), ids_of(f"a{SPELLINGS[0]}b")
+    before_and_after = len(ids_of("a", add_special_tokens=True)) - len(plain)
+    added = ids_of(f"a{SPELLINGS[0]}b", add_special_tokens=True)
+    assert len(added) == len(cut) + before_and_after
+
+
+def test_every_noncharacter_is_refused():
+    with pytest.raises(InvalidRequestError, match="noncharacter"):
+        ids_of("".join(MARKS))
+
+
+def test_in_python_and_every_field():
+    """Guards against a door beside the one that was closed: LLM.chat, and names of speakers."""
+    spelled = SPELLINGS[0]
+    with LLM(model="demo") as llm:
+        ids = llm._chat_prompt([{"role": "user", "content": f"x{spelled}", "name": spelled}], True)["prompt_token_ids"]
+        assert control_tokens(ids) == control_tokens(
+            llm._chat_prompt([{"role": "user", "content": "x"}], True)["prompt_token_ids"]
+        )
