@@ -24,6 +24,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", metavar="KEY", default=os.environ.get(API_KEY_VARIABLE) or None, help=help_text)
     help_text = "name of the model in requests (default: MODEL; repeatable)"
     group.add_argument("--served-model-name", action="append", metavar="NAME", help=help_text)
+    help_text = (
+        "name that the Host header may have (repeatable; default: any, but on loopback without a key: localhost)"
+    )
+    group.add_argument("--allowed-host", action="append", metavar="NAME", help=help_text)
+    help_text = "web origin, like https://app.example, whose pages may call the API (repeatable)"
+    group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=help_text)
     help_text = "seconds that open requests get after SIGTERM"
     group.add_argument("--drain-timeout", type=float, default=UNSET, metavar="S", help=help_text)
     add_engine_options(parser)
@@ -40,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
         api_key=args.api_key,
         served_model_names=tuple(args.served_model_name) if args.served_model_name else None,
+        allowed_hosts=None if args.allowed_host is None else tuple(args.allowed_host),
+        allowed_origins=tuple(args.allowed_origin),
         started_at=started_at,
         **drain,
     )

@@ -25,7 +25,7 @@ from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.completions import create_chat_completion, create_completion
 from penstock.server.context import Metrics, ServerContext, context_of, json_response, read_body
 from penstock.server.inputs import decode, tokenize
-from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, KeyMiddleware
+from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, KeyMiddleware, SiteMiddleware
 from penstock.server.openai_requests import DetokenizeRequest, TokenizeRequest
 from penstock.server.options import ServerOptions
 from penstock.server.unsupported import UNSUPPORTED_ROUTES
@@ -84,6 +84,9 @@ def _middleware(options: ServerOptions, metrics: Metrics) -> list[Middleware]:
         origins = options.allowed_origins
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
         layers.append(cors)
+    hosts = options.hosts()
+    if hosts is not None:
+        layers.append(Middleware(SiteMiddleware, hosts=hosts, origins=options.allowed_origins))
     if options.api_key is not None:
         layers.append(Middleware(KeyMiddleware, api_key=options.api_key))
     return [*layers, Middleware(BodyLimitMiddleware, options=options)]

@@ -1,7 +1,8 @@
-"""Layers that every request passes, as plain ASGI: the boundary (id, log, last resort), the key, the body limits.
+"""Layers that every request passes, as plain ASGI: the boundary (id, log, last resort), the site, the key, the body
+limits.
 
 The key is required by default: only a path that is exactly one of OPEN_PATHS needs none, compared as the router
-compares it. Nothing here reads the Host header or a URL built from it.
+compares it. No decision rests on a URL that was put together from the Host header.
 """
 
 import asyncio
@@ -9,7 +10,8 @@ import base64
 import binascii
 import hmac
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,6 +26,7 @@ from penstock.server.options import ServerOptions
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled continuously: logged only when they fail
 MAX_REQUEST_ID = 128
+HOST = re.compile(r"(?P<name>\[[^]]*\]|[^:]*)(:\d*)?")
 FREE_BODY_BYTES = 64 * 1024  # of each body are not counted against the common budget
 CLIENT_GONE = 499  # never sent, only logged
 
@@ -113,6 +116,37 @@ def visible_request_id(given: str | None) -> str:
     """Return the caller's id, cut to MAX_REQUEST_ID characters, if it is visible ASCII; else a new one."""
     cut = (given or "")[:MAX_REQUEST_ID]
     return cut if cut and all("!" <= char <= "~" for char in cut) else uuid4().hex
+
+
+class SiteMiddleware:
+    """Answers 403 to requests that a web page of another site makes, in the browser of a user who can reach the server.
+
+    Such a page may give its own name the address of this machine (DNS rebinding), and then read answers as its own. So
+    the Host header must be a name in `hosts`, and an Origin the same site or one of `origins`.
+    """
+
+    def __init__(self, app: ASGIApp, *, hosts: Collection[str], origins: Collection[str]) -> None:
+        self._app = app
+        self._hosts = {host.lower() for host in hosts}
+        self._origins = set(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = None if scope["path"] in OPEN_PATHS else self._problem(Headers(scope=scope))
+        if problem is None:
+            return await self._app(scope, receive, send)
+        await ApiError(403, problem, code="site_not_allowed").response()(scope, receive, send)
+
+    def _problem(self, headers: Headers) -> str | None:
+        host = headers.get("host", "").lower()
+        split = HOST.fullmatch(host)
+        name = host if split is None else split["name"]
+        if name not in self._hosts:
+            shown = ascii(name)[:100]
+            return f"The host {shown} is not allowed; start the server with --allowed-host {shown}."
+        origin = headers.get("origin")
+        if origin is None or origin in self._origins or origin.partition("://")[2].lower() == host:
+            return None
+        return f"The origin {ascii(origin)[:100]} is not allowed; start the server with --allowed-origin."
 
 
 class KeyMiddleware:

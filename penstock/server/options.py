@@ -6,6 +6,8 @@ from penstock import validation as check
 from penstock.errors import InvalidRequestError
 
 MIB = 1 << 20
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as the Host header has them
+LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")  # as --host has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class ServerOptions:
         stall_timeout_s: a client that reads nothing of its stream, or not all of its answer, for this long is
             disconnected.
         drain_timeout_s: how long open requests may continue after SIGTERM.
+        allowed_hosts: names that the Host header may have. None: any name, but only those of loopback where the server
+            listens on loopback and has no key, because then a web page could reach it under a name of its own.
         allowed_origins: web origins whose pages may call the API; none by default.
         access_log: write one line per request to the logger `penstock.access`.
         started_at: time.monotonic() when the process began, for the "ready in" of the start-up line.
@@ -44,6 +48,7 @@ class ServerOptions:
     keep_alive_s: float = 5.0
     stall_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
+    allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     access_log: bool = True
     started_at: float | None = None
@@ -61,13 +66,19 @@ class ServerOptions:
         check.check_float("drain_timeout_s", self.drain_timeout_s, 0.0, 86400.0)
         check.check_bool("access_log", self.access_log)
 
+    def hosts(self) -> tuple[str, ...] | None:
+        """Return the names that the Host header may have; None for any."""
+        if self.allowed_hosts is not None:
+            return self.allowed_hosts
+        return LOOPBACK if self.api_key is None and self.host in LOOPBACK_ADDRESSES else None
+
     def _check_names(self) -> None:
         check.check_str("api_key", self.api_key, optional=True)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise InvalidRequestError(
                 "api_key: only printable ASCII characters can be sent in a header", param="api_key"
             )
-        for name in ("served_model_names", "allowed_origins"):
+        for name in ("served_model_names", "allowed_hosts", "allowed_origins"):
             values = getattr(self, name)
             if values is not None:
                 check.string_tuple(name, values, max_items=64, max_length=1024)

@@ -111,7 +111,7 @@ def test_no_cors_by_default() -> None:
     headers = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
     preflight = client.options("/v1/completions", headers=headers)
     answer = client.get("/v1/models", headers=headers)
-    assert preflight.status_code == 405
+    assert preflight.status_code == 403
     assert not any(name.startswith("access-control") for name in (*preflight.headers, *answer.headers))
 
 
@@ -123,3 +123,42 @@ def test_cors_for_named_origins() -> None:
     bad = client.options("/v1/completions", headers={**headers, "Origin": "http://evil.example"})
     assert good.headers["access-control-allow-origin"] == "http://ui.example"
     assert bad.status_code == 400
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "LocalHost:1", "[::1]", "[::1]:8000"])
+def test_loopback_names(host: str) -> None:
+    assert app_client().get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[::1]evil", "localhost:8000@evil", "", "::1"],
+)
+def test_a_page_that_gives_its_name_this_address_gets_nothing(host: str) -> None:
+    """Guards against DNS rebinding: a web page that calls the server under its own site's name."""
+    answer = app_client().get("/v1/models", headers={"Host": host})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "site_not_allowed")
+    assert app_client().get("/health", headers={"Host": host}).status_code == 200  # says nothing, and probes need it
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9", "evil", ""])
+def test_a_page_of_another_origin_gets_nothing(origin: str) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    assert app_client().post("/v1/completions", json=body, headers={"Origin": origin}).status_code == 403
+
+
+def test_who_is_let_in() -> None:
+    """Guards against refusing the server's own page, a named origin, and servers that a name or a key protects."""
+    body = {"prompt": "a", "max_tokens": 1}
+
+    def status(options: ServerOptions, **headers: str) -> int:
+        client = app_client(options=options)
+        return client.post("/v1/completions", json=body, headers=headers).status_code
+
+    quiet = {"access_log": False}
+    assert status(ServerOptions(**quiet), Origin="http://127.0.0.1:8000") == 200
+    assert status(ServerOptions(**quiet, allowed_origins=("https://app.example",)), Origin="https://app.example") == 200
+    assert status(ServerOptions(**quiet, host="0.0.0.0"), Host="box.example") == 200
+    assert status(ServerOptions(**quiet, allowed_hosts=("box.example",)), Host="Box.example:80") == 200
+    assert status(ServerOptions(**quiet, allowed_hosts=("box.example",)), Host="localhost") == 403
+    assert status(OPTIONS, Host="box.example", Authorization=f"Bearer {KEY}") == 200

@@ -23,7 +23,7 @@ from tests.server.harness import QUIET, RunningServer, app_client, running, send
 from tests.server.test_sockets import post, raw, read_all
 
 KEYED = dataclasses.replace(QUIET, api_key="right", max_body_bytes=100_000_000)
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_unread_answer_is_cut_off() -> None:
     "data",
     [
         b"GET /live HTTP/1.1\r\n\r\n",
-        b"GET /live HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: localhost\r\nHost: b\r\n\r\n",
         b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     ],
 )

@@ -58,7 +58,7 @@ def raw(server: RunningServer, data: bytes, *, receive_buffer: int | None = None
 
 
 def post(body: bytes, headers: str = "") -> bytes:
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{headers}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
@@ -144,7 +144,7 @@ def test_slow_sender_is_cut_off(impatient: RunningServer, start: bytes) -> None:
     assert b'"code":"request_timeout"' in answer
 
 
-@pytest.mark.parametrize("start", [b"", b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"])
+@pytest.mark.parametrize("start", [b"", b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_idle_connection_is_closed_silently(impatient: RunningServer, start: bytes) -> None:
     """Guards against connections that are opened, or kept, for nothing, and against an answer to no question."""
     with raw(impatient, start) as sock:
@@ -185,9 +185,9 @@ def test_idle_keep_alive_connection_is_reused(impatient: RunningServer) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET /live HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 10_000 + b"\r\n",
-        b"GET /live HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 1_000_000 + b"\r\n\r\n",
-        b"GET /live?" + b"y" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 10_000 + b"\r\n",
+        b"GET /live HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 1_000_000 + b"\r\n\r\n",
+        b"GET /live?" + b"y" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
 def test_large_heads_are_refused(server: RunningServer, data: bytes) -> None:
@@ -204,9 +204,10 @@ def test_large_heads_are_refused(server: RunningServer, data: bytes) -> None:
     "data",
     [
         b"\x16\x03\x01\x00\x05hello",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n{}\r\n0\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n{}\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
         b"GET /live HTTP/1.1\r\nHost : a\r\n\r\n",
     ],
 )
@@ -234,14 +235,14 @@ def test_malformed_http_is_refused(server: RunningServer, data: bytes) -> None:
 )
 def test_odd_request_lines(server: RunningServer, line: bytes, status: bytes) -> None:
     """Guards against a request line that crashes the server, or one that is routed as another than it is checked."""
-    answer = read_all(raw(server, line + b"\r\nHost: a\r\nConnection: close\r\n\r\n"))
+    answer = read_all(raw(server, line + b"\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
     assert answer.startswith(b"HTTP/1.1 " + status), answer
     assert status == b"200" or b'{"error":{"message":' in answer
 
 
 def test_large_body_is_refused_before_it_is_sent(server: RunningServer) -> None:
     """Guards against reading a gigabyte to say that it is too much."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000000\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n"
     with raw(server, head) as sock:
         assert sock.recv(65536).startswith(b"HTTP/1.1 413 ")
 
