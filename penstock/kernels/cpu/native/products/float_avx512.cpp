@@ -79,9 +79,11 @@ void multiply_piece(const Piece& piece) {
             _mm_prefetch(ahead + offset, _MM_HINT_T0);
         }
 #pragma GCC unroll 12
-        for (int r = 0; r < ROWS; ++r)
+        for (int r = 0; r < ROWS; ++r) {
+            const __m512i row = _mm512_set1_epi32(operands[r]);
 #pragma GCC unroll 8
-            for (int j = 0; j < WIDTH; ++j) Type::multiply_add(acc[r][j], panel[j], operands + r);
+            for (int j = 0; j < WIDTH; ++j) Type::multiply_add(acc[r][j], panel[j], row);
+        }
         operands += ROWS;
         weights += WORD_BYTES;
         ahead += piece.ahead_step;
