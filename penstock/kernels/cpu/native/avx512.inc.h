@@ -34,12 +34,15 @@ inline __m512i load_f32(const char* from, std::int64_t count, std::int32_t type)
     return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16);
 }
 
-// acc += vector * *word, both elements of a pair. In assembly, because compilers load the broadcast word into an extra
-// register and then spill.
+// acc += vector * word, both elements of a pair. The word is one in memory, or the same in all lanes. In assembly,
+// because compilers load the broadcast word into an extra register and then spill, and GCC 12 copies the sums.
 struct Bf16Words {
     using Element = std::uint16_t;
     static constexpr int ELEMENTS = 2;  // per word
 
+    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i vector, __m512i word) {
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(vector), "v"(word));
+    }
     static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i vector, const std::int32_t* word) {
         __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(vector), "m"(*word));
     }
@@ -50,6 +53,9 @@ struct F32Words {
     using Element = float;
     static constexpr int ELEMENTS = 1;
 
+    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i vector, __m512i word) {
+        __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(vector), "v"(word));
+    }
     static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i vector, const std::int32_t* word) {
         __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(vector), "m"(*word));
     }

@@ -11,11 +11,13 @@ namespace penstock {
 
 namespace {
 
-constexpr int TILE_ROWS = 12;                      // 12 rows x 2 registers of sums leave 8 for weights and addresses
+constexpr int TILE_ROWS = 12;                      // 12 rows x 2 registers of sums leave 8 for weights and operands
 constexpr int LANES = 16;                          // words per register
 constexpr std::int64_t WORD_BYTES = 4 * PANEL;     // one word of K of a panel
-constexpr std::int64_t AHEAD_BYTES = 2048;         // prefetch distance of a stream from memory
+constexpr std::int64_t AHEAD_BYTES = 8192;         // prefetch distance of a stream from memory, over all its panels
+constexpr std::int64_t OPERANDS_AHEAD = 2048;      // that of operands, which many tiles read from the L3
 constexpr std::int64_t BLOCK_BYTES = 128 << 10;    // of a panel, so that every tile finds it in the cache
+constexpr std::int64_t PASS_BYTES = 8 << 20;       // of operands; with 16 MiB an L3 of 32 MiB loses some of them
 
 // A leaf of the rows of x as words [padded / ELEMENTS][rows] at `tile`.
 template <class Type>
@@ -43,35 +45,65 @@ void pack(const OperandArgs& a) {
     });
 }
 
-// A piece of K of one tile and some panels. Sums are [rows][panels * 32].
+// A piece of K of one tile and some panels: whole leaves, or a part of one. Sums are [rows][panels * 32].
 struct Piece {
-    const std::int32_t* operands;  // [words][rows]
-    const char* weights;           // of the first panel
-    std::int64_t panel_bytes;      // per panel
-    std::int64_t words;
-    const char* ahead;             // weights to prefetch
-    std::int64_t ahead_step;       // bytes prefetched per word
-    bool continues;                // start from the sums of the previous piece at `sums`
-    const float* tree;             // sums of earlier leaves
-    std::int64_t tree_stride;      // per level
-    unsigned levels;               // of the tree, to be added at the end
-    float* sums;                   // out
+    const std::int32_t* operands;     // [words][rows]
+    const char* weights;              // of the first panel
+    std::int64_t panel_bytes;         // per panel
+    std::int64_t first, end;          // words
+    const std::int64_t* leaf_ends;    // in elements of K
+    int first_leaf, last_leaf;
+    int leaves;                       // of the weight
+    bool continues;                   // start from the sums of the previous piece, in the same leaf
+    const char* ahead;                // weights to prefetch
+    std::int64_t ahead_step;          // bytes prefetched per word
+    float* tree;                      // sums of earlier leaves
+    std::int64_t tree_stride;         // per level
+    float* out;                       // sums of the last leaf and the tree
+
+    // Where the sums of a leaf are kept.
+    float* sums(int leaf) const {
+        return leaf + 1 == leaves ? out : tree + level_to_keep(leaf) * tree_stride;
+    }
 };
 
+// The sums of one tile in registers.
 template <class Type, int ROWS, int PANELS>
-void multiply_piece(const Piece& piece) {
-    constexpr int WIDTH = 2 * PANELS;  // registers of a row
-    static_assert(ROWS * WIDTH <= 2 * TILE_ROWS, "all sums stay in registers");
-    __m512 acc[ROWS][WIDTH];
-    float* sums = piece.sums;
+struct Sums {
+    static constexpr int WIDTH = 2 * PANELS;  // registers of a row
+    static constexpr int COUNT = ROWS * WIDTH;
+    static_assert(COUNT <= 2 * TILE_ROWS, "all sums stay in registers");
+    __m512 acc[COUNT];
+
+    PENSTOCK_INLINE void clear() {
 #pragma GCC unroll 24
-    for (int i = 0; i < ROWS * WIDTH; ++i)
-        acc[i / WIDTH][i % WIDTH] = piece.continues ? _mm512_load_ps(sums + i * LANES) : _mm512_setzero_ps();
-    const std::int32_t* operands = piece.operands;
-    const char* weights = piece.weights;
-    const char* ahead = piece.ahead;
-    for (std::int64_t word = 0; word < piece.words; ++word) {
+        for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_setzero_ps();
+    }
+    PENSTOCK_INLINE void load(const float* from) {
+#pragma GCC unroll 24
+        for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_load_ps(from + i * LANES);
+    }
+    PENSTOCK_INLINE void store(float* to) const {
+#pragma GCC unroll 24
+        for (int i = 0; i < COUNT; ++i) _mm512_store_ps(to + i * LANES, acc[i]);
+    }
+
+    // Add the levels of the tree that a finished leaf completes, lowest first.
+    PENSTOCK_INLINE void add_tree(const Piece& piece, int leaf) {
+        for (unsigned levels = levels_to_add(leaf, piece.leaves); levels != 0; levels &= levels - 1) {
+            const float* earlier = piece.tree + __builtin_ctz(levels) * piece.tree_stride;
+#pragma GCC unroll 24
+            for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_add_ps(_mm512_load_ps(earlier + i * LANES), acc[i]);
+        }
+    }
+
+    // Add the products of one word of K. An operand is broadcast into a register once: as a memory operand of every
+    // product it would be loaded for each, and a core that multiplies two vectors in a cycle also loads only two.
+    PENSTOCK_INLINE void multiply_word(const Piece& piece, const std::int32_t* operands, const char* weights,
+                                       const char* ahead) {
         __m512i panel[WIDTH];
+        if constexpr (ROWS > TILE_ROWS / 2)  // those of a few rows stay in the L2
+            _mm_prefetch(reinterpret_cast<const char*>(operands) + OPERANDS_AHEAD, _MM_HINT_T0);
 #pragma GCC unroll 8
         for (int j = 0; j < WIDTH; ++j) {
             const std::int64_t offset = j / 2 * piece.panel_bytes + j % 2 * 64;
@@ -79,21 +111,36 @@ void multiply_piece(const Piece& piece) {
             _mm_prefetch(ahead + offset, _MM_HINT_T0);
         }
 #pragma GCC unroll 12
-        for (int r = 0; r < ROWS; ++r)
+        for (int r = 0; r < ROWS; ++r) {
+            const __m512i row = _mm512_set1_epi32(operands[r]);
 #pragma GCC unroll 8
-            for (int j = 0; j < WIDTH; ++j) Type::multiply_add(acc[r][j], panel[j], operands + r);
-        operands += ROWS;
-        weights += WORD_BYTES;
-        ahead += piece.ahead_step;
+            for (int j = 0; j < WIDTH; ++j) Type::multiply_add(acc[r * WIDTH + j], panel[j], row);
+        }
     }
-    for (unsigned levels = piece.levels; levels != 0; levels &= levels - 1) {
-        const float* earlier = piece.tree + __builtin_ctz(levels) * piece.tree_stride;
-#pragma GCC unroll 24
-        for (int i = 0; i < ROWS * WIDTH; ++i)
-            acc[i / WIDTH][i % WIDTH] = _mm512_add_ps(_mm512_load_ps(earlier + i * LANES), acc[i / WIDTH][i % WIDTH]);
+};
+
+// All leaves of a short piece in one call: the tile's tree then stays in the L1, and its operands are one stream.
+template <class Type, int ROWS, int PANELS>
+void multiply_piece(const Piece& piece) {
+    Sums<Type, ROWS, PANELS> sums;
+    sums.clear();
+    if (piece.continues) sums.load(piece.sums(piece.first_leaf));
+    const std::int32_t* operands = piece.operands;
+    const char *weights = piece.weights, *ahead = piece.ahead;
+    std::int64_t word = piece.first;
+    for (int leaf = piece.first_leaf; leaf <= piece.last_leaf; ++leaf) {
+        const std::int64_t leaf_end = piece.leaf_ends[leaf] / Type::ELEMENTS;
+        const std::int64_t end = leaf_end < piece.end ? leaf_end : piece.end;
+        for (; word < end; ++word) {
+            sums.multiply_word(piece, operands, weights, ahead);
+            operands += ROWS;
+            weights += WORD_BYTES;
+            ahead += piece.ahead_step;
+        }
+        if (end == leaf_end) sums.add_tree(piece, leaf);
+        sums.store(piece.sums(leaf));
+        sums.clear();
     }
-#pragma GCC unroll 24
-    for (int i = 0; i < ROWS * WIDTH; ++i) _mm512_store_ps(sums + i * LANES, acc[i / WIDTH][i % WIDTH]);
 }
 
 using PieceKernel = void (*)(const Piece&);
@@ -112,58 +159,59 @@ PieceKernel choose(int rows, int panels) {
 
 // One piece of K for all tiles, one after the other; `piece` is that of the first tile. Several tiles prefetch the next
 // piece, each its part; a single tile prefetches a fixed distance ahead.
-void multiply_tiles(const MultiplyArgs& a, PieceKernel kernel, Piece piece, std::int64_t sums_stride) {
-    const std::int64_t piece_bytes = piece.words * WORD_BYTES;
+void multiply_tiles(const MultiplyArgs& a, PieceKernel kernel, Piece piece) {
+    const std::int64_t piece_bytes = (piece.end - piece.first) * WORD_BYTES;
     piece.ahead_step = WORD_BYTES / a.tiles;
     for (int tile = 0; tile < a.tiles; ++tile) {
-        piece.ahead = piece.weights + (a.tiles > 1 ? piece_bytes + piece_bytes * tile / a.tiles : AHEAD_BYTES);
+        const std::int64_t part = piece_bytes * tile / a.tiles;
+        piece.ahead = piece.weights + (a.tiles > 1 ? piece_bytes + part : AHEAD_BYTES / a.panels);
         kernel(piece);
         piece.operands += a.tile_stride / 4;
         piece.tree += TREE_LEVELS * piece.tree_stride;
-        piece.sums += sums_stride;
+        piece.out += a.rows * a.panels * PANEL;
     }
 }
 
-// K is split at the leaves and, if there are several tiles, into blocks that stay in the cache. A block continues with
-// the sums of the previous one, so that splitting changes no bit.
+// A single tile walks all of K at once. Several tiles walk it in pieces that stay in the cache: leaves, as many as fit,
+// or blocks of a long leaf. A block continues with the sums of the previous one, so that splitting changes no bit.
 template <class Type>
 void multiply(const MultiplyArgs& a) {
     const PenstockWeight& weight = *a.weight;
     const PieceKernel kernel = choose<Type>(a.rows, a.panels);
     const std::int64_t block = a.tiles > 1 ? BLOCK_BYTES / WORD_BYTES : weight.padded_k;
+    const auto leaf_end = [&](int leaf) { return weight.padded_leaf_ends[leaf] / Type::ELEMENTS; };
     Piece piece = {};
     piece.panel_bytes = weight.padded_k / Type::ELEMENTS * WORD_BYTES;
     piece.weights = static_cast<const char*>(weight.values) + a.first_panel * piece.panel_bytes;
     piece.operands = static_cast<const std::int32_t*>(a.tile);
+    piece.leaf_ends = weight.padded_leaf_ends;
+    piece.leaves = weight.leaves;
     piece.tree = a.tree;
     piece.tree_stride = MAX_TILE_ROWS * a.panels * PANEL;
-    std::int64_t word = 0;
-    for (int leaf = 0; leaf < weight.leaves; ++leaf) {
-        const std::int64_t end = weight.padded_leaf_ends[leaf] / Type::ELEMENTS;
-        const bool last_leaf = leaf + 1 == weight.leaves;
-        const std::int64_t sums_stride = last_leaf ? a.rows * a.panels * PANEL : TREE_LEVELS * piece.tree_stride;
-        piece.sums = last_leaf ? a.out : a.tree + level_to_keep(leaf) * piece.tree_stride;
-        piece.continues = false;
-        for (bool whole = false; !whole; piece.continues = true) {
-            whole = end - word <= block;
-            piece.words = whole ? end - word : block;
-            piece.levels = whole ? levels_to_add(leaf, weight.leaves) : 0;
-            multiply_tiles(a, kernel, piece, sums_stride);
-            word += piece.words;
-            piece.weights += piece.words * WORD_BYTES;
-            piece.operands += piece.words * a.rows;
-        }
+    piece.out = a.out;
+    while (piece.first_leaf < weight.leaves) {
+        piece.last_leaf = piece.first_leaf;
+        while (piece.last_leaf + 1 < weight.leaves && leaf_end(piece.last_leaf + 1) - piece.first <= block)
+            ++piece.last_leaf;
+        const std::int64_t whole = leaf_end(piece.last_leaf);
+        piece.end = whole - piece.first <= block ? whole : piece.first + block;
+        multiply_tiles(a, kernel, piece);
+        piece.weights += (piece.end - piece.first) * WORD_BYTES;
+        piece.operands += (piece.end - piece.first) * a.rows;
+        piece.continues = piece.end < whole;
+        piece.first_leaf = piece.last_leaf + !piece.continues;
+        piece.first = piece.end;
     }
 }
 
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_F32>() {
-    return {TILE_ROWS, max_panels, pack<F32Words>, multiply<F32Words>};
+    return {TILE_ROWS, max_panels, pack<F32Words>, multiply<F32Words>, false, true, PASS_BYTES};
 }
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
-    return {TILE_ROWS, max_panels, pack<Bf16Words>, multiply<Bf16Words>};
+    return {TILE_ROWS, max_panels, pack<Bf16Words>, multiply<Bf16Words>, false, true, PASS_BYTES};
 }
 
 }  // namespace penstock

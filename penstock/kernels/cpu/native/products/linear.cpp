@@ -21,9 +21,6 @@ constexpr std::int64_t TILES_PER_CALL = 8;
 // Operand rows from which on multiplying takes longer than reading the weights from memory.
 constexpr std::int64_t REREAD_ROWS = 256;
 
-// Bytes of operand tiles per pass over the weight. They are read again for every panel, so they should stay in the L3.
-constexpr std::int64_t OPERANDS_PER_PASS = 16 << 20;
-
 // Below these, waking a helper takes longer than the work.
 constexpr std::int64_t SERIAL_BYTES = 128 << 10;    // of weights, once per ROWS_PER_READ rows
 constexpr std::int64_t ROWS_PER_READ = 8;           // rows that are multiplied about as fast as the weights are read
@@ -71,13 +68,19 @@ std::int64_t panels_of_item(const Plan& plan) {
     return std::max<std::int64_t>(ITEM_BYTES / panel_bytes(*plan.product.weight) / together, 1) * together;
 }
 
+// Activation rows of a full tile.
+int rows_of_tile(const ProductKernel& kernel, int slices, std::int64_t rows) {
+    const int most = kernel.tile_rows / slices;
+    return kernel.even_tiles ? static_cast<int>(divide_up(rows, divide_up(rows, most))) : most;
+}
+
 Plan plan_product(const Context& context, const Product& product) {
     const PenstockWeight& weight = *product.weight;
     Plan plan{};
     plan.product = product;
     plan.kernel = &context.products[weight.kind];
     plan.slices = slices_of(weight);
-    plan.tile_rows = plan.kernel->tile_rows / plan.slices;
+    plan.tile_rows = rows_of_tile(*plan.kernel, plan.slices, product.rows);
     plan.full_tiles = product.rows / plan.tile_rows;
     plan.rest_rows = static_cast<int>(product.rows % plan.tile_rows);
     plan.tile_bytes = operand_bytes(weight, *plan.kernel);
@@ -230,7 +233,7 @@ std::int64_t rows_per_pass(const Context& context, const PenstockWeight& weight,
     const ProductKernel& kernel = context.products[weight.kind];
     const std::int64_t step = kernel.tile_rows / slices_of(weight);
     const std::int64_t tiles = divide_up(rows, step);
-    const std::int64_t most = std::max(OPERANDS_PER_PASS / operand_bytes(weight, kernel), TILES_PER_CALL);
+    const std::int64_t most = std::max(kernel.pass_bytes / operand_bytes(weight, kernel), TILES_PER_CALL);
     return divide_up(tiles, divide_up(tiles, most)) * step;
 }
 

@@ -67,7 +67,10 @@ struct ProductKernel {
     int (*max_panels)(int operand_rows);  // best number of panels per call
     void (*pack)(const OperandArgs&);
     void (*multiply)(const MultiplyArgs&);
-    bool strided = false;  // multiply supports any out_stride that is a multiple of 16
+    bool strided = false;                 // multiply supports any out_stride that is a multiple of 16
+    bool even_tiles = false;              // a tile of fewer rows takes less time, so all get about as many
+    std::int64_t pass_bytes = 16 << 20;   // operand tiles per pass over the weight: read again for every panel, they
+                                          // should stay in the L3
 };
 
 // Bytes of the operands of one full tile, on any level.
