@@ -44,6 +44,9 @@ constexpr int ROW_CAPACITY = 48;   // operands are sized for a multiple of this:
 //                                                                                  float: key scales, key offsets,
 //                                                                                  value scales, value offsets
 //
+// That of AVX-512 stores values of f32 and bf16 in parts of 32 elements, [Dp / 32][..][32].., each as above: its products
+// take 32 elements at a time, and reading anything but neighbouring lines makes a processor fetch what nobody needs.
+//
 // Elements beyond the head dim are 0 (int8: 128) at every position that was stored. A stored integer B means
 // (B + offset) * scale, with one scale and offset per token (in the granule) or per channel (in PenstockCache).
 

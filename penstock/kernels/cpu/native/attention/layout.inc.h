@@ -9,15 +9,16 @@ namespace penstock {
 namespace {
 
 // The index of element d of position p in the keys and in the values of a granule. 32 bits contain UNIT neighbouring
-// elements of one key, or one element of UNIT neighbouring values.
+// elements of one key, or one element of UNIT neighbouring values. `width` neighbouring elements of values lie together
+// (attention.h), a divisor of the padded head dim.
 template <class Element>
 struct GranuleLayout {
     static constexpr int UNIT = 4 / sizeof(Element);
     static PENSTOCK_INLINE std::int64_t key(int p, std::int64_t d) {
         return (d / UNIT * GRANULE + p) * UNIT + d % UNIT;
     }
-    static PENSTOCK_INLINE std::int64_t value(int p, std::int64_t d, std::int64_t padded_dim) {
-        return (p / UNIT * padded_dim + d) * UNIT + p % UNIT;
+    static PENSTOCK_INLINE std::int64_t value(int p, std::int64_t d, std::int64_t width) {
+        return ((d / width * (GRANULE / UNIT) + p / UNIT) * width + d % width) * UNIT + p % UNIT;
     }
 };
 
@@ -70,10 +71,12 @@ void store_granule(const StoreArgs& a) {
     }
 }
 
-template <class Element>
+// VALUE_DIMS: elements of values that lie together; 0: all.
+template <class Element, int VALUE_DIMS = 0>
 void load_granule(const LoadArgs& a) {
     using Layout = GranuleLayout<Element>;
     const std::int64_t dim = a.cache->padded_dim, head_dim = a.cache->head_dim;
+    const std::int64_t width = VALUE_DIMS == 0 ? dim : VALUE_DIMS;
     const Element* const keys = reinterpret_cast<const Element*>(a.granule);
     const Element* const values = keys + GRANULE * dim;
     for (int i = 0; i < a.count; ++i) {
@@ -82,7 +85,7 @@ void load_granule(const LoadArgs& a) {
             alignas(64) Element key_lane[LANES], value_lane[LANES];
             for (int lane = 0; lane < LANES; ++lane) {
                 key_lane[lane] = keys[Layout::key(p, d + lane)];
-                value_lane[lane] = values[Layout::value(p, d + lane, dim)];
+                value_lane[lane] = values[Layout::value(p, d + lane, width)];
             }
             const int count = lanes_left(d, head_dim);
             store_first(a.keys + i * a.stride + d, load(key_lane), count);

@@ -77,23 +77,19 @@ void pack_query_words(const QueryArgs& a) {
     }
 }
 
-// Write the values of a position: element d is a word, or half of one.
-PENSTOCK_INLINE void store_values(const float* row, int position, std::int64_t dim, char* values) {
-    __builtin_memcpy(values + position * dim * 4, row, dim * 4);
-}
+// Write 16 elements of the value of a position: each is a word, or half of one.
+PENSTOCK_INLINE void store_values(const float* from, int, char* to) { __builtin_memcpy(to, from, LANES * sizeof *from); }
 
-PENSTOCK_INLINE void store_values(const std::uint16_t* row, int position, std::int64_t dim, char* values) {
+PENSTOCK_INLINE void store_values(const std::uint16_t* from, int position, char* to) {
     const int half = position % 2;
-    const __mmask32 mask = half == 0 ? 0x55555555 : 0xAAAAAAAA;
-    char* const to = values + position / 2 * dim * 4;
-    for (std::int64_t d = 0; d < dim; d += LANES) {
-        const __m512i words = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(row + d)));
-        _mm512_mask_storeu_epi16(to + d * 4, mask, half == 0 ? words : _mm512_slli_epi32(words, 16));
-    }
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(from)));
+    _mm512_mask_storeu_epi16(to, half == 0 ? 0x55555555 : 0xAAAAAAAA, half == 0 ? words : _mm512_slli_epi32(words, 16));
 }
 
-template <class Type>
+// VALUE_DIMS: elements of values that lie together; 0: all.
+template <class Type, int VALUE_DIMS = 0>
 void store_granule_words(const StoreArgs& a) {
+    using Element = typename Type::Element;
     const PenstockCache& cache = *a.cache;
     const std::int64_t dim = cache.padded_dim, words = dim / Type::ELEMENTS;
     Row<Type> rows[GRANULE];
@@ -103,7 +99,11 @@ void store_granule_words(const StoreArgs& a) {
     transpose_rows(rows, mask, words, reinterpret_cast<std::int32_t*>(a.granule), GRANULE);
     for (int i = a.start; i < a.start + a.count; ++i) {
         convert_row(a.values, a.type, (i - a.start) * a.stride, cache, rows[i].element);
-        store_values(rows[i].element, i, dim, a.granule + words * GRANULE * 4);
+        for (std::int64_t d = 0; d < dim; d += LANES) {
+            const int first = i / Type::ELEMENTS * Type::ELEMENTS;
+            const std::int64_t at = GranuleLayout<Element>::value(first, d, VALUE_DIMS == 0 ? dim : VALUE_DIMS);
+            store_values(rows[i].element + d, i, a.granule + (GRANULE * dim + at) * sizeof(Element));
+        }
     }
 }
 

@@ -54,31 +54,28 @@ PENSTOCK_INLINE __m128 reduce(const __m512 (&row)[ROW_GROUP]) {
     return Op::of(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
 }
 
-// e^x as power * 2^n: within 1 ulp for n from -30, within 3 ulp for all normal numbers.
-struct Power {
-    __m512 power, n;
-};
-
-PENSTOCK_INLINE Power exponential(__m512 x) {
-    constexpr float LOG2_E = 1.44269504f, LN2 = 0.693147181f;
+// x: scores of a row minus their maximum -> p, or 0 if hidden or near the subnormal numbers. NaN gives NaN. e^x is within
+// 1 ulp for exponents from -30, within 3 ulp for all normal numbers. Step by step for all registers: each step waits
+// for the one before it.
+PENSTOCK_INLINE void exponentials(__m512 (&x)[TILE_LANES], std::uint64_t visible) {
+    constexpr float LOG2_E = 1.44269504f, LN2 = 0.693147181f, LOWEST = -87.0f;
     constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer in the lowest bits
     constexpr float CURVE[] = {1.0f, 1.0f, 4.999999343e-01f, 1.666652040e-01f, 4.166839079e-02f, 8.368745196e-03f,
                                1.381454011e-03f};
-    const __m512 rounder = _mm512_set1_ps(ROUNDER);
-    const __m512 n = _mm512_sub_ps(_mm512_fmadd_ps(x, _mm512_set1_ps(LOG2_E), rounder), rounder);
-    const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(LN2), x);  // |r| <= ln 2 / 2; the product is exact
-    __m512 power = _mm512_set1_ps(CURVE[6]);
-#pragma GCC unroll 6
-    for (int i = 5; i >= 0; --i) power = _mm512_fmadd_ps(power, r, _mm512_set1_ps(CURVE[i]));
-    return {power, n};
-}
-
-// Sixteen p, or 0 if hidden or near the subnormal numbers. NaN gives NaN.
-PENSTOCK_INLINE __m512 probabilities(__m512 x, __mmask16 visible) {
-    constexpr float LOWEST = -87.0f;
-    const __mmask16 seen = _mm512_mask_cmp_ps_mask(visible, x, _mm512_set1_ps(LOWEST), _CMP_NLT_UQ);
-    const Power e = exponential(x);
-    return _mm512_maskz_scalef_ps(seen, e.power, e.n);
+    const __m512 rounder = _mm512_set1_ps(ROUNDER), log2_e = _mm512_set1_ps(LOG2_E), ln2 = _mm512_set1_ps(LN2);
+    __mmask16 seen[TILE_LANES];
+    __m512 n[TILE_LANES], power[TILE_LANES];
+#define PENSTOCK_EACH _Pragma("GCC unroll 4") for (int i = 0; i < TILE_LANES; ++i)
+    PENSTOCK_EACH n[i] = _mm512_fmadd_ps(x[i], log2_e, rounder);
+    PENSTOCK_EACH seen[i] = _mm512_mask_cmp_ps_mask(static_cast<__mmask16>(visible >> i * LANES), x[i], _mm512_set1_ps(LOWEST), _CMP_NLT_UQ);
+    PENSTOCK_EACH n[i] = _mm512_sub_ps(n[i], rounder);
+    PENSTOCK_EACH x[i] = _mm512_fnmadd_ps(n[i], ln2, x[i]);  // |x| <= ln 2 / 2; the product is exact
+    PENSTOCK_EACH power[i] = _mm512_fmadd_ps(x[i], _mm512_set1_ps(CURVE[6]), _mm512_set1_ps(CURVE[5]));
+#pragma GCC unroll 5
+    for (int k = 4; k >= 0; --k)
+        PENSTOCK_EACH power[i] = _mm512_fmadd_ps(power[i], x[i], _mm512_set1_ps(CURVE[k]));
+    PENSTOCK_EACH x[i] = _mm512_maskz_scalef_ps(seen[i], power[i], n[i]);
+#undef PENSTOCK_EACH
 }
 
 PENSTOCK_INLINE void store_row(float* p, const __m512 (&x)[TILE_LANES]) {
@@ -90,55 +87,61 @@ PENSTOCK_INLINE void store_row(std::uint16_t* p, const __m512 (&x)[TILE_LANES]) 
         _mm512_storeu_si512(p + i * LANES, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1], x[i]));
 }
 
-// ROWS rows of a group. The scores are s times `scale`.
-template <int ROWS, bool ALL_VISIBLE, class P>
-void softmax_group(const TileArgs& a, int first, float scale, const float* s, P* p, float* m, float* l) {
-    std::uint64_t visible[ROWS];
-    __m512 top[ROW_GROUP], total[ROW_GROUP];
+// What the exponentials of a strip need: the maximum score of each row, 0 for a row that sees nothing, and the sums of
+// four registers of p.
+struct StripSums {
+    alignas(64) float shift[MAX_STRIP];
+    __m512 total[MAX_STRIP];
+};
+
+// Rows of a group; rows that are missing are the first one again.
+PENSTOCK_INLINE int group_row(int row, int rows) { return row < rows ? row : 0; }
+
+// Scaling is monotone: the maximum score is the maximum dot product, scaled.
+template <bool ALL_VISIBLE>
+PENSTOCK_INLINE void find_maxima(
+    const TileArgs& a, int first, int rows, float scale, const float* s, float* m, StripSums& sums) {
+    for (int begin = 0; begin < rows; begin += ROW_GROUP) {
+        __m512 top[ROW_GROUP];
 #pragma GCC unroll 4
-    for (int r = 0; r < ROWS; ++r) {
-        visible[r] = ALL_VISIBLE ? ~std::uint64_t{0} : visible_positions(a, first + r);
-        top[r] = _mm512_set1_ps(MINUS_INFINITY);
+        for (int i = 0; i < ROW_GROUP; ++i) {
+            const int row = group_row(begin + i, rows);
+            const std::uint64_t visible = ALL_VISIBLE ? ~std::uint64_t{0} : visible_positions(a, first + row);
+            top[i] = _mm512_set1_ps(MINUS_INFINITY);
 #pragma GCC unroll 4
-        for (int i = 0; i < TILE_LANES; ++i) {
-            const __m512 x = _mm512_loadu_ps(s + r * TILE + i * LANES);
-            const __mmask16 lanes = static_cast<__mmask16>(visible[r] >> i * LANES);
-            top[r] = _mm512_mask_max_ps(top[r], lanes, x, top[r]);  // top if x is NaN
+            for (int j = 0; j < TILE_LANES; ++j) {
+                const __m512 x = _mm512_loadu_ps(s + row * TILE + j * LANES);
+                top[i] = _mm512_mask_max_ps(top[i], static_cast<__mmask16>(visible >> j * LANES), x, top[i]);  // not NaN
+            }
         }
+        const __m128 max_score = _mm_mul_ps(reduce<Max>(top), _mm_set1_ps(scale));
+        const __m128 hidden = _mm_cmpeq_ps(max_score, _mm_set1_ps(MINUS_INFINITY));
+        _mm_store_ps(m + begin, max_score);
+        _mm_store_ps(sums.shift + begin, _mm_andnot_ps(hidden, max_score));
     }
-#pragma GCC unroll 4
-    for (int r = ROWS; r < ROW_GROUP; ++r) top[r] = top[0];
-    // Scaling is monotone: the maximum score is the maximum dot product, scaled.
-    const __m128 max_score = _mm_mul_ps(reduce<Max>(top), _mm_set1_ps(scale));
-    _mm_store_ps(m, max_score);
-    alignas(16) float shift[ROW_GROUP];
-    const __m128 hidden = _mm_cmpeq_ps(max_score, _mm_set1_ps(MINUS_INFINITY));
-    _mm_store_ps(shift, _mm_andnot_ps(hidden, max_score));
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; ++r) {
-        __m512 x[TILE_LANES];
-#pragma GCC unroll 4
-        for (int i = 0; i < TILE_LANES; ++i) {
-            const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(s + r * TILE + i * LANES), _mm512_set1_ps(scale));
-            x[i] = probabilities(_mm512_sub_ps(scaled, _mm512_set1_ps(shift[r])),
-                                 static_cast<__mmask16>(visible[r] >> i * LANES));
-        }
-        store_row(p + r * TILE, x);
-        total[r] = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
-    }
-#pragma GCC unroll 4
-    for (int r = ROWS; r < ROW_GROUP; ++r) total[r] = total[0];
-    _mm_store_ps(l, reduce<Sum>(total));
 }
 
 template <bool ALL_VISIBLE, class P>
-PENSTOCK_INLINE void softmax_groups(
+PENSTOCK_INLINE void softmax_rows(
     const TileArgs& a, int first, int rows, float scale, const float* s, P* p, StripParts& parts) {
-    for (int r = 0; r < rows; r += ROW_GROUP) {
-        with_constant<ROW_GROUP>(rows - r < ROW_GROUP ? rows - r : ROW_GROUP, [&](auto count) {
-            softmax_group<count.value, ALL_VISIBLE>(
-                a, first + r, scale, s + r * TILE, p + r * TILE, parts.max + r, parts.sum + r);
-        });
+    StripSums sums;
+    find_maxima<ALL_VISIBLE>(a, first, rows, scale, s, parts.max, sums);
+    for (int r = 0; r < rows; ++r) {
+        const std::uint64_t visible = ALL_VISIBLE ? ~std::uint64_t{0} : visible_positions(a, first + r);
+        const __m512 shift = _mm512_set1_ps(sums.shift[r]), factor = _mm512_set1_ps(scale);
+        __m512 x[TILE_LANES];
+#pragma GCC unroll 4
+        for (int i = 0; i < TILE_LANES; ++i) {
+            x[i] = _mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(s + r * TILE + i * LANES), factor), shift);
+        }
+        exponentials(x, visible);
+        store_row(p + r * TILE, x);
+        sums.total[r] = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
+    }
+    for (int begin = 0; begin < rows; begin += ROW_GROUP) {
+        __m512 total[ROW_GROUP];
+        for (int i = 0; i < ROW_GROUP; ++i) total[i] = sums.total[group_row(begin + i, rows)];
+        _mm_store_ps(parts.sum + begin, reduce<Sum>(total));
     }
 }
 
@@ -153,9 +156,9 @@ PENSTOCK_INLINE void softmax(const TileArgs& a, int first, int rows, float* s, P
         scale = 1.0f;
     }
     if (a.low == nullptr)
-        softmax_groups<true>(a, first, rows, scale, s, p, parts);
+        softmax_rows<true>(a, first, rows, scale, s, p, parts);
     else
-        softmax_groups<false>(a, first, rows, scale, s, p, parts);
+        softmax_rows<false>(a, first, rows, scale, s, p, parts);
 }
 
 }  // namespace
