@@ -22,6 +22,7 @@ from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.backends import load_ops
+from penstock.kernels.cpu.cores import pinned_cores
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.ops import NUMERICS_VERSION, Ops
 from penstock.layers.context import CausalLM
@@ -81,7 +82,9 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     if scales is not None:
         shape = model_config.num_hidden_layers, model_config.num_key_value_heads, model_config.head_dim
         kv_scales = read_kv_scales(Path(scales), *shape)
-    ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=numerics.threads or 1)
+    threads = numerics.threads or 1
+    cores = pinned_cores(numerics.cpu_affinity, threads) if numerics.kernels == "cpu" else ()
+    ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=threads, cores=cores)
     model = load_model(
         weights,
         model_config,

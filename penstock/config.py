@@ -6,11 +6,11 @@ checks here and the flags of the command line follow from them. `resolve()` fill
 the reason of every automatic choice. This file imports no torch and reads no file.
 """
 
-import os
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.kernels.cpu.cores import AFFINITIES, AUTO, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
 from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
 from penstock.validation import check_int, check_options, check_str, fail, option, shown, string_tuple
@@ -152,6 +152,7 @@ class NumericsConfig:
     load_format: str = option("auto", ("auto", "dummy"), "dummy: random weights, only config.json is needed")
     kernels: str = option("auto", KERNELS, "backend that computes")
     threads: int | None = option(None, range(1, 1025), "cores that compute (default: all, or 1 for a small model)")
+    cpu_affinity: str = option(AUTO, str, "where threads run: auto, none, nodes, or one per core of a list like 0-3,8")
     seed: int = option(0, range(-(2**63), 2**63), "engine's seed; requests without a seed derive theirs from it")
 
     def __post_init__(self) -> None:
@@ -161,6 +162,13 @@ class NumericsConfig:
             self._check_no_group_size()
         if self.kernels == "triton":
             raise _not_built("kernels", self.kernels)
+        if self.cpu_affinity not in AFFINITIES:
+            try:
+                parse_cpus(self.cpu_affinity)
+            except ValueError as error:
+                raise fail(
+                    "cpu_affinity", self.cpu_affinity, f"auto, none, nodes, or CPUs like 0-3,8: {error}"
+                ) from error
 
     def _check_no_group_size(self) -> None:
         if self.quantization_group_size is not None:
@@ -176,8 +184,8 @@ class NumericsConfig:
         """Return the config without open values, and the reason of each choice.
 
         Raises:
-            InvalidRequestError: a group size is given without groups, the native kernels are asked for and missing, or
-                the environment forces an invalid level.
+            InvalidRequestError: a group size is given without groups, the native kernels are asked for and missing,
+                the environment forces an invalid level, or cpu_affinity does not fit the machine or the threads.
         """
         choices: Choices = {}
         if self.dtype == "auto":
@@ -195,12 +203,28 @@ class NumericsConfig:
         scheme = self.scheme
         if scheme is not None and scheme.group_size != self.quantization_group_size:
             choices["quantization_group_size"] = scheme.group_size, "the default"
-        if self.threads is None:
-            if model.hidden_size * model.intermediate_size < SMALL_MATRIX:
-                choices["threads"] = 1, "the matrices are too small to gain from more"
-            else:
-                choices["threads"] = available_threads(), "the cores of this process"
-        return _apply(self, choices)
+        small = model.hidden_size * model.intermediate_size < SMALL_MATRIX
+        return _apply(self, choices | self._resolve_cores(Machine.read(), small_model=small))
+
+    def _resolve_cores(self, machine: Machine, *, small_model: bool) -> Choices:
+        """Choose threads and cpu_affinity, if they were left open."""
+        choices: Choices = {}
+        threads = self.threads
+        if self.cpu_affinity not in AFFINITIES:
+            machine = machine.only(parse_cpus(self.cpu_affinity))
+        if threads is None:
+            threads, why = machine.default_threads()
+            if small_model:
+                threads, why = 1, "the matrices are too small to gain from more"
+            choices["threads"] = threads, why
+        if self.cpu_affinity == AUTO:
+            choices["cpu_affinity"] = machine.affinity(threads)
+            return choices
+        try:
+            pinned_cores(self.cpu_affinity, threads)
+        except ValueError as error:
+            raise fail("cpu_affinity", self.cpu_affinity, str(error)) from error
+        return choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,8 +303,8 @@ def option_names() -> list[str]:
 
 
 def available_threads() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of threads that this process should compute with."""
+    return Machine.read().default_threads()[0]
 
 
 def _apply(config: Part, choices: Choices) -> tuple[Part, dict[str, str]]:

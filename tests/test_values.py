@@ -81,6 +81,7 @@ BAD_OPTIONS = {
     "lm_head_pieces": [0, -1, 2**20, "2", 1.5, None, True],
     "pad_vocab_multiple": [0, -1, 2**20, "2", 1.5, None, True],
     "threads": [0, -1, 10**6, "2", 1.5],
+    "cpu_affinity": ["", "all", "3-1", "0,,1", "0-", "-1", "70000", 0, None, [0]],
     "seed": [2**63, 1.5, "x", None],
 }
 

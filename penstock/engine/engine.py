@@ -145,8 +145,9 @@ class Engine:
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
         self._num_generated_tokens += len(new_ids)
-        prompt_logprobs_start = request.num_prompt_logprobs + 1
-        prompt_logprobs = request.new_prompt_logprobs(item.num_computed_tokens, result.prompt_logprobs or [])
+        prompt_logprobs_start, prompt_logprobs = request.num_prompt_logprobs + 1, result.prompt_logprobs
+        if prompt_logprobs:
+            prompt_logprobs = request.new_prompt_logprobs(item.num_computed_tokens, prompt_logprobs)
         if not new_ids and not prompt_logprobs:
             return None
         if reason is not None:

@@ -60,6 +60,7 @@ class KVCacheManager:
         self.groups = groups
         (self.block_size,) = sizes
         self.enable_prefix_caching = enable_prefix_caching
+        self._has_windows = any(group.sliding_window is not None for group in groups)
         self.pools = [BlockPool(group.num_blocks) for group in groups]
         self._tables: dict[str, list[BlockTable]] = {}
         self._in_progress: dict[bytes, str] = {}  # hash of a block being computed -> the request that computes it
@@ -175,28 +176,39 @@ class KVCacheManager:
         False, with nothing allocated, if a group has too few free blocks.
         """
         tables = self._tables[request.request_id]
+        if self._has_windows:
+            self._release_passed(request, tables)
         num_tokens = request.num_computed_tokens + num_new_tokens
+        missing = [
+            table_length(group, num_tokens) - len(table.block_ids)
+            for group, table in zip(self.groups, tables, strict=True)
+        ]
+        if max(missing) <= 0:  # most decodes
+            return True
+        if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
+            return False
+        for count, pool, table in zip(missing, self.pools, tables, strict=True):
+            table.block_ids.extend(pool.allocate(max(0, count)))
+        return True
+
+    def _release_passed(self, request: Request, tables: list[BlockTable]) -> None:
+        """Free the blocks that the windows have passed."""
         for group, pool, table in zip(self.groups, self.pools, tables, strict=True):
             first_needed = self._first_needed(group, request.num_computed_tokens)
             for index in range(table.num_released, min(first_needed, len(table.block_ids))):
                 pool.release([table.block_ids[index]])
                 table.block_ids[index] = NO_BLOCK
                 table.num_released = index + 1
-        needed = [table_length(group, num_tokens) for group in self.groups]
-        missing = [max(0, count - len(table.block_ids)) for count, table in zip(needed, tables, strict=True)]
-        if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
-            return False
-        for count, pool, table in zip(missing, self.pools, tables, strict=True):
-            table.block_ids.extend(pool.allocate(count))
-        return True
 
     def commit(self, request: Request) -> None:
         """Register the request's full blocks for reuse: its computed tokens are in the cache now."""
         if not self.enable_prefix_caching:
             return
         num_full = request.num_computed_tokens // self.block_size
-        self._extend_hashes(request, num_full)
         tables = self._tables[request.request_id]
+        if num_full <= tables[0].num_registered:  # most decodes: no block was filled
+            return
+        self._extend_hashes(request, num_full)
         self._end_progress(request, tables[0].num_registered, num_full)
         for pool, table in zip(self.pools, tables, strict=True):
             for index in range(table.num_registered, num_full):

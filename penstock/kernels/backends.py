@@ -1,5 +1,7 @@
 """The backends by name. kernels/ops.py is their interface."""
 
+from collections.abc import Sequence
+
 import torch
 
 from penstock.errors import NotSupportedError
@@ -8,8 +10,19 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.reference import ReferenceOps
 
 
-def load_ops(name: str, dtype: torch.dtype, device: torch.device | str = "cpu", *, threads: int = 1) -> Ops:
-    """Make the backend of that name for models of type `dtype`. threads: of the native kernels.
+def load_ops(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    threads: int = 1,
+    cores: Sequence[Sequence[int]] = (),
+) -> Ops:
+    """Make the backend of that name for models of type `dtype`.
+
+    Args:
+        threads: of the native kernels.
+        cores: the CPUs of each of these threads (kernels/cpu/cores.py), nothing to leave them free.
 
     Raises:
         NotSupportedError: the backend is not built yet.
@@ -18,5 +31,8 @@ def load_ops(name: str, dtype: torch.dtype, device: torch.device | str = "cpu", 
     if name == "reference":
         return ReferenceOps(dtype, device)
     if name == "cpu":
-        return CpuOps(dtype, threads=threads)
+        ops = CpuOps(dtype, threads=threads)
+        if cores:
+            ops.pin(cores)
+        return ops
     raise NotSupportedError(f"kernels: {name!r} is planned but not built yet", param="kernels")

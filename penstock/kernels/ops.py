@@ -141,6 +141,11 @@ class Ops(Protocol):
     def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         """Look up scale * weight[ids], [T, hidden] float32, for ids [T] int64 in weight [V, hidden] dtype."""
 
+    def packed_embedding(
+        self, ids: Tensor, weight: PackedLinear, *, scale: float = 1.0, out: Tensor | None = None
+    ) -> Tensor:
+        """Look up rows of a packed weight, not quantised and not gated, as `embedding` does: with the same bits."""
+
     def experts(
         self,
         x: Tensor,

@@ -88,7 +88,7 @@ class HeadPieces:
 class LMHead(Linear):
     """hidden [M, hidden] dtype -> logits [M, V'] float32, where V' is V, or more with padding.
 
-    A tied head packs the embedding's rows a second time.
+    The embedding that a head is tied to reads its rows from the head (weights/loader.py) where `holds_rows`.
     """
 
     packed: HeadPieces
@@ -129,6 +129,11 @@ class LMHead(Linear):
         if bias is None:
             bias = torch.full((self.vocab_size,), -0.0)  # adding -0 changes no bit of any number, 0 would of -0
         return functional.pad(bias, (0, padding), value=NEVER)
+
+    @property
+    def holds_rows(self) -> bool:
+        """Return whether the packed weight holds the rows of the parameter unchanged."""
+        return self.layout.is_plain and self.spec.packing.scheme is None
 
     def _hold(self, pieces: Iterable[PackedLinear]) -> None:
         n, k = self.spec.shape

@@ -186,9 +186,13 @@ class LayerNorm(Norm):
 
 
 class Embedding(WeightLayer):
-    """ids [T] int64 -> scale * weight[ids], [T, hidden] float32. Also for learned positions."""
+    """ids [T] int64 -> scale * weight[ids], [T, hidden] float32. Also for learned positions.
+
+    It reads rows from a table of its own, or from the packed weight of a tied LM head.
+    """
 
     weight: nn.Parameter
+    _shared: PackedLinear | None = None
 
     def __init__(self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float = 1.0) -> None:
         super().__init__(ops, out)
@@ -198,5 +202,15 @@ class Embedding(WeightLayer):
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         self._set("weight", whole(values["weight"]).to(self.ops.device, self.ops.dtype).contiguous())
 
+    def share(self, head: PackedLinear) -> None:
+        """Read rows from the packed weight of the head, which has the same values, and keep no table."""
+        self.forget()
+        self._shared = head
+
+    def state(self) -> dict[str, Tensor]:
+        return {} if self._shared is not None else super().state()
+
     def forward(self, ids: Tensor) -> Tensor:
+        if self._shared is not None:
+            return self.ops.packed_embedding(ids, self._shared, scale=self.scale, out=self.out(ids.shape[0]))
         return self.ops.embedding(ids, self.weight, scale=self.scale, out=self.out(ids.shape[0]))

@@ -16,14 +16,14 @@ from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.kernels.ops import Ops, RowSource
 from penstock.layers.context import CausalLM
 from penstock.layers.factory import LayerFactory
-from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout
-from penstock.layers.weights import WeightLayer
+from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout, LMHead
+from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.unsupported import listed
 from penstock.validation import check_choice
-from penstock.weights.memory import check_memory, rotary_bytes, stored_bytes
+from penstock.weights.memory import check_memory, rotary_bytes, shares_rows, stored_bytes
 from penstock.weights.packed import find_packed, restore_packed
 from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import Checkpoint
@@ -61,13 +61,16 @@ def load_model(
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
     parameters = read_parameters(model_config)
     if free_memory is not None and ops.device.type == "cpu":  # the free memory of other devices is not known here
-        weights = 0 if packed is not None else stored_bytes(parameters.values(), ops, scheme)  # a map needs no memory
+        stored = [item for item in parameters.values() if not (head.is_plain and shares_rows(item, scheme))]
+        weights = 0 if packed is not None else stored_bytes(stored, ops, scheme)  # a map needs no memory
         tables = rotary_bytes(model_config, max_model_len)
         check_memory({"weights": weights, "rotary tables of all positions": tables}, free_memory())
     make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
     if packed is not None:
         model = empty_model(model_config, make)
         restore_packed(packed, ops, scheme, dict(weight_layers(model)))
+        for embedding, tied in tied_embeddings(model, make).values():
+            embedding.share(tied.packed.pieces[0])
     else:
         source = open_source(directory, model_config, load_format)
         model = empty_model(model_config, make)
@@ -112,6 +115,18 @@ def weight_layers(model: nn.Module) -> Iterable[tuple[str, WeightLayer]]:
     return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, WeightLayer))
 
 
+def tied_embeddings(model: nn.Module, make: LayerFactory) -> dict[str, tuple[Embedding, LMHead]]:
+    """Return the embeddings, by name, that can read their rows from the head that is tied to them."""
+    layers = dict(weight_layers(model))
+    found: dict[str, tuple[Embedding, LMHead]] = {}
+    for prefix, head in layers.items():
+        if isinstance(head, LMHead) and head.holds_rows:
+            name = (make.parameters[f"{prefix}.weight"].tied_to or "").removesuffix(".weight")
+            if isinstance(embedding := layers.get(name), Embedding):
+                found[name] = embedding, head
+    return found
+
+
 def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
     """Return the parameters of torch's own modules: (full name, module, name in the module, value) each."""
     return [
@@ -124,8 +139,12 @@ def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Par
 
 def _fill(model: nn.Module, make: LayerFactory, source: ParameterSource) -> None:
     """Load the values of every layer. Those of torch's own modules get the backend's type; shared ones stay shared."""
+    tied = tied_embeddings(model, make)
     for prefix, layer in weight_layers(model):
-        fill_layer(prefix, layer, make, source)
+        if prefix not in tied:
+            fill_layer(prefix, layer, make, source)
+    for embedding, lm_head in tied.values():
+        embedding.share(lm_head.packed.pieces[0])
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for full, module, name, old in plain_parameters(model):
         if old not in filled:

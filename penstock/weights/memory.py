@@ -14,8 +14,13 @@ ROTARY_BYTES = 4  # per element of a table; only a few positions at a time are c
 
 
 def stored_bytes(parameters: Iterable[Parameter], ops: Ops, scheme: Scheme | None) -> int:
-    """Return the bytes that a backend keeps of the parameters, without padding. A tied head is stored a second time."""
+    """Return the bytes that a backend keeps of the parameters, without padding."""
     return sum(-(-item.num_elements * _bits(item, ops, scheme) // 8) for item in parameters)
+
+
+def shares_rows(parameter: Parameter, scheme: Scheme | None) -> bool:
+    """Return whether a tied parameter keeps the values of the other one: a head that is whole and not quantised."""
+    return parameter.tied_to is not None and scheme_of(parameter.quant, scheme) is None
 
 
 def rotary_bytes(model_config: ModelConfig, max_model_len: int | None = None) -> int:

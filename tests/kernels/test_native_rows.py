@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.kernels.metadata import Heads, RotaryParams
 from penstock.kernels.reference import ReferenceOps
 
-from .packed import TYPES, Native, levels
+from .packed import TYPES, Native, Packed, levels, pack
 
 F32, BF16 = torch.float32, torch.bfloat16
 UNIT = 2.0**-24  # the relative error of one float32 rounding
@@ -87,6 +87,11 @@ class Rows(Native):
             EPS, q, k, v, TYPES[dtype],
         )  # fmt: skip
         return q, k, v
+
+    def packed_embedding(self, ids: Tensor, packed: Packed, scale: float = 1.0) -> Tensor:
+        out = torch.full((len(ids), packed.weight.k), torch.nan)
+        self._call("packed_embedding", ids, packed.address, len(ids), scale, out)
+        return out
 
     def embedding(self, ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         out = torch.full((len(ids), table.shape[1]), torch.nan)
@@ -309,6 +314,22 @@ def test_embedding_takes_rows(rows: Rows, dtype: torch.dtype, n: int) -> None:
     table, ids = draw(11, n).to(dtype), torch.tensor([3, 0, 10, 3])
     assert torch.equal(rows.embedding(ids, table), table[ids].float())
     assert torch.equal(rows.embedding(ids, table, 62.5), table[ids].float() * 62.5)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("leaf_ends", [(5,), (130,), (3, 3, 70, 131)])
+def test_embedding_from_a_packed_weight(rows: Rows, dtype: torch.dtype, leaf_ends: tuple[int, ...]) -> None:
+    """Guards against the wrong panel, column or pair of a tied head, its padding between leaves, an odd last element,
+    and bits that a table of the same rows would not give."""
+    table = torch.randn(70, leaf_ends[-1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    table[3, 0], table[3, 1] = -0.0, torch.inf
+    packed = pack(table.float().numpy(), "f32" if dtype == F32 else "bf16", leaf_ends=leaf_ends)
+    ids = torch.tensor([0, 69, 31, 32, 3, 33, 3, *range(70)] * 9)
+    for scale in (1.0, 62.5):
+        found, expected = rows.packed_embedding(ids, packed, scale), rows.embedding(ids, table, scale)
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    with pytest.raises(AssertionError):
+        rows.packed_embedding(torch.tensor([70]), packed)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (4, 2), (8, 8), (16, 1), (60, 4), (128, 8)])

@@ -14,6 +14,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
+from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme
@@ -85,6 +86,23 @@ def test_tied_heads_may_be_stored_but_not_differ(tmp_path: Path) -> None:
     rewrite(directory, {"lm_head.weight": embedding + 1})
     with pytest.raises(ModelLoadError, match="tie_word_embeddings"):
         load(directory)
+
+
+@pytest.mark.parametrize("kernels", ["reference", *(["cpu"] if levels() else [])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_head_is_in_memory_once(kernels: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Guards against a second copy of the largest matrix of a small model, and against embeddings whose bits change
+    when they are read out of the packed head. A quantised head, or one in pieces, leaves the table as it is."""
+    _, directory = make_llama(tmp_path, tie_word_embeddings=True, vocab_size=80)
+    config, ops = load_model_config(directory), load_ops(kernels, dtype)
+    ids = torch.tensor([0, 79, 33, 5, 31, 32])
+    shared: Any = load_model(directory, config, ops)
+    assert shared.model.embed_tokens.weight.is_meta
+    for own in ({"head": HeadLayout(pieces=2)}, {"scheme": Scheme.parse("int8")}, {"scheme": Scheme.parse("int4", 32)}):
+        model: Any = load_model(directory, config, ops, **own)
+        table = model.model.embed_tokens.weight
+        assert torch.equal(table, load_file(directory / SINGLE)["model.embed_tokens.weight"].to(dtype))
+        assert torch.equal(shared.model.embed_tokens(ids), model.model.embed_tokens(ids))
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.float64])
@@ -177,14 +195,19 @@ def test_a_model_beyond_the_memory_is_refused(change: dict[str, int], named: str
 
 
 def test_memory_is_counted_to_the_byte(tmp_path: Path) -> None:
-    """Guards against a tied head, which is packed a second time, being counted once; and against rotary tables of
-    16 million positions, which nobody counts."""
+    """Guards against a tied head that is counted where the embedding reads its rows, or not counted where it is packed
+    otherwise; and against rotary tables of 16 million positions, which nobody counts."""
     _, directory = make_llama(tmp_path, tie_word_embeddings=True)
     table, config = find_model("LlamaForCausalLM").read_table(), load_model_config(directory)
-    needed = 4 * sum(item.num_elements for item in table.parameters(config).values())
+    everything = 4 * sum(item.num_elements for item in table.parameters(config).values())
+    needed = everything - 4 * table.parameters(config)["lm_head.weight"].num_elements
     load(directory, load_format="dummy", max_model_len=16, free_memory=lambda: needed)
+    pieces: dict[str, Any] = {"load_format": "dummy", "max_model_len": 16, "head": HeadLayout(pieces=2)}
+    load(directory, **pieces, free_memory=lambda: everything)
+    with pytest.raises(ModelLoadError, match="weights need"):
+        load(directory, **pieces, free_memory=lambda: everything - 1)
     scheme = Scheme.parse("int4", 32)
-    load(directory, load_format="dummy", scheme=scheme, max_model_len=16, free_memory=lambda: needed)
+    load(directory, load_format="dummy", scheme=scheme, max_model_len=16, free_memory=lambda: everything)
     with pytest.raises(ModelLoadError, match="weights need"):
         load(directory, load_format="dummy", max_model_len=16, free_memory=lambda: needed - 1)
     with pytest.raises(ModelLoadError, match="rotary tables"):

@@ -42,8 +42,7 @@ def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Everything that a model's layers hold, by layer and part."""
     result = {}
     for name, layer in weight_layers(model):
-        held = layer.packed.state() if hasattr(layer, "packed") else dict(layer.named_parameters())
-        result.update({f"{name}.{part}": value for part, value in held.items()})
+        result.update({f"{name}.{part}": value for part, value in layer.state().items()})
     return result
 
 

@@ -4,6 +4,7 @@ Native functions do not check type, shape or layout of what an address points to
 """
 
 import ctypes
+import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.kernels.cpu.abi import ABI
+from penstock.kernels.cpu.cores import show_cpus
 from penstock.kernels.cpu.library import LEVELS, check_status, chosen_level, load_library, why_missing
 from penstock.kernels.cpu.program import NativeProgram, Recorder
 from penstock.kernels.metadata import AttentionMetadata
@@ -61,6 +63,27 @@ class NativeCalls:
         self._library = library
         self._native: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in ABI.functions}
         self._recorder: Recorder | None = None
+
+    def pin(self, cores: Sequence[Sequence[int]]) -> None:
+        """Pin each helper to its core, and let the calling thread use the CPUs of all cores.
+
+        The caller is not pinned to one core, because threads and processes that it starts later inherit its CPUs. The
+        helpers leave the first core free, so it finds its place there.
+
+        Args:
+            cores: the CPUs of each thread, the caller's first.
+
+        Raises:
+            EngineError: the system refuses.
+        """
+        try:
+            os.sched_setaffinity(0, {cpu for core in cores for cpu in core})
+        except OSError as error:
+            raise EngineError(f"cpu_affinity: this process may not use these CPUs: {error}") from error
+        for thread, cpus in enumerate(cores[1:], start=1):
+            array = (ctypes.c_int32 * len(cpus))(*cpus)
+            if self._library.penstock_context_pin(self._context, thread, ctypes.addressof(array), len(cpus)):
+                raise EngineError(f"cpu_affinity: thread {thread} may not be pinned to the CPUs {show_cpus(cpus)}")
 
     def _call(self, name: str, used: tuple[object, ...], *arguments: int | float | None) -> None:
         """Call a native function; `used` owns the memory that its arguments point to.

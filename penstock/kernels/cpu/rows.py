@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.calls import NativeCalls, address, optional_address, output, rows_of, type_code
+from penstock.kernels.cpu.packed import FLOAT_KINDS, own_linear
 from penstock.kernels.metadata import RotaryParams
+from penstock.kernels.ops import PackedLinear
 
 F32, I64 = torch.float32, torch.int64
 
@@ -18,6 +20,17 @@ class RowOps(NativeCalls):
         out = output(out, (rows, hidden), F32)
         to = address(out, (rows, hidden), F32, "out")
         self._call("penstock_embedding", (ids, weight, out), at, table, self._type, vocab_size, rows, hidden, scale, to)
+        return out
+
+    def packed_embedding(
+        self, ids: Tensor, weight: PackedLinear, *, scale: float = 1.0, out: Tensor | None = None
+    ) -> Tensor:
+        packed, rows = own_linear(weight, gated=False), len(ids)
+        if packed.layout.kind not in FLOAT_KINDS.values():
+            raise ValueError("a quantised weight has no rows to look up")
+        out = output(out, (rows, packed.depth), F32)
+        at, to = address(ids, (rows,), I64, "ids"), address(out, (rows, packed.depth), F32, "out")
+        self._call("penstock_packed_embedding", (ids, packed, out), at, packed.address, rows, scale, to)
         return out
 
     def rms_norm(

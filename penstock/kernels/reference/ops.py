@@ -57,6 +57,10 @@ class ReferenceLinear:
         x = x.float() if self._scheme is None else _through_activations(x, self._scheme, self._leaf_ends)
         return functional.linear(x, self._weight, self._bias)
 
+    def take(self, ids: Tensor) -> Tensor:
+        """Return rows of the weight, [T, K] float32."""
+        return self._weight[ids]
+
     def state(self) -> dict[str, Tensor]:
         raise _no_packed_form()
 
@@ -95,6 +99,11 @@ class ReferenceOps:
 
     def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         return _deliver(weight[ids].float() * scale, torch.float32, out)
+
+    def packed_embedding(
+        self, ids: Tensor, weight: PackedLinear, *, scale: float = 1.0, out: Tensor | None = None
+    ) -> Tensor:
+        return _deliver(own(weight, ReferenceLinear).take(ids) * scale, torch.float32, out)
 
     def experts(
         self,

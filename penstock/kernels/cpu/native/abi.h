@@ -73,7 +73,8 @@ enum Recordable : std::int64_t {
     RECORD_ROTARY_QKV,
     RECORD_EMBEDDING,
     RECORD_ROUTE,
-    RECORD_ATTEND
+    RECORD_ATTEND,
+    RECORD_PACKED_EMBEDDING
 };
 
 }  // namespace penstock
@@ -209,6 +210,10 @@ PENSTOCK_API std::int32_t penstock_best_level();
 PENSTOCK_API penstock::Context* penstock_context_new(std::int32_t level, std::int32_t threads);
 PENSTOCK_API void penstock_context_free(penstock::Context* context);
 
+// Let helper `thread` (1 .. threads - 1; 0 is the caller, whose affinity is its own) run on cpus [count] only.
+PENSTOCK_API std::int32_t penstock_context_pin(
+    penstock::Context* context, std::int32_t thread, const std::int32_t* cpus, std::int64_t count);
+
 // Return the seconds spent in calls of this context so far, not counting time spent waiting for another call.
 PENSTOCK_API double penstock_busy_seconds(penstock::Context* context);
 
@@ -282,6 +287,11 @@ PENSTOCK_API std::int32_t penstock_rotary_qkv(
 PENSTOCK_API std::int32_t penstock_embedding(
     penstock::Context* context, const std::int64_t* ids, const void* table, std::int32_t table_type,
     std::int64_t table_rows, std::int64_t rows, std::int64_t n, float scale, float* out);
+
+// The same from rows of a packed weight [table_rows, n] that is float and not gated, a tied LM head.
+PENSTOCK_API std::int32_t penstock_packed_embedding(
+    penstock::Context* context, const std::int64_t* ids, const PenstockWeight* weight, std::int64_t rows, float scale,
+    float* out);
 
 // Router logits [rows, experts] -> ids and weights [rows, top_k].
 PENSTOCK_API std::int32_t penstock_route(

@@ -137,6 +137,13 @@ extern "C" Context* penstock_context_new(std::int32_t level, std::int32_t thread
 
 extern "C" void penstock_context_free(Context* context) { delete context; }
 
+extern "C" std::int32_t penstock_context_pin(
+    Context* context, std::int32_t thread, const std::int32_t* cpus, std::int64_t count) {
+    if (thread < 1 || thread >= context->pool.threads()) return STATUS_OUT_OF_RANGE;
+    const std::lock_guard<std::mutex> lock(context->in_use);
+    return context->pool.pin(thread, cpus, count) ? STATUS_OK : STATUS_OUT_OF_RANGE;
+}
+
 extern "C" double penstock_busy_seconds(Context* context) {
     const std::lock_guard<std::mutex> lock(context->in_use);
     return static_cast<double>(context->busy_nanoseconds) * 1e-9;

@@ -50,6 +50,7 @@ std::int32_t replay(Context* context, const PenstockCall& call) {
         case RECORD_EMBEDDING: return apply(penstock_embedding, context, call);
         case RECORD_ROUTE: return apply(penstock_route, context, call);
         case RECORD_ATTEND: return apply(penstock_attend, context, call);
+        case RECORD_PACKED_EMBEDDING: return apply(penstock_packed_embedding, context, call);
         default: return STATUS_OUT_OF_RANGE;
     }
 }

@@ -1,6 +1,7 @@
 // Operations on rows between the products, in parallel over blocks of rows; element-wise operations also split rows.
 
 #include <algorithm>
+#include <cstring>
 
 #include "context.h"
 
@@ -9,7 +10,8 @@ namespace {
 
 constexpr std::int64_t BLOCK_ELEMENTS = 8192;    // per item of work: about 2 microseconds
 constexpr std::int64_t SERIAL_ELEMENTS = 32768;  // fewer take less time than waking a helper
-constexpr std::int64_t SOFTCAP_COST = 4;         // an exponential and two divisions, in simple operations
+constexpr std::int64_t UNPACK_COST = 4;           // a cache line for every two bf16 elements
+constexpr std::int64_t SOFTCAP_COST = 4;          // an exponential and two divisions, in simple operations
 
 // Call task(first, count, thread) for blocks of `count` rows or elements, each of which costs so many simple
 // operations.
@@ -22,6 +24,32 @@ Status over_blocks(Context& context, std::int64_t count, std::int64_t cost, cons
 
 bool all_within(const std::int64_t* numbers, std::int64_t count, std::int64_t stop) {
     return std::all_of(numbers, numbers + count, [=](std::int64_t number) { return number >= 0 && number < stop; });
+}
+
+float widen(float value) { return value; }
+
+float widen(std::uint16_t half) {
+    const std::uint32_t bits = std::uint32_t{half} << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Write scale * row `id` of a packed weight to out [k]. A panel holds GROUP neighbours of K of one row, then those of the
+// next row, so a row is read with a stride.
+template <class Element, int GROUP>
+void unpack_row(const PenstockWeight& weight, std::int64_t id, float scale, float* out) {
+    const Element* const row =
+        static_cast<const Element*>(weight.values) + id / PANEL * weight.padded_k * PANEL + id % PANEL * GROUP;
+    std::int64_t begin = 0, padded = 0;
+    for (std::int32_t leaf = 0; leaf < weight.leaves; ++leaf) {
+        const Element* from = row + padded * PANEL;
+        for (std::int64_t k = begin; k < weight.leaf_ends[leaf]; k += GROUP, from += GROUP * PANEL)
+            for (std::int64_t i = 0; i < std::min<std::int64_t>(GROUP, weight.leaf_ends[leaf] - k); ++i)
+                out[k + i] = widen(from[i]) * scale;
+        begin = weight.leaf_ends[leaf];
+        padded = weight.padded_leaf_ends[leaf];
+    }
 }
 
 using NormKernel = void (*)(const NormArgs&, std::int64_t first, std::int64_t rows);
@@ -115,6 +143,20 @@ extern "C" std::int32_t penstock_embedding(
         const EmbeddingArgs args = {ids, table, n, scale, out};
         return over_blocks(*context, rows, n, [&](std::int64_t first, std::int64_t count, int) {
             context->rows.embedding[table_type](args, first, count);
+        });
+    });
+}
+
+extern "C" std::int32_t penstock_packed_embedding(
+    Context* context, const std::int64_t* ids, const PenstockWeight* weight, std::int64_t rows, float scale,
+    float* out) {
+    return run_call(context, [&] {
+        if (!all_within(ids, rows, weight->n)) return STATUS_OUT_OF_RANGE;
+        const auto unpack = weight->kind == KIND_F32 ? unpack_row<float, 1> : unpack_row<std::uint16_t, 2>;
+        const std::int64_t n = weight->k;
+        return over_blocks(*context, rows, n * UNPACK_COST, [&](std::int64_t first, std::int64_t count, int) {
+            for (std::int64_t row = first; row < first + count; ++row)
+                unpack(*weight, ids[row], scale, out + row * n);
         });
     });
 }

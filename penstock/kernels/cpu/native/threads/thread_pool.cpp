@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <memory>
 #include <thread>
 #include <vector>
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 #if defined(__linux__)
@@ -235,6 +237,22 @@ ThreadPool::~ThreadPool() {
 }
 
 int ThreadPool::threads() const { return state_->threads; }
+
+bool ThreadPool::pin(int thread, const std::int32_t* cpus, std::int64_t count) {
+#if defined(__linux__)
+    std::int32_t highest = 0;
+    for (std::int64_t i = 0; i < count; ++i) highest = std::max(highest, cpus[i]);
+    const std::size_t bytes = CPU_ALLOC_SIZE(static_cast<std::size_t>(highest) + 1);
+    const std::unique_ptr<cpu_set_t, void (*)(void*)> set(static_cast<cpu_set_t*>(std::calloc(1, bytes)), std::free);
+    if (set == nullptr) return false;
+    for (std::int64_t i = 0; i < count; ++i) CPU_SET_S(static_cast<std::size_t>(cpus[i]), bytes, set.get());
+    return pthread_setaffinity_np(state_->helpers[static_cast<std::size_t>(thread) - 1].native_handle(), bytes,
+                                  set.get()) == 0;
+#else
+    (void)thread, (void)cpus, (void)count;
+    return false;
+#endif
+}
 
 void ThreadPool::run(std::int64_t count, const std::int64_t* starts, Function function, const void* object) {
     if (count <= 1 || state_->threads == 1) {

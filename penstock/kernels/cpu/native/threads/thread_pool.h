@@ -5,7 +5,8 @@
 // core, and a core that another process is using delays the others by one item at most. Waiting spins briefly, then
 // sleeps.
 //
-// Helpers inherit the affinity of the thread that creates the pool. A task must not throw and must not use the pool.
+// Helpers inherit the affinity of the thread that creates the pool, unless they are pinned. A task must not throw and
+// must not use the pool.
 // A forked child has no helpers: its calling thread runs all items alone.
 #pragma once
 
@@ -23,6 +24,9 @@ class ThreadPool {
     ThreadPool& operator=(const ThreadPool&) = delete;
 
     int threads() const;
+
+    // Let a helper (1 .. threads()-1) run on these CPUs only; return whether the system allowed it.
+    bool pin(int thread, const std::int32_t* cpus, std::int64_t count);
 
     // Call task(item, thread) once for every item; return when all calls have returned. `thread` is in 0 .. threads()-1
     // and belongs to one running call at a time: it selects scratch memory and must not change a result. `serial`: the

@@ -1,0 +1,223 @@
+"""Which cores compute: the physical cores that this process may use, how many threads they get, and where these run.
+
+    usable CPUs   online, and in the process's affinity mask, which taskset and the cpuset of a container set
+    cores         hyper-threads of one core count once: they share its multipliers, its caches and its loads
+    quota         CPUs' worth of time that cgroups (v1 or v2) allow, the least of the container's and those around it
+
+    none    threads run wherever the system puts them
+    nodes   each thread stays on one NUMA node, whose memory holds the weights that it packed and reads
+    0-3,8   one thread per physical core of the list, on any of its hyper-threads there
+
+`auto` is `nodes` for an engine that computes on all cores of several nodes, else `none`. It pins no thread to a core:
+on one node that gains nothing, and a thread that cannot leave a core which another process takes delays all the others
+(decode products beside a busy process: 1.6 times as long pinned, 1.3 times free). Nor does it choose a part of the
+cores: a second engine would choose the same.
+
+Reads /proc and /sys below a root, so that tests can describe other machines. Knows no model and starts no thread.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+AUTO, NONE, NODES = "auto", "none", "nodes"
+AFFINITIES = (AUTO, NONE, NODES)
+MAX_CPU = 2**16 - 1
+ROOT = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A physical core: its hyper-threads that may be used, and its NUMA node."""
+
+    cpus: tuple[int, ...]
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this process may use.
+
+    Attributes:
+        cores: by node, then by first CPU.
+        quota: CPUs' worth of time, None for no limit.
+    """
+
+    cores: tuple[Core, ...]
+    quota: float | None = None
+
+    @classmethod
+    def read(cls, root: Path = ROOT, mask: Iterable[int] | None = None) -> "Machine":
+        """Read the machine below `root`. mask: usable CPUs; None: those of the calling thread."""
+        cpus = set(_own_mask() if mask is None else mask)
+        folder = root / "sys/devices/system"
+        online = _read(folder / "cpu/online")
+        cpus = (cpus & set(parse_cpus(online)) if online else cpus) or cpus
+        node_of = {
+            cpu: int(place.name.removeprefix("node"))
+            for place in (folder / "node").glob("node[0-9]*")
+            for cpu in parse_cpus(_read(place / "cpulist"))
+        }
+        siblings: dict[str, list[int]] = {}
+        for cpu in sorted(cpus):
+            siblings.setdefault(_siblings(folder / f"cpu/cpu{cpu}/topology") or str(cpu), []).append(cpu)
+        cores = [Core(tuple(found), node_of.get(found[0], 0)) for found in siblings.values()]
+        return cls(tuple(sorted(cores, key=lambda core: (core.node, core.cpus))), cpu_quota(root))
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        """Return every usable CPU, ascending."""
+        return tuple(sorted(cpu for core in self.cores for cpu in core.cpus))
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Return the NUMA nodes of the cores, ascending."""
+        return tuple(sorted({core.node for core in self.cores}))
+
+    def only(self, cpus: Iterable[int]) -> "Machine":
+        """Return the machine without the CPUs that are not listed."""
+        wanted = set(cpus)
+        kept = ((tuple(cpu for cpu in core.cpus if cpu in wanted), core.node) for core in self.cores)
+        return Machine(tuple(Core(found, node) for found, node in kept if found), self.quota)
+
+    def default_threads(self) -> tuple[int, str]:
+        """Return the number of threads for these cores, and why.
+
+        A quota is rounded to the nearest number, at least one. Rounded down, 1.5 CPUs would leave a third of what was
+        paid for unused; rounded up, 2.1 CPUs would make three threads that all stand still for a third of the time.
+        """
+        count, quota = len(self.cores), self.quota
+        if quota is not None and (allowed := max(1, int(quota + 0.5))) < count:
+            return allowed, f"the CPU quota of {quota:g}, rounded"
+        num_cpus = len(self.cpus)
+        return count, "the cores of this process" + (f", with {num_cpus} hyper-threads" if num_cpus > count else "")
+
+    def cores_for(self, threads: int) -> tuple[Core, ...]:
+        """Return as many cores: of the first node that has enough, else of the largest nodes together."""
+        by_node = [[core for core in self.cores if core.node == node] for node in self.nodes]
+        for cores in by_node:
+            if len(cores) >= threads:
+                return tuple(cores[:threads])
+        return tuple(core for cores in sorted(by_node, key=len, reverse=True) for core in cores)[:threads]
+
+    def affinity(self, threads: int) -> tuple[str, str]:
+        """Return what `auto` means for `threads` threads, and why."""
+        if len(self.nodes) > 1 and threads == len(self.cores):
+            return NODES, f"a thread for each core of {len(self.nodes)} NUMA nodes"
+        return NONE, "threads are free to leave a core that another process takes"
+
+
+def pinned_cores(affinity: str, threads: int, machine: Machine | None = None) -> tuple[tuple[int, ...], ...]:
+    """Return the CPUs of each of `threads` threads, the calling one first; nothing for "none".
+
+    affinity: none, nodes or a list.
+
+    Raises:
+        ValueError: a CPU of the list is not usable, or there are more threads than cores.
+    """
+    if affinity == NONE:
+        return ()
+    if not hasattr(os, "sched_setaffinity"):
+        raise ValueError("none: this system cannot pin threads")
+    machine = machine or Machine.read()
+    wanted = machine.cpus if affinity == NODES else parse_cpus(affinity)
+    if unknown := set(wanted) - set(machine.cpus):
+        raise ValueError(f"among the CPUs {show_cpus(machine.cpus)} of this process; {show_cpus(unknown)} is not")
+    cores = machine.only(wanted).cores_for(threads)
+    if len(cores) < threads:
+        raise ValueError(f"at least {threads} cores for {threads} threads, and hyper-threads of one core are one core")
+    if affinity == NODES:
+        by_node = {
+            node: tuple(cpu for core in machine.cores if core.node == node for cpu in core.cpus)
+            for node in machine.nodes
+        }
+        return tuple(by_node[core.node] for core in cores)
+    return tuple(core.cpus for core in cores)
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """Return the CPUs of a list like 0-3,8, ascending and each once.
+
+    Raises:
+        ValueError: the text is no such list.
+    """
+    cpus: set[int] = set()
+    for part in text.split(",") if text else ():
+        first, dash, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            raise ValueError(f"{part!r} is neither a CPU nor a range of CPUs")
+        start, stop = int(first), int(last or first)
+        if not start <= stop <= MAX_CPU:
+            raise ValueError(f"{part!r} is not an ascending range of CPUs up to {MAX_CPU}")
+        cpus.update(range(start, stop + 1))
+    return tuple(sorted(cpus))
+
+
+def show_cpus(cpus: Iterable[int]) -> str:
+    """Return CPUs as a list like 0-3,8."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Return the CPUs' worth of time that the control groups of this process allow, None for no limit."""
+    limits = [limit for folder in _cgroup_folders(root) if (limit := _folder_quota(folder)) is not None]
+    return min(limits, default=None)
+
+
+def _cgroup_folders(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control groups that may limit CPU time, innermost first.
+
+    A container often sees the tree from its own group on, so /proc/self/cgroup has to be read relative to what is
+    mounted. Where the path does not lie below the mounted part, only the mounted root is known.
+    """
+    paths: dict[str, str] = {}  # "cpu" for v1, "" for v2
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update({name: path for name in controllers.split(",") if name in ("", "cpu")})
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        fields, _, tail = line.partition(" - ")
+        mounted_root, mount_point = fields.split()[3:5]
+        kind, _, options = tail.split(maxsplit=2)
+        name = {"cgroup": "cpu", "cgroup2": ""}.get(kind)
+        if name is None or name not in paths or (kind == "cgroup" and "cpu" not in options.split(",")):
+            continue
+        top, own = root / mount_point.lstrip("/"), PurePosixPath(paths[name])
+        visible = own.is_relative_to(mounted_root) and ".." not in own.parts
+        inside = own.relative_to(mounted_root) if visible else PurePosixPath()
+        yield from (top / parent for parent in (inside, *inside.parents))
+
+
+def _folder_quota(folder: Path) -> float | None:
+    """Return the limit of one control group: cpu.max of v2, or the pair of files of v1."""
+    quota, _, period = _read(folder / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    if not (quota.isdecimal() and period.isdecimal() and int(quota) and int(period)):
+        return None  # "max", -1, or no such file
+    return int(quota) / int(period)
+
+
+def _siblings(folder: Path) -> str:
+    """Return the list of hyper-threads of a CPU's core; newer systems have the first file."""
+    return _read(folder / "core_cpus_list") or _read(folder / "thread_siblings_list")
+
+
+def _own_mask() -> Sequence[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return range(os.cpu_count() or 1)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a small file; nothing if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
