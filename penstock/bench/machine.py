@@ -22,10 +22,10 @@ from penstock.kernels.cpu.packed import empty
 READ_BYTES = 512 * 2**20  # ring of memory to read, larger than the cache available to one user of a machine
 READ_UNIT = 2**20  # probes read a multiple of this
 READ_SECONDS = 0.002  # target length of reading in a probe
-MULTIPLY_SECONDS = 0.001  # target length of multiplying in a probe
+MULTIPLY_SECONDS = 0.001  # target length of multiplying in a probe, per kind
 KINDS = ("f32", "bf16", "int8")  # in the order of native/abi.h
 READ_LOOPS = ABI.constants["READ_LOOPS"]
-CALIBRATIONS = 15  # readings per loop, to choose one
+CALIBRATIONS = 15
 RING_BYTES = 256 * 2**20  # size of a ring of operands
 ROUNDS = 9
 ROUND_SECONDS = 0.02  # target length of one turn of a call
@@ -44,7 +44,7 @@ class MachineLimits:
     """
 
     def __init__(self, ops: CpuOps) -> None:
-        """Choose the fastest way to read and the lengths of probes, and probe every limit once."""
+        """Choose the fastest way to read and the lengths of probes, and probe every limit CALIBRATIONS times."""
         self._ops = ops
         self._memory = empty((READ_BYTES,), torch.uint8).fill_(1)  # in huge pages, as weights are
         self._place = 0
@@ -54,7 +54,8 @@ class MachineLimits:
         wanted = int(self._read_bytes * READ_SECONDS / seconds)
         self._read_bytes = min(max(wanted // READ_UNIT, 1) * READ_UNIT, READ_BYTES)
         self._iterations = {kind: self._calibrated(kind) for kind in KINDS}
-        self.probe(*KINDS)
+        for _ in range(CALIBRATIONS):
+            self.probe(*KINDS)
 
     def _fastest_loop(self) -> tuple[int, float]:
         """Return the loop with the shortest median time, and that time, with all loops taking turns."""
@@ -87,6 +88,11 @@ class MachineLimits:
         for name, rate in rates.items():
             self.seen[name].append(rate)
         return rates
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that probes read."""
+        return self._memory.nbytes
 
     @property
     def best(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ and tokens are those of the engine alone.
 """
 
 import ctypes
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,20 +137,29 @@ class MeteredExecutor:
         self._probe_seconds = 0.0  # of kernels
         self._last = SchedulerOutput(0, [], [])
         self._submitted = self._collected = 0.0, 0.0  # time.perf_counter and watch
+        self._peak_before = peak_rss_bytes()
         self.watch = Watch()
         self.limits = None if self._ops is None else MachineLimits(self._ops)
 
     def begin_run(self, profile: Profile | None) -> None:
         """Forget the stretches so far, and probe the limits; profile: collects this run."""
         self._stretches, self._profile = [], profile
-        if self._ops is None:
+        ops, limits = self._ops, self.limits
+        if ops is None or limits is None:
             return
         if profile is not None:
             self._spans = (PenstockSpan * MAX_SPANS)()
-            self._ops.trace(self._spans)
-        counts = self._ops.expert_counts
-        self._meter = CallMeter(self._costs, self.watch, probe=self._probe, expert_counts=counts, keep=self._keep)
-        self._ops.observer = self._meter
+            ops.trace(self._spans)
+
+        def probe() -> Rates:
+            before = ops.kernel_seconds()
+            rates = limits.probe(*self._costs.kinds)
+            self._probe_seconds += ops.kernel_seconds() - before
+            return rates
+
+        counts = ops.expert_counts
+        self._meter = CallMeter(self._costs, self.watch, probe=probe, expert_counts=counts, keep=self._keep)
+        ops.observer = self._meter
 
     def end_run(self) -> list[Stretch]:
         """Stop metering, and return the stretches of the run."""
@@ -193,6 +203,11 @@ class MeteredExecutor:
     def shutdown(self) -> None:
         self._inner.shutdown()
 
+    def peak_rss_bytes(self) -> int:
+        """Return the peak memory of the process, without the memory that probes read."""
+        read_bytes = 0 if self.limits is None else self.limits.num_bytes
+        return max(self._peak_before, peak_rss_bytes() - read_bytes)
+
     def attention(self) -> dict[str, int]:
         """Return the number of attention plans of each kind, over all steps and cache groups, warmup included."""
         counts = {} if self._ops is None else self._ops.plan_counts
@@ -210,19 +225,17 @@ class MeteredExecutor:
         """Return the seconds in native calls so far, without those of probes."""
         return 0.0 if self._ops is None else self._ops.kernel_seconds() - self._probe_seconds
 
-    def _probe(self) -> Rates:
-        assert self._ops is not None and self.limits is not None
-        before = self._ops.kernel_seconds()
-        rates = self.limits.probe(*self._costs.kinds)
-        self._probe_seconds += self._ops.kernel_seconds() - before
-        return rates
-
     def _keep(self, stretch: Stretch) -> None:
         self._stretches.append(stretch)
         if self._profile is not None and self._ops is not None:
             count = self._ops.trace(self._spans)
             spans = [Span(_name(span.function), span.begin, span.end) for span in self._spans[:count]]
             self._profile.add_stretch(stretch, spans)
+
+
+def peak_rss_bytes() -> int:
+    """Return the peak memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @lru_cache

@@ -4,7 +4,6 @@ The machine's limits are probed during the run, with the same threads (meter.py)
 """
 
 import random
-import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +68,6 @@ def measure_offline(
         for index in range(workload.warmup + 1):
             meter.begin_run(profile if index == workload.warmup else None)
             run = _run(client, meter, workload, index, advance)
-    peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     client.shutdown()
     output_tokens = workload.num_prompts * workload.output_len
     total_tokens = output_tokens + workload.num_prompts * workload.input_len
@@ -86,7 +84,7 @@ def measure_offline(
         "total_tokens_per_s": total_tokens / run.seconds,
         **run.figures(meter.limits),
         "attention": meter.attention(),
-        "peak_rss_bytes": peak_rss_bytes,
+        "peak_rss_bytes": meter.peak_rss_bytes(),
         **({} if profile is None else {"profile": profile.figures()}),
     }
 

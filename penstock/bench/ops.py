@@ -1,7 +1,8 @@
 """Compare each kernel with the machine's limits and with torch.
 
 Kernel, torch and the machine's limits take turns in one run (machine.py); times are medians, shares those of samples
-against the limits probed before and after them (samples.py). products.py, experts.py and attention.py define what their figures count.
+against the limits probed before and after them (samples.py). products.py, experts.py and attention.py define what
+their figures count.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from penstock import validation as check
-from penstock.bench import attention, machine, products
+from penstock.bench import attention, machine
 from penstock.bench.attention import AttentionCase, decode_cases, prefill_cases
 from penstock.bench.experts import ExpertsCase, expert_cases
 from penstock.bench.machine import MachineLimits, Progress

@@ -67,9 +67,11 @@ class Phase:
 def fractions_of(samples: Sequence[Sample]) -> tuple[float, float]:
     """Return the shares of reading and of multiplying that the settled samples reach together."""
     kept = settled(samples)
-    least = [sample.work.least_seconds(sample.rates) for sample in kept]
     taken = sum(sample.seconds for sample in kept)
-    return sum(read for read, _ in least) / taken, sum(multiply for _, multiply in least) / taken
+    reads, multiplies = zip(*(sample.shares for sample in kept), strict=True)
+    read = sum(share * sample.seconds for share, sample in zip(reads, kept, strict=True))
+    multiply = sum(share * sample.seconds for share, sample in zip(multiplies, kept, strict=True))
+    return read / taken, multiply / taken
 
 
 @dataclass(slots=True)

@@ -78,10 +78,10 @@ class Operation:
     multiply_seconds: float = 0.0
 
     def add(self, work: Work, rates: Rates) -> None:
-        read, multiply = work.least_seconds(rates)
+        least = work.least_seconds(rates)
         self.work.add(work)
-        self.read_seconds += read
-        self.multiply_seconds += multiply
+        self.read_seconds += least[READ]
+        self.multiply_seconds += sum(least.values()) - least[READ]
 
     def figures(self, phase_seconds: float) -> dict[str, Any]:
         operations = sum(self.work.operations.values())

@@ -36,8 +36,8 @@ TITLES = {
 }
 COLUMNS = {"linear": PRODUCTS, "experts": EXPERTS, "attend_decode": ATTENTION, "attend_prefill": ATTENTION}
 LEGEND = (
-    "read, mult: median shares of the limits of reading and multiplying at the moment; spread: p10 to p90 of the larger "
-    "one; torch: times as fast as torch; left: unsettled samples, left out"
+    "read, mult: median shares of the limits of reading and multiplying at the moment; spread: p10 to p90 of the "
+    "larger one; torch: times as fast as torch; left: unsettled samples of {rounds}, left out"
 )
 MACHINE = "{processor}, {threads} threads, kernels {level}"
 LIMITS = (
@@ -50,17 +50,17 @@ def print_offline(result: dict[str, Any]) -> None:
     """Print the figures of bench.offline: the whole run, prefill and decode."""
     console = Console()
     workload = f"{result['num_prompts']} x {result['input_len']} in, {result['output_len']} out"
+    parts = _parts(result)
     table = Table("", title=f"{result['model']}: {workload}")
-    for column in ("whole run", "prefill", "decode"):
+    for column in parts:
         table.add_column(column, justify="right")
-    parts = (result, result["prefill"], result["decode"])
-    table.add_row("seconds", *(f"{part['seconds']:.2f}" for part in parts))
+    table.add_row("seconds", *(f"{part['seconds']:.2f}" for part in parts.values()))
     for name in ("output_tokens_per_s", "total_tokens_per_s"):
-        table.add_row(name, *(_number(part[name]) for part in parts))
+        table.add_row(name, *(_number(part[name]) for part in parts.values()))
     for name in ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction"):
-        table.add_row(name, *(_percent(part[name]) for part in parts))
-    _add_states(table, [part["stretches"] for part in parts])
+        table.add_row(name, *(_percent(part[name]) for part in parts.values()))
     console.print(table)
+    _print_shares(console, result)
     for name in ("ttft_ms", "itl_ms"):
         console.print(f"{name}: p50 {_number(result[name]['p50'])}, p99 {_number(result[name]['p99'])}")
     for plan, count in result["attention"].items():
@@ -72,19 +72,30 @@ def print_offline(result: dict[str, Any]) -> None:
         print_profile(result["profile"])
 
 
-def _add_states(table: Table, parts: list[dict[str, Any] | None]) -> None:
-    """Add the spread of the shares of stretches between probes, and their number and medians by the machine's state."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+def _print_shares(console: Console, result: dict[str, Any]) -> None:
+    """Print how the shares of the stretches between probes spread, and their medians by the machine's state."""
+    parts = {name: part["stretches"] for name, part in _parts(result).items() if part["stretches"] is not None}
+    if not parts:
         return
-    for name in ("bw_fraction", "flop_fraction"):
-        bounds = [part["spread"][name] for part in known]
-        table.add_row(f"{name} p10-p90", *(f"{_percent(item['p10'])}-{_percent(item['p90'])}" for item in bounds))
-    for state in ("fast", "slow"):
-        shown = [part[state] for part in known]
-        cells = (f"{item['samples']}: {_percent(item['bw_fraction'])}, {_percent(item['flop_fraction'])}" for item in shown)
-        table.add_row(f"{state} stretches: read, mult", *cells)
-    table.add_row("unsettled stretches", *(f"{part['unsettled']} of {part['samples']}" for part in known))
+    table = _table(["between probes", "number", "unsettled", "of reading", "of multiplying", "fast", "slow"])
+    for name, part in parts.items():
+        states = (f"{part[state]['samples']} at {_median(part[state])}" for state in ("fast", "slow"))
+        spreads = (_range(part["spread"][share]) for share in ("bw_fraction", "flop_fraction"))
+        table.add_row(name, str(part["samples"]), str(part["unsettled"]), *spreads, *states)
+    console.print(table)
+
+
+def _range(spread: dict[str, float]) -> str:
+    return f"{spread['p50']:.0%} ({100 * spread['p10']:.0f}-{100 * spread['p90']:.0f})"
+
+
+def _median(state: dict[str, Any]) -> str:
+    """Return the larger of a state's median shares."""
+    return f"{max(state['bw_fraction'], state['flop_fraction']):.0%}" if state["samples"] else "-"
+
+
+def _parts(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {"whole run": result, "prefill": result["prefill"], "decode": result["decode"]}
 
 
 def print_profile(profile: dict[str, Any]) -> None:
@@ -121,7 +132,7 @@ def print_ops(result: dict[str, Any]) -> None:
             console.print(_fill(COLUMNS[op], rows))
             if op.startswith("attend"):
                 _print_attention_notes(console, rows)
-    console.print(LEGEND, style="dim")
+    console.print(LEGEND.format(rounds=result["rows"][0]["samples"]), style="dim")
 
 
 def _table(headings: Iterable[str]) -> Table:

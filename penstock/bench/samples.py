@@ -5,12 +5,14 @@ and right after every sample, and the sample's share is taken against the mean o
 
     share of reading = time to read the sample's bytes at the mean rate of its two probes / time taken
 
-A sample is *unsettled* if its two probes disagree about the limit that binds it by more than UNSETTLED times: then
-nobody knows which limit held in between. Unsettled samples are counted, and left out of medians while others are left.
-A sample is *fast* if its probes multiply at FAST of the best rate seen or more, otherwise *slow*.
+One limit binds a sample: the one of reading or of a kind of multiplying that its work needs the most time for. By that
+limit the sample is
+
+- *unsettled* if its two probes differ by more than UNSETTLED times, so that nobody knows what held in between.
+  Unsettled samples are counted, and left out of medians while others are left;
+- *fast* if the mean of its two probes is at least FAST of the best rate seen, otherwise *slow*.
 """
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,10 +41,10 @@ class Work:
         operations = Counter({kind: count * rows for kind, count in self.operations.items()})
         return Work(self.read_bytes if rows else 0, operations)
 
-    def least_seconds(self, rates: Rates) -> tuple[float, float]:
-        """Return the time to read the bytes, and to multiply the operations, at these rates."""
-        multiply = sum(count / 1e9 / rates[kind] for kind, count in self.operations.items() if count)
-        return self.read_bytes / 1e9 / rates[READ], multiply
+    def least_seconds(self, rates: Rates) -> dict[str, float]:
+        """Return the time that reading the bytes takes at these rates, and that each kind's operations take."""
+        multiply = {kind: count / 1e9 / rates[kind] for kind, count in self.operations.items()}
+        return {READ: self.read_bytes / 1e9 / rates[READ], **multiply}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +62,30 @@ class Sample:
         return {name: (rate + self.after[name]) / 2 for name, rate in self.before.items()}
 
     @property
+    def least_seconds(self) -> dict[str, float]:
+        """The time that each part of the work takes at the mean of the two probes."""
+        return self.work.least_seconds(self.rates)
+
+    @property
     def shares(self) -> tuple[float, float]:
         """The shares of the limits of reading and of multiplying."""
-        read, multiply = self.work.least_seconds(self.rates)
-        return read / self.seconds, multiply / self.seconds
+        least = self.least_seconds
+        return least[READ] / self.seconds, (sum(least.values()) - least[READ]) / self.seconds
+
+    @property
+    def bound(self) -> str:
+        """The limit that binds the work."""
+        least = self.least_seconds
+        return max(least, key=lambda name: least[name])
 
     @property
     def settled(self) -> bool:
-        """Whether both probes agree about the limit that binds this work."""
-        read, multiply = self.work.least_seconds(self.rates)
-        bound = [READ] if read >= multiply else [kind for kind, count in self.work.operations.items() if count]
-        ratios = (self.before[name] / self.after[name] for name in bound)
-        return all(1 / UNSETTLED <= ratio <= UNSETTLED for ratio in ratios)
+        """Whether both probes agree about the limit that binds the work."""
+        return 1 / UNSETTLED <= self.before[self.bound] / self.after[self.bound] <= UNSETTLED
 
     def is_fast(self, best: Rates) -> bool:
-        """Return whether the machine multiplied fast around this sample; best: the best rates seen."""
-        rates = self.rates
-        return statistics.mean(rates[kind] / best[kind] for kind in rates if kind != READ) >= FAST
+        """Return whether the limit that binds the work was near the best rate seen."""
+        return self.rates[self.bound] >= FAST * best[self.bound]
 
 
 def settled(samples: Sequence[Sample]) -> list[Sample]:
