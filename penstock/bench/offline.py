@@ -71,21 +71,20 @@ def measure_offline(
     client.shutdown()
     output_tokens = workload.num_prompts * workload.output_len
     total_tokens = output_tokens + workload.num_prompts * workload.input_len
+    profiled = {} if profile is None else {"profile": profile.figures()}
     return {
         "model": info.model,
         "system_fingerprint": info.system_fingerprint,
         "threads": built.config.numerics.threads,
         "kv_cache_dtype": built.config.cache.kv_cache_dtype,
-        "num_prompts": workload.num_prompts,
-        "input_len": workload.input_len,
-        "output_len": workload.output_len,
+        **{name: getattr(workload, name) for name in ("num_prompts", "input_len", "output_len")},
         "seconds": run.seconds,
         "output_tokens_per_s": output_tokens / run.seconds,
         "total_tokens_per_s": total_tokens / run.seconds,
         **run.figures(meter.limits),
         "attention": meter.attention(),
         "peak_rss_bytes": meter.peak_rss_bytes(),
-        **({} if profile is None else {"profile": profile.figures()}),
+        **profiled,
     }
 
 
