@@ -9,6 +9,7 @@ torch gets its best layout: keys and values of each sequence in one piece; group
 (made beforehand) for prefill.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns, uniform
+from penstock.bench.machine import MachineLimits, Turn, ring_length, take_turns, uniform
+from penstock.bench.samples import Work
 from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.attention import CpuKVCache
 from penstock.kernels.cpu.ops import CpuOps
@@ -59,7 +61,7 @@ class AttentionCase:
         return 2 * self.heads.head_dim * tokens * (12 * self.heads.num_kv_heads + 4 * torch_heads)
 
     def measure(self, backends: dict[torch.dtype, CpuOps], limits: MachineLimits) -> Iterator[dict[str, Any]]:
-        """Yield one row per number of threads, without the fractions."""
+        """Yield one row per number of threads."""
         backend = backends[torch.bfloat16]
         sequences, heads = SequencesUnderTest(self, backend), self.heads
         ours = {backend.threads: backend}
@@ -68,11 +70,14 @@ class AttentionCase:
         calls, keys = zip(*map(sequences.call, ours.values()), strict=True)
         turns = [Turn(call, sequences.caches) for call in calls]
         turns.append(Turn(sequences.torch_call, sequences.plain))
-        *seconds, torch_seconds = take_turns(turns, limits, self.dtype)
         pairs = self.seqs * sum(range(self.cached + 1, self.cached + self.new + 1))
+        operations = 4 * pairs * heads.num_heads * heads.head_dim
+        passes = max(1, SLICES[self.dtype])
+        work = Work(round(sequences.read_bytes), Counter({self.dtype: operations * passes}))
+        results = take_turns(turns, work, limits)
         case = {"op": self.op, "dtype": self.dtype, "leaves": 1, "m": None, "n": None, "k": None}
         shape = {"heads": heads.num_heads, "kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim}
-        for threads, key, taken in zip(ours, keys, seconds, strict=True):
+        for threads, key, measured in zip(ours, keys, results, strict=True):
             yield {
                 **case,
                 **shape,
@@ -81,8 +86,8 @@ class AttentionCase:
                 "threads": threads,
                 "slices": SLICES[self.dtype],
                 "key": key,
-                **rates(taken, sequences.read_bytes, 4 * pairs * heads.num_heads * heads.head_dim, torch_seconds),
-                "speedup": seconds[-1] / taken if self.single else None,
+                **measured.figures(sequences.read_bytes, operations, limits),
+                "speedup": results[-1].seconds / measured.seconds if self.single else None,
             }
 
 

@@ -1,18 +1,24 @@
-"""Count what the steps of a model must read and multiply: the numerators of the fractions that benchmarks print.
+"""Count what the native calls of a model must read and multiply: the numerators of the fractions that benchmarks print.
 
-Weights count as packed, once per step; the LM head only if a token is sampled. Attention counts the cached keys and
-values of every sequence once per step, and four operations per pair of a new token and a key, head and element, times
-the slices of an int8 cache. Experts count only if some row of the step chose them, as counted by the kernels.
+Weights count as packed, once per call. Attention counts the cached keys and values of every sequence once per layer,
+and four operations per pair of a new token and a key, head and element, times the slices of an int8 cache. Experts
+count only if some row of the step chose them, as counted by the kernels. Operations on rows count nothing: what they
+read is in the caches, and they multiply little.
 """
 
+import ctypes
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
+from penstock.bench.samples import Work
 from penstock.config import EngineConfig
 from penstock.interface.step import SchedulerOutput
+from penstock.kernels.cpu.library import RECORDABLE, PenstockAttentionStep, PenstockCall
+from penstock.kernels.cpu.packed import CpuLinear
+from penstock.kernels.cpu.program import Arguments
+from penstock.kernels.ops import PackedLinear
 from penstock.layers.lm_head import LMHead
 from penstock.layers.mlp import MoE
 from penstock.layers.weights import Linear
@@ -20,74 +26,99 @@ from penstock.planner.memory import cached_token_bytes
 from penstock.spec.model_config import ModelConfig
 
 KIND_OF_DTYPE = {"float32": "f32", "bfloat16": "bf16", "int8": "int8"}  # the type that multiplies
+NORMS = ("penstock_rms_norm", "penstock_add_rms_norm", "penstock_layer_norm", "penstock_add_layer_norm")
+NO_WORK = Work()
 
 
-@dataclass(slots=True)
-class Work:
-    """Bytes read, and operations by the type that multiplies (bench.machine.KINDS)."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The operation that a native call computes, its work, and the name of the native function."""
 
-    read_bytes: int = 0
-    operations: Counter[str] = field(default_factory=Counter)
-
-    def add(self, other: "Work") -> None:
-        self.read_bytes += other.read_bytes
-        self.operations.update(other.operations)
-
-    def times(self, rows: int) -> "Work":
-        """Return the work for a number of rows: weights are read once for any number, and not at all for none."""
-        operations = Counter({kind: count * rows for kind, count in self.operations.items()})
-        return Work(self.read_bytes if rows else 0, operations)
+    operation: str
+    work: Work
+    function: str
 
 
 class ModelCosts:
-    """The work of a model's steps, by its loaded weights and the resolved config it was loaded with."""
+    """The work of a model's native calls, by its loaded weights and the resolved config it was loaded with.
+
+    Attributes:
+        kinds: the types that its products and its attention multiply in.
+    """
 
     def __init__(self, model: nn.Module, model_config: ModelConfig, config: EngineConfig) -> None:
         dtype = config.numerics.dtype
-        self._body, self._head, self._expert = Work(), Work(), Work()
-        mixtures = [layer for layer in model.modules() if isinstance(layer, MoE)]
-        for product in _products(*(mixture.experts[0] for mixture in mixtures[:1])):  # all experts have the same shape
-            self._expert.add(_product(product, dtype))
-        for layer in set(_products(model)).difference(_products(*(mixture.experts for mixture in mixtures))):
-            part = self._head if isinstance(layer, LMHead) else self._body
-            part.add(_product(layer, dtype))
-        self._windows = [window for layers, window in model_config.cache_groups() for _ in layers]
+        self._products = {
+            piece.address: Cost(name.rpartition(".")[2], _product(layer, piece, dtype), "penstock_linear")
+            for name, layer in model.named_modules()
+            if isinstance(layer, Linear)
+            for piece in _pieces(layer)
+            if isinstance(piece, CpuLinear)
+        }
+        self._expert = Work()
+        for mixture in [layer for layer in model.modules() if isinstance(layer, MoE)][:1]:  # all experts are alike
+            for layer in mixture.experts[0].modules():
+                if isinstance(layer, Linear):
+                    self._expert.add(_product(layer, layer.packed, dtype))
+        self._windows = {window for _, window in model_config.cache_groups()}
         self._token_bytes = cached_token_bytes(config, model_config)
         self._kind = KIND_OF_DTYPE[config.cache.kv_cache_dtype]
         elements = model_config.num_attention_heads * model_config.head_dim
         self._pair_operations = 4 * elements * max(1, config.kv_cache_slices)
+        self._attention: dict[int, Cost] = {}  # by window, 0: none
+        self._programs: dict[int, tuple[object, list[Cost | int]]] = {}  # with the window of each attention
+        kinds = {kind for cost in self._products.values() for kind in cost.work.operations}
+        self.kinds = tuple(sorted(kinds | {self._kind}))
 
-    def step(self, scheduler_output: SchedulerOutput) -> Work:
-        """Return the work of one step without its experts."""
-        work = self._body.times(scheduler_output.num_tokens)
-        work.add(self._head.times(sum(item.num_samples for item in scheduler_output.scheduled)))
-        for item in scheduler_output.scheduled:
-            for window in self._windows:
-                work.add(self._attention(item.num_computed_tokens, item.num_new_tokens, window))
-        return work
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Tell which tokens the attention of the following calls is about."""
+        self._attention = {}
+        for window in self._windows:
+            work = Work()
+            for item in scheduler_output.scheduled:
+                work.add(self._attend(item.num_computed_tokens, item.num_new_tokens, window))
+            self._attention[window or 0] = Cost("attention", work, "penstock_attend")
+
+    def call(self, name: str, arguments: Arguments) -> Cost:
+        """Return the operation that a native call of the step computes, and its work without that of chosen experts."""
+        if name == "penstock_linear":
+            weight, rows = arguments[0], arguments[3]
+            cost = self._products[int(weight or 0)]
+            return Cost(cost.operation, cost.work.times(int(rows or 0)), name)
+        if name == "penstock_attend":
+            step = PenstockAttentionStep.from_address(int(arguments[0] or 0))
+            return self._attention[step.sliding_window]
+        return Cost("norm" if name in NORMS else name.removeprefix("penstock_"), NO_WORK, name)
+
+    def replay(self, calls: "ctypes.Array[PenstockCall]") -> list[Cost]:
+        """Return the cost of each call of a recorded program."""
+        if id(calls) not in self._programs:  # the array is kept, so that no other one gets its id
+            found = [self.call(RECORDABLE[call.function], tuple(call.arguments)) for call in calls]
+            windows = {id(cost): window for window, cost in self._attention.items()}
+            self._programs[id(calls)] = calls, [windows.get(id(cost), cost) for cost in found]
+        return [self._attention[item] if isinstance(item, int) else item for item in self._programs[id(calls)][1]]
 
     def experts(self, read: int, rows: int) -> Work:
         """Return the work of experts, of which `read` were read, for `rows` pairs of a row and its expert."""
         return Work(read * self._expert.read_bytes, self._expert.times(rows).operations)
 
-    def _attention(self, cached: int, new: int, window: int | None) -> Work:
+    def _attend(self, cached: int, new: int, window: int | None) -> Work:
         """Return the work of one layer for one sequence."""
         seen = cached if window is None else min(cached, window - 1)
         keys = sum(min(cached + index + 1, window or cached + new) for index in range(new))
         return Work(seen * self._token_bytes, Counter({self._kind: keys * self._pair_operations}))
 
 
-def _products(*modules: nn.Module) -> Iterator[Linear]:
-    """Yield every product with a weight in the modules."""
-    return (layer for module in modules for layer in module.modules() if isinstance(layer, Linear))
+def _pieces(layer: Linear) -> tuple[PackedLinear, ...]:
+    return layer.packed.pieces if isinstance(layer, LMHead) else (layer.packed,)
 
 
-def _product(layer: Linear, dtype: str) -> Work:
-    """Return the work of one row through one weight."""
-    n, k = layer.spec.shape
+def _product(layer: Linear, packed: PackedLinear, dtype: str) -> Work:
+    """Return the work of one row through a packed weight of a layer."""
+    n, k = packed.shape
     scheme = layer.spec.packing.scheme
     if scheme is not None and scheme.slices:
         kind, passes = "int8", scheme.slices
     else:
         kind, passes = KIND_OF_DTYPE[dtype], 1
-    return Work(layer.packed.num_bytes, Counter({kind: 2 * n * k * passes}))
+    return Work(packed.num_bytes, Counter({kind: 2 * n * k * passes}))

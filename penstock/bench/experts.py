@@ -5,6 +5,7 @@ next call, so that no cache keeps an expert. `gb_s` counts the experts that some
 of those rows with them. `torch_ms` is the same in bfloat16 by F.linear, one expert after the other, over its rows.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.bench.machine import MachineLimits, Turn, rates, take_turns, uniform
+from penstock.bench.machine import MachineLimits, Turn, take_turns, uniform
 from penstock.bench.products import packed_copies
+from penstock.bench.samples import Work
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import REDUCTION_LEAVES
 
@@ -47,16 +49,17 @@ class ExpertsCase:
         return 2 * (self.count + TORCH_COPIES + 2) * self.expert_elements + 12 * results
 
     def measure(self, backends: dict[torch.dtype, CpuOps], limits: MachineLimits) -> Iterator[dict[str, Any]]:
-        """Yield one row per number of rows, without the fractions."""
+        """Yield one row per number of rows."""
         layer = LayerUnderTest(self, backends[torch.bfloat16])
         for m in self.rows:
             ours, torchs, ids = layer.calls(m)
-            seconds, torch_seconds = take_turns([Turn(ours, ids), Turn(torchs, ids)], limits, self.dtype)
             chosen = len(set(ids[0].flatten().tolist()))
+            operations = 2 * m * self.top_k * self.expert_elements
+            work = Work(chosen * layer.expert_bytes, Counter({self.dtype: operations}))
+            (measured,) = take_turns([Turn(ours, ids), Turn(torchs, ids)], work, limits)
             case = {"op": "experts", "dtype": self.dtype, "leaves": REDUCTION_LEAVES, "m": m}
             shape = {"n": self.hidden, "k": self.inner, "experts": self.count, "top_k": self.top_k, "chosen": chosen}
-            operations = 2 * m * self.top_k * self.expert_elements
-            yield {**case, **shape, **rates(seconds, chosen * layer.expert_bytes, operations, torch_seconds)}
+            yield {**case, **shape, **measured.figures(work.read_bytes, operations, limits)}
 
 
 def expert_cases(dtypes: Sequence[str]) -> Iterator[ExpertsCase]:

@@ -1,69 +1,108 @@
 """Measure the machine's limits, and calls in turns with them.
 
-The speed of a shared machine drifts from minute to minute. So calls that are compared take turns, the machine's limits
-are probed in between, and the best limit seen is the denominator. Operands rotate over a ring that is larger than the
-processor's caches, as the layers of a model do.
+Every timed batch of calls stands between two probes of the limits (samples.py says why). Operands rotate over a ring
+that is larger than the processor's caches, as the layers of a model do, and so does the memory that probes read.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.bench.samples import READ, Rates, Sample, Work, settled, spread, summary
+from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import empty
 
-READ_BYTES = 512 * 2**20  # more than the cache available to one user of a machine
-MULTIPLY_SECONDS = 0.01  # target length of one probe of a multiply rate
+READ_BYTES = 512 * 2**20  # ring of memory to read, larger than the cache available to one user of a machine
+READ_UNIT = 2**20  # probes read a multiple of this
+READ_SECONDS = 0.002  # target length of reading in a probe
+MULTIPLY_SECONDS = 0.001  # target length of multiplying in a probe, per kind
 KINDS = ("f32", "bf16", "int8")  # in the order of native/abi.h
+READ_LOOPS = ABI.constants["READ_LOOPS"]
+CALIBRATIONS = 15
 RING_BYTES = 256 * 2**20  # size of a ring of operands
-ROUNDS = 5
-ROUND_SECONDS = 0.04  # target length of one turn of a call
+ROUNDS = 9
+ROUND_SECONDS = 0.02  # target length of one turn of a call
+FIGURES = {READ: "read_gb_s", "f32": "f32_gflop_s", "bf16": "bf16_gflop_s", "int8": "int8_gop_s"}  # names in JSON
 
 # Called with the name and the number of the things counted; yields `advance(count)`.
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 class MachineLimits:
-    """The best rates seen so far, with all threads of a backend.
+    """The machine's limits, with all threads of a backend, as probed so far.
 
     Attributes:
-        read_gb_s: 10^9 bytes read from memory per second.
-        multiply_gop_s: 10^9 operations per second for each of KINDS; a multiply-add counts as two.
+        seen: all rates probed: READ in 10^9 bytes per second, KINDS in 10^9 operations per second, where a multiply-add
+            counts as two.
     """
 
     def __init__(self, ops: CpuOps) -> None:
+        """Choose the fastest way to read and the lengths of probes, and probe every limit CALIBRATIONS times."""
         self._ops = ops
         self._memory = empty((READ_BYTES,), torch.uint8).fill_(1)  # in huge pages, as weights are
-        self._iterations = dict.fromkeys(KINDS, 1000)
-        self.read_gb_s = 0.0
-        self.multiply_gop_s = dict.fromkeys(KINDS, 0.0)
-        for kind in KINDS:
-            seconds = 0.0
-            while seconds < MULTIPLY_SECONDS:
-                self._iterations[kind] *= 2
-                seconds = self._ops.limit_multiply(KINDS.index(kind), self._iterations[kind])[1]
-        self.probe(*KINDS)
+        self._place = 0
+        self.seen: dict[str, list[float]] = {name: [] for name in FIGURES}
+        self._read_bytes, self._loop = READ_BYTES // 8, 0
+        self._loop, seconds = self._fastest_loop()
+        wanted = int(self._read_bytes * READ_SECONDS / seconds)
+        self._read_bytes = min(max(wanted // READ_UNIT, 1) * READ_UNIT, READ_BYTES)
+        self._iterations = {kind: self._calibrated(kind) for kind in KINDS}
+        for _ in range(CALIBRATIONS):
+            self.probe(*KINDS)
 
-    def probe(self, *kinds: str) -> None:
+    def _fastest_loop(self) -> tuple[int, float]:
+        """Return the loop with the shortest median time, and that time, with all loops taking turns."""
+        rounds = [[self._read(loop) for loop in range(READ_LOOPS)] for _ in range(CALIBRATIONS)]
+        medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
+        return medians.index(min(medians)), min(medians)
+
+    def _calibrated(self, kind: str) -> int:
+        """Return the iterations that multiply for MULTIPLY_SECONDS."""
+        iterations, seconds = 1000, 0.0
+        while seconds < MULTIPLY_SECONDS:
+            iterations *= 2
+            seconds = self._ops.limit_multiply(KINDS.index(kind), iterations)[1]
+        return iterations
+
+    def _read(self, loop: int) -> float:
+        """Return the seconds to read the next part of the ring."""
+        if self._place + self._read_bytes > READ_BYTES:
+            self._place = 0
+        seconds = self._ops.limit_read(loop, self._memory.data_ptr() + self._place, self._read_bytes)
+        self._place += self._read_bytes
+        return seconds
+
+    def probe(self, *kinds: str) -> Rates:
         """Measure reading once, and multiplying once per kind."""
-        self.read_gb_s = max(self.read_gb_s, READ_BYTES / self._ops.limit_read(self._memory) / 1e9)
+        rates = {READ: self._read_bytes / self._read(self._loop) / 1e9}
         for kind in kinds:
             operations, seconds = self._ops.limit_multiply(KINDS.index(kind), self._iterations[kind])
-            self.multiply_gop_s[kind] = max(self.multiply_gop_s[kind], operations / seconds / 1e9)
+            rates[kind] = operations / seconds / 1e9
+        for name, rate in rates.items():
+            self.seen[name].append(rate)
+        return rates
 
-    def figures(self) -> dict[str, float]:
-        """Return the limits under their names in the benchmarks' JSON."""
-        return {
-            "read_gb_s": self.read_gb_s,
-            "f32_gflop_s": self.multiply_gop_s["f32"],
-            "bf16_gflop_s": self.multiply_gop_s["bf16"],
-            "int8_gop_s": self.multiply_gop_s["int8"],
-        }
+    @property
+    def num_bytes(self) -> int:
+        """Memory that probes read."""
+        return self._memory.nbytes
+
+    @property
+    def best(self) -> dict[str, float]:
+        """The best rates seen."""
+        return {name: max(rates) for name, rates in self.seen.items()}
+
+    def figures(self) -> dict[str, Any]:
+        """Return the limits under their names in the benchmarks' JSON: the best seen, and the spread of all probes."""
+        best = {FIGURES[name]: rate for name, rate in self.best.items()}
+        return {**best, "spread": {FIGURES[name]: spread(rates) for name, rates in self.seen.items()}}
 
 
 class Turn:
@@ -83,13 +122,51 @@ class Turn:
         return (time.perf_counter() - started) / self._calls
 
 
-def take_turns(turns: Sequence[Turn], limits: MachineLimits, kind: str) -> list[float]:
-    """Return the median seconds per call of each turn; the machine's limits are probed in between."""
-    rounds = []
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The samples of one turn, and torch's of the same rounds."""
+
+    samples: Sequence[Sample]
+    torch_samples: Sequence[Sample]
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds per call of the settled samples."""
+        return _median_seconds(self.samples)
+
+    def figures(self, read_bytes: float, operations: float, limits: MachineLimits) -> dict[str, Any]:
+        """Return the figures that every row of `bench ops` has; operations: of the result, however computed."""
+        seconds, found = self.seconds, summary(self.samples, limits.best)
+        shares = found["spread"]
+        pairs = zip(self.samples, self.torch_samples, strict=True)
+        return {
+            "ms": 1e3 * seconds,
+            "gb_s": read_bytes / seconds / 1e9,
+            "gflop_s": operations / seconds / 1e9,
+            "bw_fraction": shares["bw_fraction"]["p50"],
+            "flop_fraction": shares["flop_fraction"]["p50"],
+            "torch_ms": 1e3 * _median_seconds(self.torch_samples),
+            "times_torch": statistics.median(torchs.seconds / ours.seconds for ours, torchs in pairs),
+            **found,
+        }
+
+
+def _median_seconds(samples: Sequence[Sample]) -> float:
+    return statistics.median(sample.seconds for sample in settled(samples))
+
+
+def take_turns(turns: Sequence[Turn], work: Work, limits: MachineLimits) -> list[Measured]:
+    """Measure calls that do the same work, the last of them torch's, one batch each per round, with probes between."""
+    kinds = sorted(work.operations)
+    samples: list[list[Sample]] = [[] for _ in turns]
+    before = limits.probe(*kinds)
     for _ in range(ROUNDS):
-        limits.probe(kind)
-        rounds.append([turn.take() for turn in turns])
-    return [statistics.median(seconds) for seconds in zip(*rounds, strict=True)]
+        for index, turn in enumerate(turns):
+            seconds = turn.take()
+            after = limits.probe(*kinds)
+            samples[index].append(Sample(seconds, work, before, after))
+            before = after
+    return [Measured(ours, samples[-1]) for ours in samples[:-1]]
 
 
 def ring_length(operand_bytes: int) -> int:
@@ -100,13 +177,3 @@ def ring_length(operand_bytes: int) -> int:
 def uniform(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Return random operands in [-0.5, 0.5)."""
     return torch.rand(tuple(shape), generator=generator).sub_(0.5).to(dtype)
-
-
-def rates(seconds: float, read_bytes: float, operations: float, torch_seconds: float) -> dict[str, float]:
-    """Return the figures that every row of `bench ops` has."""
-    return {
-        "ms": 1e3 * seconds,
-        "gb_s": read_bytes / seconds / 1e9,
-        "gflop_s": operations / seconds / 1e9,
-        "torch_ms": 1e3 * torch_seconds,
-    }

@@ -1,7 +1,8 @@
 """Compare each kernel with the machine's limits and with torch.
 
-Kernel, torch and the machine's limits take turns in one run (machine.py); times are medians, limits the best seen.
-products.py, experts.py and attention.py define what their figures count.
+Kernel, torch and the machine's limits take turns in one run (machine.py); times are medians, shares those of samples
+against the limits probed before and after them (samples.py). products.py, experts.py and attention.py define what
+their figures count.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from penstock import validation as check
-from penstock.bench import attention, machine, products
+from penstock.bench import attention, machine
 from penstock.bench.attention import AttentionCase, decode_cases, prefill_cases
 from penstock.bench.experts import ExpertsCase, expert_cases
 from penstock.bench.machine import MachineLimits, Progress
@@ -127,10 +128,6 @@ def measure_ops(selection: Selection, *, progress: Progress) -> dict[str, Any]:
             rows.extend(case.measure(backends, limits))
             gc.collect()
             advance(1)
-    for row in rows:
-        passes = row.get("slices") or (2 if row["dtype"] == "int8-x2" else 1)  # once, or once per slice
-        row["bw_fraction"] = row["gb_s"] / limits.read_gb_s
-        row["flop_fraction"] = row["gflop_s"] * passes / limits.multiply_gop_s[products.MULTIPLIES_IN[row["dtype"]]]
     return {
         "machine": {**limits.figures(), "level": level, "threads": threads, "processor": _processor_name()},
         "torch": torch.__version__,

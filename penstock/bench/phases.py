@@ -6,14 +6,17 @@ A step belongs to prefill if it computed prompt tokens, perhaps beside decodes; 
     compute_fraction           time to multiply at the rate of each type / time taken
     python_overhead_fraction   time outside the kernels / time taken
 
-Without limits (reference kernels have none) the fractions are null, and `reason` says why.
+The first two are of the settled stretches between probes, each against the limits of its moment (samples.py). Without
+limits (reference kernels have none) the fractions are null, and `reason` says why.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.bench.costs import Work
 from penstock.bench.machine import MachineLimits
+from penstock.bench.profile import DECODE, PREFILL, Step
+from penstock.bench.samples import Sample, settled, spread, summary
 
 FRACTIONS = ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction")
 NO_LIMITS = "only native kernels (--kernels cpu) are timed and compared with the machine's limits"
@@ -21,44 +24,61 @@ NO_LIMITS = "only native kernels (--kernels cpu) are timed and compared with the
 
 @dataclass(slots=True)
 class Phase:
-    """Time, tokens and work of a kind of steps."""
+    """Time, tokens and samples of a kind of steps."""
 
     seconds: float = 0.0
     kernel_seconds: float = 0.0
-    steps: int = 0
+    step_seconds: list[float] = field(default_factory=list)
     input_tokens: int = 0
     output_tokens: int = 0
-    work: Work = field(default_factory=Work)
+    samples: list[Sample] = field(default_factory=list)
+
+    def add(self, step: Step) -> None:
+        self.seconds += step.seconds
+        self.kernel_seconds += step.kernel_seconds
+        self.step_seconds.append(step.seconds)
+        self.input_tokens += step.input_tokens
 
     def figures(self, limits: MachineLimits | None) -> dict[str, Any]:
-        overhead = None if limits is None else _rate(1000 * (self.seconds - self.kernel_seconds), self.steps)
+        steps = len(self.step_seconds)
+        overhead = None if limits is None else _rate(1000 * (self.seconds - self.kernel_seconds), steps)
         return {
-            "steps": self.steps,
+            "steps": steps,
             "seconds": self.seconds,
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
             "output_tokens_per_s": _rate(self.output_tokens, self.seconds),
             "total_tokens_per_s": _rate(self.input_tokens + self.output_tokens, self.seconds),
-            "step_ms": _rate(1000 * self.seconds, self.steps),
+            "step_ms": _rate(1000 * self.seconds, steps),
+            "step_ms_spread": spread([1000 * seconds for seconds in self.step_seconds]),
             "python_overhead_ms": overhead,
             **self.fractions(limits),
         }
 
-    def fractions(self, limits: MachineLimits | None) -> dict[str, float | None]:
-        if limits is None or not self.seconds:
-            return dict.fromkeys(FRACTIONS)
-        compute_s = sum(count / 1e9 / limits.multiply_gop_s[kind] for kind, count in self.work.operations.items())
-        read_s = self.work.read_bytes / 1e9 / limits.read_gb_s
-        values = (read_s / self.seconds, compute_s / self.seconds, 1 - self.kernel_seconds / self.seconds)
-        return dict(zip(FRACTIONS, values, strict=True))
+    def fractions(self, limits: MachineLimits | None) -> dict[str, Any]:
+        """Return the fractions, and under `stretches` how the shares of single stretches spread."""
+        if limits is None or not self.samples:
+            return {**dict.fromkeys(FRACTIONS), "stretches": None}
+        read, compute = fractions_of(self.samples)
+        values = (read, compute, 1 - self.kernel_seconds / self.seconds)
+        return {**dict(zip(FRACTIONS, values, strict=True)), "stretches": summary(self.samples, limits.best)}
+
+
+def fractions_of(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Return the shares of reading and of multiplying that the settled samples reach together."""
+    kept = settled(samples)
+    taken = sum(sample.seconds for sample in kept)
+    reads, multiplies = zip(*(sample.shares for sample in kept), strict=True)
+    read = sum(share * sample.seconds for share, sample in zip(reads, kept, strict=True))
+    multiply = sum(share * sample.seconds for share, sample in zip(multiplies, kept, strict=True))
+    return read / taken, multiply / taken
 
 
 @dataclass(slots=True)
 class Run:
     """The observations of one run; times of tokens are seconds since its start, by request id."""
 
-    prefill: Phase = field(default_factory=Phase)
-    decode: Phase = field(default_factory=Phase)
+    phases: dict[str, Phase] = field(default_factory=lambda: {PREFILL: Phase(), DECODE: Phase()})
     seconds: float = 0.0
     first_token: dict[str, float] = field(default_factory=dict)
     last_token: dict[str, float] = field(default_factory=dict)
@@ -73,17 +93,15 @@ class Run:
 
     def figures(self, limits: MachineLimits | None) -> dict[str, Any]:
         """Return the latencies and fractions of the whole run, and the figures of each phase."""
-        whole = Phase(self.seconds, self.prefill.kernel_seconds + self.decode.kernel_seconds)
-        whole.work.add(self.prefill.work)
-        whole.work.add(self.decode.work)
+        whole = Phase(self.seconds, sum(phase.kernel_seconds for phase in self.phases.values()))
+        whole.samples = [sample for phase in self.phases.values() for sample in phase.samples]
         return {
             "ttft_ms": _percentiles(list(self.first_token.values())),
             "itl_ms": _percentiles(self.gaps),
             **whole.fractions(limits),
             "reason": dict.fromkeys(FRACTIONS, NO_LIMITS) if limits is None else {},
             "machine": None if limits is None else limits.figures(),
-            "prefill": self.prefill.figures(limits),
-            "decode": self.decode.figures(limits),
+            **{name: phase.figures(limits) for name, phase in self.phases.items()},
         }
 
 

@@ -5,6 +5,7 @@ performed (two int8 slices are two products) against the peak of the type that m
 that shape, in float32 for f32 and in bfloat16 for every other type.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns, uniform
+from penstock.bench.machine import MachineLimits, Turn, ring_length, take_turns, uniform
+from penstock.bench.samples import Work
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import empty
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing
@@ -46,7 +48,7 @@ class ProductCase:
         return 8 * self.n * self.k + max(self.rows) * 4 * (self.n + 2 * self.k)
 
     def measure(self, backends: dict[torch.dtype, CpuOps], limits: MachineLimits) -> Iterator[dict[str, Any]]:
-        """Yield one row per number of rows, without the fractions."""
+        """Yield one row per number of rows."""
         ops = backends[torch.float32 if self.dtype == "f32" else torch.bfloat16]
         generator = torch.Generator().manual_seed(self.n + self.k)
         weight = uniform((self.n, self.k), ops.dtype, generator)
@@ -55,9 +57,11 @@ class ProductCase:
         for m in self.rows:
             x, out = uniform((m, self.k), ops.dtype, generator), torch.empty((m, self.n))
             turns = [Turn(partial(ops.linear, x, out=out), packed), Turn(partial(functional.linear, x), plain)]
-            seconds, torch_seconds = take_turns(turns, limits, MULTIPLIES_IN[self.dtype])
+            operations, slices = 2 * m * self.n * self.k, 2 if self.dtype == "int8-x2" else 1
+            work = Work(packed[0].num_bytes, Counter({MULTIPLIES_IN[self.dtype]: operations * slices}))
+            (measured,) = take_turns(turns, work, limits)
             shape = {"op": "linear", "dtype": self.dtype, "leaves": self.leaves, "m": m, "n": self.n, "k": self.k}
-            yield {**shape, **rates(seconds, packed[0].num_bytes, 2 * m * self.n * self.k, torch_seconds)}
+            yield {**shape, **measured.figures(work.read_bytes, operations, limits)}
 
 
 def product_cases(

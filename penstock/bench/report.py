@@ -1,23 +1,26 @@
 """Print the figures of a benchmark as tables. This module knows the names of the figures, not their measurement."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-# {heading: format of the cell, with the names of the row's figures}
+# {heading: format of the cell, with the names of the row's figures}. A table is at most 80 columns wide.
 MEASURED = {
     "ms": "{ms:.3f}",
     "GB/s": "{gb_s:.1f}",
-    "of read": "{bw_fraction:.0%}",
+    "read": "{bw_fraction:.0%}",
     "GFLOP/s": "{gflop_s:.0f}",
-    "of mult": "{flop_fraction:.0%}",
-    "x torch": "{times_torch:.2f}",
+    "mult": "{flop_fraction:.0%}",
+    "spread": "{low:.0%}-{high:.0%}",
+    "torch": "{times_torch:.2f}",
+    "left": "{unsettled}",
 }
-PRODUCTS = {"op": "{op}", "dtype": "{dtype}", "n x k": "{n} x {k}", "leaves": "{leaves}", "m": "{m}", **MEASURED}
+PRODUCTS = {"type": "{dtype}", "n x k/leaves": "{n}x{k}{pieces}", "m": "{m}", **MEASURED}
+EXPERTS = {"type": "{dtype}", "experts": "{chosen} of {experts}", "m": "{m}", **MEASURED}
 ATTENTION = {
     "#": "{number}",
-    "attend": "{attend}",
     "cache": "{dtype}",
     "tokens": "{seqs}x{tokens}",
     "heads": "{heads}/{kv_heads}",
@@ -25,6 +28,17 @@ ATTENTION = {
     "thr": "{threads}",
     **MEASURED,
 }
+TITLES = {
+    "linear": "Products with a weight",
+    "experts": "Mixtures of experts",
+    "attend_decode": "Attention, decoding",
+    "attend_prefill": "Attention, prefill",
+}
+COLUMNS = {"linear": PRODUCTS, "experts": EXPERTS, "attend_decode": ATTENTION, "attend_prefill": ATTENTION}
+LEGEND = (
+    "read, mult: median shares of the limits of reading and multiplying at the moment; spread: p10 to p90 of the "
+    "larger one; torch: times as fast as torch; left: unsettled samples of {rounds}, left out"
+)
 MACHINE = "{processor}, {threads} threads, kernels {level}"
 LIMITS = (
     "reads {read_gb_s:.1f} GB/s, multiplies {bf16_gflop_s:.0f} GFLOP/s bf16, {f32_gflop_s:.0f} GFLOP/s f32, "
@@ -36,16 +50,17 @@ def print_offline(result: dict[str, Any]) -> None:
     """Print the figures of bench.offline: the whole run, prefill and decode."""
     console = Console()
     workload = f"{result['num_prompts']} x {result['input_len']} in, {result['output_len']} out"
+    parts = _parts(result)
     table = Table("", title=f"{result['model']}: {workload}")
-    for column in ("whole run", "prefill", "decode"):
+    for column in parts:
         table.add_column(column, justify="right")
-    parts = (result, result["prefill"], result["decode"])
-    table.add_row("seconds", *(f"{part['seconds']:.2f}" for part in parts))
+    table.add_row("seconds", *(f"{part['seconds']:.2f}" for part in parts.values()))
     for name in ("output_tokens_per_s", "total_tokens_per_s"):
-        table.add_row(name, *(_number(part[name]) for part in parts))
+        table.add_row(name, *(_number(part[name]) for part in parts.values()))
     for name in ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction"):
-        table.add_row(name, *("-" if part[name] is None else f"{part[name]:.1%}" for part in parts))
+        table.add_row(name, *(_percent(part[name]) for part in parts.values()))
     console.print(table)
+    _print_shares(console, result)
     for name in ("ttft_ms", "itl_ms"):
         console.print(f"{name}: p50 {_number(result[name]['p50'])}, p99 {_number(result[name]['p99'])}")
     for plan, count in result["attention"].items():
@@ -53,30 +68,93 @@ def print_offline(result: dict[str, Any]) -> None:
     console.print(f"peak memory: {result['peak_rss_bytes'] / 2**20:.0f} MiB, threads: {result['threads']}")
     for name, reason in result["reason"].items():
         console.print(f"{name} is unknown: {reason}", style="dim")
+    if "profile" in result:
+        print_profile(result["profile"])
+
+
+def _print_shares(console: Console, result: dict[str, Any]) -> None:
+    """Print how the shares of the stretches between probes spread, and their medians by the machine's state."""
+    parts = {name: part["stretches"] for name, part in _parts(result).items() if part["stretches"] is not None}
+    if not parts:
+        return
+    table = _table(["between probes", "number", "unsettled", "of reading", "of multiplying", "fast", "slow"])
+    for name, part in parts.items():
+        states = (f"{part[state]['samples']} at {_median(part[state])}" for state in ("fast", "slow"))
+        spreads = (_range(part["spread"][share]) for share in ("bw_fraction", "flop_fraction"))
+        table.add_row(name, str(part["samples"]), str(part["unsettled"]), *spreads, *states)
+    console.print(table)
+
+
+def _range(spread: dict[str, float]) -> str:
+    return f"{spread['p50']:.0%} ({100 * spread['p10']:.0f}-{100 * spread['p90']:.0f})"
+
+
+def _median(state: dict[str, Any]) -> str:
+    """Return the larger of a state's median shares."""
+    return f"{max(state['bw_fraction'], state['flop_fraction']):.0%}" if state["samples"] else "-"
+
+
+def _parts(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {"whole run": result, "prefill": result["prefill"], "decode": result["decode"]}
+
+
+def print_profile(profile: dict[str, Any]) -> None:
+    """Print the operations of each phase (bench.profile)."""
+    console = Console()
+    for phase, figures in profile.items():
+        steps, seconds = figures["steps"], figures["seconds"]
+        console.print(f"\n{phase}: {steps} steps, {1000 * seconds / steps:.2f} ms each", style="bold")
+        table = _table(["operation", "calls", "ms/step", "share", "MB", "GB/s", "read", "GOP/s", "mult"])
+        for row in figures["operations"]:
+            table.add_row(
+                row["operation"],
+                f"{row['calls'] / steps:.4g}",
+                f"{1000 * row['seconds'] / steps:.3f}",
+                f"{row['share']:.1%}",
+                _number(row["read_bytes"] / steps / 1e6 or None),
+                _number(row["gb_s"]),
+                _percent(row["bw_fraction"]),
+                _number(row["gop_s"]),
+                _percent(row["flop_fraction"]),
+            )
+        console.print(table)
+    console.print("calls, MB: of a step; read, mult: shares of the limits probed around the calls", style="dim")
 
 
 def print_ops(result: dict[str, Any]) -> None:
     """Print the figures of bench.ops."""
     console = Console()
     console.print(f"{MACHINE}: {LIMITS}".format_map(result["machine"]))
-    attention = [row for row in result["rows"] if row["op"].startswith("attend")]
-    products = [row for row in result["rows"] if not row["op"].startswith("attend")]
-    if products:
-        console.print(_fill(Table(*PRODUCTS), PRODUCTS, products))
-    if attention:
-        console.print(_fill(Table(*ATTENTION, box=None, padding=(0, 1, 0, 0)), ATTENTION, attention))
-        _print_attention_notes(console, attention)
+    for op, title in TITLES.items():
+        rows = [row for row in result["rows"] if row["op"] == op]
+        if rows:
+            console.print(f"\n{title}", style="bold")
+            console.print(_fill(COLUMNS[op], rows))
+            if op.startswith("attend"):
+                _print_attention_notes(console, rows)
+    console.print(LEGEND.format(rounds=result["rows"][0]["samples"]), style="dim")
 
 
-def _fill(table: Table, columns: dict[str, str], rows: list[dict[str, Any]]) -> Table:
+def _table(headings: Iterable[str]) -> Table:
+    """Return a table without lines, whose columns but the first are aligned to the right and never cut."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def _fill(columns: dict[str, str], rows: list[dict[str, Any]]) -> Table:
+    table = _table(columns)
     for number, row in enumerate(rows, start=1):
-        more = {
-            "number": number,
-            "attend": row["op"].removeprefix("attend_"),
-            "times_torch": row["torch_ms"] / row["ms"],
-        }
+        binding = max(("bw_fraction", "flop_fraction"), key=lambda name: row[name])
+        bounds = row["spread"][binding]
+        more = {"number": number, "low": bounds["p10"], "high": bounds["p90"], "pieces": _pieces(row["leaves"])}
         table.add_row(*(cell.format_map(row | more) for cell in columns.values()))
     return table
+
+
+def _pieces(leaves: int) -> str:
+    return f"/{leaves}" if leaves > 1 else ""
 
 
 def _print_attention_notes(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -92,3 +170,7 @@ def _print_attention_notes(console: Console, rows: list[dict[str, Any]]) -> None
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -5,7 +5,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ EXAMPLES = """examples:
   penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
   penstock bench offline /models/llama --json result.json
   penstock bench offline DIR --load-format dummy        DIR holds only a config.json
+  penstock bench offline /models/llama --profile --trace trace.json
   penstock bench ops --json ops.json                    every kernel against the machine's limits
   penstock bench ops --dtype bf16 int8 --rows 1 512 --shape 5632x2048
   penstock bench ops --op attend_decode attend_prefill  attention only
@@ -37,6 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     offline.add_argument("--input-len", type=parse_size, default=128, metavar="N", help="tokens per prompt")
     offline.add_argument("--output-len", type=parse_size, default=128, metavar="N", help="tokens generated per prompt")
     offline.add_argument("--warmup", type=parse_size, default=1, metavar="N", help="runs before the measured one")
+    offline.add_argument("--profile", action="store_true", help="show calls, time and limits of each operation")
+    offline.add_argument("--trace", metavar="FILE", help="write the run for chrome://tracing or Perfetto")
     add_engine_options(offline)
     ops = kinds.add_parser("ops", help="each kernel against the machine's measured limits", **shown)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
@@ -64,10 +66,7 @@ def run(args: argparse.Namespace) -> int:
     measure, show = (_prepare_offline if args.kind == "offline" else _prepare_ops)(args)
     to_file = args.json and args.json != "-"
     if to_file:
-        try:  # refused before the run, not after it
-            Path(args.json).open("a").close()
-        except OSError as error:
-            raise InvalidRequestError(f"json: cannot write {args.json!r}: {error.strerror}", param="json") from error
+        _check_writable("json", args.json)
     result = measure()
     text = json.dumps(result, indent=2)
     if to_file:
@@ -79,13 +78,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_writable(option: str, path: str) -> None:
+    """Refuse a file before the run, not after it."""
+    try:
+        Path(path).open("a").close()
+    except OSError as error:
+        raise InvalidRequestError(f"{option}: cannot write {path!r}: {error.strerror}", param=option) from error
+
+
 def _prepare_offline(args: argparse.Namespace) -> Bench:
     options = engine_options(args)
+    if args.trace:
+        _check_writable("trace", args.trace)
     from penstock.bench.offline import Workload, measure_offline
+    from penstock.bench.profile import Profile
     from penstock.bench.report import print_offline
 
     workload = Workload(args.num_prompts, args.input_len, args.output_len, args.warmup)
-    return partial(measure_offline, options, workload, announce=show_choices, progress=progress), print_offline
+    profile = Profile() if args.profile or args.trace else None
+
+    def measure() -> Result:
+        result = measure_offline(options, workload, announce=show_choices, progress=progress, profile=profile)
+        if profile is not None and args.trace:
+            profile.write_trace(Path(args.trace))
+        return result
+
+    return measure, print_offline
 
 
 def _prepare_ops(args: argparse.Namespace) -> Bench:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from penstock.bench import experts, machine, ops
-from penstock.bench.costs import ModelCosts, Work
+from penstock.bench.costs import ModelCosts
 from penstock.bench.experts import ExpertsCase, LayerUnderTest
+from penstock.bench.samples import Work
 from penstock.build import build_engine
 from penstock.cli.main import main
 from penstock.config import EngineConfig
@@ -22,11 +23,11 @@ TINY_CASE = {"HIDDEN": 64, "INNER": 96, "COUNT": 5, "TOP_K": 2}
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small weights and short turns: the figures mean nothing, but all code runs."""
-    monkeypatch.setattr(machine, "ROUNDS", 2)
+def quick(monkeypatch: pytest.MonkeyPatch, steady_limits: None) -> None:
+    """Small weights, short turns and steady limits: the figures mean nothing, but all code runs."""
+    monkeypatch.setattr(machine, "ROUNDS", 3)
     monkeypatch.setattr(machine, "ROUND_SECONDS", 1e-3)
-    monkeypatch.setattr(machine, "READ_BYTES", 2**20)
+    monkeypatch.setattr(machine, "READ_BYTES", 2**23)
     monkeypatch.setattr(machine, "MULTIPLY_SECONDS", 1e-3)
     for name, value in TINY_CASE.items():
         monkeypatch.setattr(experts, name, value)
@@ -80,7 +81,9 @@ def test_work_of_a_model_counts_chosen_experts(quantization: str | None, tmp_pat
     kind, passes = ("f32", 1) if quantization is None else ("int8", 2)
     assert costs.experts(3, 10) == Work(3 * packed, {kind: 10 * passes * 2 * 3 * 48 * 80})
     attention, router = 48 * (48 + 2 * 16) + 48 * 48, 8 * 48  # which is never quantised
-    assert costs._body.operations.total() == 2 * 2 * (passes * attention + router)
+    experts = {f"{name}_proj" for name in ("gate_up", "down")}
+    body = [cost for cost in costs._products.values() if cost.operation not in {*experts, "lm_head"}]
+    assert sum(cost.work.operations.total() for cost in body) == 2 * 2 * (passes * attention + router)
 
 
 def test_fractions_of_a_run_include_experts(tmp_path: Path) -> None:

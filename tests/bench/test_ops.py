@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench import attention, machine, ops, products
+from penstock.bench import attention, experts, machine, ops, products, report
 from penstock.cli.main import main
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.library import load_library
@@ -25,17 +25,39 @@ PEAKS = {  # what each type multiplies in, and how often
 needs_library = pytest.mark.skipif(load_library() is None, reason="no native library was built")
 
 
+COMMON = {
+    "op",
+    "dtype",
+    "leaves",
+    "m",
+    "n",
+    "k",
+    "ms",
+    "gb_s",
+    "gflop_s",
+    "bw_fraction",
+    "flop_fraction",
+    "torch_ms",
+    "times_torch",
+    "samples",
+    "unsettled",
+    "spread",
+    "fast",
+    "slow",
+}
+
+
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small rings and short turns: the figures mean nothing, but all code runs."""
+def quick(monkeypatch: pytest.MonkeyPatch, steady_limits: None) -> None:
+    """Small rings, short turns and steady limits: the figures mean nothing, but all code runs."""
     monkeypatch.setattr(machine, "RING_BYTES", 2**16)
-    monkeypatch.setattr(machine, "ROUNDS", 2)
+    monkeypatch.setattr(machine, "ROUNDS", 3)
     monkeypatch.setattr(machine, "ROUND_SECONDS", 1e-3)
     monkeypatch.setattr(products, "LEAF_SHAPES", ((64, 256),))
     monkeypatch.setattr(attention, "DECODE_TOKENS", 100)
     monkeypatch.setattr(attention, "LONG_TOKENS", 5000)
     monkeypatch.setattr(attention, "PREFILL_TOKENS", 130)
-    monkeypatch.setattr(machine, "READ_BYTES", 2**20)
+    monkeypatch.setattr(machine, "READ_BYTES", 2**23)
     monkeypatch.setattr(machine, "MULTIPLY_SECONDS", 1e-3)
 
 
@@ -50,22 +72,9 @@ def test_every_type_gives_a_row_with_all_fields(quick: None, tmp_path: Path) -> 
     rows: list[dict[str, Any]] = result["rows"]
     order = [(dtype, leaves, m) for dtype in products.DTYPES for leaves in (1, 8) for m in (1, 3)]
     assert [(row["dtype"], row["leaves"], row["m"]) for row in rows] == order
-    fields = (
-        "op",
-        "dtype",
-        "leaves",
-        "m",
-        "n",
-        "k",
-        "ms",
-        "gb_s",
-        "gflop_s",
-        "bw_fraction",
-        "flop_fraction",
-        "torch_ms",
-    )
     for row in rows:
-        assert set(row) == set(fields)
+        assert set(row) == COMMON
+        assert (row["samples"], row["unsettled"]) == (3, 0)
         assert row["gflop_s"] == pytest.approx(2e-6 * row["m"] * 64 * 256 / row["ms"])
         assert row["bw_fraction"] == pytest.approx(row["gb_s"] / limits["read_gb_s"])
         name, times = PEAKS[row["dtype"]]
@@ -80,22 +89,8 @@ def test_attention_gives_rows_with_all_fields(quick: None, tmp_path: Path) -> No
     assert main(command) == 0
     result = json.loads(file.read_text())
     limits, rows = result["machine"], result["rows"]
-    common = {
-        "op",
-        "dtype",
-        "leaves",
-        "m",
-        "n",
-        "k",
-        "ms",
-        "gb_s",
-        "gflop_s",
-        "bw_fraction",
-        "flop_fraction",
-        "torch_ms",
-    }
     extra = {"heads", "kv_heads", "head_dim", "seqs", "tokens", "threads", "slices", "key", "speedup"}
-    assert all(set(row) == common | extra for row in rows)
+    assert all(set(row) == COMMON | extra for row in rows)
     shapes = [(row["op"], row["dtype"], row["heads"], row["kv_heads"], row["head_dim"], row["threads"]) for row in rows]
     decode = [(32, 4, 64), (32, 8, 128), (8, 1, 128)]
     expected = [("attend_decode", dtype, *heads, 2) for heads in decode for dtype in ("bf16", "int8")]
@@ -110,6 +105,24 @@ def test_attention_gives_rows_with_all_fields(quick: None, tmp_path: Path) -> No
     assert integers["flop_fraction"] == pytest.approx(2 * integers["gflop_s"] / limits["int8_gop_s"])
     assert "split over spans" in rows[6]["key"]
     assert rows[6]["speedup"] == pytest.approx(rows[7]["ms"] / rows[6]["ms"])
+
+
+@needs_library
+def test_tables_fit_a_terminal(
+    quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against cells that are cut or wrapped at 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, value in {"HIDDEN": 64, "INNER": 96, "COUNT": 5, "TOP_K": 2}.items():
+        monkeypatch.setattr(experts, name, value)
+    monkeypatch.setattr(machine, "RING_BYTES", 1)
+    assert main(["bench", "ops", "--dtype", "int8-x2", "bf16", "--rows", "512", "--shape", "14336x64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    rows = [line for line in lines if line.startswith("int8-x2")]
+    assert all(len(line.split()) == len(report.PRODUCTS) for line in rows)
+    assert len(rows) == 1
 
 
 @needs_library

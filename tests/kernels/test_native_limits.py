@@ -2,10 +2,13 @@
 
 import ctypes
 import itertools
+import time
 
 import numpy as np
 import pytest
 
+from penstock.kernels.cpu.abi import ABI
+from penstock.kernels.cpu.library import PenstockSpan
 from tests.kernels.packed import Native, aligned, levels
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
@@ -39,11 +42,39 @@ def test_a_higher_level_multiplies_no_slower() -> None:
     assert all(higher > 0.8 * lower for lower, higher in itertools.pairwise(rates))
 
 
-@pytest.mark.parametrize("num_bytes", [0, 255, 256, (5 << 20) + 300])
-def test_reading_any_size(num_bytes: int) -> None:
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("loop", range(ABI.constants["READ_LOOPS"]))
+@pytest.mark.parametrize("num_bytes", [0, 1023, 1024, (5 << 20) + 1030])
+def test_reading_any_size(level: int, loop: int, num_bytes: int) -> None:
     """Guards against reading behind the end, and against a time that is no time."""
-    native = Native(0)
+    native = Native(level)
     memory = aligned(np.zeros(max(num_bytes, 1), dtype=np.uint8))
-    seconds = native.library.penstock_limit_read(native.context, memory.ctypes.data, num_bytes)
+    seconds = native.library.penstock_limit_read(native.context, loop, memory.ctypes.data, num_bytes)
     native.close()
     assert 0 <= seconds < 10
+
+
+def test_calls_are_traced_in_order() -> None:
+    """Guards against: spans of calls before the trace began or beyond its memory, a wrong name, and a clock that is
+    not Python's."""
+    native, spans, x = Native(0), (PenstockSpan * 2)(), np.ones(64, dtype=np.float32)
+
+    def add() -> None:
+        assert native.library.penstock_add(native.context, x.ctypes.data, x.ctypes.data, len(x)) == 0
+
+    add()
+    started = time.perf_counter_ns()
+    assert native.library.penstock_trace(native.context, ctypes.addressof(spans), len(spans)) == 0
+    add()
+    native.library.penstock_limit_read(native.context, 0, x.ctypes.data, 0)
+    add()
+    assert native.library.penstock_trace(native.context, None, 0) == 3
+    add()
+    assert native.library.penstock_trace(native.context, None, 0) == 0
+    native.close()
+    names = [ctypes.string_at(span.function).decode() for span in spans]
+    times = [at for span in spans for at in (span.begin, span.end)]
+    assert names == ["penstock_add", "penstock_limit_read"]
+    assert times == sorted(times)
+    assert started <= times[0]
+    assert times[-1] <= time.perf_counter_ns()

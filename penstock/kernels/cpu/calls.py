@@ -7,8 +7,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +15,16 @@ from torch import Tensor
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.cores import show_cpus
-from penstock.kernels.cpu.library import LEVELS, check_status, chosen_level, load_library, why_missing
-from penstock.kernels.cpu.program import NativeProgram, Recorder
+from penstock.kernels.cpu.library import (
+    LEVELS,
+    PenstockCall,
+    PenstockSpan,
+    check_status,
+    chosen_level,
+    load_library,
+    why_missing,
+)
+from penstock.kernels.cpu.program import Arguments, NativeProgram, Recorder
 from penstock.kernels.metadata import AttentionMetadata
 from penstock.validation import check_choice
 
@@ -28,10 +35,21 @@ TYPES = {torch.float32: ABI.constants["TYPE_F32"], torch.bfloat16: ABI.constants
 ACTIVATIONS = {name: ABI.constants[f"ACT_{name.upper()}"] for name in ("silu", "gelu", "gelu_tanh")}
 
 
+class CallObserver(Protocol):
+    """Is told of the native calls of operations right before they run."""
+
+    def call(self, name: str, arguments: Arguments) -> None:
+        """Note a call of a function of native/abi.h; arguments: those after the context."""
+
+    def replay(self, calls: "ctypes.Array[PenstockCall]") -> None:
+        """Note a run of the calls of a recorded program."""
+
+
 class NativeCalls:
     """Threads and kernels of one instruction level; one call runs at a time.
 
     Attributes:
+        observer: is told of every call, for measurements; None costs nothing.
         dtype: type of weights and of the inputs of products.
         level: name of the instruction level, which determines the bits of results.
         threads: computing threads, the caller's included.
@@ -63,6 +81,7 @@ class NativeCalls:
         self._library = library
         self._native: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in ABI.functions}
         self._recorder: Recorder | None = None
+        self.observer: CallObserver | None = None
 
     def pin(self, cores: Sequence[Sequence[int]]) -> None:
         """Pin each helper to its core, and let the calling thread use the CPUs of all cores.
@@ -93,13 +112,15 @@ class NativeCalls:
         """
         if self._recorder is not None:
             self._recorder.call(name, arguments, used)
+        if self.observer is not None:
+            self.observer.call(name, arguments)
         if status := self._native[name](self._context, *arguments):
             check_status(status)
 
     def record(
         self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata]
     ) -> tuple[Tensor, NativeProgram | None]:
-        recorder = Recorder(attention, partial(self._native["penstock_replay"], self._context))
+        recorder = Recorder(attention, self._replay)
         self._recorder = recorder
         try:
             with recorder:
@@ -108,6 +129,12 @@ class NativeCalls:
             self._recorder = None
         return result, recorder.program(result, self)
 
+    def _replay(self, calls: "ctypes.Array[PenstockCall]") -> int:
+        """Run the calls of a program and return a Status."""
+        if self.observer is not None:
+            self.observer.replay(calls)
+        return self._native["penstock_replay"](self._context, ctypes.addressof(calls), len(calls))
+
     # --- measurements -------------------------------------------------------------------------------------------------
 
     def kernel_seconds(self) -> float:
@@ -115,9 +142,15 @@ class NativeCalls:
         seconds: float = self._library.penstock_busy_seconds(self._context)
         return seconds
 
-    def limit_read(self, memory: Tensor) -> float:
-        """Return the seconds that all threads together need to read this memory once."""
-        seconds: float = self._library.penstock_limit_read(self._context, memory.data_ptr(), memory.nbytes)
+    def trace(self, spans: "ctypes.Array[PenstockSpan] | None") -> int:
+        """Write the spans of all calls from now on to `spans`, or of none; return the number of calls traced before."""
+        at, capacity = (None, 0) if spans is None else (ctypes.addressof(spans), len(spans))
+        calls: int = self._library.penstock_trace(self._context, at, capacity)
+        return calls
+
+    def limit_read(self, loop: int, memory: int, num_bytes: int) -> float:
+        """Return the seconds that all threads together need to read memory at an address once, by one of READ_LOOPS."""
+        seconds: float = self._library.penstock_limit_read(self._context, loop, memory, num_bytes)
         return seconds
 
     def limit_multiply(self, kind: int, iterations: int) -> tuple[int, float]:

@@ -47,6 +47,10 @@ class PenstockCall(ctypes.Structure):
     _fields_ = ABI.structs["PenstockCall"]
 
 
+class PenstockSpan(ctypes.Structure):
+    _fields_ = ABI.structs["PenstockSpan"]
+
+
 def check_status(status: int) -> None:
     """Raise the error that a Status of the native library stands for.
 

@@ -27,7 +27,7 @@ from penstock.kernels.cpu.library import (
 )
 from penstock.kernels.metadata import AttentionMetadata
 
-RunCalls = Callable[[int, int], int]  # address and number of PenstockCalls -> status
+RunCalls = Callable[["ctypes.Array[PenstockCall]"], int]  # -> status
 Arguments = tuple[int | float | None, ...]  # of a native function, without the context
 
 HARMLESS = {  # allocate memory or create views, and compute nothing
@@ -70,7 +70,7 @@ class NativeProgram:
         """
         for step, meta in zip(self.steps, attention, strict=True):
             fill_step(step, meta)
-        if status := self.run_calls(ctypes.addressof(self.calls), len(self.calls)):
+        if status := self.run_calls(self.calls):
             check_status(status)
         return self.result
 

@@ -27,6 +27,7 @@ constexpr int PANEL = 32;              // output columns that are packed togethe
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
 constexpr int MAX_CALL_ARGUMENTS = 18;
+constexpr int READ_LOOPS = 4;          // ways to read memory, limits/reads.inc.h
 
 // Instruction levels in ascending order; each includes the ones before it.
 enum Level : std::int32_t {
@@ -198,6 +199,12 @@ struct PenstockCall {
     std::int64_t arguments[penstock::MAX_CALL_ARGUMENTS];  // those after the context; a float as the bits of a double
 };
 
+// When a call ran. Times are nanoseconds of the steady clock, as those of Python's time.perf_counter_ns on Linux.
+struct PenstockSpan {
+    const char* function;  // its name in this file
+    std::int64_t begin, end;
+};
+
 // ---- Library and context
 
 PENSTOCK_API std::int32_t penstock_abi_version();
@@ -216,6 +223,10 @@ PENSTOCK_API std::int32_t penstock_context_pin(
 
 // Return the seconds spent in calls of this context so far, not counting time spent waiting for another call.
 PENSTOCK_API double penstock_busy_seconds(penstock::Context* context);
+
+// Write the spans of all calls from now on to spans [capacity], until the next penstock_trace; null: of no calls. Return
+// the number of calls since the last one; spans beyond its capacity were not written.
+PENSTOCK_API std::int64_t penstock_trace(penstock::Context* context, PenstockSpan* spans, std::int64_t capacity);
 
 // Run recorded calls in order; stop at the first that fails and return its status.
 PENSTOCK_API std::int32_t penstock_replay(
@@ -342,8 +353,10 @@ PENSTOCK_API std::int32_t penstock_sample(
 
 // ---- Limits of the machine, with all threads of the context. Both return seconds.
 
-// Read memory that begins at a multiple of 64 once, except for a tail of less than 256 bytes.
-PENSTOCK_API double penstock_limit_read(penstock::Context* context, const void* memory, std::int64_t bytes);
+// Read memory that begins at a multiple of 64 once, except for a tail of less than 1024 bytes. loop: 0 .. READ_LOOPS - 1;
+// which one is the fastest depends on the processor.
+PENSTOCK_API double penstock_limit_read(
+    penstock::Context* context, std::int32_t loop, const void* memory, std::int64_t bytes);
 
 // Multiply in registers about `iterations` times per thread, as KIND_F32, KIND_BF16 or KIND_INT8 products do; write the
 // number of operations.

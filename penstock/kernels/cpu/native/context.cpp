@@ -148,3 +148,10 @@ extern "C" double penstock_busy_seconds(Context* context) {
     const std::lock_guard<std::mutex> lock(context->in_use);
     return static_cast<double>(context->busy_nanoseconds) * 1e-9;
 }
+
+extern "C" std::int64_t penstock_trace(Context* context, PenstockSpan* spans, std::int64_t capacity) {
+    const std::lock_guard<std::mutex> lock(context->in_use);
+    const std::int64_t calls = context->trace.calls;
+    context->trace = {spans, capacity, 0};
+    return calls;
+}

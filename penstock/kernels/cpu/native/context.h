@@ -56,6 +56,16 @@ class BumpAllocator {
     std::int64_t bytes_ = 0;
 };
 
+// Where the spans of calls are written, if anywhere.
+struct Trace {
+    PenstockSpan* spans = nullptr;
+    std::int64_t capacity = 0, calls = 0;  // calls: also those beyond the capacity
+
+    void add(const char* function, std::int64_t begin, std::int64_t end) {
+        if (calls++ < capacity) spans[calls - 1] = {function, begin, end};
+    }
+};
+
 struct Context {
     Context(std::int32_t level, int threads);
     ~Context();
@@ -74,6 +84,7 @@ struct Context {
     SamplerKernels sampler = {};
     FoldKernel fold = {};
     LimitLoops limits = {};
+    Trace trace;
     ThreadPool pool;
     Scratch operands;             // packed activations of the running product
     Scratch workspace;            // other memory that threads share
@@ -84,24 +95,33 @@ struct Context {
 // default float mode, whatever the calling thread has set.
 class CallScope {
   public:
-    explicit CallScope(Context* context) : context_(context), lock_(context->in_use), start_(Clock::now()) {}
-    ~CallScope() { context_->busy_nanoseconds += std::chrono::nanoseconds(Clock::now() - start_).count(); }
+    // function: the name for traces, by default that of the calling function.
+    explicit CallScope(Context* context, const char* function = __builtin_FUNCTION())
+        : context_(context), function_(function), lock_(context->in_use), start_(now()) {}
+    ~CallScope() {
+        const std::int64_t end = now();
+        context_->busy_nanoseconds += end - start_;
+        if (context_->trace.spans != nullptr) context_->trace.add(function_, start_, end);
+    }
     CallScope(const CallScope&) = delete;
     CallScope& operator=(const CallScope&) = delete;
 
   private:
-    using Clock = std::chrono::steady_clock;
+    static std::int64_t now() {
+        return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+    }
     Context* context_;
+    const char* function_;
     std::lock_guard<std::mutex> lock_;
-    Clock::time_point start_;
+    std::int64_t start_;
     FloatMode mode_;
 };
 
 // Run the body of a function of the C interface, which returns its Status. The only exception it may throw is a failed
-// allocation.
+// allocation. function: as for CallScope.
 template <class Body>
-Status run_call(Context* context, const Body& body) try {
-    const CallScope scope(context);
+Status run_call(Context* context, const Body& body, const char* function = __builtin_FUNCTION()) try {
+    const CallScope scope(context, function);
     return body();
 } catch (...) {
     return STATUS_NO_MEMORY;

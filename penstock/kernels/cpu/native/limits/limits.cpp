@@ -4,6 +4,7 @@
 
 #include "context.h"
 #include "limits/chains.inc.h"
+#include "limits/reads.inc.h"
 
 namespace penstock {
 
@@ -14,23 +15,6 @@ using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 typedef std::int64_t Words __attribute__((vector_size(16)));
-
-// Read a multiple of 256 bytes as four streams: one stream does not keep enough cache lines in flight.
-std::int64_t read_range(const char* memory, std::int64_t bytes) {
-    constexpr int STREAMS = 4, LINE = 64, AHEAD = 2048, INTO_L2 = 2;
-    const std::int64_t stream = bytes / STREAMS;
-    Words sums[STREAMS] = {};
-    for (std::int64_t at = 0; at < stream; at += LINE) {
-#pragma GCC unroll 4
-        for (int s = 0; s < STREAMS; ++s) {
-            const Words* line = reinterpret_cast<const Words*>(memory + s * stream + at);
-            __builtin_prefetch(memory + s * stream + at + AHEAD, 0, INTO_L2);
-            sums[s] += (line[0] + line[1]) + (line[2] + line[3]);
-        }
-    }
-    const Words sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    return sum[0] + sum[1];
-}
 
 constexpr int NUM_CHAINS = 12;
 
@@ -54,22 +38,25 @@ float multiply_integers(std::int64_t iterations) {
 }  // namespace
 
 template <> void set_limits<LEVEL_PORTABLE>(LimitLoops& loops) {
-    loops[KIND_F32] = loops[KIND_BF16] = {multiply_floats, NUM_CHAINS * 4 * 2};
-    loops[KIND_INT8] = {multiply_integers, NUM_CHAINS * 8 * 2};
+    loops.multiply[KIND_F32] = loops.multiply[KIND_BF16] = {multiply_floats, NUM_CHAINS * 4 * 2};
+    loops.multiply[KIND_INT8] = {multiply_integers, NUM_CHAINS * 8 * 2};
+    set_reads<Words>(loops);
 }
 
 }  // namespace penstock
 
 using namespace penstock;
 
-extern "C" double penstock_limit_read(Context* context, const void* memory, std::int64_t bytes) {
+extern "C" double penstock_limit_read(
+    Context* context, std::int32_t loop, const void* memory, std::int64_t bytes) {
     const CallScope scope(context);
-    constexpr std::int64_t RANGE = 2 << 20, UNIT = 256;
-    const std::int64_t whole = bytes / UNIT * UNIT;
+    constexpr std::int64_t RANGE = 1 << 20;
+    const ReadLoop read = context->limits.read[loop];
+    const std::int64_t whole = bytes / READ_UNIT * READ_UNIT;
     volatile std::int64_t sink = 0;
     const Clock::time_point start = Clock::now();
     context->pool.parallel_for_blocks(whole, RANGE, [&](std::int64_t first, std::int64_t size, int) {
-        sink = read_range(static_cast<const char*>(memory) + first, size);
+        sink = read(static_cast<const char*>(memory) + first, size);
     });
     return seconds_since(start);
 }
@@ -78,7 +65,7 @@ extern "C" double penstock_limit_multiply(
     Context* context, std::int32_t kind, std::int64_t iterations, std::int64_t* operations) {
     const CallScope scope(context);
     constexpr int PIECES = 16;  // per thread, so that a thread that starts late does not delay the others
-    const LimitLoop loop = context->limits[kind];
+    const LimitLoop loop = context->limits.multiply[kind];
     const std::int64_t pieces = static_cast<std::int64_t>(context->pool.threads()) * PIECES;
     const std::int64_t piece = (iterations + PIECES - 1) / PIECES;
     volatile float sink = 0;

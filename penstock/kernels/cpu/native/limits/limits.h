@@ -1,4 +1,4 @@
-// Loops that multiply in registers as the products of a level do: the peak of a core at that level.
+// Loops that multiply in registers as the products of a level do, and loops that only read: the peaks of a core.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,17 @@ struct LimitLoop {
     std::int64_t operations;  // per iteration; a multiply-add counts as 2
 };
 
-// KIND_F32, KIND_BF16 and KIND_INT8, in this order.
-using LimitLoops = LimitLoop[3];
+// Read memory that begins at a multiple of 64 and return a sum of it. bytes: a multiple of READ_UNIT.
+using ReadLoop = std::int64_t (*)(const char* memory, std::int64_t bytes);
 
-// Set the loops of a level. That of AMX leaves float32 unchanged.
+constexpr std::int64_t READ_UNIT = 1024;
+
+struct LimitLoops {
+    LimitLoop multiply[3];  // KIND_F32, KIND_BF16 and KIND_INT8, in this order
+    ReadLoop read[READ_LOOPS];
+};
+
+// Set the loops of a level. That of AMX leaves reading and float32 unchanged.
 template <Level LEVEL> void set_limits(LimitLoops& loops);
 
 }  // namespace penstock

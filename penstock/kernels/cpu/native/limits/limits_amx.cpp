@@ -40,8 +40,8 @@ float multiply_int8(std::int64_t iterations) { PENSTOCK_LOOP(_tile_dpbsud); }
 
 template <> void set_limits<THIS_LEVEL>(LimitLoops& loops) {
     constexpr std::int64_t OUTPUTS = AMX_ROWS * 16;
-    loops[KIND_BF16] = {multiply_bf16, NUM_CHAINS * OUTPUTS * 32 * 2};
-    loops[KIND_INT8] = {multiply_int8, NUM_CHAINS * OUTPUTS * 64 * 2};
+    loops.multiply[KIND_BF16] = {multiply_bf16, NUM_CHAINS * OUTPUTS * 32 * 2};
+    loops.multiply[KIND_INT8] = {multiply_int8, NUM_CHAINS * OUTPUTS * 64 * 2};
 }
 
 }  // namespace penstock

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "limits/chains.inc.h"
+#include "limits/reads.inc.h"
 
 namespace penstock {
 
@@ -31,11 +32,14 @@ float multiply_integers(std::int64_t iterations) {
         });
 }
 
+typedef std::int64_t Words __attribute__((vector_size(32)));
+
 }  // namespace
 
 template <> void set_limits<THIS_LEVEL>(LimitLoops& loops) {
-    loops[KIND_F32] = loops[KIND_BF16] = {multiply_floats, NUM_CHAINS * 8 * 2};
-    loops[KIND_INT8] = {multiply_integers, NUM_CHAINS * 16 * 2};
+    loops.multiply[KIND_F32] = loops.multiply[KIND_BF16] = {multiply_floats, NUM_CHAINS * 8 * 2};
+    loops.multiply[KIND_INT8] = {multiply_integers, NUM_CHAINS * 16 * 2};
+    set_reads<Words>(loops);
 }
 
 }  // namespace penstock

@@ -3,6 +3,7 @@
 
 #include "avx512.inc.h"
 #include "limits/chains.inc.h"
+#include "limits/reads.inc.h"
 
 namespace penstock {
 
@@ -34,12 +35,15 @@ float multiply_int8(std::int64_t iterations) {
         PENSTOCK_STEP(Sums) { __asm__("vpdpbusd %1, %1, %0" : "+v"(sum) : "v"(ones)); });
 }
 
+typedef std::int64_t Words __attribute__((vector_size(64)));
+
 }  // namespace
 
 template <> void set_limits<THIS_LEVEL>(LimitLoops& loops) {
-    loops[KIND_F32] = {multiply_floats, NUM_CHAINS * 16 * 2};
-    loops[KIND_BF16] = {multiply_bf16, NUM_CHAINS * 32 * 2};
-    loops[KIND_INT8] = {multiply_int8, NUM_CHAINS * 64 * 2};
+    loops.multiply[KIND_F32] = {multiply_floats, NUM_CHAINS * 16 * 2};
+    loops.multiply[KIND_BF16] = {multiply_bf16, NUM_CHAINS * 32 * 2};
+    loops.multiply[KIND_INT8] = {multiply_int8, NUM_CHAINS * 64 * 2};
+    set_reads<Words>(loops);
 }
 
 }  // namespace penstock

@@ -54,12 +54,16 @@ void unpack_row(const PenstockWeight& weight, std::int64_t id, float scale, floa
 
 using NormKernel = void (*)(const NormArgs&, std::int64_t first, std::int64_t rows);
 
-Status run_norm(Context* context, NormKernel kernel, const NormArgs& args, std::int64_t rows) {
-    return run_call(context, [&] {
+// function: as for CallScope.
+Status run_norm(
+    Context* context, NormKernel kernel, const NormArgs& args, std::int64_t rows,
+    const char* function = __builtin_FUNCTION()) {
+    const auto body = [&] {
         return over_blocks(*context, rows, args.n, [&](std::int64_t first, std::int64_t count, int) {
             kernel(args, first, count);
         });
-    });
+    };
+    return run_call(context, body, function);
 }
 
 }  // namespace
