@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find penstock/kernels/cpu/native -type f)
-SOURCES := penstock tests tools examples
+SOURCES := penstock tests tools examples benchmarks
 
 .PHONY: demo test check format readme matrix structure docs bench clean
 
