@@ -60,6 +60,7 @@ class LlamaCpp(Peer):
 def write_gguf(source: Path, target: Path) -> None:
     """Write a Llama of Transformers as GGUF in bfloat16, norms in float32. It has no vocabulary: we send token ids."""
     import gguf
+    import ml_dtypes  # noqa: F401 (numpy learns bfloat16)
     import numpy as np
     from safetensors.numpy import load_file
 
