@@ -78,7 +78,7 @@ class Workshop:
             WorkerError, OverTimeError: it failed.
         """
         target = self._converted(peer, precision)
-        stamp = target.with_suffix(".versions")
+        stamp = target.with_name(f"{target.name}.versions")
         wanted = "\n".join(peer.requirements)
         if target.exists() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
             return

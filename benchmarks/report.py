@@ -151,8 +151,8 @@ def machine_text(run: Mapping[str, Any]) -> str:
 
 
 def _notes(rows: Sequence[Row], engines: Sequence[str], store: Store) -> Iterator[str]:
-    yield "Medians of the rounds, in brackets the lowest and the highest. Last column: how many times as good Penstock is"
-    yield "as the best other engine with weights of the same width."
+    yield "Medians of the rounds, in brackets the lowest and the highest. Last column: how many times as good Penstock"
+    yield "is as the best other engine of the same width."
     yield f"`{DISTURBED}`: others used the machine in every sample; `{MOVED}`: its limits moved during every sample."
     yield "`> N s`: ended after N seconds. A dash: not offered, or not run."
     yield ""

@@ -28,6 +28,7 @@ class Vllm(Peer):
             "OMP_NUM_THREADS": str(options.threads),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": str(venv / "compiled"),
             "HF_HUB_OFFLINE": "1",
         }
 
