@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find penstock/kernels/cpu/native -type f)
-SOURCES := penstock tests tools examples
+SOURCES := penstock tests tools examples benchmarks
 
-.PHONY: demo test check format readme matrix structure docs bench clean
+.PHONY: demo test check format readme matrix structure docs bench compare clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m penstock.cli.demo
@@ -42,6 +42,12 @@ bench: $(VENV)/.installed-test
 	@$(BIN)/python -m penstock.bench.contention
 	@$(BIN)/penstock bench ops --json ops.json
 	@$(BIN)/python -m penstock.bench.perf_log ops.json docs/perf_log.md
+
+# make compare [PEERS=llama.cpp,vllm] [SHAPE=1b|3b|DIR] [WORKLOADS=W1,W3=8x64+32] [OUT=DIR] [TIME_LIMIT=MINUTES] [ROUNDS=N]
+compare: $(VENV)/.installed
+	@$(BIN)/python -m benchmarks $(if $(PEERS),--peers "$(PEERS)") $(if $(SHAPE),--shape "$(SHAPE)") \
+		$(if $(WORKLOADS),--workloads "$(WORKLOADS)") $(if $(OUT),--out "$(OUT)") \
+		$(if $(TIME_LIMIT),--time-limit $(TIME_LIMIT)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

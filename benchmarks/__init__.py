@@ -1,0 +1,1 @@
+"""Penstock beside its peers: see README.md. Not a part of the package."""

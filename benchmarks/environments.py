@@ -1,0 +1,110 @@
+"""Where engines and converted models are kept: made on the first run, found again by every later one.
+
+CACHE/PEER/                       an environment of its own
+CACHE/models/SHAPE/source/        the checkpoint
+CACHE/models/SHAPE/PEER-TYPE/     what the peer made of it
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoint import SEED, make_checkpoint
+from benchmarks.peers.base import LoadOptions, Peer
+from benchmarks.process import Worker, WorkerError
+
+CONVERT_CAP = 1800.0  # seconds
+
+
+def cache_directory() -> Path:
+    """Return the directory of all that is installed and converted."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "compare"
+
+
+class Workshop:
+    """Installs peers and converts the checkpoint for them.
+
+    Attributes:
+        config: config.json of the checkpoint.
+    """
+
+    def __init__(self, config: dict[str, Any], logs: Path, cache: Path | None = None) -> None:
+        self.config, self._logs, self._cache = config, logs, cache or cache_directory()
+        shape = hashlib.sha256(json.dumps([config, SEED], sort_keys=True).encode()).hexdigest()[:12]
+        self._models = self._cache / "models" / shape
+
+    def make_source(self) -> None:
+        make_checkpoint(self.config, self._models / "source")
+
+    def source_bytes(self) -> int:
+        """Return the size of the checkpoint."""
+        return (self._models / "source" / "model.safetensors").stat().st_size
+
+    def install(self, peer: Peer) -> None:
+        """Install the pinned versions, if they are not there.
+
+        Raises:
+            WorkerError: pip failed; its last line says why.
+        """
+        wanted = "\n".join((*peer.requirements, *peer.pip_options, *peer.unwanted))
+        stamp = self._cache / peer.name / "installed.txt"
+        if not peer.requirements or (stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted):
+            return
+        venv.create(stamp.parent, clear=True, with_pip=True)
+        log = self._logs / f"install-{peer.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [self._python(peer), "-m", "pip", "install", *peer.pip_options, *peer.requirements]
+        with log.open("w", encoding="utf-8") as file:
+            environment = {**os.environ, **peer.build_environment()}
+            status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
+        if status:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
+            raise WorkerError(f"pip install: {lines[-1][:300]}")
+        peer.remove_unwanted(stamp.parent)
+        stamp.write_text(wanted, encoding="utf-8")
+
+    def convert(self, peer: Peer, precision: str) -> None:
+        """Convert the checkpoint, if that was not done with these versions.
+
+        Raises:
+            WorkerError, OverTimeError: it failed.
+        """
+        target = self._converted(peer, precision)
+        stamp = target.with_name(f"{target.name}.versions")
+        wanted = "\n".join(peer.requirements)
+        if target.exists() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+            return
+        if target.is_symlink():
+            target.unlink()
+        shutil.rmtree(target, ignore_errors=True)
+        arguments = ["convert", str(self._models / "source"), str(target), precision]
+        worker = Worker(self._command(peer, *arguments), {}, self._logs / f"convert-{peer.name}-{precision}.log")
+        try:
+            worker.receive(CONVERT_CAP)
+        finally:
+            worker.stop()
+        stamp.write_text(wanted, encoding="utf-8")
+
+    def start(self, peer: Peer, precision: str, sizes: Mapping[str, int]) -> Worker:
+        """Start a worker; its first answer comes when it has loaded the model. `sizes`: the rest of LoadOptions."""
+        options = LoadOptions(directory=str(self._converted(peer, precision)), precision=precision, **sizes)
+        environment = peer.environment(self._cache / peer.name, options)
+        command = self._command(peer, "serve", json.dumps(asdict(options)))
+        return Worker(command, environment, self._logs / f"{peer.name}-{precision}.log")
+
+    def _command(self, peer: Peer, *arguments: str) -> list[str]:
+        return [self._python(peer), "-m", "benchmarks.worker", peer.name, *arguments]
+
+    def _python(self, peer: Peer) -> str:
+        return str(self._cache / peer.name / "bin" / "python") if peer.requirements else sys.executable
+
+    def _converted(self, peer: Peer, precision: str) -> Path:
+        return self._models / f"{peer.name}-{precision}"

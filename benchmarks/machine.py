@@ -1,0 +1,133 @@
+"""What the machine can do at this moment, and who else is using it."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.cpu.packed import empty
+
+READ_BYTES = 256 * 2**20  # more than the caches that one user of a machine gets
+BF16, INT8 = 1, 2  # Kind of native/abi.h
+PROBE_SECONDS = 0.004
+MOVED = 1.25  # a sample is marked if its two limits differ by more than this factor
+DISTURBED = 0.05  # ... or if others used more than this share of the cores
+QUIET_SECONDS = 0.3  # so long others must have been quiet before a sample
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What was possible at one moment, with all threads: 10^9 bytes read, or operations of a kind done, per second."""
+
+    read: float
+    bf16: float
+    int8: float
+
+    def moved(self, other: "Limits") -> bool:
+        """Return whether one of the limits differs too much from that of another moment."""
+        pairs = [*zip(asdict(self).values(), asdict(other).values(), strict=True)]
+        return any(max(pair) > MOVED * min(pair) for pair in pairs)
+
+
+class Machine:
+    """The machine's limits, sampled with Penstock's native loops in about ten milliseconds, and its other users."""
+
+    def __init__(self, threads: int) -> None:
+        self.cores = len(os.sched_getaffinity(0))
+        self._ops = CpuOps(torch.bfloat16, threads=threads)
+        self._memory = empty((READ_BYTES,), torch.uint8).fill_(1)
+        self._iterations = dict.fromkeys((BF16, INT8), 1000)
+        for kind in self._iterations:
+            while self._ops.limit_multiply(kind, self._iterations[kind])[1] < PROBE_SECONDS:
+                self._iterations[kind] *= 2
+
+    def limits(self) -> Limits:
+        """Return what is possible now."""
+        self._ops.limit_read(self._memory[: READ_BYTES // 16])  # wakes the threads
+        read = READ_BYTES / self._ops.limit_read(self._memory) / 1e9
+        return Limits(read, self._multiply(BF16), self._multiply(INT8))
+
+    def watch(self, engine_seconds: Callable[[], float]) -> "OthersMeter":
+        """Return a meter of what others do from now on."""
+        return OthersMeter(engine_seconds)
+
+    def wait_until_quiet(self, longest: float) -> None:
+        """Return when others leave the machine alone for a moment, or after `longest` seconds."""
+        deadline = time.monotonic() + longest
+        while time.monotonic() < deadline:
+            meter = OthersMeter(lambda: 0.0)
+            time.sleep(QUIET_SECONDS)
+            if not self.is_disturbed(meter.cores()):
+                return
+
+    def is_disturbed(self, cores_of_others: float) -> bool:
+        """Return whether others used too much for a sample to count."""
+        return cores_of_others > DISTURBED * self.cores
+
+    def available_bytes(self) -> int:
+        """Return the memory that a new process can have."""
+        return int(Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2].split()[0]) * 1024
+
+    def _multiply(self, kind: int) -> float:
+        operations, seconds = self._ops.limit_multiply(kind, self._iterations[kind])
+        return operations / seconds / 1e9
+
+
+class OthersMeter:
+    """Measures how many cores were busy, or stolen by the host, with anything but the engine and this process."""
+
+    def __init__(self, engine_seconds: Callable[[], float]) -> None:
+        self._engine_seconds = engine_seconds
+        self._begun, self._before = time.monotonic(), self._others()
+
+    def cores(self) -> float:
+        """Return the mean since this meter was made."""
+        return max(0.0, (self._others() - self._before) / max(1e-3, time.monotonic() - self._begun))
+
+    def _others(self) -> float:
+        mine = os.times()
+        return busy_seconds() - self._engine_seconds() - mine.user - mine.system
+
+
+def busy_seconds() -> float:
+    """Return the seconds that all cores together were busy or stolen since the machine started."""
+    user, nice, system, _idle, _wait, irq, softirq, stolen = map(
+        int, Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+    )
+    return (user + nice + system + irq + softirq + stolen) / TICK
+
+
+def session_seconds(session: int) -> float:
+    """Return the processor seconds of all processes of a session, and of their children that have ended."""
+    total = 0
+    for place in Path("/proc").iterdir():
+        if place.name.isdigit():
+            try:
+                fields = (place / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended
+            if int(fields[3]) == session:
+                total += sum(map(int, fields[11:15]))
+    return total / TICK
+
+
+def describe(threads: int) -> dict[str, Any]:
+    """Return what the report says of the machine."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    features = [name for name in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile") if name in flags]
+    memory = int(Path("/proc/meminfo").read_text(encoding="ascii").split()[1]) / 2**20
+    return {
+        "processor": names[0] if names else "unknown",
+        "features": features,
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": threads,
+        "memory_gib": round(memory),
+    }

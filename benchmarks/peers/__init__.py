@@ -1,0 +1,22 @@
+"""The engines that can be compared, each in a file of its own."""
+
+from benchmarks.peers.base import Peer
+from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.openvino import OpenVino
+from benchmarks.peers.penstock import Penstock
+from benchmarks.peers.transformers import Transformers
+from benchmarks.peers.vllm import Vllm
+
+OURS = Penstock.name
+ALL: dict[str, type[Peer]] = {peer.name: peer for peer in (Penstock, LlamaCpp, Vllm, OpenVino, Transformers)}
+
+
+def find(name: str) -> Peer:
+    """Return the peer of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in ALL:
+        raise ValueError(f"peers: {name!r} is none of {', '.join(ALL)}")
+    return ALL[name]()

@@ -1,0 +1,129 @@
+"""What an engine has to offer to be compared: how it is installed, converts the checkpoint, loads and generates.
+
+A peer's file is read in two places: by the runner, which knows only the standard library, and inside the peer's own
+environment, where `convert` and `load` run. So the peer's packages are imported inside these methods.
+"""
+
+import shutil
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What an engine is loaded with; the same for every engine.
+
+    Attributes:
+        directory: what `convert` wrote.
+        precision: bf16, int8 or int4.
+        threads: that compute.
+        max_length: tokens of the longest stream at its end.
+        max_streams: that run at once.
+        cache_tokens: positions that the cache has to hold.
+    """
+
+    directory: str
+    precision: str
+    threads: int
+    max_length: int
+    max_streams: int
+    cache_tokens: int
+
+
+@dataclass
+class Record:
+    """The tokens of one run and when they came. The engine calls `start` right before its work and `token` for each."""
+
+    streams: int
+    output: int
+    ids: list[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids = [[] for _ in range(self.streams)]
+        self.started = self.last = time.perf_counter()
+        self.first = 0.0  # when the last stream got its first token
+        self._waiting, self._at_first, self._count = self.streams, 0, 0
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
+
+    def token(self, stream: int, token_id: int) -> None:
+        self.last = time.perf_counter()
+        self._count += 1
+        self.ids[stream].append(token_id)
+        if len(self.ids[stream]) == 1:
+            self._waiting -= 1
+            if self._waiting == 0:
+                self.first, self._at_first = self.last, self._count
+
+    def figures(self) -> dict[str, Any]:
+        """Return the times of the run.
+
+        Raises:
+            RuntimeError: a stream has fewer or more tokens than asked for, so that nothing was measured.
+        """
+        if lengths := {len(ids) for ids in self.ids} - {self.output}:
+            raise RuntimeError(f"streams of {sorted(lengths)} tokens instead of {self.output}")
+        return {
+            "seconds": self.last - self.started,
+            "first_s": self.first - self.started,
+            "later_s": self.last - self.first,
+            "later_tokens": self._count - self._at_first,
+        }
+
+
+class Engine(ABC):
+    """A loaded model. Greedy, never stopping at an end-of-sequence token."""
+
+    @abstractmethod
+    def generate(self, prompts: list[list[int]], output: int, shared: int, record: Record) -> None:
+        """Generate `output` tokens for each prompt; their first `shared` ids are the same."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, str]:
+        """Return what is really computed: weights, activations, cache, head; and notes."""
+
+
+class Peer(ABC):
+    """An engine that can be installed and measured.
+
+    Attributes:
+        name: in PEERS, tables and file names.
+        distribution: the package whose version the table names.
+        requirements: what pip installs into its environment, versions pinned; nothing: it runs in this one.
+        pip_options: for that installation.
+        unwanted: packages that came with it and are deleted, because they break the others.
+        precisions: the types of weights that it has.
+    """
+
+    name: str
+    distribution: str
+    requirements: tuple[str, ...] = ()
+    pip_options: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ("bf16", "int8", "int4")
+
+    def build_environment(self) -> dict[str, str]:
+        """Return environment variables for the installation."""
+        return {}
+
+    def remove_unwanted(self, venv: Path) -> None:
+        """Delete the packages of `unwanted` from an environment."""
+        for packages in venv.glob("lib/python*/site-packages"):
+            for place in (found for name in self.unwanted for found in packages.glob(f"{name}*")):
+                shutil.rmtree(place)
+
+    def environment(self, venv: Path, options: LoadOptions) -> dict[str, str]:
+        """Return environment variables for the process that loads the model."""
+        return {}
+
+    @abstractmethod
+    def convert(self, source: Path, target: Path, precision: str) -> None:
+        """Write the Llama checkpoint `source` (config.json, model.safetensors) as this engine likes to read it."""
+
+    @abstractmethod
+    def load(self, options: LoadOptions) -> Engine:
+        """Load what `convert` wrote."""

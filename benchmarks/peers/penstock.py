@@ -1,0 +1,58 @@
+"""Penstock, in the environment that runs the comparison, on what `penstock convert` wrote."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.peers.base import Engine, LoadOptions, Peer, Record
+
+
+class Penstock(Peer):
+    name = "penstock"
+    distribution = "penstock"
+
+    def convert(self, source: Path, target: Path, precision: str) -> None:
+        quantization = [] if precision == "bf16" else ["--quantization", precision]
+        subprocess.run([sys.executable, "-m", "penstock", "convert", source, target, *quantization], check=True)
+
+    def load(self, options: LoadOptions) -> Engine:
+        return _Engine(options)
+
+
+class _Engine(Engine):
+    def __init__(self, options: LoadOptions) -> None:
+        from penstock import LLM
+
+        self._llm = LLM(
+            options.directory,
+            threads=options.threads,
+            max_model_len=options.max_length,
+            max_num_seqs=options.max_streams,
+        )
+        self._precision = options.precision
+
+    def generate(self, prompts: list[list[int]], output: int, shared: int, record: Record) -> None:
+        from penstock import SamplingParams
+        from penstock.interface.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=output,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        record.start()
+        for stream, answer in self._llm.stream([{"prompt_token_ids": prompt} for prompt in prompts], params):
+            for token in answer.outputs[0].token_ids:
+                record.token(stream, token)
+
+    def facts(self) -> dict[str, str]:
+        weights = {"bf16": "bf16", "int8": "int8 per channel", "int4": "int4 per group of 128"}[self._precision]
+        return {
+            "weights": weights,
+            "activations": "bf16" if self._precision == "bf16" else "int8 per token",
+            "cache": self._llm.config.cache.kv_cache_dtype,
+            "head": "bf16",
+            "notes": f"kernels {self._llm.config.numerics.kernels}",
+        }

@@ -1,0 +1,112 @@
+"""The workloads, the figures that are read off them, and the prompts: the same token ids for every engine."""
+
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Sample = Mapping[str, Any]  # a line of samples.jsonl; its keys are listed in README.md
+
+COLD_START, MEMORY = "W6", "W7"
+SPEC = re.compile(r"(W\d)(?:=(\d+)x(?:(\d+)\+)?(\d+)\+(\d+))?")  # W3, W3=8x64+32, or W5=8x512+16+16
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`streams` requests sent at once, each of `shared` common and `prompt` own token ids, for `output` tokens each."""
+
+    name: str
+    streams: int
+    prompt: int
+    output: int
+    shared: int = 0
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of one stream at its end."""
+        return self.shared + self.prompt + self.output
+
+    @property
+    def cache_tokens(self) -> int:
+        """Return the positions that a cache needs, if a shared prefix is kept once."""
+        return self.shared + self.streams * (self.prompt + self.output)
+
+    @property
+    def size(self) -> str:
+        """Return the sizes as they are given in WORKLOADS and printed."""
+        shared = f"{self.shared}+" if self.shared else ""
+        return f"{self.streams}x{shared}{self.prompt}+{self.output}"
+
+    def prompts(self, vocab_size: int, turn: int) -> list[list[int]]:
+        """Return the token ids of one round. They differ from round to round, so that no cache helps an engine."""
+        rng = random.Random(f"{self.name} {self.size} {turn}")
+        shared = rng.choices(range(vocab_size), k=self.shared)
+        return [shared + rng.choices(range(vocab_size), k=self.prompt) for _ in range(self.streams)]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that is read off the samples of a workload; one row of the table for each type of weights.
+
+    Attributes:
+        name: of the row.
+        workload: whose samples it is read off.
+        unit: for the table.
+        better: which end wins.
+        read: the value of one sample.
+    """
+
+    name: str
+    workload: str
+    unit: str
+    better: Literal["higher", "lower"]
+    read: Callable[[Workload, Sample], float]
+
+
+WORKLOADS = {
+    work.name: work
+    for work in (
+        Workload("W1", 1, 128, 128),
+        Workload("W2", 1, 1024, 1),
+        Workload("W3", 32, 128, 128),
+        Workload("W4", 8, 3072, 64),
+        Workload("W5", 32, 32, 32, shared=1024),
+        Workload("W6", 1, 16, 1),  # a fresh process: from its start to the first token
+    )
+}
+FIGURES = (
+    Figure("W1 one stream", "W1", "tokens/s", "higher", lambda work, one: work.output / one["seconds"]),
+    Figure("W2 prefill", "W2", "tokens/s", "higher", lambda work, one: work.prompt / one["first_s"]),
+    Figure(
+        "W3 many streams", "W3", "tokens/s", "higher", lambda work, one: work.streams * work.output / one["seconds"]
+    ),
+    Figure("W4 long prompts, all first tokens", "W4", "s", "lower", lambda work, one: one["first_s"]),
+    Figure(
+        "W4 long prompts, decode", "W4", "tokens/s", "higher", lambda work, one: one["later_tokens"] / one["later_s"]
+    ),
+    Figure("W5 shared prefix, all done", "W5", "s", "lower", lambda work, one: one["seconds"]),
+    Figure("W6 cold start to first token", "W6", "s", "lower", lambda work, one: one["seconds"]),
+    Figure("W7 peak memory at W3", "W3", "MiB", "lower", lambda work, one: one["peak_rss_bytes"] / 2**20),
+)
+
+
+def parse_workloads(text: str) -> list[Workload]:
+    """Return the workloads named in `text`, like "W1,W3=8x64+32", in the order in which they are run; "" is all.
+
+    Raises:
+        ValueError: a name or a size is not one.
+    """
+    chosen: dict[str, Workload] = {}
+    for spec in text.replace(",", " ").split() or WORKLOADS:
+        found = SPEC.fullmatch(spec)
+        name = "W3" if found and found[1] == MEMORY else found[1] if found else ""
+        if found is None or name not in WORKLOADS:
+            raise ValueError(f"workloads: {spec!r} is none of W1 to W7, nor one with sizes, like W3=8x64+32")
+        chosen.setdefault(name, WORKLOADS[name])
+        if found[2]:
+            streams, shared, prompt, output = (int(number or 0) for number in found.groups()[1:])
+            if min(streams, prompt, output) < 1:
+                raise ValueError(f"workloads: {spec!r} has a size of 0")
+            chosen[name] = replace(chosen[name], streams=streams, shared=shared, prompt=prompt, output=output)
+    return sorted(chosen.values(), key=lambda work: (work.name == "W4", work.name))  # the longest one last
