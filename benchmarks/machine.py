@@ -1,6 +1,7 @@
 """What the machine can do at this moment, and who else is using it."""
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -9,12 +10,11 @@ from typing import Any
 
 import torch
 
+from penstock.bench.machine import MachineLimits
+from penstock.bench.samples import READ
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.cpu.packed import empty
 
-READ_BYTES = 256 * 2**20  # more than the caches that one user of a machine gets
-BF16, INT8 = 1, 2  # Kind of native/abi.h
-PROBE_SECONDS = 0.004
+PROBES = 5  # of a few milliseconds each
 MOVED = 1.25  # a sample is marked if its two limits differ by more than this factor
 DISTURBED = 0.05  # ... or if others used more than this share of the cores
 QUIET_SECONDS = 0.3  # so long others must have been quiet before a sample
@@ -40,18 +40,12 @@ class Machine:
 
     def __init__(self, threads: int) -> None:
         self.cores = len(os.sched_getaffinity(0))
-        self._ops = CpuOps(torch.bfloat16, threads=threads)
-        self._memory = empty((READ_BYTES,), torch.uint8).fill_(1)
-        self._iterations = dict.fromkeys((BF16, INT8), 1000)
-        for kind in self._iterations:
-            while self._ops.limit_multiply(kind, self._iterations[kind])[1] < PROBE_SECONDS:
-                self._iterations[kind] *= 2
+        self._limits = MachineLimits(CpuOps(torch.bfloat16, threads=threads))
 
     def limits(self) -> Limits:
-        """Return what is possible now."""
-        self._ops.limit_read(self._memory[: READ_BYTES // 16])  # wakes the threads
-        read = READ_BYTES / self._ops.limit_read(self._memory) / 1e9
-        return Limits(read, self._multiply(BF16), self._multiply(INT8))
+        """Return what is possible now: the medians of some probes."""
+        probes = [self._limits.probe("bf16", "int8") for _ in range(PROBES)]
+        return Limits(*(statistics.median(probe[name] for probe in probes) for name in (READ, "bf16", "int8")))
 
     def watch(self, engine_seconds: Callable[[], float]) -> "OthersMeter":
         """Return a meter of what others do from now on."""
@@ -73,10 +67,6 @@ class Machine:
     def available_bytes(self) -> int:
         """Return the memory that a new process can have."""
         return int(Path("/proc/meminfo").read_text(encoding="ascii").partition("MemAvailable:")[2].split()[0]) * 1024
-
-    def _multiply(self, kind: int) -> float:
-        operations, seconds = self._ops.limit_multiply(kind, self._iterations[kind])
-        return operations / seconds / 1e9
 
 
 class OthersMeter:

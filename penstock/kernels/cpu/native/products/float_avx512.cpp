@@ -22,16 +22,24 @@ constexpr std::int64_t PASS_BYTES = 8 << 20;       // of operands; with 16 MiB a
 // A leaf of the rows of x as words [padded / ELEMENTS][rows] at `tile`.
 template <class Type>
 void pack_leaf(const OperandArgs& a, const LeafRange& leaf, std::int32_t* tile) {
+    constexpr int STEP = LANES * Type::ELEMENTS;  // elements of K at a time
     const __mmask16 rows = static_cast<__mmask16>((1u << a.rows) - 1);
-    for (std::int64_t at = 0; at < leaf.padded; at += LANES * Type::ELEMENTS) {
+    const char* x[LANES] = {};
+    for (int r = 0; r < a.rows; ++r) x[r] = row_address(a, r, leaf.first);
+    std::int64_t offset = 0;
+    for (std::int64_t at = 0; at < leaf.padded; at += STEP, offset += STEP * type_bytes(a.x_type)) {
         const std::int64_t left = leaf.count - at;
-        __m512i words[LANES] = {};
-        for (int r = 0; r < a.rows && left > 0; ++r)
-            words[r] = Type::load(row_address(a, r, leaf.first + at), left, a.x_type);
+        __m512i words[LANES];
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; ++r) {
+            words[r] = _mm512_setzero_si512();
+            if (r < a.rows && left > 0) words[r] = Type::load(x[r] + offset, left, a.x_type);
+        }
         if (a.rows == 1) {
             _mm512_storeu_si512(tile, words[0]);
         } else {
             transpose(words);
+#pragma GCC unroll 16
             for (int j = 0; j < LANES; ++j) _mm512_mask_storeu_epi32(tile + j * a.rows, rows, words[j]);
         }
         tile += LANES * a.rows;
@@ -60,11 +68,11 @@ struct Piece {
     float* tree;                      // sums of earlier leaves
     std::int64_t tree_stride;         // per level
     float* out;                       // sums of the last leaf and the tree
+    std::int64_t out_stride;          // elements between its rows
 
+    bool is_last(int leaf) const { return leaf + 1 == leaves; }
     // Where the sums of a leaf are kept.
-    float* sums(int leaf) const {
-        return leaf + 1 == leaves ? out : tree + level_to_keep(leaf) * tree_stride;
-    }
+    float* sums(int leaf) const { return is_last(leaf) ? out : tree + level_to_keep(leaf) * tree_stride; }
 };
 
 // The sums of one tile in registers.
@@ -79,13 +87,13 @@ struct Sums {
 #pragma GCC unroll 24
         for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_setzero_ps();
     }
-    PENSTOCK_INLINE void load(const float* from) {
+    PENSTOCK_INLINE void load(const float* from, std::int64_t stride) {
 #pragma GCC unroll 24
-        for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_load_ps(from + i * LANES);
+        for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_load_ps(from + i / WIDTH * stride + i % WIDTH * LANES);
     }
-    PENSTOCK_INLINE void store(float* to) const {
+    PENSTOCK_INLINE void store(float* to, std::int64_t stride) const {
 #pragma GCC unroll 24
-        for (int i = 0; i < COUNT; ++i) _mm512_store_ps(to + i * LANES, acc[i]);
+        for (int i = 0; i < COUNT; ++i) _mm512_store_ps(to + i / WIDTH * stride + i % WIDTH * LANES, acc[i]);
     }
 
     // Add the levels of the tree that a finished leaf completes, lowest first.
@@ -124,7 +132,8 @@ template <class Type, int ROWS, int PANELS>
 void multiply_piece(const Piece& piece) {
     Sums<Type, ROWS, PANELS> sums;
     sums.clear();
-    if (piece.continues) sums.load(piece.sums(piece.first_leaf));
+    const auto stride = [&](int leaf) { return piece.is_last(leaf) ? piece.out_stride : PANELS * PANEL; };
+    if (piece.continues) sums.load(piece.sums(piece.first_leaf), stride(piece.first_leaf));
     const std::int32_t* operands = piece.operands;
     const char *weights = piece.weights, *ahead = piece.ahead;
     std::int64_t word = piece.first;
@@ -138,7 +147,7 @@ void multiply_piece(const Piece& piece) {
             ahead += piece.ahead_step;
         }
         if (end == leaf_end) sums.add_tree(piece, leaf);
-        sums.store(piece.sums(leaf));
+        sums.store(piece.sums(leaf), stride(leaf));
         sums.clear();
     }
 }
@@ -168,7 +177,7 @@ void multiply_tiles(const MultiplyArgs& a, PieceKernel kernel, Piece piece) {
         kernel(piece);
         piece.operands += a.tile_stride / 4;
         piece.tree += TREE_LEVELS * piece.tree_stride;
-        piece.out += a.rows * a.panels * PANEL;
+        piece.out += a.rows * a.out_stride;
     }
 }
 
@@ -189,6 +198,7 @@ void multiply(const MultiplyArgs& a) {
     piece.tree = a.tree;
     piece.tree_stride = MAX_TILE_ROWS * a.panels * PANEL;
     piece.out = a.out;
+    piece.out_stride = a.out_stride;
     while (piece.first_leaf < weight.leaves) {
         piece.last_leaf = piece.first_leaf;
         while (piece.last_leaf + 1 < weight.leaves && leaf_end(piece.last_leaf + 1) - piece.first <= block)
@@ -207,11 +217,11 @@ void multiply(const MultiplyArgs& a) {
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_F32>() {
-    return {TILE_ROWS, max_panels, pack<F32Words>, multiply<F32Words>, false, true, PASS_BYTES};
+    return {TILE_ROWS, max_panels, pack<F32Words>, multiply<F32Words>, true, true, PASS_BYTES};
 }
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
-    return {TILE_ROWS, max_panels, pack<Bf16Words>, multiply<Bf16Words>, false, true, PASS_BYTES};
+    return {TILE_ROWS, max_panels, pack<Bf16Words>, multiply<Bf16Words>, true, true, PASS_BYTES};
 }
 
 }  // namespace penstock
