@@ -8,19 +8,28 @@ constexpr int QUAD = 4;            // elements of K that packed values store tog
 constexpr int QUAD_BYTES = 64;     // of four elements of K in a panel
 constexpr int FETCH_AHEAD = 2048;  // bytes of a panel, at least a group
 
-// One group of K, for all operand rows of a tile and some neighbouring panels.
-struct Group {
-    const std::uint8_t* values;        // of the first panel, [size / 4][16][4]
-    std::int64_t values_stride;        // bytes from one panel to the next
-    const std::uint16_t* scales;       // of the first panel, bfloat16 [32]
-    std::int64_t scales_stride;        // elements from one panel to the next
-    const void* operands;              // of the tile, in the layout of the level
-    const std::int32_t* sums;          // of the operands, [operand rows]; unused for bfloat16 activations
-    int size;                          // 32, 64 or 128
-    float* totals;                     // [operand rows][panels * 32], to be added to
-    const std::uint8_t* next_values;   // to be prefetched, of the first panel
-    int next_step;                     // bytes prefetched per 4 elements of K
-    const std::uint16_t* next_scales;
+// The groups of a leaf, for all operand rows of a tile and some neighbouring panels.
+struct Groups {
+    const std::uint8_t* values;    // of the first panel, [size / 4][16][4] per group
+    std::int64_t values_stride;    // bytes from one panel to the next
+    const std::uint16_t* scales;   // of the first panel, bfloat16 [32] per group
+    std::int64_t scales_stride;    // elements from one panel to the next
+    const void* operands;          // of the tile, in the layout of the level
+    const std::int32_t* sums;      // of the operands; unused for bfloat16 activations
+    int rows;                      // operand rows
+    int count;
+    int size;                      // elements of K: 32, 64 or 128
+    int last_size;                 // of the last group without padding, rounded up to a multiple of 32; may be 0
+    float* totals;                 // out: [operand rows][panels * 32]
+    int part, parts;               // of the work with these weights that follows one another, this part
+    std::int64_t ahead;            // groups from those that are multiplied to those that are prefetched
+    std::int64_t left;             // groups from the first one to the end of the panel
+    std::int64_t skip;             // groups that prefetching skips there
+
+    int elements(int group) const { return group + 1 < count ? size : last_size; }
+    std::int64_t bytes() const { return std::int64_t{size} / QUAD * QUAD_BYTES; }
+    // The group to be prefetched while a group is multiplied.
+    std::int64_t next(int group) const { return group + ahead + (group + ahead < left ? 0 : skip); }
 };
 
 // Aligned floats as a vector.
@@ -31,6 +40,20 @@ inline int operand_rows(const MultiplyArgs& a) {
     return a.weight->slices > 0 ? a.rows * a.weight->slices : a.rows;
 }
 
+// Elements of the last group of a leaf that have to be multiplied, if `left` elements of the leaf are left: the operands
+// of the others are zeros.
+inline int last_size(int group_size, std::int64_t left) {
+    constexpr int UNIT = 32;  // of every level
+    return left >= group_size ? group_size : left <= 0 ? 0 : static_cast<int>(left + UNIT - 1) / UNIT * UNIT;
+}
+
+// What multiply_panels() has to know of the operands of a level.
+struct Operand {
+    int element;  // bytes
+    int sums;     // numbers that packing left in OperandArgs::sums for each operand row and group
+    int parts;    // of a tile, in each of which all its weights are read
+};
+
 // The end of a leaf: from the totals of a tile, [rows][slices][columns], to the tree of partial sums or, after the last
 // leaf, to out.
 inline void end_leaf(
@@ -38,7 +61,7 @@ inline void end_leaf(
     const PenstockWeight& w = *a.weight;
     const bool last = leaf + 1 == w.leaves;
     const unsigned levels = levels_to_add(leaf, w.leaves);
-    const std::int64_t width = a.panels * PANEL, level_stride = MAX_TILE_ROWS * width;
+    const std::int64_t width = a.panels * PANEL, level_stride = a.rows * width;
     for (int row = 0; row < a.rows; ++row, totals += slices * columns) {
         const float scale = w.kind == KIND_INT4 ? a.scales[tile * a.scales_stride + leaf * a.rows + row] : 1.0f;
         const std::int64_t at = row * width + panel * PANEL;
@@ -56,44 +79,42 @@ inline void end_leaf(
     }
 }
 
-// All tiles times `panels` panels from a.first_panel + panel on. Operands are `element` bytes each, group after group.
-// rows: operand_rows(a), as a constant if possible. add_group(Group) adds one group to the totals.
+// All tiles times `panels` panels from a.first_panel + panel on. multiply_groups(Groups) computes the totals of a tile.
 //
-// A single tile prefetches its own weights some groups ahead. Several tiles each prefetch a part of the next leaf;
-// otherwise only the first one would wait for memory.
-template <class AddGroup>
+// What goes through the weights of a leaf once prefetches its own weights some groups ahead. What goes through them
+// several times prefetches a part of the next leaf each time; otherwise only the first time would wait for memory.
+template <class MultiplyGroups>
 inline __attribute__((always_inline)) void multiply_panels(
-    const MultiplyArgs& a, int panel, int panels, int rows, int element, AddGroup add_group) {
+    const MultiplyArgs& a, int panel, int panels, Operand operand, MultiplyGroups multiply_groups) {
     const PenstockWeight& w = *a.weight;
-    const int columns = panels * PANEL;
-    const std::int64_t groups = w.padded_k / w.group_size;
-    const std::int64_t group_bytes = w.group_size / QUAD * QUAD_BYTES;
-    const std::int64_t begin = (a.first_panel + panel) * groups;
-    const auto* values = static_cast<const std::uint8_t*>(w.values) + begin * group_bytes;
-    const std::uint16_t* scales = w.group_scales + begin * PANEL;
-    std::int64_t first = 0;
-    for (int leaf = 0; leaf < w.leaves; ++leaf) {
-        const std::int64_t end = w.padded_leaf_ends[leaf] / w.group_size;
+    const int rows = operand_rows(a), columns = panels * PANEL;
+    alignas(64) float totals[MAX_BLOCK];
+    const std::int64_t in_panel = w.padded_k / w.group_size, begin = (a.first_panel + panel) * in_panel;
+    Groups groups{};
+    groups.rows = rows;
+    groups.size = w.group_size;
+    groups.totals = totals;
+    groups.parts = a.tiles * operand.parts;
+    groups.skip = (panels - 1) * in_panel;
+    groups.values_stride = in_panel * groups.bytes();
+    groups.scales_stride = in_panel * PANEL;
+    each_leaf(w, [&](const LeafRange& leaf) __attribute__((always_inline)) {
+        const std::int64_t first = leaf.padded_first / w.group_size;
+        groups.count = static_cast<int>(leaf.padded / w.group_size);
+        groups.last_size = last_size(w.group_size, leaf.count - (groups.count - 1) * std::int64_t{w.group_size});
+        groups.values = static_cast<const std::uint8_t*>(w.values) + (begin + first) * groups.bytes();
+        groups.scales = w.group_scales + (begin + first) * PANEL;
+        groups.ahead = groups.parts > 1 ? groups.count : FETCH_AHEAD / groups.bytes();
+        groups.left = in_panel - first;
         for (int tile = 0; tile < a.tiles; ++tile) {
-            alignas(64) float totals[MAX_BLOCK];
-            for (int i = 0; i < rows * columns; i += LANES) {
-                floats(totals + i) = Floats{};
-                asm volatile("" ::: "memory");  // otherwise GCC compiles the loop to a slow string instruction
-            }
-            const auto* operands = static_cast<const std::uint8_t*>(a.tile) + tile * a.tile_stride;
-            const std::int32_t* sums = a.sums + tile * a.sums_stride;
-            const std::int64_t ahead = a.tiles > 1 ? end - first : FETCH_AHEAD / group_bytes;
-            for (std::int64_t g = first; g < end; ++g) {
-                const std::int64_t next = g + ahead + (g + ahead < groups ? 0 : (panels - 1) * groups);
-                add_group(Group{values + g * group_bytes, groups * group_bytes, scales + g * PANEL, groups * PANEL,
-                                operands + g * w.group_size * rows * element, sums + g * rows, w.group_size, totals,
-                                values + next * group_bytes + tile * group_bytes / a.tiles,
-                                (QUAD_BYTES + a.tiles - 1) / a.tiles, scales + next * PANEL});
-            }
-            end_leaf(a, leaf, tile, panel, rows / a.rows, columns, totals);
+            groups.operands = static_cast<const std::uint8_t*>(a.tile) + tile * a.tile_stride +
+                              leaf.padded_first * rows * operand.element;
+            groups.sums = a.sums + tile * a.sums_stride + first * rows * operand.sums;
+            groups.part = tile * operand.parts;
+            multiply_groups(groups);
+            end_leaf(a, leaf.index, tile, panel, rows / a.rows, columns, totals);
         }
-        first = end;
-    }
+    });
 }
 
 // Round a tile to bfloat16. place(k, row, words) writes the elements k .. k + K_UNIT - 1 of padded K of a row, which
@@ -136,6 +157,16 @@ inline void pack_bf16_columns(const OperandArgs& args) {
     });
 }
 
+// One group.
+struct Group {
+    const std::uint8_t* values;   // [size / 4][16][4]
+    const std::uint16_t* scales;  // bfloat16 [32]
+    const void* operands;
+    const std::int32_t* sums;
+    int size;
+    float* totals;                // [operand rows][32], to be added to
+};
+
 // Rows: the type Unpacked, unpack(Group, operand rows, Unpacked&), add_rows<R>(Group, Unpacked, first row, operand
 // rows) for R = 1 and AT_ONCE, and the bytes of an operand ELEMENT.
 template <class Rows>
@@ -149,11 +180,19 @@ void add_group(const Group& g, int rows) {
 }
 
 template <class Rows>
+void multiply_groups(const Groups& g) {
+    const auto* operands = static_cast<const std::uint8_t*>(g.operands);
+    for (int i = 0; i < g.rows * PANEL; ++i) g.totals[i] = 0.0f;
+    for (int i = 0; i < g.count; ++i)
+        add_group<Rows>({g.values + i * g.bytes(), g.scales + i * PANEL, operands + i * g.size * g.rows * Rows::ELEMENT,
+                         g.sums + i * g.rows, g.elements(i), g.totals}, g.rows);
+}
+
+template <class Rows>
 ProductKernel unpacking_kernel() {
     const auto multiply = [](const MultiplyArgs& a) {
-        const int rows = operand_rows(a);
         for (int panel = 0; panel < a.panels; ++panel)
-            multiply_panels(a, panel, 1, rows, Rows::ELEMENT, [=](const Group& g) { add_group<Rows>(g, rows); });
+            multiply_panels(a, panel, 1, {Rows::ELEMENT, 1, 1}, multiply_groups<Rows>);
     };
     return {TILE_ROWS, [](int) { return 1; }, Rows::ELEMENT == 1 ? pack_int8 : pack_bf16_columns, multiply};
 }

@@ -15,11 +15,50 @@ namespace {
 
 constexpr int HALF_PANEL = 16;  // columns per register
 
+// Enough panels for the multiplications to be independent and, with few rows, for several streams from memory.
+constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
 // The group scales of 16 columns.
 inline Floats load_scales(const std::uint16_t* scales) {
     const __m256i halves = _mm256_load_si256(reinterpret_cast<const __m256i*>(scales));
     return (Floats)((Ints)_mm512_maskz_cvtepu16_epi32(0xffff, halves) << 16);
 }
+
+// The totals of R operand rows and P panels over the groups of a leaf, in registers until the end of the leaf.
+template <int R, int P>
+struct RegisterTotals {
+    Floats totals[P][R][2] = {};
+
+    explicit RegisterTotals(float*) {}
+    PENSTOCK_INLINE void add(int p, int r, int half, Floats part) { totals[p][r][half] = totals[p][r][half] + part; }
+    PENSTOCK_INLINE void store(float* to) const {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+            for (int p = 0; p < P; ++p) {
+                floats(to + (r * P + p) * PANEL) = totals[p][r][0];
+                floats(to + (r * P + p) * PANEL + HALF_PANEL) = totals[p][r][1];
+            }
+    }
+};
+
+// The same in memory, for more of them.
+template <int R, int P>
+struct MemoryTotals {
+    float* totals;
+
+    explicit MemoryTotals(float* to) : totals(to) {
+        for (int i = 0; i < R * P * PANEL; i += LANES) {
+            floats(to + i) = Floats{};
+            asm volatile("" ::: "memory");  // otherwise GCC compiles the loop to a slow string instruction
+        }
+    }
+    PENSTOCK_INLINE void add(int p, int r, int half, Floats part) {
+        float* total = totals + (r * P + p) * PANEL + half * HALF_PANEL;
+        floats(total) = floats(total) + part;
+    }
+    PENSTOCK_INLINE void store(float*) const {}
+};
 
 // always_inline: GCC drops a call that it does not inline early as being without effect.
 inline __attribute__((always_inline)) void prefetch(const void* line) {
@@ -29,8 +68,6 @@ inline __attribute__((always_inline)) void prefetch(const void* line) {
 inline void broadcast(__m512i& to, const std::int32_t& from) { asm("vpbroadcastd %1, %0" : "=v"(to) : "m"(from)); }
 
 inline void set_zero(__m512& to) { asm("vpxord %0, %0, %0" : "=v"(to)); }
-
-inline void add_to(float* total, Floats part) { floats(total) = floats(total) + part; }
 
 // Activations in int8, a tile [padded_k / 4][rows][4].
 //
@@ -43,74 +80,71 @@ inline void add_to(float* total, Floats part) { floats(total) = floats(total) + 
 // 2^104.
 struct Int8Rows {
     static constexpr int ELEMENT = 1;
-    // Enough panels for the multiplications to be independent and, with few rows, for several streams from memory.
-    static constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
+    static constexpr int SUMS = 2;
+    static constexpr int MAX_ROWS = 6;           // times one panel: 12 registers of sums and 12 of totals leave 8
+    static constexpr int QUADS_AT_ONCE = 8;      // fewer instructions around the multiplications
+    template <int R, int P> using Totals = RegisterTotals<R, P>;
     static constexpr float OFFSET = 12582912.0f;
     static constexpr std::int32_t OFFSET_BITS = 0x4b400000;
 
-    static void pack(const OperandArgs& args) { pack_int8(args); }
+    // Instead of the sums, the start values: [groups][2][operand rows].
+    static void pack(const OperandArgs& args) {
+        pack_int8(args);
+        const PenstockWeight& weight = *args.weight;
+        const int rows = args.rows * weight.slices;
+        for (std::int64_t group = weight.padded_k / weight.group_size - 1; group >= 0; --group)
+            for (int row = 0; row < rows; ++row) {
+                const std::int32_t sum = args.sums[group * rows + row];
+                std::int32_t* starts = args.sums + 2 * group * rows;
+                starts[row] = OFFSET_BITS - sum * 8;
+                starts[rows + row] = static_cast<std::int32_t>(2u * OFFSET_BITS) - sum * (8 + 16 * 8);
+            }
+    }
 
     static inline void dot(__m512i& sum, __m512i weights, __m512i quads) {
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(quads));
     }
 
-    // Start values of the sums of low nibbles and of bytes: 8 was added to every weight.
-    struct Starts {
-        alignas(64) std::int32_t low[LANES], whole[LANES];
+    // The sums of one group.
+    template <int R, int P>
+    struct Sums {
+        __m512i low[P][R], whole[P][R];
 
-        explicit Starts(const std::int32_t* sums, int rows) {
-            const Ints sum = (Ints)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1 << rows) - 1), sums);
-            *reinterpret_cast<Ints*>(low) = OFFSET_BITS - sum * 8;
-            *reinterpret_cast<Ints*>(whole) = static_cast<std::int32_t>(2u * OFFSET_BITS) - sum * (8 + 16 * 8);
+        PENSTOCK_INLINE void start(const std::int32_t* starts, int rows) {
+#pragma GCC unroll 16
+            for (int p = 0; p < P; ++p)
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) {
+                    broadcast(low[p][r], starts[r]);
+                    broadcast(whole[p][r], starts[rows + r]);
+                }
+        }
+
+        PENSTOCK_INLINE void add_quad(int p, __m512i bytes, const std::int32_t* quads, int) {
+            const __m512i nibbles = bytes & _mm512_set1_epi8(15);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const __m512i x = _mm512_set1_epi32(quads[r]);
+                dot(low[p][r], nibbles, x);
+                dot(whole[p][r], bytes, x);
+            }
+        }
+
+        // totals += d * scales
+        PENSTOCK_INLINE void add_to(RegisterTotals<R, P>& totals, int p, Floats low_scale, Floats high_scale) const {
+            high_scale = high_scale * (1.0f / 16);
+            const Floats low_offset = low_scale * OFFSET, high_offset = high_scale * OFFSET;
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const Ints high = (Ints)whole[p][r] - (Ints)low[p][r];
+                totals.add(p, r, 0, scaled((Ints)low[p][r], low_scale, low_offset));
+                totals.add(p, r, 1, scaled(high, high_scale, high_offset));
+            }
         }
     };
 
-    // total += d * scale
-    static inline void add(float* total, Ints offset_sum, Floats scale, Floats offset) {
-        add_to(total, (Floats)_mm512_fmsub_ps((__m512)same_bits<Floats>(offset_sum), (__m512)scale, (__m512)offset));
-    }
-
-    template <int R, int P>
-    static inline __attribute__((always_inline)) void add_group(const Group& g) {
-        const auto* quads = static_cast<const std::int32_t*>(g.operands);
-        const __m512i nibble = _mm512_set1_epi8(15);
-        const Starts starts(g.sums, R);
-        __m512i low[P][R], whole[P][R];
-#pragma GCC unroll 16
-        for (int p = 0; p < P; ++p)
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                broadcast(low[p][r], starts.low[r]);
-                broadcast(whole[p][r], starts.whole[r]);
-            }
-        for (int quad = 0; quad < g.size / QUAD; ++quad) {
-#pragma GCC unroll 16
-            for (int p = 0; p < P; ++p) {
-                const std::uint8_t* bytes = g.values + p * g.values_stride + quad * QUAD_BYTES;
-                prefetch(g.next_values + p * g.values_stride + quad * g.next_step);
-                const __m512i both = _mm512_load_si512(bytes);
-                const __m512i nibbles = both & nibble;
-#pragma GCC unroll 16
-                for (int r = 0; r < R; ++r) {
-                    const __m512i x = _mm512_set1_epi32(quads[quad * R + r]);
-                    dot(low[p][r], nibbles, x);
-                    dot(whole[p][r], both, x);
-                }
-            }
-        }
-#pragma GCC unroll 16
-        for (int p = 0; p < P; ++p) {
-            prefetch(g.next_scales + p * g.scales_stride);
-            const std::uint16_t* scales = g.scales + p * g.scales_stride;
-            const Floats low_scale = load_scales(scales), high_scale = load_scales(scales + HALF_PANEL) * (1.0f / 16);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                float* total = g.totals + (r * P + p) * PANEL;
-                const Ints high = (Ints)whole[p][r] - (Ints)low[p][r];
-                add(total, (Ints)low[p][r], low_scale, low_scale * OFFSET);
-                add(total + HALF_PANEL, high, high_scale, high_scale * OFFSET);
-            }
-        }
+    static PENSTOCK_INLINE Floats scaled(Ints offset_sum, Floats scale, Floats offset) {
+        return (Floats)_mm512_fmsub_ps((__m512)same_bits<Floats>(offset_sum), (__m512)scale, (__m512)offset);
     }
 };
 
@@ -121,7 +155,11 @@ struct Int8Rows {
 // elements 1 and 3.
 struct Bf16Rows {
     static constexpr int ELEMENT = 2;
-    static constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }  // more would spill
+    static constexpr int SUMS = 1;
+    static constexpr int MAX_ROWS = TILE_ROWS;   // twice the work per group: totals in memory cost less than half tiles
+    static constexpr int QUADS_AT_ONCE = 1;
+    template <int R, int P> using Totals = MemoryTotals<R, P>;
+
     using Words __attribute__((vector_size(64))) = std::uint16_t;
 
     static void pack(const OperandArgs& args) {
@@ -154,62 +192,97 @@ struct Bf16Rows {
     }
 
     template <int R, int P>
-    static inline __attribute__((always_inline)) void add_group(const Group& g) {
-        const auto* pairs = static_cast<const std::int32_t*>(g.operands);
-        const __m512i table = weight_table();
+    struct Sums {
         __m512 low[P][R], high[P][R];
+
+        PENSTOCK_INLINE void start(const std::int32_t*, int) {
 #pragma GCC unroll 16
-        for (int p = 0; p < P; ++p)
+            for (int p = 0; p < P; ++p)
 #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                set_zero(low[p][r]);
-                set_zero(high[p][r]);
-            }
-        for (int quad = 0; quad < g.size / QUAD; ++quad) {
-#pragma GCC unroll 16
-            for (int p = 0; p < P; ++p) {
-                const std::uint8_t* bytes = g.values + p * g.values_stride + quad * QUAD_BYTES;
-                prefetch(g.next_values + p * g.values_stride + quad * g.next_step);
-                const Words words = (Words)_mm512_load_si512(bytes);
+                for (int r = 0; r < R; ++r) {
+                    set_zero(low[p][r]);
+                    set_zero(high[p][r]);
+                }
+        }
+
+        PENSTOCK_INLINE void add_quad(int p, __m512i bytes, const std::int32_t* pairs, int rows) {
+            const __m512i table = weight_table();
+            const Words words = (Words)bytes;
 #pragma GCC unroll 2
-                for (int pair = 0; pair < 2; ++pair) {
-                    const __m512i low_weights = _mm512_permutexvar_epi16((__m512i)(words >> 8 * pair), table);
-                    const __m512i high_weights = _mm512_permutexvar_epi16((__m512i)(words >> (8 * pair + 4)), table);
+            for (int pair = 0; pair < 2; ++pair) {
+                const __m512i low_weights = _mm512_permutexvar_epi16((__m512i)(words >> 8 * pair), table);
+                const __m512i high_weights = _mm512_permutexvar_epi16((__m512i)(words >> (8 * pair + 4)), table);
 #pragma GCC unroll 16
-                    for (int r = 0; r < R; ++r) {
-                        const __m512i x = _mm512_set1_epi32(pairs[(quad * 2 + pair) * R + r]);
-                        dot(low[p][r], low_weights, x);
-                        dot(high[p][r], high_weights, x);
-                    }
+                for (int r = 0; r < R; ++r) {
+                    const __m512i x = _mm512_set1_epi32(pairs[pair * rows + r]);
+                    dot(low[p][r], low_weights, x);
+                    dot(high[p][r], high_weights, x);
                 }
             }
         }
-#pragma GCC unroll 16
-        for (int p = 0; p < P; ++p) {
-            prefetch(g.next_scales + p * g.scales_stride);
-            const std::uint16_t* scales = g.scales + p * g.scales_stride;
-            const Floats low_scale = load_scales(scales), high_scale = load_scales(scales + HALF_PANEL);
+
+        PENSTOCK_INLINE void add_to(MemoryTotals<R, P>& totals, int p, Floats low_scale, Floats high_scale) const {
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                float* total = g.totals + (r * P + p) * PANEL;
-                add_to(total, (Floats)low[p][r] * low_scale);
-                add_to(total + HALF_PANEL, (Floats)high[p][r] * high_scale);
+                totals.add(p, r, 0, (Floats)low[p][r] * low_scale);
+                totals.add(p, r, 1, (Floats)high[p][r] * high_scale);
             }
         }
-    }
+    };
 };
+
+// R operand rows from `row` on times P panels.
+template <class Rows, int R, int P>
+void multiply_rows(const Groups& g, int row, int part) {
+    constexpr int AT_ONCE = Rows::QUADS_AT_ONCE;
+    typename Rows::template Totals<R, P> totals(g.totals + row * P * PANEL);
+    const auto* operands = static_cast<const std::int32_t*>(g.operands) + row;
+    const std::int64_t bytes = g.bytes();
+    const int lines = g.parts < AT_ONCE ? AT_ONCE / g.parts : 1;  // prefetched for every AT_ONCE lines of weights
+    const int step = g.parts < AT_ONCE ? lines * QUAD_BYTES : (AT_ONCE * QUAD_BYTES + g.parts - 1) / g.parts;
+    for (int i = 0; i < g.count; ++i) {
+        const std::int64_t next = g.next(i);
+        const std::uint8_t* values = g.values + i * bytes;
+        const std::uint8_t* ahead = g.values + next * bytes + part * bytes / g.parts;
+        typename Rows::template Sums<R, P> sums;
+        sums.start(g.sums + i * Rows::SUMS * g.rows + row, g.rows);
+        for (int quads = g.elements(i) / QUAD; quads > 0; quads -= AT_ONCE) {
+#pragma GCC unroll 4
+            for (int p = 0; p < P; ++p)
+                for (int line = 0; line < lines; ++line) prefetch(ahead + p * g.values_stride + line * QUAD_BYTES);
+            ahead += step;
+#pragma GCC unroll 8
+            for (int quad = 0; quad < AT_ONCE; ++quad) {
+#pragma GCC unroll 4
+                for (int p = 0; p < P; ++p)
+                    sums.add_quad(p, _mm512_load_si512(values + p * g.values_stride), operands, g.rows);
+                values += QUAD_BYTES;
+                operands += Rows::ELEMENT * g.rows;  // words of four elements
+            }
+        }
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) {
+            const std::uint16_t* scales = g.scales + i * PANEL + p * g.scales_stride;
+            prefetch(g.scales + next * PANEL + p * g.scales_stride);
+            sums.add_to(totals, p, load_scales(scales), load_scales(scales + HALF_PANEL));
+        }
+    }
+    totals.store(g.totals + row * P * PANEL);
+}
 
 template <class Rows, int R, int P>
 void multiply_block(const MultiplyArgs& a, int panel) {
-    multiply_panels(a, panel, P, R, Rows::ELEMENT, [](const Group& g) __attribute__((always_inline)) {
-        Rows::template add_group<R, P>(g);
+    constexpr int PARTS = R > Rows::MAX_ROWS ? 2 : 1, FIRST = (R + PARTS - 1) / PARTS;
+    multiply_panels(a, panel, P, {Rows::ELEMENT, Rows::SUMS, PARTS}, [](const Groups& g) {
+        multiply_rows<Rows, FIRST, P>(g, 0, g.part);
+        if constexpr (R > FIRST) multiply_rows<Rows, R - FIRST, P>(g, FIRST, g.part + 1);
     });
 }
 
 template <class Rows>
 void multiply(const MultiplyArgs& a) {
     with_constant<TILE_ROWS>(operand_rows(a), [&](auto rows) {
-        constexpr int ROWS = decltype(rows)::value, STEP = Rows::panels_at_once(ROWS);
+        constexpr int ROWS = decltype(rows)::value, STEP = panels_at_once(ROWS);
         int panel = 0;
         for (; panel + STEP <= a.panels; panel += STEP) multiply_block<Rows, ROWS, STEP>(a, panel);
         for (; panel < a.panels; ++panel) multiply_block<Rows, ROWS, 1>(a, panel);
@@ -218,7 +291,7 @@ void multiply(const MultiplyArgs& a) {
 
 template <class Rows>
 ProductKernel kernel() {
-    return {TILE_ROWS, [](int rows) { return Rows::panels_at_once(rows); }, Rows::pack, multiply<Rows>};
+    return {TILE_ROWS, panels_at_once, Rows::pack, multiply<Rows>};
 }
 
 }  // namespace

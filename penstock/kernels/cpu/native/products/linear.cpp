@@ -86,7 +86,7 @@ Plan plan_product(const Context& context, const Product& product) {
     plan.tile_bytes = operand_bytes(weight, *plan.kernel);
     const std::int64_t groups = weight.group_size > 0 ? weight.padded_k / weight.group_size : 0;
     plan.scales_stride = std::int64_t{weight.leaves} * plan.tile_rows;
-    plan.sums_stride = std::max<std::int64_t>(groups, weight.leaves) * plan.tile_rows * plan.slices;
+    plan.sums_stride = std::max<std::int64_t>(2 * groups, weight.leaves) * plan.tile_rows * plan.slices;
     plan.item_panels = panels_of_item(plan);
     plan.tile_groups = std::max<std::int64_t>(divide_up(plan.full_tiles, TILES_PER_CALL), 1);
     return plan;

@@ -33,7 +33,8 @@ struct OperandArgs {
     int rows;                       // activation rows, 1 .. tile_rows / slices
     void* tile;                     // out: operands in the layout of the level, operand_bytes(), 64-aligned
     float* scales;                  // out, integer kinds: [leaves][rows]
-    std::int32_t* sums;             // out: sums of operands; int8 [leaves][rows * slices], int4 [groups][rows * slices]
+    std::int32_t* sums;             // out: sums of operands; int8 [leaves][rows * slices], int4 [groups][rows * slices] or
+                                    // up to twice as many numbers that a level makes of them
 };
 
 // Multiply `tiles` tiles of `rows` activation rows each with `panels` neighbouring panels.
@@ -56,7 +57,7 @@ struct MultiplyArgs {
     std::int64_t scales_stride;  // elements from one tile to the next
     const std::int32_t* sums;
     std::int64_t sums_stride;
-    float* tree;                 // scratch, [tiles][TREE_LEVELS][MAX_TILE_ROWS * PANEL * panels], 64-aligned
+    float* tree;                 // scratch, [tiles][TREE_LEVELS][at most MAX_TILE_ROWS * PANEL * panels], 64-aligned
     float* partial;              // scratch, [tiles * rows][panels * 32], 64-aligned; may be out
     float* out;                  // [tiles * rows][panels * 32], 64-aligned
     std::int64_t out_stride;     // elements between rows of out; panels * 32 unless the kernel is `strided`

@@ -56,6 +56,28 @@ inline std::int32_t reduce_max(const Ints& values) {
     return left[0];
 }
 
+#if defined(__AVX512F__)
+
+// The sum of the lanes of each of `count` vectors.
+inline void reduce_sums(const Ints* values, int count, std::int32_t* to) {
+    if (count == 1) {
+        *to = _mm512_reduce_add_epi32((__m512i)*values);
+        return;
+    }
+    for (int first = 0; first < count; first += REGISTER_WORDS) {
+        const int some = count - first < REGISTER_WORDS ? count - first : REGISTER_WORDS;
+        __m512i words[REGISTER_WORDS];
+#pragma GCC unroll 16
+        for (int i = 0; i < REGISTER_WORDS; ++i) words[i] = (__m512i)values[first + (i < some ? i : 0)];
+        transpose(words);
+        for (int half = REGISTER_WORDS / 2; half > 0; half /= 2)
+            for (int i = 0; i < half; ++i) words[i] = _mm512_add_epi32(words[i], words[i + half]);
+        _mm512_mask_storeu_epi32(to + first, static_cast<__mmask16>((1u << some) - 1), words[0]);
+    }
+}
+
+#else
+
 inline std::int32_t reduce_sum(const Ints& values) {
     Ints left = values;
     for (int half = LANES / 2; half > 0; half /= 2)
@@ -63,19 +85,31 @@ inline std::int32_t reduce_sum(const Ints& values) {
     return left[0];
 }
 
-// Bits of max |x|. As integers they have the order of the values, with infinity and then NaN at the top.
+inline void reduce_sums(const Ints* values, int count, std::int32_t* to) {
+    for (int i = 0; i < count; ++i) to[i] = reduce_sum(values[i]);
+}
+
+#endif
+
+// Bits of max |x|. As integers they have the order of the values, with infinity and then NaN at the top. Several maxima
+// at a time, because each waits for the one before it.
 template <class Element>
 std::int32_t max_magnitude_bits(const Element* x, std::int64_t count) {
-    Ints result{};
+    constexpr int AT_ONCE = 4;
+    Ints results[AT_ONCE] = {};
     std::int64_t k = 0;
-    const auto take = [&](const Element* from) {
+    const auto take = [](Ints& result, const Element* from) {
         const Ints magnitude = load_bits(from) & MAGNITUDE_BITS;
         result = magnitude > result ? magnitude : result;
     };
-    for (; k + LANES <= count; k += LANES) take(x + k);
+    for (; k + AT_ONCE * LANES <= count; k += AT_ONCE * LANES)
+#pragma GCC unroll 4
+        for (int i = 0; i < AT_ONCE; ++i) take(results[i], x + k + i * LANES);
+    for (; k + LANES <= count; k += LANES) take(results[0], x + k);
     Element tail[LANES];
-    take(pad(x + k, count - k, LANES, tail));
-    return reduce_max(result);
+    take(results[0], pad(x + k, count - k, LANES, tail));
+    for (int i = 1; i < AT_ONCE; ++i) results[0] = results[i] > results[0] ? results[i] : results[0];
+    return reduce_max(results[0]);
 }
 
 // The scale of the operands and the factor that elements are multiplied by; with a factor of 0 all slices are zeros.
@@ -92,11 +126,46 @@ inline LeafScale leaf_scale(std::int32_t magnitude_bits) {
     return {magnitude / LARGEST_SLICE, LARGEST_SLICE / magnitude};
 }
 
-// x [length] -> slices [SLICES][CHUNK]; also adds them to sums [SLICES].
-template <int SLICES, class Element>
-inline void quantize_chunk(const Element* x, int length, float factor, std::int8_t* slices, Ints* sums) {
+#if defined(__AVX512F__)
+
+// COUNT * 16 integers from -127 to 127 as bytes, followed by zeros.
+template <int COUNT>
+inline __m512i to_bytes(const Ints (&values)[COUNT]) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i low = _mm512_packs_epi32((__m512i)values[0], (__m512i)values[1]);
+    __m512i high = _mm512_setzero_si512();
+    if constexpr (COUNT > 2) high = _mm512_packs_epi32((__m512i)values[2], (__m512i)values[3]);
+    return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+}
+
+// x [LENGTH] -> slices [SLICES][CHUNK]; also adds them to sums [SLICES].
+template <int SLICES, int LENGTH, class Element>
+inline void quantize_chunk(const Element* x, float factor, std::int8_t* slices, Ints* sums) {
+    Ints values[SLICES][LENGTH / LANES];
+#pragma GCC unroll 4
+    for (int v = 0; v < LENGTH / LANES; ++v) {
+        Floats rest = same_bits<Floats>(load_bits(x + v * LANES)) * factor;
+#pragma GCC unroll 3
+        for (int s = 0; s < SLICES; ++s) {
+            values[s][v] = (Ints)_mm512_cvtps_epi32((__m512)rest);
+            rest = (rest - __builtin_convertvector(values[s][v], Floats)) * SLICE_RATIO;
+        }
+    }
+#pragma GCC unroll 3
+    for (int s = 0; s < SLICES; ++s) {
+        const __m512i bytes = to_bytes(values[s]);
+        _mm512_store_si512(slices + s * CHUNK, bytes);
+        sums[s] = (Ints)_mm512_dpbusd_epi32((__m512i)sums[s], _mm512_set1_epi8(1), bytes);
+    }
+}
+
+#else
+
+// x [LENGTH] -> slices [SLICES][CHUNK]; also adds them to sums [SLICES].
+template <int SLICES, int LENGTH, class Element>
+inline void quantize_chunk(const Element* x, float factor, std::int8_t* slices, Ints* sums) {
     Ints added[SLICES] = {};
-    for (int k = 0; k < length; k += LANES) {
+    for (int k = 0; k < LENGTH; k += LANES) {
         Floats rest = same_bits<Floats>(load_bits(x + k)) * factor;
         for (int s = 0; s < SLICES; ++s) {
             const Floats rounded = rest + ROUNDER;
@@ -109,6 +178,8 @@ inline void quantize_chunk(const Element* x, int length, float factor, std::int8
     }
     for (int s = 0; s < SLICES; ++s) sums[s] += added[s];
 }
+
+#endif
 
 // The rows of a tile within one leaf.
 template <class Element>
@@ -134,52 +205,78 @@ LeafRows<Element> find_leaf(const OperandArgs& args, std::int64_t first, std::in
     return leaf;
 }
 
-// Elements k .. k + length - 1 of a padded leaf -> slices [rows * SLICES][CHUNK]; also added to sums [rows * SLICES].
-template <int SLICES, class Element>
-void quantize_chunks(const LeafRows<Element>& leaf, std::int64_t k, int length, std::int8_t* slices, Ints* sums) {
-    Element padded[CHUNK];
+// Elements k .. k + LENGTH - 1 of a padded leaf -> slices [rows * SLICES][CHUNK]; also added to sums [rows * SLICES].
+template <int SLICES, int LENGTH, class Element>
+void quantize_chunks(const LeafRows<Element>& leaf, std::int64_t k, std::int8_t* slices, Ints* sums) {
+    Element padded[LENGTH];
     for (int r = 0; r < leaf.rows; ++r, slices += SLICES * CHUNK, sums += SLICES) {
         if (leaf.factors[r] == 0.0f)
             __builtin_memset(slices, 0, SLICES * CHUNK);
         else
-            quantize_chunk<SLICES>(
-                pad(leaf.x[r] + k, leaf.count - k, length, padded), length, leaf.factors[r], slices, sums);
+            quantize_chunk<SLICES, LENGTH>(
+                pad(leaf.x[r] + k, leaf.count - k, LENGTH, padded), leaf.factors[r], slices, sums);
     }
 }
 
 // Quantise a tile and sum every `span` elements of padded K, or every leaf if span is 0. place(k, length, slices)
 // writes the operands k .. k + length - 1 of padded K, slices [rows * SLICES][CHUNK], in the layout of the level;
-// length is the smaller of CHUNK and span.
-template <int SLICES, class Element, class Place>
+// length is LENGTH, the smaller of CHUNK and span.
+template <int SLICES, int LENGTH, class Element, class Place>
 void quantize_tile(const OperandArgs& args, int span, const Place& place) {
     alignas(64) std::int8_t slices[MAX_TILE_ROWS * CHUNK];
     Ints sums[MAX_TILE_ROWS];
     std::int32_t* sums_out = args.sums;
+    const int operand_rows = args.rows * SLICES;
     each_leaf(*args.weight, [&](const LeafRange& range) {
         const LeafRows<Element> leaf =
             find_leaf<Element>(args, range.first, range.count, args.scales + range.index * args.rows);
         const std::int64_t spans = span > 0 ? range.padded / span : 1;
         const std::int64_t elements = span > 0 ? span : range.padded;
-        const int length = elements < CHUNK ? static_cast<int>(elements) : CHUNK;
         for (std::int64_t i = 0; i < spans; ++i) {
             const std::int64_t first = i * elements;
-            for (int o = 0; o < args.rows * SLICES; ++o) sums[o] = Ints{};
-            for (std::int64_t k = first; k < first + elements; k += length) {
-                quantize_chunks<SLICES>(leaf, k, length, slices, sums);
-                place(range.padded_first + k, length, slices);
+            for (int o = 0; o < operand_rows; ++o) sums[o] = Ints{};
+            for (std::int64_t k = first; k < first + elements; k += LENGTH) {
+                quantize_chunks<SLICES, LENGTH>(leaf, k, slices, sums);
+                place(range.padded_first + k, LENGTH, slices);
             }
-            for (int o = 0; o < args.rows * SLICES; ++o) *sums_out++ = reduce_sum(sums[o]);
+            reduce_sums(sums, operand_rows, sums_out);
+            sums_out += operand_rows;
         }
     });
 }
 
+template <int SLICES, class Place>
+void quantize_tile(const OperandArgs& args, int span, const Place& place) {
+    const bool bf16 = args.x_type == TYPE_BF16;
+    if (span > 0 && span < CHUNK)
+        return (bf16 ? quantize_tile<SLICES, CHUNK / 2, std::uint16_t, Place>
+                     : quantize_tile<SLICES, CHUNK / 2, float, Place>)(args, span, place);
+    (bf16 ? quantize_tile<SLICES, CHUNK, std::uint16_t, Place>
+          : quantize_tile<SLICES, CHUNK, float, Place>)(args, span, place);
+}
+
 template <class Place>
 void quantize_tile(const OperandArgs& args, int span, const Place& place) {
-    with_constant<3>(args.weight->slices, [&](auto slices) {
-        if (args.x_type == TYPE_F32) return quantize_tile<slices.value, float>(args, span, place);
-        quantize_tile<slices.value, std::uint16_t>(args, span, place);
-    });
+    with_constant<3>(args.weight->slices, [&](auto slices) { quantize_tile<slices.value>(args, span, place); });
 }
+
+#if defined(__AVX512F__)
+
+// slices [rows][CHUNK] -> [length / 4][rows][4]: the four operands of one instruction, row after row.
+inline void interleave(const std::int8_t* slices, int rows, int length, std::int8_t* to) {
+    if (rows == 1) {
+        __builtin_memcpy(to, slices, static_cast<std::size_t>(length));
+        return;
+    }
+    __m512i words[REGISTER_WORDS];
+#pragma GCC unroll 16
+    for (int r = 0; r < REGISTER_WORDS; ++r) words[r] = _mm512_loadu_si512(slices + (r < rows ? r : 0) * CHUNK);
+    transpose(words);
+    const __mmask16 mask = static_cast<__mmask16>((1u << rows) - 1);
+    for (int quad = 0; quad < length / 4; ++quad) _mm512_mask_storeu_epi32(to + quad * rows * 4, mask, words[quad]);
+}
+
+#else
 
 using Quads __attribute__((vector_size(16))) = std::int32_t;  // four times four operands
 
@@ -209,6 +306,8 @@ inline void interleave(const std::int8_t* slices, int rows, int length, std::int
     for (; r < rows; ++r)
         for (int k = 0; k < length; k += 4) __builtin_memcpy(to + k * rows + r * 4, slices + r * CHUNK + k, 4);
 }
+
+#endif
 
 // A tile laid out as [padded_k / 4][operand rows][4].
 inline void quantize_interleaved(const OperandArgs& args, int span) {
