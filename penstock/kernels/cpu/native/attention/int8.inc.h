@@ -49,9 +49,10 @@ struct Int8Kind {
         });
     }
 
-    static void multiply_values(const TileArgs& a, int first, int rows, float* p, float* o) {
+    // Folded into the state. p is overwritten.
+    static void multiply_values(const TileArgs& a, int first, int rows, float* p, const StripFold& fold) {
         with_constant<STRIP>(rows, [&](auto count) {
-            (a.cache->slices == 2 ? strip_values<count.value, 2> : strip_values<count.value, 3>)(a, first, p, o);
+            (a.cache->slices == 2 ? strip_values<count.value, 2> : strip_values<count.value, 3>)(a, first, p, fold);
         });
     }
 
@@ -95,7 +96,7 @@ struct Int8Kind {
 
     // 32 elements of a head at a time.
     template <int ROWS, int SLICES>
-    static void strip_values(const TileArgs& a, int first, float* p, float* o) {
+    static void strip_values(const TileArgs& a, int first, float* p, const StripFold& fold) {
         constexpr int OPERANDS = ROWS * SLICES, GRANULE_QUADS = GRANULE / QUAD;
         const std::int64_t dim = a.cache->padded_dim;
         constexpr int CHUNK_BYTES = OPERANDS * CHUNK;
@@ -121,30 +122,59 @@ struct Int8Kind {
                                slices + g / IN_CHUNK * CHUNK_BYTES + g % IN_CHUNK * GRANULE};
                 },
                 start, sums);
-            finish_values<ROWS, SLICES>(a, numbers, sums, 0, d, o);
-            finish_values<ROWS, SLICES>(a, numbers, sums, 1, d + LANES, o);
+            finish_values<ROWS, SLICES>(a, first, numbers, sums, 0, d, fold);
+            finish_values<ROWS, SLICES>(a, first, numbers, sums, 1, d + LANES, fold);
         }
     }
 
-    // Elements d .. d + 15 of a head, column 0 or 1 of the sums.
+    // Fold elements d .. d + 15 of a head, column 0 or 1 of the sums, into the state.
     template <int ROWS, int SLICES>
-    static PENSTOCK_INLINE void finish_values(const TileArgs& a, const ProbabilityRows<SLICES>& numbers,
-                                           const I32x16 (*sums)[2], int column, std::int64_t d, float* o) {
+    static PENSTOCK_INLINE void finish_values(const TileArgs& a, int first, const ProbabilityRows<SLICES>& numbers,
+                                              const I32x16 (*sums)[2], int column, std::int64_t d,
+                                              const StripFold& fold) {
         const PenstockCache& cache = *a.cache;
         const std::int64_t channel = a.kv_head * cache.padded_dim + d;
+        float* const state = a.state.accumulator + first * cache.padded_dim + d;
         for (int r = 0; r < ROWS; ++r) {
             I32x16 of_slice[SLICES];
             for (int i = 0; i < SLICES; ++i) of_slice[i] = sums[r * SLICES + i][column];
-            store(o + r * cache.padded_dim + d,
-                  outputs_of<SLICES>(cache, numbers.scale[4 * r], numbers.sum[4 * r], channel, of_slice));
+            const F32x16 part = outputs_of<SLICES>(cache, numbers.scale[4 * r], numbers.sum[4 * r], channel, of_slice);
+            float* const to = state + r * cache.padded_dim;
+            if ((fold.rows >> r & 1) != 0) store(to, load(to) * fold.keep[r] + part * fold.add[r]);
         }
     }
 };
 
+// The scales of the next tile; the products prefetch its keys and values.
+PENSTOCK_INLINE void prefetch_scales(const TileArgs& a) {
+    if (a.next[0] == nullptr || a.cache->key_scales != nullptr) return;
+    for (const char* next : a.next) {
+        const Granule granule(*a.cache, next);
+        for (const float* line = granule.scales; line != granule.scales + 4 * GRANULE; line += GRANULE)
+            __builtin_prefetch(line);
+    }
+}
+
+// As attend_tile, but each output is folded where it is computed.
+template <class Kind>
+void attend_strips(const TileArgs& a) {
+    alignas(64) float p[Kind::STRIP * TILE];
+    prefetch_scales(a);
+    for (int first = 0; first < a.rows; first += Kind::STRIP) {
+        const int rows = a.rows - first < Kind::STRIP ? a.rows - first : Kind::STRIP;
+        StripParts parts;
+        StripFold fold;
+        Kind::multiply_keys(a, first, rows, p);
+        softmax(a, first, rows, p, p, parts);
+        fold_sums(a, first, rows, parts, fold);
+        Kind::multiply_values(a, first, rows, p, fold);
+    }
+}
+
 template <class Dot>
 CacheKernel int8_kernel() {
     const auto pack_queries = [](const QueryArgs& a) { pack_strips<STRIP_ROWS>(a, CHUNK); };
-    return {pack_queries, attend_tile<Int8Kind<Dot>>, store_tokens, load_tokens};
+    return {pack_queries, attend_strips<Int8Kind<Dot>>, store_tokens, load_tokens};
 }
 
 }  // namespace
