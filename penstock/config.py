@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import InvalidRequestError, NotSupportedError
-from penstock.kernels.cpu.cores import AFFINITIES, AUTO, Machine, parse_cpus, pinned_cores
+from penstock.kernels.cpu.cores import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
 from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
 from penstock.validation import check_int, check_options, check_str, fail, option, shown, string_tuple
@@ -166,9 +166,8 @@ class NumericsConfig:
             try:
                 parse_cpus(self.cpu_affinity)
             except ValueError as error:
-                raise fail(
-                    "cpu_affinity", self.cpu_affinity, f"auto, none, nodes, or CPUs like 0-3,8: {error}"
-                ) from error
+                allowed = f"auto, none, nodes, or CPUs like 0-3,8: {error}"
+                raise fail("cpu_affinity", self.cpu_affinity, allowed) from error
 
     def _check_no_group_size(self) -> None:
         if self.quantization_group_size is not None:
@@ -204,6 +203,8 @@ class NumericsConfig:
         if scheme is not None and scheme.group_size != self.quantization_group_size:
             choices["quantization_group_size"] = scheme.group_size, "the default"
         small = model.hidden_size * model.intermediate_size < SMALL_MATRIX
+        if level is None and self.cpu_affinity not in (AUTO, NONE):
+            raise fail("cpu_affinity", self.cpu_affinity, "auto or none: only the native kernels place their threads")
         return _apply(self, choices | self._resolve_cores(Machine.read(), small_model=small))
 
     def _resolve_cores(self, machine: Machine, *, small_model: bool) -> Choices:

@@ -9,6 +9,7 @@ import pytest
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.cores import Machine, cpu_quota, parse_cpus, pinned_cores, show_cpus
+from penstock.kernels.cpu.library import load_library
 from tests.fakes import tiny_config
 
 DOCKER = "/docker/abc"
@@ -141,6 +142,7 @@ def test_cpu_lists_are_read_and_shown() -> None:
             parse_cpus(text)
 
 
+@pytest.mark.skipif(load_library() is None, reason="built without a C++ compiler")
 def test_the_option_names_what_is_wrong() -> None:
     """Guards against an engine that silently computes elsewhere than it was told to."""
     last = max(os.sched_getaffinity(0))
@@ -149,5 +151,7 @@ def test_the_option_names_what_is_wrong() -> None:
     assert caught.value.param == "cpu_affinity"
     with pytest.raises(InvalidRequestError, match="at least 2 cores for 2 threads"):
         EngineConfig.from_options(cpu_affinity=str(last), threads=2).resolve(tiny_config(8))
+    with pytest.raises(InvalidRequestError, match="only the native kernels"):
+        EngineConfig.from_options(cpu_affinity=str(last), kernels="reference").resolve(tiny_config(8))
     resolved = EngineConfig.from_options(cpu_affinity=str(last)).resolve(tiny_config(8))
     assert (resolved.numerics.threads, resolved.numerics.cpu_affinity) == (1, str(last))
