@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from penstock.config import EngineConfig
 from penstock.interface.step import SchedulerOutput
 from penstock.layers.lm_head import LMHead
 from penstock.layers.mlp import MoE
+from penstock.layers.module import named_modules
 from penstock.layers.weights import Linear
 from penstock.planner.memory import cached_token_bytes
 from penstock.spec.model_config import ModelConfig
@@ -42,13 +41,15 @@ class Work:
 class ModelCosts:
     """The work of a model's steps, by its loaded weights and the resolved config it was loaded with."""
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig, config: EngineConfig) -> None:
+    def __init__(self, model: object, model_config: ModelConfig, config: EngineConfig) -> None:
         dtype = config.numerics.dtype
         self._body, self._head, self._expert = Work(), Work(), Work()
-        mixtures = [layer for layer in model.modules() if isinstance(layer, MoE)]
+        mixtures = [layer for _, layer in named_modules(model) if isinstance(layer, MoE)]
         for product in _products(*(mixture.experts[0] for mixture in mixtures[:1])):  # all experts have the same shape
             self._expert.add(_product(product, dtype))
-        for layer in set(_products(model)).difference(_products(*(mixture.experts for mixture in mixtures))):
+        for layer in set(_products(model)).difference(
+            _products(*(expert for mixture in mixtures for expert in mixture.experts))
+        ):
             part = self._head if isinstance(layer, LMHead) else self._body
             part.add(_product(layer, dtype))
         self._windows = [window for layers, window in model_config.cache_groups() for _ in layers]
@@ -77,9 +78,9 @@ class ModelCosts:
         return Work(seen * self._token_bytes, Counter({self._kind: keys * self._pair_operations}))
 
 
-def _products(*modules: nn.Module) -> Iterator[Linear]:
+def _products(*modules: object) -> Iterator[Linear]:
     """Yield every product with a weight in the modules."""
-    return (layer for module in modules for layer in module.modules() if isinstance(layer, Linear))
+    return (layer for module in modules for _, layer in named_modules(module) if isinstance(layer, Linear))
 
 
 def _product(layer: Linear, dtype: str) -> Work:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.cpu.packed import empty
+from penstock.kernels.tensors import empty
 
 READ_BYTES = 512 * 2**20  # more than the cache available to one user of a machine
 MULTIPLY_SECONDS = 0.01  # target length of one probe of a multiply rate

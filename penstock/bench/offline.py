@@ -8,9 +8,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
-
-from torch import nn
+from typing import Any
 
 from penstock import validation as check
 from penstock.bench.costs import ModelCosts, Work
@@ -98,7 +96,7 @@ class _MeteredExecutor:
     def __init__(self, built: BuiltEngine) -> None:
         self._inner, built.engine.executor = built.engine.executor, self
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None
-        self._costs = ModelCosts(cast(nn.Module, built.model), built.model_config, built.config)
+        self._costs = ModelCosts(built.model, built.model_config, built.config)
         self._counters = self._read_counters()
         self.last = SchedulerOutput(0, [], [])
 

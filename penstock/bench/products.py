@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from penstock.bench.machine import MachineLimits, Turn, rates, ring_length, take_turns, uniform
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.cpu.packed import empty
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing
+from penstock.kernels.tensors import empty
 from penstock.quant.scheme import Scheme
 from penstock.spec.param_table import leaf_bounds
 

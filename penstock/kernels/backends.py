@@ -1,22 +1,25 @@
 """The backends by name. kernels/ops.py is their interface."""
 
-import torch
-
 from penstock.errors import NotSupportedError
-from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import Ops
-from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.tensors import Dtype
 
 
-def load_ops(name: str, dtype: torch.dtype, device: torch.device | str = "cpu", *, threads: int = 1) -> Ops:
+def load_ops(name: str, dtype: Dtype, device: object = "cpu", *, threads: int = 1) -> Ops:
     """Make the backend of that name for models of type `dtype`. threads: of the native kernels.
+
+    dtype: a np.dtype or a torch.dtype; results are of the same kind. The reference backend computes with torch.
 
     Raises:
         NotSupportedError: the backend is not built yet.
         InvalidRequestError: `name` is "cpu", and the native kernels are not installed.
     """
     if name == "reference":
+        from penstock.kernels.reference import ReferenceOps
+
         return ReferenceOps(dtype, device)
     if name == "cpu":
+        from penstock.kernels.cpu.ops import CpuOps
+
         return CpuOps(dtype, threads=threads)
     raise NotSupportedError(f"kernels: {name!r} is planned but not built yet", param="kernels")
