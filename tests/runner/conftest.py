@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.interface.step import RequestStepOutput
-from penstock.runner.model_runner import ModelRunner, LocalExecutor
+from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from tests.fakes import FakeOps, HandScheduler, TinyModel, resolved_config, tiny_config
 
 

@@ -18,7 +18,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
 from penstock.kernels.reference import ReferenceOps
 from penstock.models.config_json import load_model_config
-from penstock.runner.model_runner import ModelRunner, LocalExecutor
+from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import load_model
 from tests.fakes import CacheModel, FakeOps, resolved_config, tiny_config

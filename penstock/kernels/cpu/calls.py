@@ -27,6 +27,7 @@ from penstock.kernels.tensors import (
     address_of,
     array_type,
     as_torch,
+    dtype_of,
     empty,
     is_torch,
 )
@@ -84,7 +85,11 @@ class NativeCalls:
         return self._new(shape, array_type(dtype))
 
     def _new(self, shape: tuple[int, ...], dtype: ArrayType) -> Tensor:
-        return self.tensor(empty(shape, dtype))
+        if not is_torch(self.dtype):
+            return empty(shape, dtype)
+        import torch
+
+        return torch.empty(shape, dtype=dtype_of(str(dtype), self.dtype))
 
     def _output(self, out: Tensor | None, shape: tuple[int, ...], dtype: ArrayType) -> Tensor:
         """Return `out`, or a new tensor if it is None."""

@@ -29,6 +29,7 @@ from penstock.kernels.tensors import (
     Dtype,
     Tensor,
     address_of,
+    array_type,
     as_array,
     dtype_of,
     empty,
@@ -67,7 +68,7 @@ class Layout:
     gated: bool
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: ArrayType, packing: Packing = PLAIN) -> "Layout":
+    def of(cls, shape: Sequence[int], dtype: Dtype, packing: Packing = PLAIN) -> "Layout":
         """Return the layout of a weight of a shape.
 
         Raises:
@@ -82,7 +83,7 @@ class Layout:
         if len(ends) > MAX_LEAVES or ends[-1] != k or min(lengths) < 0:
             raise ValueError(f"{k} elements cannot be cut into leaves that end at {list(ends)}")
         if scheme is None:
-            return cls(n, k, FLOAT_KINDS[dtype], ends, 0, 0, gated)
+            return cls(n, k, FLOAT_KINDS[array_type(dtype)], ends, 0, 0, gated)
         if scheme.slices and max(lengths) > MAX_INTEGER_LEAF:
             raise NotSupportedError(
                 f"quantization: {scheme.name} sums at most {MAX_INTEGER_LEAF} products, and this model has {k}",
@@ -200,7 +201,7 @@ def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
 
 
 def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: Dtype, pack_rows: Pack) -> CpuLinear:
-    """Pack a weight, reading a few rows at a time. Weight and bias are first rounded to dtype; the memory is of its kind."""
+    """Pack a weight, reading a few rows at a time. Weight and bias are first rounded to dtype, the memory's kind."""
     tensors = {name: empty(shape, dtype_of(str(element), dtype)) for name, (shape, element) in layout.arrays().items()}
     if bias is not None:
         tensors["bias"] = empty((layout.panels * PANEL,), dtype_of("float32", dtype))
