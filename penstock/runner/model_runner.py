@@ -235,7 +235,7 @@ class LocalExecutor:
 
 def _prepare_torch(ops: Ops, threads: int) -> Callable[[], AbstractContextManager[object]]:
     """Set the number of torch's threads, if this process has torch. Return the context in which a step computes."""
-    if "torch" not in sys.modules:
+    if sys.modules.get("torch") is None:
         return nullcontext
     import torch
 
