@@ -52,8 +52,8 @@ class EngineSupervisor:
         on_frame: Callable[[frames.Outputs | frames.Rejected], None],
         on_loss: Callable[[EngineDeadError], None],
     ) -> None:
-        self.child = EngineChild()
         self.restarts = 0
+        self.child = EngineChild(frames.Start(self.restarts, options))
         self.liveness = Liveness()
         self.model_info: ModelInfo | None = None
         self.failure: PenstockError | None = None
@@ -96,7 +96,6 @@ class EngineSupervisor:
         """Receive frames until the connection ends. Returns whether the engine was ready."""
         try:
             await self.child.connect()
-            self.child.send(frames.Start(self.restarts, self._options))
             while (frame := await self.child.receive()) is not None:
                 if frame.epoch == self.restarts:  # else it comes from an engine that was replaced
                     self._take(frame)
@@ -138,7 +137,7 @@ class EngineSupervisor:
         if self.failure is None:  # neither given up nor stopped meanwhile
             self.restarts += 1
             LOGGER.warning("restarting the engine process (restart %d of %d)", len(self._deaths), MAX_DEATHS - 1)
-            self.child = EngineChild()
+            self.child = EngineChild(frames.Start(self.restarts, self._options))
 
     def _fail(self, error: PenstockError) -> None:
         """Give up: there will be no engine any more."""

@@ -89,4 +89,4 @@ def _read(name: str, entry: TensorEntry | None, shape: tuple[int, int]) -> Array
     if not bool(np.isfinite(values).all()):
         raise ModelLoadError(f"{entry.file}: {name} is not finite")
     rows = values.reshape(shape if entry.shape == shape else (-1, 1))
-    return np.ascontiguousarray(np.broadcast_to(rows, shape))
+    return np.array(np.broadcast_to(rows, shape))
