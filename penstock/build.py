@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# Before torch is loaded: threads that wait by spinning keep the core from the thread that they wait for as soon as
-# another process wants one (measured on 2 cores with one busy neighbour: 5 tokens/s spinning, 100 sleeping).
+# Before torch is loaded, if it is: threads that wait by spinning keep the core from the one that they wait for as soon
+# as another process wants one (measured on 2 cores with one busy neighbour: 5 tokens/s spinning, 100 sleeping).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-import torch
 
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
@@ -32,19 +30,18 @@ from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
 from penstock.plugins.user_files import files_fingerprint, import_files
-from penstock.runner.model_runner import ModelRunner, TorchExecutor
+from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.sharding_map import ShardingMap
 from penstock.weights import packed
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import InstanceWeights, ModelInstance
 from penstock.weights.kv_scales import kv_scales_fingerprint, read_kv_scales
-from penstock.weights.loader import load_model
+from penstock.weights.loader import dtype_for, load_model
 from penstock.weights.safetensors import fingerprint
 from penstock.weights.sources import read_parameters
 
 Weights = Path | InstanceWeights
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,8 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
         kv_scales = read_kv_scales(Path(scales), *shape)
     threads = numerics.threads or 1
     cores = pinned_cores(numerics.cpu_affinity, threads) if numerics.kernels == "cpu" else ()
-    ops = load_ops(numerics.kernels, TORCH_DTYPES[numerics.dtype], threads=threads, cores=cores)
+    dtype = dtype_for(model_config, numerics.kernels, numerics.dtype)
+    ops = load_ops(numerics.kernels, dtype, threads=threads, cores=cores)
     model = load_model(
         weights,
         model_config,
@@ -102,7 +100,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
         raise EngineError("the engine needs a resolved config")
     engine = Engine(
-        TorchExecutor(runner),
+        LocalExecutor(runner),
         plan.groups,
         max_model_len=scheduler.max_model_len,
         max_num_seqs=scheduler.max_num_seqs,

@@ -19,6 +19,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
+from penstock.kernels.tensors import as_torch
 from penstock.layers.context import ForwardContext
 from penstock.spec.model_config import ModelConfig
 
@@ -68,8 +69,12 @@ class FakeOps:
     def new_kv_cache(self, spec: CacheSpec) -> FakeCache:
         return FakeCache(spec.num_blocks, spec.block_size)
 
+    def tensor(self, array: Any) -> Tensor:
+        found: Tensor = as_torch(array).to(self.device)
+        return found
+
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: FakeCache) -> AttentionMetadata:
-        return meta
+        return meta.to(self.tensor)
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         return torch.isfinite(logits.amax(dim=-1))

@@ -69,6 +69,11 @@ IMPORTED_WITHOUT_TORCH = [
     "penstock.cli.main",
     "penstock.cli.serve",
     "penstock.cli.check",
+    "penstock.build",
+    "penstock.kernels.cpu.ops",
+    "penstock.models.llama.model",
+    "penstock.runner.model_runner",
+    "penstock.weights.convert",
 ]
 
 

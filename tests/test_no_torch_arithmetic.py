@@ -1,4 +1,4 @@
-"""With native kernels a step does no float arithmetic in torch: a sum there could depend on the batch.
+"""With native kernels a step does no float arithmetic in torch or numpy: a sum there could depend on the batch.
 
 Here with every kind of sampling; families/test_engine.py does it for every family of models.
 """
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +16,10 @@ from penstock.build import build_engine
 from penstock.config import EngineConfig
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.sampling_params import SamplingParams
+from penstock.kernels.cpu.ops import CpuOps
 from tests.kernels.packed import levels
 from tests.runner.test_with_engine import LLAMA
-from tests.watcher import Watcher
+from tests.watcher import WatchedArray, Watcher, watch_arrays
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
 
@@ -63,17 +65,18 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
-def test_a_step_does_no_float_arithmetic_in_torch(
-    options: dict[str, Any], run: Callable[..., dict[str, list[EngineOutput]]]
+def test_a_step_does_no_float_arithmetic_in_python(
+    options: dict[str, Any], run: Callable[..., dict[str, list[EngineOutput]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a norm, an activation, a softmax or a sum of torch's in prefill, decode, sampling with every
-    parameter, or log-probabilities."""
-    watcher = Watcher()
+    """Guards against a norm, an activation, a softmax or a sum of numpy's in prefill, decode, sampling with every
+    parameter, or log-probabilities; and against torch, which a bundled family does not use at all."""
+    arrays, watcher = watch_arrays(monkeypatch, CpuOps), Watcher()
     outputs = run(watcher, **options)
     assert len(outputs) == len(KINDS)
     assert all(output.error is None for made in outputs.values() for output in made)
-    assert watcher.seen >= {"aten::index.Tensor", "aten::topk", "aten::gather"}  # it does look
-    assert not watcher.forbidden
+    assert arrays.seen >= {"greater", "greater_equal", "negative"}  # it does look
+    assert not arrays.forbidden
+    assert not watcher.seen
 
 
 def test_the_watcher_sees_arithmetic() -> None:
@@ -93,3 +96,24 @@ def test_the_watcher_sees_arithmetic() -> None:
             watcher.forbidden.clear()
             compute()
             assert watcher.forbidden
+
+
+def test_the_arrays_see_arithmetic() -> None:
+    """Guards against arrays that let everything through."""
+    x, n = np.ones((3, 4), np.float32).view(WatchedArray), np.arange(4).view(WatchedArray)
+    WatchedArray.forbidden.clear()
+    assert (n + 1 > 2).any()
+    assert (x[1:] > 2).sum() == 0
+    assert not WatchedArray.forbidden
+    for compute in (
+        lambda: x + 1,
+        lambda: x[:, 1:] * x[:, 1:],
+        lambda: np.exp(x),
+        lambda: x @ x.T,
+        lambda: x.sum(axis=1),
+        lambda: x.cumsum(1),
+        lambda: x.astype(np.float64),
+    ):
+        WatchedArray.forbidden.clear()
+        compute()
+        assert WatchedArray.forbidden

@@ -144,7 +144,8 @@ class SequencesUnderTest:
         planned = ops.plan(metadata, case.heads, self.caches[0])
 
         def attend(cache: CpuKVCache) -> Tensor:
-            return ops.attend(self._q, self._k, self._v, cache, planned, self._params, out=self._out)
+            ops.attend(self._q, self._k, self._v, cache, planned, self._params, out=self._out)
+            return self._out
 
         return attend, "" if planned.plan is None else describe_key(planned.plan.key)
 

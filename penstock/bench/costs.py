@@ -10,8 +10,6 @@ import ctypes
 from collections import Counter
 from dataclasses import dataclass
 
-from torch import nn
-
 from penstock.bench.samples import Work
 from penstock.config import EngineConfig
 from penstock.interface.step import SchedulerOutput
@@ -21,6 +19,7 @@ from penstock.kernels.cpu.program import Arguments
 from penstock.kernels.ops import PackedLinear
 from penstock.layers.lm_head import LMHead
 from penstock.layers.mlp import MoE
+from penstock.layers.module import named_modules
 from penstock.layers.weights import Linear
 from penstock.planner.memory import cached_token_bytes
 from penstock.spec.model_config import ModelConfig
@@ -46,18 +45,18 @@ class ModelCosts:
         kinds: the types that its products and its attention multiply in.
     """
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig, config: EngineConfig) -> None:
+    def __init__(self, model: object, model_config: ModelConfig, config: EngineConfig) -> None:
         dtype = config.numerics.dtype
         self._products = {
             piece.address: Cost(name.rpartition(".")[2], _product(layer, piece, dtype), "penstock_linear")
-            for name, layer in model.named_modules()
+            for name, layer in named_modules(model)
             if isinstance(layer, Linear)
             for piece in _pieces(layer)
             if isinstance(piece, CpuLinear)
         }
         self._expert = Work()
-        for mixture in [layer for layer in model.modules() if isinstance(layer, MoE)][:1]:  # all experts are alike
-            for layer in mixture.experts[0].modules():
+        for mixture in [layer for _, layer in named_modules(model) if isinstance(layer, MoE)][:1]:  # they are alike
+            for _, layer in named_modules(mixture.experts[0]):
                 if isinstance(layer, Linear):
                     self._expert.add(_product(layer, layer.packed, dtype))
         self._windows = {window for _, window in model_config.cache_groups()}

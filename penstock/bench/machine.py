@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.bench.samples import READ, Rates, Sample, Work, settled, spread, summary
 from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.cpu.packed import empty
+from penstock.kernels.tensors import empty
 
 READ_BYTES = 512 * 2**20  # ring of memory to read, larger than the cache available to one user of a machine
 READ_UNIT = 2**20  # probes read a multiple of this
@@ -92,7 +92,7 @@ class MachineLimits:
     @property
     def num_bytes(self) -> int:
         """Memory that probes read."""
-        return self._memory.nbytes
+        return READ_BYTES
 
     @property
     def best(self) -> dict[str, float]:

@@ -18,8 +18,8 @@ from torch.nn import functional
 from penstock.bench.machine import MachineLimits, Turn, ring_length, take_turns, uniform
 from penstock.bench.samples import Work
 from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.cpu.packed import empty
 from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing
+from penstock.kernels.tensors import empty
 from penstock.quant.scheme import Scheme
 from penstock.spec.param_table import leaf_bounds
 

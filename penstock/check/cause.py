@@ -7,6 +7,7 @@ from penstock.check.pairs import both_values
 from penstock.check.parity import ACTIVATION, ATTENTION, LAYER_TOLERANCE, STREAM, Comparison, Place
 from penstock.kernels.ops import TensorRows
 from penstock.layers.attention import Attention
+from penstock.layers.module import get_submodule
 from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.weights.rows import tensor_rows
 
@@ -24,7 +25,7 @@ def find_cause(found: Comparison) -> str | None:
     place = found.places[index]
     if place.what == STREAM:
         return "both branches agree: they are added to the stream, or scaled, in another way"
-    module = found.ours.model.get_submodule(place.layer)
+    module = get_submodule(found.ours.model, place.layer)
     if place.what == ATTENTION and isinstance(module, Attention):
         return _attention(found, place, module)
     changed = _changed_weights(found, place.layer)

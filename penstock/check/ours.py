@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.check.trace import Call, Trace, float_tensors, watching
 from penstock.kernels.backends import load_ops
@@ -20,6 +20,7 @@ from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.ops import Ops
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
+from penstock.layers.module import named_modules
 from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.models.config_json import load_model_config
 from penstock.planner.memory import free_memory_bytes
@@ -36,7 +37,7 @@ class OurModel:
     directory: Path
     config: ModelConfig
     ops: Ops
-    model: nn.Module
+    model: Any
 
     @classmethod
     def load(cls, directory: Path, *, dtype: str, kernels: str, tokens: int) -> "OurModel":
@@ -48,7 +49,7 @@ class OurModel:
         config = load_model_config(directory)
         ops = load_ops(kernels, getattr(torch, dtype))
         model = load_model(directory, config, ops, max_model_len=tokens, free_memory=free_memory_bytes)
-        return cls(directory, config, ops, cast(nn.Module, model))
+        return cls(directory, config, ops, model)
 
     @torch.inference_mode()
     def run(self, ids: list[int], follow: Trace | None = None) -> tuple[Trace, Tensor]:
@@ -59,7 +60,7 @@ class OurModel:
         ctx = self._context(len(ids))
         with _watching(self.model, follow) as trace:
             hidden = self.model(torch.tensor(ids, device=self.ops.device), ctx)
-            logits = self.model.compute_logits(hidden)  # type: ignore[operator]
+            logits = self.model.compute_logits(hidden)
         self._add_head_norms(trace, ctx.positions)
         return trace, logits.clone()
 
@@ -89,7 +90,7 @@ class OurModel:
 
         They are fused with the rotation and so are no calls of their own; here they are computed without it.
         """
-        for name, module in self.model.named_modules():
+        for name, module in named_modules(self.model):
             product = trace.last(f"{name}.qkv_proj")
             if not isinstance(module, Attention) or module.q_norm is None or module.k_norm is None or product is None:
                 continue
@@ -100,10 +101,10 @@ class OurModel:
 
 
 @contextmanager
-def _watching(model: nn.Module, follow: Trace | None) -> Iterator[Trace]:
+def _watching(model: object, follow: Trace | None) -> Iterator[Trace]:
     """Do as `watching`, and also record the norms' method `add`, which hooks do not see."""
     with watching(model, follow) as trace, ExitStack() as stack:
-        for name, norm in model.named_modules():
+        for name, norm in named_modules(model):
             if isinstance(norm, RMSNorm | LayerNorm):
                 stack.enter_context(patch.object(norm, "add", partial(_recorded_add, norm.add, trace, name)))
         yield trace

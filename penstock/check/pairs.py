@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from posixpath import commonpath
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.kernels.ops import TensorRows
+from penstock.kernels.tensors import as_torch
+from penstock.layers.module import named_modules
 from penstock.spec.param_table import Layout, Parameter
 from penstock.weights.rows import parameter_rows, tensor_rows
 from penstock.weights.sources import CheckpointSource
@@ -37,9 +39,9 @@ class Pairs:
     branches: dict[str, str]
 
 
-def find_pairs(parameters: Mapping[str, Parameter], ours: nn.Module, theirs: nn.Module) -> Pairs:
+def find_pairs(parameters: Mapping[str, Parameter], ours: object, theirs: object) -> Pairs:
     """Match the modules of our model and Transformers'."""
-    our_modules, their_modules = (dict(model.named_modules()) for model in (ours, theirs))
+    our_modules, their_modules = (dict(named_modules(model)) for model in (ours, theirs))
     layouts: dict[str, Layout] = {}
     unmatched: list[str] = []
     for name, parameter in parameters.items():
@@ -69,7 +71,7 @@ def split_columns(layout: Layout, columns: Tensor) -> dict[str, Tensor]:
     Columns of an output correspond to rows of the weight, and so a checkpoint's layout also splits the output.
     """
     parts = tensor_rows(replace(layout, transposed=False), TensorRows(columns.t().contiguous()))
-    return {name.removesuffix(WEIGHT): rows.read(0, rows.shape[0]).t() for name, rows in parts.items()}
+    return {name.removesuffix(WEIGHT): as_torch(rows.read(0, rows.shape[0])).t() for name, rows in parts.items()}
 
 
 def both_values(
@@ -90,7 +92,7 @@ def both_values(
         layout = next((layout for layout in layouts if state.keys() >= layout.sources.keys()), None)
         if layout is not None:
             found = source.rows(parameter), parameter_rows(layout, find)
-            ours, theirs = (rows.read(0, rows.shape[0]).float() for rows in found)
+            ours, theirs = (as_torch(rows.read(0, rows.shape[0])).float() for rows in found)
             yield parameter, ours, theirs
 
 

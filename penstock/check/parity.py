@@ -23,6 +23,7 @@ from penstock.check.trace import Call, Trace
 from penstock.check.twin import Twin
 from penstock.layers.attention import Attention
 from penstock.layers.lm_head import LMHead
+from penstock.layers.module import get_submodule
 from penstock.layers.weights import ActivatedLinear, Embedding, Linear, WeightLayer
 from penstock.weights.safetensors import Checkpoint
 from penstock.weights.sources import CheckpointSource, read_table
@@ -138,7 +139,7 @@ def errors(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     return largest, rms / scale if scale else (math.inf if rms else 0.0)
 
 
-def _kernel_places(model: nn.Module, found: Trace, expected: Trace) -> Iterator[Place]:
+def _kernel_places(model: object, found: Trace, expected: Trace) -> Iterator[Place]:
     before: Call | None = None
     for own, other in zip(found, expected, strict=True):
         attention = _attention_before(own.name, model)
@@ -146,17 +147,17 @@ def _kernel_places(model: nn.Module, found: Trace, expected: Trace) -> Iterator[
             yield Place(attention, ATTENTION, "reference", _flat(own.inputs[0]), _flat(other.inputs[0]))
         # A module that only returns the result of the call before it, one inside of it, gets no row of its own.
         returned = before is not None and len(own.outputs) == 1 and torch.equal(own.outputs[0], before.outputs[0])
-        if isinstance(model.get_submodule(own.name), WeightLayer) or not returned:
+        if isinstance(get_submodule(model, own.name), WeightLayer) or not returned:
             what = STREAM if BLOCK.fullmatch(own.name + ".") else ""
             yield Place(own.name, what, "reference", _flat(_summed(own)), _flat(_summed(other)))
         before = own
 
 
-def _attention_before(name: str, model: nn.Module) -> str | None:
+def _attention_before(name: str, model: object) -> str | None:
     """Return the attention layer whose result the product of that name reads; None for other modules."""
     parent = name.rpartition(".")[0]
-    attention = model.get_submodule(parent)
-    return parent if isinstance(attention, Attention) and attention.o_proj is model.get_submodule(name) else None
+    attention = get_submodule(model, parent)
+    return parent if isinstance(attention, Attention) and attention.o_proj is get_submodule(model, name) else None
 
 
 def _summed(call: Call) -> Tensor:
@@ -171,14 +172,14 @@ def _flat(tensor: Tensor) -> Tensor:
 class _Walk:
     """Goes along our trace and finds what to compare each call with."""
 
-    def __init__(self, ours: nn.Module, source: CheckpointSource, twin: nn.Module, theirs: Trace, tokens: int) -> None:
+    def __init__(self, ours: object, source: CheckpointSource, twin: nn.Module, theirs: Trace, tokens: int) -> None:
         self.ours, self.source, self.twin, self.theirs, self.tokens = ours, source, twin, theirs, tokens
         self.pairs = find_pairs(source.parameters, ours, twin)
 
     def places(self, trace: Trace) -> Iterator[Place]:
         activated: str | None = None  # the layer whose activation the next product reads
         for call in trace:
-            layer = self.ours.get_submodule(call.name)
+            layer = get_submodule(self.ours, call.name)
             if isinstance(layer, ActivatedLinear):
                 activated = call.name
             elif isinstance(layer, WeightLayer):
@@ -222,7 +223,7 @@ class _Walk:
             ours = ours / layer.scale if type(their_layer) is nn.Embedding else ours
             yield Place(call.name, "", module, ours, theirs)
             table = their_layer.get_parameter("weight").detach().float()  # the prompt reads only some rows of it
-            yield Place(call.name, TABLE, module, layer.weight.detach().cpu().float(), table)
+            yield Place(call.name, TABLE, module, layer.weight.cpu().float(), table)
 
     def _between(self, call: Call, what: str, module: str) -> Iterator[Place]:
         """Compare the output of a block or branch."""

@@ -1,12 +1,15 @@
 """Trace: the inputs and outputs of a model's modules during one pass."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from penstock.layers.module import named_modules
 
 Tensors = tuple[Tensor, ...]
 
@@ -49,25 +52,18 @@ class Trace(list[Call]):
 
 
 @contextmanager
-def watching(model: nn.Module, follow: Trace | None = None) -> Iterator[Trace]:
+def watching(model: object, follow: Trace | None = None) -> Iterator[Trace]:
     """Record every call of every module of the model. follow: as in Trace."""
-    trace, pending = Trace(follow), list[Tensors]()
+    trace = Trace(follow)
 
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        pending.append(float_tensors((args, tuple(kwargs.values()))))  # copied now: a layer may write into them
+    def call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = float_tensors((args, tuple(kwargs.values())))  # copied now: a layer may write into them
+        return trace.record(name, inputs, forward(*args, **kwargs))
 
-    def after(name: str, module: nn.Module, args: Any, result: Any) -> Any:
-        return trace.record(name, pending.pop(), result)
-
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(after, name)))
-    try:
+    with ExitStack() as stack:
+        for name, module in list(named_modules(model)):
+            stack.enter_context(patch.object(module, "forward", partial(call, name, module.forward)))
         yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def float_tensors(value: Any) -> Tensors:

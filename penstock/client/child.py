@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 from penstock.client import frames
 
@@ -15,9 +16,12 @@ PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(_
 
 
 class EngineChild:
-    """A running engine process and our end of its connection. Raise OSError if no process can be started."""
+    """A running engine process and our end of its connection. Raise OSError if no process can be started.
 
-    def __init__(self) -> None:
+    start: sent at once, so that the engine loads while its client still starts.
+    """
+
+    def __init__(self, start: frames.Start) -> None:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -32,6 +36,8 @@ class EngineChild:
             raise
         finally:
             theirs.close()
+        with suppress(OSError):  # it has died already: the end of the connection will tell
+            self._sock.sendall(frames.pack(start))
 
     @property
     def pid(self) -> int | None:

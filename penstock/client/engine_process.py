@@ -114,7 +114,7 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
     first = frames.unpack_to_engine(inbox.get())
     if not isinstance(first, frames.Start):
         raise PenstockError("the first frame is not Start")
-    from penstock.build import build_engine  # the one import that brings torch in
+    from penstock.build import build_engine  # not at the top, so that the reader thread runs meanwhile
     from penstock.config import EngineConfig
 
     try:

@@ -65,8 +65,8 @@ class EngineSupervisor:
     """
 
     def __init__(self, options: dict[str, Any], listener: EngineListener) -> None:
-        self.child = EngineChild()
         self.restarts = 0
+        self.child = EngineChild(frames.Start(self.restarts, options))
         self.liveness = Liveness()
         self.model_info: ModelInfo | None = None
         self.failure: PenstockError | None = None
@@ -109,7 +109,6 @@ class EngineSupervisor:
         watch = asyncio.create_task(self._kill_if_stuck(), name="watch for a stuck engine")
         try:
             await self.child.connect()
-            self.child.send(frames.Start(self.restarts, self._options))
             while (frame := await self.child.receive()) is not None:
                 if frame.epoch == self.restarts:  # else it comes from an engine that was replaced
                     self._take(frame)
@@ -163,7 +162,7 @@ class EngineSupervisor:
         if self.failure is None:  # neither given up nor stopped meanwhile
             self.restarts += 1
             LOGGER.warning("restarting the engine process (restart %d of %d)", len(self._deaths), MAX_DEATHS - 1)
-            self.child = EngineChild()
+            self.child = EngineChild(frames.Start(self.restarts, self._options))
 
     def _fail(self, error: PenstockError) -> None:
         """Give up: there will be no engine any more."""

@@ -49,11 +49,12 @@ class Environment:
     @property
     def dtype(self) -> torch.dtype:
         """The type of weights and activations."""
-        return self.ops.dtype
+        dtype: torch.dtype = self.ops.dtype
+        return dtype
 
     @property
     def device(self) -> torch.device:
-        return self.ops.device
+        return torch.device(str(self.ops.device))
 
     @property
     def scheme(self) -> Scheme | None:
@@ -197,7 +198,7 @@ def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory)
     if not make.head.is_plain:
         text = "lm_head_pieces, pad_vocab_multiple: a model of JetStream's calling convention has its own head"
         raise NotSupportedError(text, param="lm_head_pieces")
-    with make.ops.device, _LayersOnMeta():
+    with torch.device(str(make.ops.device)), _LayersOnMeta():
         model = model_class(config, Environment(config, make.ops, make))
     _check_linears(model, make)
     swap_linears(model, make)

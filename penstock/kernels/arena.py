@@ -6,50 +6,63 @@ are always at the same address, so that a recorded program stays valid. A model'
 overwritten by the next call of the model.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+
+from penstock.kernels.tensors import Dtype, Tensor
 
 FEW_ROWS = 64  # the most rows that are always at the same address
+
+Allocate = Callable[[tuple[int, ...], str], Tensor]  # shape and name of a type -> memory, as Ops.empty
 
 
 class Slot:
     """A buffer [rows, *columns] for results of one kind, passed as `out=`: fixed memory for up to FEW_ROWS rows, and
     memory that grows for more."""
 
-    def __init__(self, columns: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, columns: tuple[int, ...], dtype: str, allocate: Allocate) -> None:
         self.columns = columns
-        self.dtype = dtype
-        self._few = torch.empty((FEW_ROWS, *columns), dtype=dtype, device=device)
+        self._name = dtype
+        self._allocate = allocate
+        self._few = allocate((FEW_ROWS, *columns), dtype)
         self._many = self._few
         self._rows = FEW_ROWS
         self._last = self._few
+
+    @property
+    def dtype(self) -> Dtype:
+        """The type of the results."""
+        return self._few.dtype
 
     def __call__(self, rows: int) -> Tensor:
         """Return the first `rows` rows. Tensors returned before share the memory, unless it has grown since."""
         if rows != self._rows:
             if rows > self._many.shape[0]:
-                self._many = self._many.new_empty((rows, *self.columns))
+                self._many = self._allocate((rows, *self.columns), self._name)
             self._last = (self._few if rows <= FEW_ROWS else self._many)[:rows]
             self._rows = rows
         return self._last
+
+    def holds(self, columns: tuple[int, ...], dtype: str) -> bool:
+        """Return whether the results have these columns and this type."""
+        return (self.columns, self._name) == (columns, dtype)
 
 
 class Arena:
     """Slots by name, one arena per model. Its users must not need two results of one slot at the same time."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
         self._slots: dict[str, Slot] = {}
 
-    def slot(self, name: str, columns: tuple[int, ...], dtype: torch.dtype) -> Slot:
-        """Return the slot of that name.
+    def slot(self, name: str, columns: tuple[int, ...], dtype: str) -> Slot:
+        """Return the slot of that name, for results of the type that `dtype` names.
 
         Raises:
             ValueError: it exists with other columns or another dtype.
         """
         slot = self._slots.get(name)
         if slot is None:
-            slot = self._slots[name] = Slot(columns, dtype, self._device)
-        if (slot.columns, slot.dtype) != (columns, dtype):
+            slot = self._slots[name] = Slot(columns, dtype, self._allocate)
+        if not slot.holds(columns, dtype):
             raise ValueError(f"{name}: {columns} {dtype} does not fit {slot.columns} {slot.dtype}")
         return slot

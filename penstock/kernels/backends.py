@@ -2,18 +2,15 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from penstock.errors import NotSupportedError
-from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import Ops
-from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.tensors import Dtype
 
 
 def load_ops(
     name: str,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
+    dtype: Dtype,
+    device: object = "cpu",
     *,
     threads: int = 1,
     cores: Sequence[Sequence[int]] = (),
@@ -21,6 +18,7 @@ def load_ops(
     """Make the backend of that name for models of type `dtype`.
 
     Args:
+        dtype: a np.dtype or a torch.dtype; results are of the same kind. The reference backend computes with torch.
         threads: of the native kernels.
         cores: the CPUs of each of these threads (kernels/cpu/cores.py), nothing to leave them free.
 
@@ -29,8 +27,12 @@ def load_ops(
         InvalidRequestError: `name` is "cpu", and the native kernels are not installed.
     """
     if name == "reference":
+        from penstock.kernels.reference import ReferenceOps
+
         return ReferenceOps(dtype, device)
     if name == "cpu":
+        from penstock.kernels.cpu.ops import CpuOps
+
         ops = CpuOps(dtype, threads=threads)
         if cores:
             ops.pin(cores)

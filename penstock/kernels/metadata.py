@@ -3,15 +3,15 @@
 Letters as in kernels/ops.py: T tokens, B sequences, H query heads, Hkv key/value heads, D head dim.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from penstock.errors import InvalidRequestError
 from penstock.kernels.attention.plan import AttentionPlan
+from penstock.kernels.tensors import Dtype, Tensor, as_array
 
 Kind = TypeVar("Kind")
 
@@ -64,10 +64,10 @@ class AttentionMetadata:
             text = f"sliding_window: {self.sliding_window} is not allowed; it must be 1 or more, or None"
             raise InvalidRequestError(text, param="sliding_window")
 
-    def to(self, device: torch.device) -> "AttentionMetadata":
-        """Return the same metadata with its tensors on a device; the plan stays on the host."""
+    def to(self, convert: Callable[[Tensor], Tensor]) -> "AttentionMetadata":
+        """Return the same metadata with its tensors converted; the plan stays on the host."""
         tensors = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
-        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+        return replace(self, **{name: convert(getattr(self, name)) for name in tensors})
 
     def check_blocks(self, num_blocks: int) -> None:
         """Check that each cached position which a new token sees is in one of a cache's blocks.
@@ -75,11 +75,11 @@ class AttentionMetadata:
         Raises:
             ValueError: a position has no block (-1), or one that the cache does not have.
         """
-        table = self.block_table.cpu().numpy()
+        table = as_array(self.block_table)
         wrong = table.astype(np.uint32) >= num_blocks  # a negative id is a great number, too
         if not np.count_nonzero(wrong):
             return
-        starts, lengths = self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
+        starts, lengths = as_array(self.query_start_loc), as_array(self.seq_lens)
         new = starts[1:] - starts[:-1]
         cached = ((lengths - new) * (new > 0))[:, None]
         first = np.arange(0, table.shape[1] * self.block_size, self.block_size, dtype=np.int32)  # position by column
@@ -162,7 +162,7 @@ class CacheSpec:
     block_size: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: Dtype
     slices: int = 0
     scales: KVScales | None = None
 

@@ -27,13 +27,11 @@ and quant/int4.py specify the stored values, native/products/products.h the arit
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
-
-import torch
-from torch import Tensor
+from typing import Any, Protocol, runtime_checkable
 
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache, RotaryParams
 from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.tensors import Array, Dtype, Tensor
 from penstock.quant.scheme import Scheme
 
 NUMERICS_VERSION = 2  # incremented whenever a constant or an order of sums changes a bit of any answer
@@ -98,11 +96,17 @@ class PackedLinear(Protocol):
 
 
 class Ops(Protocol):
-    """The operations of a backend. All tensors are contiguous and on the backend's device."""
+    """The operations of a backend. All tensors are contiguous, of one kind (kernels/tensors.py) and on one device."""
 
     name: str
-    dtype: torch.dtype
-    device: torch.device
+    dtype: Dtype
+    device: Any  # "cpu", or a torch.device
+
+    def tensor(self, array: Array) -> Tensor:
+        """Return an array on the host as a tensor of this backend; on the CPU they share memory."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Return uninitialised memory for results; dtype: the type's name, "float32" for instance."""
 
     def pack_linear(
         self, weight: Tensor | RowSource, bias: Tensor | None = None, packing: Packing = PLAIN
@@ -172,7 +176,7 @@ class Ops(Protocol):
         """
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None, out: Tensor | None = None
+        self, x: Tensor, weight: Tensor, eps: float, *, dtype: Dtype | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Compute x / sqrt(mean(x^2) + eps) * weight of x [T, hidden] float32, weight [hidden] float32, in `dtype`.
 

@@ -19,7 +19,7 @@ So noise is a function of (seed, choice, position, token) alone.
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from penstock.kernels.tensors import Tensor
 
 NO_TOKEN = -1  # never an id
 

@@ -1,16 +1,17 @@
 """Self-attention over the paged cache: softmax(q k^T / sqrt(D)) v, causal, with grouped query heads."""
 
-import torch
-from torch import Tensor, nn
+import numpy as np
 
 from penstock.kernels.metadata import AttentionParams, Heads, RotaryParams
+from penstock.kernels.tensors import FLOAT32, Array, Tensor
 from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
+from penstock.layers.module import Module
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """One product for q, k and v, optional norms of q and k, rotary, attention, and the product that joins the heads.
 
     The sliding window, where there is one, comes with the context's metadata for this layer. The norms are over each
@@ -28,7 +29,6 @@ class Attention(nn.Module):
         scale: float | None = None,
     ) -> None:
         """rotary: None rotates nothing. unit_offset: as RMSNorm, for q and k. scale: of scores; None: the config's."""
-        super().__init__()
         self.ops = make.ops
         self.layer = layer
         self.rotary = rotary
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.params = AttentionParams(
             scale=scale or cfg.attention_scale or heads.head_dim**-0.5,
             softcap=cfg.attn_logit_softcapping,
-            alibi_slopes=alibi_slopes(heads.num_heads, make.ops.device) if cfg.alibi else None,
+            alibi_slopes=make.ops.tensor(alibi_slopes(heads.num_heads)) if cfg.alibi else None,
             bias_before_scale=cfg.alibi,
         )
         self.qkv_proj = make.linear("qkv_proj")
@@ -66,11 +66,10 @@ class Attention(nn.Module):
         q, k, v = self.ops.rotary_qkv(self.qkv_proj(y), ctx.positions, self.rotary_params, out=out)
         cache, meta = ctx.layer(self.layer)
         mixed = self.ops.attend(q, k, v, cache, meta, self.params, out=self.mixed_out(tokens))
-        branch: Tensor = self.o_proj(mixed)
-        return branch
+        return self.o_proj(mixed)
 
 
-def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
+def alibi_slopes(num_heads: int) -> Array:
     """Return the slope by which each head's scores fall with the distance, [H] float32.
 
     Press et al., "Train Short, Test Long", 2022: 2^(-8 i / n) for i = 1 .. n, n the greatest power of two up to
@@ -79,4 +78,4 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     whole = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / whole) for i in range(1, whole + 1)]
     slopes += [2.0 ** (-4.0 * i / whole) for i in range(1, 2 * (num_heads - whole), 2)]
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    return np.array(slopes, dtype=FLOAT32)

@@ -6,9 +6,8 @@ The context is passed down as an argument. There is no global one, so several en
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from penstock.kernels.metadata import AttentionMetadata, KVCache
+from penstock.kernels.tensors import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from penstock.errors import ModelLoadError
 from penstock.kernels.arena import Arena, Slot
 from penstock.kernels.ops import Ops, Packing
+from penstock.kernels.tensors import array_type
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.rotary import Rotary
 from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, LayerNorm, Linear, LinearSpec, RMSNorm
@@ -54,7 +53,7 @@ class LayerFactory:
         head: HeadLayout = PLAIN_HEAD,
     ) -> "LayerFactory":
         """Make a factory for the backend's one device, with a new arena."""
-        return cls(ops, parameters, Arena(ops.device), scheme, head, max_positions=max_positions)
+        return cls(ops, parameters, Arena(ops.empty), scheme, head, max_positions=max_positions)
 
     def at(self, name: str) -> "LayerFactory":
         """Return the factory of a submodule."""
@@ -63,7 +62,7 @@ class LayerFactory:
     def linear(self, name: str) -> Linear:
         """Make a plain product."""
         spec = self._linear_spec(name)
-        return Linear(self.ops, spec, self.slot(name, spec.shape[:1], torch.float32))
+        return Linear(self.ops, spec, self.slot(name, spec.shape[:1], "float32"))
 
     def activated_linear(self, name: str, activation: str) -> ActivatedLinear:
         """Make a product with an activation in the same call."""
@@ -78,7 +77,7 @@ class LayerFactory:
     def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
         """Make the LM head. Its buffer has columns for the padding, too."""
         spec = self._linear_spec(name)
-        out = self.slot(name, (self.head.width(spec.shape[0]),), torch.float32)
+        out = self.slot(name, (self.head.width(spec.shape[0]),), "float32")
         return LMHead(self.ops, spec, out, softcap=softcap, layout=self.head)
 
     def rms_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
@@ -89,7 +88,7 @@ class LayerFactory:
     def branch_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
         """Make a norm whose float32 result is added to the residual stream."""
         shape = self._find(name).shape
-        return RMSNorm(self.ops, shape, eps, self.slot(name, shape, torch.float32), unit_offset=unit_offset)
+        return RMSNorm(self.ops, shape, eps, self.slot(name, shape, "float32"), unit_offset=unit_offset)
 
     def layer_norm(self, name: str, eps: float) -> LayerNorm:
         """Make a layer norm, with a bias if the table has one."""
@@ -99,16 +98,16 @@ class LayerFactory:
     def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
         """Make an embedding whose rows are multiplied by `scale`."""
         shape = self._find(name).shape
-        return Embedding(self.ops, shape, self.slot(name, shape[1:], torch.float32), scale)
+        return Embedding(self.ops, shape, self.slot(name, shape[1:], "float32"), scale)
 
     def rotary(self, rope: RopeConfig, cfg: ModelConfig) -> Rotary:
         """Compute a table of cosines and sines, once for all layers that share it."""
-        return Rotary(rope, cfg.head_dim, self.max_positions or cfg.context, self.ops.device)
+        return Rotary(rope, cfg.head_dim, self.max_positions or cfg.context, self.ops)
 
-    def slot(self, name: str, columns: tuple[int, ...], dtype: torch.dtype | None = None) -> Slot:
-        """Return the buffer for results of that name. dtype: None is the model's."""
+    def slot(self, name: str, columns: tuple[int, ...], dtype: str | None = None) -> Slot:
+        """Return the buffer for results of that name. dtype: the name of their type; None: the model's."""
         shared = re.sub(r"\.\d+\.", ".*.", self.prefix + name)
-        return self.arena.slot(shared, columns, dtype or self.ops.dtype)
+        return self.arena.slot(shared, columns, dtype or str(array_type(self.ops.dtype)))
 
     def _linear_spec(self, name: str, *, gated: bool = False) -> LinearSpec:
         weight = self._find(name)

@@ -3,13 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+import numpy as np
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.arena import Slot
 from penstock.kernels.ops import Ops, PackedLinear, RowSource, TensorRows
+from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array
 from penstock.layers.weights import Linear, LinearSpec, whole
 
 NEVER = float("-inf")
@@ -60,9 +59,9 @@ class PaddedRows:
 
     def read(self, start: int, stop: int) -> Tensor:
         first, last = (min(self.begin + row, self.source.shape[0]) for row in (start, stop))
-        rows = self.source.read(first, last)
+        rows = as_array(self.source.read(first, last))
         missing = (stop - start) - (last - first)
-        return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+        return np.concatenate([rows, np.zeros((missing, rows.shape[1]), rows.dtype)]) if missing else rows
 
 
 class HeadPieces:
@@ -112,7 +111,7 @@ class LMHead(Linear):
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         weight = values["weight"]
-        source = TensorRows(weight) if isinstance(weight, Tensor) else weight
+        source = weight if hasattr(weight, "read") else TensorRows(weight)
         bias = self._padded_bias(whole(values["bias"]) if self.spec.bias else None)
         self._hold(
             self.ops.pack_linear(
@@ -121,14 +120,14 @@ class LMHead(Linear):
             for begin, end in self.cuts
         )
 
-    def _padded_bias(self, bias: Tensor | None) -> Tensor | None:
+    def _padded_bias(self, bias: Array | None) -> Array | None:
         """Pad bias [V] to [V'] with -inf. Zero weights and that bias make a logit of -inf."""
         padding = self.width - self.vocab_size
         if not padding:
             return bias
         if bias is None:
-            bias = torch.full((self.vocab_size,), -0.0)  # adding -0 changes no bit of any number, 0 would of -0
-        return functional.pad(bias, (0, padding), value=NEVER)
+            bias = np.full(self.vocab_size, -0.0, FLOAT32)  # adding -0 changes no bit of any number, 0 would of -0
+        return np.concatenate([bias, np.full(padding, NEVER, bias.dtype)])
 
     @property
     def holds_rows(self) -> bool:

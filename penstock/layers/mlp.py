@@ -6,59 +6,53 @@ router chooses a few of many gated branches for each token (Shazeer et al., "Out
 Only the chosen experts are computed. Renormalised weights sum to 1, which equals a softmax over the chosen logits.
 """
 
-import torch
-from torch import Tensor, nn
-
 from penstock.kernels.ops import PackedLinear
+from penstock.kernels.tensors import Tensor
 from penstock.layers.factory import LayerFactory
+from penstock.layers.module import Module
 from penstock.spec.model_config import ModelConfig
 
 
-class MLP(nn.Module):
+class MLP(Module):
     """Up with the activation in the same call, then down."""
 
     def __init__(self, make: LayerFactory, activation: str) -> None:
-        super().__init__()
         self.up_proj = make.activated_linear("up_proj", activation)
         self.down_proj = make.linear("down_proj")
 
     def forward(self, y: Tensor) -> Tensor:
         """Map y [T, hidden] dtype to [T, hidden] float32."""
-        branch: Tensor = self.down_proj(self.up_proj(y))
-        return branch
+        return self.down_proj(self.up_proj(y))
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Module):
     """Gate and up as one product with the activation in the same call, then down."""
 
     def __init__(self, make: LayerFactory, activation: str) -> None:
-        super().__init__()
         self.gate_up_proj = make.gated_linear("gate_up_proj", activation)
         self.down_proj = make.linear("down_proj")
 
     def forward(self, y: Tensor) -> Tensor:
         """Map y [T, hidden] dtype to [T, hidden] float32."""
-        branch: Tensor = self.down_proj(self.gate_up_proj(y))
-        return branch
+        return self.down_proj(self.gate_up_proj(y))
 
 
-class MoE(nn.Module):
+class MoE(Module):
     """A router and its experts. Experts are packed one by one, so that loader, quantiser and planner need no code for
     them."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
-        super().__init__()
         self.ops = make.ops
         self.activation = cfg.hidden_act
         self.top_k = cfg.num_experts_per_tok
         self.renormalize = cfg.norm_topk_prob
         self.gate = make.linear("gate")
         experts = [GatedMLP(make.at(f"experts.{index}"), cfg.hidden_act) for index in range(cfg.num_experts)]
-        self.experts = nn.ModuleList(experts)
+        self.experts = experts
         self._gate_up, self._down = [item.gate_up_proj for item in experts], [item.down_proj for item in experts]
-        self.ids = make.slot("chosen", (self.top_k,), torch.int64)
-        self.weights = make.slot("chosen_weights", (self.top_k,), torch.float32)
-        self.out = make.slot("mixture", (cfg.hidden_size,), torch.float32)
+        self.ids = make.slot("chosen", (self.top_k,), "int64")
+        self.weights = make.slot("chosen_weights", (self.top_k,), "float32")
+        self.out = make.slot("mixture", (cfg.hidden_size,), "float32")
         self._packed: tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]] | None = None
 
     def forward(self, y: Tensor) -> Tensor:

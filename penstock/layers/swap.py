@@ -6,11 +6,12 @@ from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import Linear
 
 
-class SwappedLinear(Linear):
-    """Computes as nn.Linear does: x [..., K] dtype -> [..., N] dtype, a new tensor."""
+class SwappedLinear(Linear, nn.Module):
+    """Computes as nn.Linear does: x [..., K] dtype -> [..., N] dtype, a new tensor. Also a module of torch's, so that
+    it can take the place of one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = super().forward(x.reshape(-1, x.shape[-1]))
+        rows: Tensor = super().forward(x.reshape(-1, x.shape[-1]))
         return rows.to(self.ops.dtype, copy=True).view(*x.shape[:-1], -1)
 
 

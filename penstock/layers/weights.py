@@ -1,34 +1,31 @@
 """The layers that own parameters: products, norms and token embedding.
 
-Parameters exist so that a model's state_dict has the names of its parameter table; they are on the meta device until
-weights are loaded. A layer need not keep the values: a product passes them to the backend, which packs them. Every
-layer writes its result to the buffer `out` (kernels/arena.py).
+A layer declares the names and shapes of its parameters, as its parameter table has them. It need not keep the values:
+a product passes them to the backend, which packs them. Every layer writes its result to the buffer `out`
+(kernels/arena.py).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-
 from penstock.kernels.arena import Slot
 from penstock.kernels.ops import PLAIN, Ops, PackedLinear, Packing, RowSource
+from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array, rounded
+from penstock.layers.module import Module
 
 
-class WeightLayer(nn.Module):
-    """Base of all layers with parameters."""
+class WeightLayer(Module):
+    """Base of all layers with parameters.
+
+    Attributes:
+        shapes: shape of each declared parameter, by name.
+    """
 
     def __init__(self, ops: Ops, out: Slot) -> None:
-        super().__init__()
+        super().__init__()  # of SwappedLinear, which is a torch.nn.Module, too
         self.ops = ops
         self.out = out
-
-    def declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Register a parameter of this name, without memory."""
-        self._set(name, torch.empty(shape, dtype=dtype, device="meta"))
-
-    def _set(self, name: str, value: Tensor) -> None:
-        self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         """Load the values of all declared parameters, by name, of any float type. Call it once, before any forward."""
@@ -36,7 +33,7 @@ class WeightLayer(nn.Module):
 
     def state(self) -> dict[str, Tensor]:
         """Return what `load` made of the values: all tensors that computing needs, by name."""
-        return {name: value.data for name, value in self.named_parameters(recurse=False)}
+        return {name: getattr(self, name) for name in self.shapes}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Load what `state` of the same layer returned, instead of calling `load`, and keep these tensors.
@@ -45,21 +42,20 @@ class WeightLayer(nn.Module):
             ValueError: the state is another layer's.
             NotSupportedError: the backend has no packed form of weights.
         """
-        declared = {name: tuple(value.shape) for name, value in self.named_parameters(recurse=False)}
-        if declared != {name: tuple(value.shape) for name, value in state.items()}:
-            raise ValueError(f"its parameters are {declared}")
+        if self.shapes != {name: tuple(value.shape) for name, value in state.items()}:
+            raise ValueError(f"its parameters are {self.shapes}")
         for name, value in state.items():
-            self._set(name, value)
+            setattr(self, name, self.ops.tensor(as_array(value)))
 
     def forget(self) -> None:
         """Free what `load` made."""
-        for name, value in self.named_parameters(recurse=False):
-            self._set(name, value.to("meta"))
+        for name in self.shapes:
+            delattr(self, name)
 
 
-def whole(value: Tensor | RowSource) -> Tensor:
-    """Return a parameter's value as one tensor."""
-    return value if isinstance(value, Tensor) else value.read(0, value.shape[0])
+def whole(value: Tensor | RowSource) -> Array:
+    """Return a parameter's value as one array."""
+    return as_array(value.read(0, value.shape[0]) if hasattr(value, "read") else value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +80,7 @@ class Linear(WeightLayer):
     def __init__(self, ops: Ops, spec: LinearSpec, out: Slot) -> None:
         super().__init__(ops, out)
         self.spec = spec
-        self.declare("weight", spec.shape, ops.dtype)
-        if spec.bias:
-            self.declare("bias", spec.shape[:1], ops.dtype)
+        self.shapes = {"weight": spec.shape} | ({"bias": spec.shape[:1]} if spec.bias else {})
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         bias = whole(values["bias"]) if self.spec.bias else None
@@ -126,17 +120,20 @@ class GatedLinear(ActivatedLinear):
 class Norm(WeightLayer):
     """Base of the norms: alone, or together with the addition that comes before them."""
 
-    weight: nn.Parameter
+    weight: Tensor
 
     def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot) -> None:
         super().__init__(ops, out)
         self.eps = eps
-        self.declare("weight", shape, torch.float32)
+        self.shapes = {"weight": shape}
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         """Round values to the model's type, as Transformers does, and keep them in float32."""
         for name, value in values.items():
-            self._set(name, whole(value).to(self.ops.device, self.ops.dtype).float())
+            setattr(self, name, self.ops.tensor(self._value(name, rounded(whole(value), self.ops.dtype))))
+
+    def _value(self, name: str, stored: Array) -> Array:
+        return rounded(stored, FLOAT32)
 
 
 class RMSNorm(Norm):
@@ -147,10 +144,9 @@ class RMSNorm(Norm):
         super().__init__(ops, shape, eps, out)
         self.unit_offset = unit_offset
 
-    def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
-        super().load(values)
-        if self.unit_offset:
-            self._set("weight", self.weight + 1.0)
+    def _value(self, name: str, stored: Array) -> Array:
+        value = super()._value(name, stored)
+        return value + FLOAT32.type(1.0) if self.unit_offset else value
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.out(x.shape[0])
@@ -166,14 +162,14 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias: [T, hidden] float32 -> dtype."""
 
-    bias: nn.Parameter | None
+    bias: Tensor | None
 
     def __init__(self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot, *, bias: bool) -> None:
         super().__init__(ops, shape, eps, out)
         if bias:
-            self.declare("bias", shape, torch.float32)
+            self.shapes["bias"] = shape
         else:
-            self.register_parameter("bias", None)
+            self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps, out=self.out(x.shape[0]))
@@ -191,24 +187,28 @@ class Embedding(WeightLayer):
     It reads rows from a table of its own, or from the packed weight of a tied LM head.
     """
 
-    weight: nn.Parameter
+    weight: Tensor
     _shared: PackedLinear | None = None
 
     def __init__(self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float = 1.0) -> None:
         super().__init__(ops, out)
         self.scale = scale
-        self.declare("weight", shape, ops.dtype)
+        self.shapes = {"weight": shape}
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
-        self._set("weight", whole(values["weight"]).to(self.ops.device, self.ops.dtype).contiguous())
+        self.weight = self.ops.tensor(rounded(whole(values["weight"]), self.ops.dtype))
 
     def share(self, head: PackedLinear) -> None:
-        """Read rows from the packed weight of the head, which has the same values, and keep no table."""
-        self.forget()
+        """Read rows from the packed weight of the head, which has the same values, instead of loading a table."""
         self._shared = head
 
     def state(self) -> dict[str, Tensor]:
         return {} if self._shared is not None else super().state()
+
+    def forget(self) -> None:
+        if self._shared is None:
+            super().forget()
+        self._shared = None
 
     def forward(self, ids: Tensor) -> Tensor:
         if self._shared is not None:

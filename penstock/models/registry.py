@@ -47,8 +47,13 @@ class ModelVersion:
     convention: str = "penstock"
 
     @property
+    def needs_torch(self) -> bool:
+        """Whether the class computes with torch's tensors: a user's own, or one of another convention."""
+        return isinstance(self.source, type) or self.convention != CONVENTIONS[0]
+
+    @property
     def model_class(self) -> type:
-        """The class; importing a built-in one brings torch in."""
+        """The class; a built-in one is imported on first use."""
         if isinstance(self.source, type):
             return self.source
         module, name = f"penstock.models.{self.source}".rsplit(".", 1)

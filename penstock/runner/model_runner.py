@@ -1,4 +1,4 @@
-"""ModelRunner: computes steps on one device, from a SchedulerOutput to a StepOutput; TorchExecutor: the engine's way to
+"""ModelRunner: computes steps on one device, from a SchedulerOutput to a StepOutput; LocalExecutor: the engine's way to
 it.
 
     scheduler_output -> InputBatch.update, pack -> model(input_ids, ctx) -> hidden [T, hidden]
@@ -9,15 +9,13 @@ A row whose logits are not finite, or that leave nothing to choose, becomes an e
 on. The runner decides nothing about scheduling or blocks, and handles no text.
 """
 
+import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
@@ -26,13 +24,13 @@ from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
+from penstock.kernels.tensors import Tensor, as_array, dtype_of, is_torch
 from penstock.layers.context import CausalLM, ForwardContext
 from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
 from penstock.runner.programs import RecordedModel
 from penstock.runner.sampler import Sampler, apply_custom_processors, token_logprobs
 from penstock.spec.model_config import ModelConfig
 
-CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8}
 PROMPT_LOGPROB_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 ALL_MASKED = "no token may be chosen: min_tokens and bad words mask all that the model allows"
@@ -81,7 +79,7 @@ class ModelRunner:
         max_model_len, threads = config.scheduler.max_model_len, config.numerics.threads
         if max_model_len is None or threads is None:
             raise EngineError("the runner needs a resolved config")
-        torch.set_num_threads(1 if config.numerics.kernels == "cpu" else threads)
+        self._computing = _prepare_torch(ops, 1 if config.numerics.kernels == "cpu" else threads)
         self._model = RecordedModel(model, ops) if isinstance(ops, RecordingOps) else model
         self._ops = ops
         self._vocab_size = model_config.vocab_size
@@ -93,7 +91,6 @@ class ModelRunner:
         self._sampler = Sampler(ops)
         self.batch = InputBatch(groups, config.scheduler.max_num_seqs, max_model_len, model_config.eos_token_ids)
 
-    @torch.inference_mode()
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         """Compute a step. A step without tokens only forgets requests.
 
@@ -104,9 +101,13 @@ class ModelRunner:
         self.batch.update(scheduler_output)
         if not scheduler_output.scheduled:
             return StepOutput(scheduler_output.step_id, {})
+        with self._computing():
+            return self._compute(scheduler_output)
+
+    def _compute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         step = self.batch.pack(scheduler_output.scheduled)
         results = [_Result() for _ in scheduler_output.scheduled]
-        input_ids, ctx = self._tensor(step.input_ids), self._context(step)
+        input_ids, ctx = self._ops.tensor(step.input_ids), self._context(step)
         # If every token is sampled, no prompt log-probabilities are needed, only logits.
         if isinstance(self._model, RecordedModel) and len(step.sampled) == len(step.input_ids) <= FEW_ROWS:
             self._sample(self._model.logits(input_ids, ctx), step, results)
@@ -120,28 +121,25 @@ class ModelRunner:
         """Sample and score hidden [T, hidden], with logits only at the positions that need them."""
         num_sampled = len(step.sampled)
         if step.prompt_pieces or num_sampled < len(step.input_ids):  # else every token is sampled, in order
-            hidden = hidden[self._tensor(step.logits_indices)]
+            hidden = hidden[self._ops.tensor(step.logits_indices)]
         if step.prompt_pieces:
             self._score_prompts(hidden[num_sampled:], step.prompt_pieces, results)
             hidden = hidden[:num_sampled]
         if num_sampled:
             self._sample(self._model.compute_logits(hidden), step, results)
 
-    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._ops.device)
-
     def _context(self, step: PackedStep) -> ForwardContext:
         attention = tuple(self._attention(step, index) for index in range(len(self._groups)))
-        return ForwardContext(self._tensor(step.positions), self._kv_caches, attention, self._layer_group)
+        return ForwardContext(self._ops.tensor(step.positions), self._kv_caches, attention, self._layer_group)
 
     def _attention(self, step: PackedStep, index: int) -> AttentionMetadata:
         """Return the metadata of a cache group, planned for its layers."""
         group = self._groups[index]
         meta = AttentionMetadata(
-            query_start_loc=torch.from_numpy(step.query_start_loc),
-            seq_lens=torch.from_numpy(step.seq_lens),
-            block_table=torch.from_numpy(step.block_tables[index]),
-            slot_mapping=torch.from_numpy(step.slot_mappings[index]),
+            query_start_loc=step.query_start_loc,
+            seq_lens=step.seq_lens,
+            block_table=step.block_tables[index],
+            slot_mapping=step.slot_mappings[index],
             block_size=group.block_size,
             sliding_window=group.sliding_window,
         )
@@ -150,14 +148,14 @@ class ModelRunner:
     def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
         """Sample one token from logits [M, V'] for each sampled sequence without an error."""
         logits = self._without_padding(logits)
-        for b, healthy in zip(step.sampled.tolist(), self._ops.finite_rows(logits).tolist(), strict=True):
+        for b, healthy in zip(step.sampled.tolist(), as_array(self._ops.finite_rows(logits)).tolist(), strict=True):
             if not healthy:
                 results[b].error = NOT_FINITE
         sequences = [b for b in step.sampled.tolist() if results[b].error is None]
         if not sequences:
             return
         if len(sequences) < len(step.sampled):
-            logits = logits[self._tensor(np.isin(step.sampled, sequences))]
+            logits = logits[self._ops.tensor(np.isin(step.sampled, sequences))]
         rows = step.rows[sequences]
         processed, errors = apply_custom_processors(logits, self.batch, rows, self._ops)
         sampled = self._sampler.sample(logits, self.batch, rows, processed)
@@ -173,7 +171,9 @@ class ModelRunner:
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Drop the padding of the LM head, logits [M, V'] -> [M, V], so that it enters no sum over the vocabulary."""
-        return logits[:, : self._vocab_size].contiguous()
+        if logits.shape[1] == self._vocab_size:
+            return logits
+        return self._ops.tensor(np.ascontiguousarray(as_array(logits)[:, : self._vocab_size]))
 
     def _score_prompts(self, hidden: Tensor, pieces: list[PromptPiece], results: list[_Result]) -> None:
         """Compute the prompt log-probabilities of hidden [P, hidden], a bounded slice at a time."""
@@ -188,17 +188,16 @@ class ModelRunner:
 
     def _scored(self, hidden: Tensor, piece: PromptPiece) -> Iterator[TokenLogprobs]:
         """Yield one entry per row of hidden [n, hidden], and stop at logits that are not finite."""
-        targets = self._tensor(piece.targets)
-        for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+        for start in range(0, len(piece.targets), PROMPT_LOGPROB_ROWS):
             end = start + PROMPT_LOGPROB_ROWS
             logits = self._without_padding(self._model.compute_logits(hidden[start:end]))
-            if not bool(self._ops.finite_rows(logits).all()):
+            if not as_array(self._ops.finite_rows(logits)).all():
                 return
-            some = targets[start:end]
-            yield from token_logprobs(self._ops.log_softmax(logits), some, [piece.num_top] * len(some))
+            some = piece.targets[start:end]
+            yield from token_logprobs(as_array(self._ops.log_softmax(logits)), some, [piece.num_top] * len(some))
 
 
-class TorchExecutor:
+class LocalExecutor:
     """A `step.Executor` with one ModelRunner in this process. The handle of a step is its SchedulerOutput.
 
     A step runs when it is collected, in the thread that collects it: one device has nothing to overlap a step with.
@@ -232,6 +231,16 @@ class TorchExecutor:
         """Free the model and the caches. A second call does nothing."""
         self._submitted.clear()
         self._runner = None
+
+
+def _prepare_torch(ops: Ops, threads: int) -> Callable[[], AbstractContextManager[object]]:
+    """Set the number of torch's threads, if this process has torch. Return the context in which a step computes."""
+    if sys.modules.get("torch") is None:
+        return nullcontext
+    import torch
+
+    torch.set_num_threads(threads)
+    return torch.inference_mode if is_torch(ops.dtype) else nullcontext
 
 
 def layer_groups(groups: Sequence[CacheGroup], num_layers: int) -> tuple[int, ...]:
@@ -268,7 +277,7 @@ def allocate_kv_caches(
                 groups[index].block_size,
                 model_config.num_key_value_heads,
                 model_config.head_dim,
-                CACHE_DTYPES[config.cache.kv_cache_dtype],
+                dtype_of(config.cache.kv_cache_dtype, ops.dtype),
                 slices=config.kv_cache_slices,
                 scales=None if scales is None else scales[layer],
             )

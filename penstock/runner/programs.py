@@ -4,11 +4,10 @@ from then on run without the model's Python, as other engines do with CUDA graph
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.metadata import KVCache
 from penstock.kernels.ops import Program, RecordingOps
+from penstock.kernels.tensors import Tensor, as_array
 from penstock.layers.context import CausalLM, ForwardContext
 
 
@@ -49,8 +48,8 @@ class RecordedModel:
         recorded = self._recorded.get((tokens, head))
         if recorded is None or recorded.kv_caches is not ctx.kv_caches:
             return self._record(input_ids, ctx, head)
-        recorded.input_ids.copy_(input_ids)
-        recorded.positions.copy_(ctx.positions)
+        recorded.input_ids[:] = input_ids
+        recorded.positions[:] = ctx.positions
         return recorded.program.run(ctx.attention)
 
     def _forward(self, input_ids: Tensor, ctx: ForwardContext, head: bool) -> Tensor:
@@ -59,10 +58,13 @@ class RecordedModel:
 
     def _record(self, input_ids: Tensor, ctx: ForwardContext, head: bool) -> Tensor:
         """Compute the first step with this number of tokens, and keep its program."""
-        input_ids, ctx = input_ids.clone(), replace(ctx, positions=ctx.positions.clone())
+        input_ids, ctx = self._copy(input_ids), replace(ctx, positions=self._copy(ctx.positions))
         result, program = self._ops.record(lambda: self._forward(input_ids, ctx, head), ctx.attention)
         if program is None:
             self._recordable = False
         else:
             self._recorded[input_ids.shape[0], head] = _Recorded(input_ids, ctx.positions, ctx.kv_caches, program)
         return result
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return self._ops.tensor(as_array(tensor).copy())

@@ -8,9 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.kernels.backends import load_ops
@@ -24,7 +21,7 @@ from penstock.spec.model_config import ModelConfig
 from penstock.spec.unsupported import listed
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
-from penstock.weights.loader import empty_model, fill_layer, plain_parameters, weight_layers
+from penstock.weights.loader import dtype_for, empty_model, fill_layer, plain_parameters, weight_layers
 from penstock.weights.memory import check_memory, stored_bytes
 from penstock.weights.packed import PackedInfo, PackedWriter, find_packed
 from penstock.weights.safetensors import PACKED
@@ -83,11 +80,11 @@ def convert_model(
 
 
 def _factory(model_config: ModelConfig, numerics: NumericsConfig) -> LayerFactory:
-    ops = load_ops("cpu", getattr(torch, numerics.dtype), threads=numerics.threads or 1)
+    ops = load_ops("cpu", dtype_for(model_config, "cpu", numerics.dtype), threads=numerics.threads or 1)
     return LayerFactory.single_device(ops, read_parameters(model_config), scheme=numerics.scheme, max_positions=1)
 
 
-def _packable_layers(model: nn.Module) -> dict[str, WeightLayer]:
+def _packable_layers(model: object) -> dict[str, WeightLayer]:
     """Return the layers of a model by name. Raise ModelLoadError if it has layers of torch's own."""
     plain = [full for full, _, _, _ in plain_parameters(model)]
     if plain:

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from penstock.errors import ModelLoadError
+from penstock.kernels.tensors import UINT8, Array, Tensor, as_array
 from penstock.models.config_json import parse_model_config
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.safetensors import FLOATS, Checkpoint, FileRows, TensorEntry
@@ -28,8 +26,8 @@ class HeldRows(FileRows):
 
     tensor: Tensor
 
-    def read(self, start: int, stop: int) -> Tensor:
-        return self.tensor[start:stop].to("cpu", copy=True).contiguous()
+    def read(self, start: int, stop: int) -> Array:
+        return as_array(self.tensor[start:stop]).copy(order="C")
 
 
 class InstanceWeights(Checkpoint):
@@ -54,14 +52,14 @@ class InstanceWeights(Checkpoint):
             rows = tensor.detach()
             if rows.ndim > 1:
                 rows = rows[:: max(1, len(rows) // SAMPLES)]
-            digest.update(rows.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(as_array(rows.contiguous()).reshape(-1).view(UINT8).tobytes())
         return digest.hexdigest()[:32]
 
 
 def _entry(place: str, name: str, tensor: Tensor) -> TensorEntry:
     if tensor.device.type == "meta":
         raise ModelLoadError(f"{place}: {name} is on the meta device and has no values")
-    dtype = next((word for word, known in FLOATS.items() if getattr(torch, known) == tensor.dtype), None)
+    dtype = next((word for word, known in FLOATS.items() if str(tensor.dtype) == f"torch.{known}"), None)
     if dtype is None:
         raise ModelLoadError(f"{place}: {name} is {tensor.dtype}; supported are {', '.join(FLOATS.values())}")
     return TensorEntry(Path(place), tuple(tensor.shape), dtype, 0)

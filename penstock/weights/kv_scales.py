@@ -11,11 +11,11 @@ import hashlib
 import math
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.metadata import KVScales
+from penstock.kernels.tensors import FLOAT32, Array, rounded
 from penstock.validation import fail, shown
 from penstock.weights.safetensors import FLOATS, FileRows, TensorEntry, read_entries
 
@@ -69,14 +69,15 @@ def _layer(file: Path, entries: dict[str, TensorEntry], prefix: str, shape: tupl
         if not bool(((values >= LEAST) & (values <= GREATEST)).all()):
             found_range = f"{float(values.min()):g} to {float(values.max()):g}"
             raise ModelLoadError(f"{file}: {prefix}{kind} must be between 2^-60 and 2^60; it is {found_range}")
-    keys, values, key_offsets, value_offsets = (torch.zeros(shape) if item is None else item for item in found.values())
+    zeros = np.zeros(shape, FLOAT32)
+    keys, values, key_offsets, value_offsets = (zeros if item is None else item for item in found.values())
     for kind, shift in (("key_offset", keys * key_offsets), ("value_offset", values * value_offsets)):
-        if not bool((shift.abs() <= GREATEST).all()):
+        if not bool((np.abs(shift) <= GREATEST).all()):
             raise ModelLoadError(f"{file}: {prefix}{kind} times its scale must not exceed 2^60")
     return KVScales(key_scales=keys, key_offsets=key_offsets, value_scales=values, value_offsets=value_offsets)
 
 
-def _read(name: str, entry: TensorEntry | None, shape: tuple[int, int]) -> Tensor | None:
+def _read(name: str, entry: TensorEntry | None, shape: tuple[int, int]) -> Array | None:
     """Return a tensor as [Hkv, D] float32, or None if the file does not have it."""
     if entry is None:
         return None
@@ -84,8 +85,8 @@ def _read(name: str, entry: TensorEntry | None, shape: tuple[int, int]) -> Tenso
         allowed = f"one number, {list(shape[:1])} or {list(shape)} of a float type"
         raise ModelLoadError(f"{entry.file}: {name} is {entry.dtype} {list(entry.shape)}; it must be {allowed}")
     flat = TensorEntry(entry.file, (math.prod(entry.shape),), entry.dtype, entry.offset)
-    values = FileRows(name, flat).read(0, flat.shape[0]).float()
-    if not bool(values.isfinite().all()):
+    values = rounded(FileRows(name, flat).read(0, flat.shape[0]), FLOAT32)
+    if not bool(np.isfinite(values).all()):
         raise ModelLoadError(f"{entry.file}: {name} is not finite")
-    rows = values.view(shape if entry.shape == shape else (-1, 1))
-    return rows.expand(shape).contiguous()
+    rows = values.reshape(shape if entry.shape == shape else (-1, 1))
+    return np.array(np.broadcast_to(rows, shape))

@@ -7,16 +7,15 @@ instead (weights/packed.py). A model that does not fit into memory is refused be
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from torch import nn
-
-from penstock.conventions import jetstream
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.kernels.ops import Ops, RowSource
+from penstock.kernels.tensors import NAMES, Dtype
 from penstock.layers.context import CausalLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout, LMHead
+from penstock.layers.module import is_torch_module, named_modules
 from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme, scheme_of
@@ -60,7 +59,7 @@ def load_model(
     if packed is not None and not head.is_plain:
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
     parameters = read_parameters(model_config)
-    if free_memory is not None and ops.device.type == "cpu":  # the free memory of other devices is not known here
+    if free_memory is not None and str(ops.device) == "cpu":  # the free memory of other devices is not known here
         stored = [item for item in parameters.values() if not (head.is_plain and shares_rows(item, scheme))]
         weights = 0 if packed is not None else stored_bytes(stored, ops, scheme)  # a map needs no memory
         tables = rotary_bytes(model_config, max_model_len)
@@ -75,12 +74,28 @@ def load_model(
         source = open_source(directory, model_config, load_format)
         model = empty_model(model_config, make)
         _fill(model, make, source)
+    for _, module in named_modules(model):
+        if is_torch_module(module):
+            module.eval()
     if find_model(model_config.architecture, model_config.model_impl).convention == "jetstream":
+        from penstock.conventions import jetstream
+
         model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, ops, make))
-    return cast(CausalLM, model.eval())
+    return cast(CausalLM, model)
 
 
-def empty_model(model_config: ModelConfig, make: LayerFactory) -> nn.Module:
+def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:
+    """Return the dtype for the backend of a model, "float32" or "bfloat16" by name: torch's if the model or the
+    kernels compute with torch, else numpy's."""
+    entry = find_model(model_config.architecture, model_config.model_impl)
+    if kernels == "cpu" and not entry.needs_torch:
+        return NAMES[name]
+    import torch
+
+    return getattr(torch, name)
+
+
+def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
     """Return the model with its rotary tables, but without weights.
 
     Raises:
@@ -89,13 +104,17 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> nn.Module:
     """
     entry = find_model(model_config.architecture, model_config.model_impl)
     if entry.convention == "jetstream":
+        from penstock.conventions import jetstream
+
         model = jetstream.build(entry.model_class, model_config, make)
     else:
         model = entry.model_class(model_config, make)
-    differing = set(make.parameters) ^ {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    plain = plain_parameters(model)
+    declared_names = {f"{prefix}.{name}" for prefix, layer in weight_layers(model) for name in layer.shapes}
+    differing = set(make.parameters) ^ (declared_names | {name for name, _, _, _ in plain})
     if differing:
         raise ModelLoadError(f"the model and its parameter table differ in {listed(sorted(differing))}")
-    for name, _, _, value in plain_parameters(model):
+    for name, _, _, value in plain:
         declared = make.parameters[name]
         if tuple(value.shape) != declared.shape:
             raise ModelLoadError(
@@ -110,12 +129,12 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> nn.Module:
     return model
 
 
-def weight_layers(model: nn.Module) -> Iterable[tuple[str, WeightLayer]]:
+def weight_layers(model: object) -> Iterable[tuple[str, WeightLayer]]:
     """Return every layer with parameters of its own, with its full name."""
-    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, WeightLayer))
+    return ((name, layer) for name, layer in named_modules(model) if isinstance(layer, WeightLayer))
 
 
-def tied_embeddings(model: nn.Module, make: LayerFactory) -> dict[str, tuple[Embedding, LMHead]]:
+def tied_embeddings(model: object, make: LayerFactory) -> dict[str, tuple[Embedding, LMHead]]:
     """Return the embeddings, by name, that can read their rows from the head that is tied to them."""
     layers = dict(weight_layers(model))
     found: dict[str, tuple[Embedding, LMHead]] = {}
@@ -127,17 +146,17 @@ def tied_embeddings(model: nn.Module, make: LayerFactory) -> dict[str, tuple[Emb
     return found
 
 
-def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+def plain_parameters(model: object) -> list[tuple[str, Any, str, Any]]:
     """Return the parameters of torch's own modules: (full name, module, name in the module, value) each."""
     return [
         (f"{prefix}.{name}" if prefix else name, module, name, value)
-        for prefix, module in model.named_modules()
-        if not isinstance(module, WeightLayer)
+        for prefix, module in named_modules(model)
+        if is_torch_module(module) and not isinstance(module, WeightLayer)
         for name, value in module.named_parameters(recurse=False)
     ]
 
 
-def _fill(model: nn.Module, make: LayerFactory, source: ParameterSource) -> None:
+def _fill(model: object, make: LayerFactory, source: ParameterSource) -> None:
     """Load the values of every layer. Those of torch's own modules get the backend's type; shared ones stay shared."""
     tied = tied_embeddings(model, make)
     for prefix, layer in weight_layers(model):
@@ -145,22 +164,22 @@ def _fill(model: nn.Module, make: LayerFactory, source: ParameterSource) -> None
             fill_layer(prefix, layer, make, source)
     for embedding, lm_head in tied.values():
         embedding.share(lm_head.packed.pieces[0])
-    filled: dict[nn.Parameter, nn.Parameter] = {}
+    filled: dict[Any, Any] = {}  # torch's parameters
     for full, module, name, old in plain_parameters(model):
         if old not in filled:
             rows = RoundedRows(source.rows(make.parameters[full]), make.ops.dtype)
-            value = rows.read(0, rows.shape[0]).to(make.ops.device)
-            filled[old] = nn.Parameter(value, requires_grad=False)
+            value = make.ops.tensor(rows.read(0, rows.shape[0]))
+            filled[old] = type(old)(value, requires_grad=False)
         module.register_parameter(name, filled[old])
 
 
 def fill_layer(prefix: str, layer: WeightLayer, make: LayerFactory, source: ParameterSource) -> None:
     """Load the values of the layer named `prefix`. Raise ModelLoadError if its weight cannot be quantised."""
     values: dict[str, RowSource] = {}
-    for name, declared in layer.named_parameters(recurse=False):
+    for name, shape in layer.shapes.items():
         rows = source.rows(make.parameters[f"{prefix}.{name}"])
         # Vectors, such as a norm's weight, are rounded by their layer.
-        values[name] = RoundedRows(rows, declared.dtype) if declared.ndim > 1 else rows
+        values[name] = RoundedRows(rows, make.ops.dtype) if len(shape) > 1 else rows
     try:
         layer.load(values)
     except ValueError as error:

@@ -36,7 +36,7 @@ def _bits(parameter: Parameter, ops: Ops, scheme: Scheme | None) -> int:
         return 8 * REFERENCE_BYTES
     scheme = scheme_of(parameter.quant, scheme)
     if scheme is None:
-        return 8 * ops.dtype.itemsize
+        return 8 * int(ops.dtype.itemsize)
     return scheme.weight_bits + (-(-GROUP_SCALE_BITS // scheme.group_size) if scheme.group_size else 0)
 
 

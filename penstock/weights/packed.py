@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from penstock.config import NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
+from penstock.kernels.tensors import ALIGNMENT, BFLOAT16, FLOAT32, INT16, UINT8, Array, Tensor, array_type, as_array
 from penstock.layers.weights import WeightLayer
 from penstock.quant.scheme import Scheme
 from penstock.weights.safetensors import LENGTH_BYTES, PACKED, TensorEntry, pack_header, read_entries, read_metadata
@@ -28,9 +28,8 @@ from penstock.weights.safetensors import LENGTH_BYTES, PACKED, TensorEntry, pack
 FORMAT = "penstock-packed"
 FORMAT_VERSION = "1"  # goes up with every change of native/abi.h's layout
 DTYPES = ("bfloat16", "float32")
-ALIGNMENT = 64
 FILLER = "_filler."
-CODES = {torch.uint8: "U8", torch.int16: "I16", torch.float32: "F32", torch.bfloat16: "BF16"}  # the format's names
+CODES = {UINT8: "U8", INT16: "I16", FLOAT32: "F32", BFLOAT16: "BF16"}  # the format's names
 TYPES = {code: dtype for dtype, code in CODES.items()}
 NAME_BYTES = 256  # of the header per tensor: its name, type, shape and offsets
 TENSORS_PER_LAYER = 5  # at most, with the filler
@@ -160,7 +159,7 @@ def restore_packed(file: Path, ops: Ops, scheme: Scheme | None, layers: Mapping[
         ModelLoadError: the file is damaged, or holds another model.
         InvalidRequestError: it was packed for another backend, type or scheme.
     """
-    check_fit(read_info(file), ops.name, str(ops.dtype).removeprefix("torch."), scheme)
+    check_fit(read_info(file), ops.name, str(array_type(ops.dtype)), scheme)
     by_layer: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in read_entries(file).items():
         if not name.startswith(FILLER):
@@ -181,12 +180,12 @@ def restore_packed(file: Path, ops: Ops, scheme: Scheme | None, layers: Mapping[
             raise ModelLoadError(f"{file}: {prefix} does not fit config.json: {error}") from None
 
 
-def _mapped(memory: mmap.mmap, entry: TensorEntry) -> Tensor:
-    """Return a tensor in the mapped memory; it keeps the map alive."""
+def _mapped(memory: mmap.mmap, entry: TensorEntry) -> Array:
+    """Return an array in the mapped memory; it keeps the map alive."""
     dtype, count = TYPES.get(entry.dtype), math.prod(entry.shape)
     if dtype is None or entry.offset % ALIGNMENT or not count:
         raise ValueError(f"a tensor of {entry.dtype} {list(entry.shape)} that begins at byte {entry.offset}")
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+    return np.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset).reshape(entry.shape)
 
 
 class PackedWriter:
@@ -205,8 +204,8 @@ class PackedWriter:
         """Write the tensors of one layer."""
         for part, tensor in tensors.items():
             if gap := -self._end % ALIGNMENT:
-                self._add(f"{FILLER}{prefix}.{part}", torch.zeros(gap, dtype=torch.uint8))
-            self._add(f"{prefix}.{part}", tensor.detach())
+                self._add(f"{FILLER}{prefix}.{part}", np.zeros(gap, dtype=UINT8))
+            self._add(f"{prefix}.{part}", as_array(tensor))
 
     def finish(self) -> int:
         """Write the header, and wait until everything is on the disk. Return the bytes of the file."""
@@ -219,9 +218,9 @@ class PackedWriter:
         os.fsync(self._stream.fileno())
         return self._start + self._end
 
-    def _add(self, name: str, tensor: Tensor) -> None:
-        content = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    def _add(self, name: str, array: Array) -> None:
+        content = np.ascontiguousarray(array).reshape(-1).view(UINT8).data
         begin, self._end = self._end, self._end + content.nbytes
-        entry = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, self._end]}
+        entry = {"dtype": CODES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, self._end]}
         self._header[name] = entry
         self._stream.write(content)

@@ -13,17 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import torch
+import numpy as np
 
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.ops import RowSource
+from penstock.kernels.tensors import UINT8
 from penstock.models.config_json import load_model_config
 from penstock.spec.param_table import Layout, Parameter
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.matching import FORMS
 from penstock.weights.packed import find_packed, read_info
-from penstock.weights.rows import PIECE_BYTES, tensor_rows
+from penstock.weights.rows import PIECE_BYTES, read_rows, tensor_rows
 from penstock.weights.safetensors import INDEX, ITEM_BYTES, SINGLE, Checkpoint, num_bytes, pack_header
 from penstock.weights.sources import CheckpointSource, read_table
 
@@ -173,5 +174,5 @@ def _write_tensor(stream: BinaryIO, tensor: Outgoing) -> None:
         rows = part()
         step = max(1, PIECE_BYTES * rows.shape[0] // num_bytes(rows.shape, tensor.dtype))
         for start in range(0, rows.shape[0], step):
-            piece = rows.read(start, min(start + step, rows.shape[0]))
-            stream.write(piece.contiguous().view(-1).view(torch.uint8).numpy().data)
+            piece = np.ascontiguousarray(read_rows(rows, start, min(start + step, rows.shape[0])))
+            stream.write(piece.reshape(-1).view(UINT8).data)

@@ -6,39 +6,33 @@ memory and no more.
 """
 
 import bisect
-import functools
 import itertools
 import math
-import mmap
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from penstock.kernels.ops import RowSource
+from penstock.kernels.tensors import FLOAT32, FLOAT64, Array, ArrayType, Dtype, array_type, as_array, empty
 from penstock.spec.param_table import Layout
 
 PIECE_BYTES = 2**24  # read at once from a tensor that has to be converted
-OWN_PAGES = 2**18  # bytes from which rows get pages of their own; far fewer than a huge page has
 
 FindRows = Callable[[str, int | None], RowSource]  # (name, index): a checkpoint tensor, or one slice of a stacked one
 
 
-def empty_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return uninitialised memory for rows. Large buffers get pages of their own, returned to the system when freed.
+def read_rows(source: RowSource, start: int, stop: int) -> Array:
+    """Return rows of a source as an array."""
+    return as_array(source.read(start, stop))
 
-    On the heap they would leave holes: small tensors, such as scales and norms, settle in each, and the next rows no
-    longer fit there.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < OWN_PAGES:
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # a system without huge pages provides small ones
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)  # the tensor keeps the pages alive
+
+def common_type(types: Iterable[ArrayType]) -> ArrayType:
+    """Return the float type that holds the values of all these."""
+    distinct = set(types)
+    if len(distinct) == 1:
+        return distinct.pop()
+    return FLOAT64 if FLOAT64 in distinct else FLOAT32
 
 
 class JoinedRows:
@@ -50,20 +44,24 @@ class JoinedRows:
         shape = parts[0].shape
         self.shape = (*shape[:axis], self._ends[-1], *shape[axis + 1 :])
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int) -> Array:
         if self._axis:
-            return torch.cat([part.read(start, stop) for part in self._parts], dim=self._axis)
+            return np.concatenate([read_rows(part, start, stop) for part in self._parts], axis=self._axis)
         pieces, row, index = [], start, bisect.bisect_right(self._ends, start)
         while row < stop:
             end, offset = self._ends[index], self._ends[index] - self._parts[index].shape[0]
             last = min(end, stop)
             if row < last:
-                pieces.append(self._parts[index].read(row - offset, last - offset))
+                pieces.append(read_rows(self._parts[index], row - offset, last - offset))
             row, index = last, index + 1
         if len(pieces) == 1:
             return pieces[0]
-        dtype = functools.reduce(torch.promote_types, (piece.dtype for piece in pieces))
-        return torch.cat(pieces, out=empty_rows((stop - start, *self.shape[1:]), dtype))
+        result: Array = empty((stop - start, *self.shape[1:]), common_type(piece.dtype for piece in pieces))
+        row = 0
+        for piece in pieces:
+            result[row : row + len(piece)] = piece
+            row += len(piece)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +78,11 @@ class CutRows:
         shape = self.source.shape
         return (*shape[: self.axis], self.end - self.begin, *shape[self.axis + 1 :])
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int) -> Array:
         if self.axis == 0:
-            return self.source.read(self.begin + start, self.begin + stop)
-        return self.source.read(start, stop).narrow(self.axis, self.begin, self.end - self.begin).contiguous()
+            return read_rows(self.source, self.begin + start, self.begin + stop)
+        columns = (slice(None),) * self.axis + (slice(self.begin, self.end),)
+        return np.ascontiguousarray(read_rows(self.source, start, stop)[columns])
 
 
 class TransposedRows:
@@ -92,22 +91,22 @@ class TransposedRows:
     def __init__(self, source: RowSource) -> None:
         self.shape = source.shape[::-1]
         self._source = source
-        self._whole: Tensor | None = None
+        self._whole: Array | None = None
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int) -> Array:
         if self._whole is None:
             self._whole = self._transpose()
         return self._whole[start:stop]
 
-    def _transpose(self) -> Tensor:
+    def _transpose(self) -> Array:
         """Transpose piece by piece, so that the whole matrix is never in memory both ways."""
         rows, columns = self._source.shape
         step = max(1, PIECE_BYTES // (4 * columns))
-        first = self._source.read(0, min(step, rows))
-        result = empty_rows(self.shape, first.dtype)
-        result[:, : len(first)] = first.t()
+        first = read_rows(self._source, 0, min(step, rows))
+        result: Array = empty(self.shape, first.dtype)
+        result[:, : len(first)] = first.T
         for start in range(step, rows, step):
-            result[:, start : start + step] = self._source.read(start, min(start + step, rows)).t()
+            result[:, start : start + step] = read_rows(self._source, start, min(start + step, rows)).T
         return result
 
 
@@ -126,11 +125,11 @@ class HalvedRows:
     def shape(self) -> tuple[int, ...]:
         return self.source.shape
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int) -> Array:
         first, last = start // self.head, -(-stop // self.head)  # whole heads
-        rows = self.source.read(first * self.head, last * self.head)
+        rows = read_rows(self.source, first * self.head, last * self.head)
         split = (2, self.head // 2) if self.back else (self.head // 2, 2)
-        turned = rows.view(last - first, *split, *self.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        turned = rows.reshape(last - first, *split, *self.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
         return turned[start - first * self.head : stop - first * self.head]
 
 
@@ -139,21 +138,21 @@ class RoundedRows:
     """A source in another type, converted piece by piece, so that the whole is never in memory in both types."""
 
     source: RowSource
-    dtype: torch.dtype
+    dtype: Dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.source.shape
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int) -> Array:
         step = max(1, PIECE_BYTES // (4 * math.prod(self.shape[1:])))
-        rows = self.source.read(start, min(start + step, stop))
-        if len(rows) == stop - start and rows.dtype == self.dtype:
+        rows, dtype = read_rows(self.source, start, min(start + step, stop)), array_type(self.dtype)
+        if len(rows) == stop - start and rows.dtype == dtype:
             return rows
-        result = empty_rows((stop - start, *self.shape[1:]), self.dtype)
+        result: Array = empty((stop - start, *self.shape[1:]), dtype)
         result[: len(rows)] = rows
         for first in range(start + step, stop, step):
-            result[first - start : first - start + step] = self.source.read(first, min(first + step, stop))
+            result[first - start : first - start + step] = read_rows(self.source, first, min(first + step, stop))
         return result
 
 

@@ -1,7 +1,7 @@
 """A checkpoint in safetensors files, single or sharded: names and shapes from the headers, rows on request.
 
-Rows are read, not mapped: the pages of a map would count as this process's memory beside the packed model. Torch is
-imported when the first row is read. Pickled checkpoints are refused, because reading one runs code from it.
+Rows are read, not mapped: the pages of a map would count as this process's memory beside the packed model. Pickled
+checkpoints are refused, because reading one runs code from it.
 """
 
 import hashlib
@@ -13,23 +13,21 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ModelLoadError
+from penstock.kernels.tensors import NAMES, UINT8, Array, empty
 from penstock.spec.config_file import OTHER_KINDS, read_json
 from penstock.validation import shown
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MISTRAL = "consolidated.safetensors"  # Mistral's own format; if sharded, with .index.json
 ADAPTER = "adapter_model.safetensors"  # a LoRA adapter of a model elsewhere
 PACKED = "penstock.safetensors"  # weights as the native kernels read them; weights/packed.py
-FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # the format's name, torch's
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # the format's name, numpy's
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 LENGTH_BYTES = 8  # before the header: its length
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
@@ -97,14 +95,10 @@ class FileRows:
     def shape(self) -> tuple[int, ...]:
         return self.entry.shape
 
-    def read(self, start: int, stop: int) -> "Tensor":
+    def read(self, start: int, stop: int) -> Array:
         """Read rows start .. stop-1. Raise ModelLoadError if the file cannot be read, or has become shorter."""
-        import torch
-
-        from penstock.weights.rows import empty_rows
-
-        rows = empty_rows((stop - start, *self.shape[1:]), getattr(torch, FLOATS[self.entry.dtype]))
-        buffer = rows.view(-1).view(torch.uint8).numpy().data
+        rows: Array = empty((stop - start, *self.shape[1:]), NAMES[FLOATS[self.entry.dtype]])
+        buffer = rows.reshape(-1).view(UINT8).data
         try:
             with self.entry.file.open("rb", buffering=0) as stream:
                 stream.seek(self.entry.offset + start * num_bytes(self.shape[1:], self.entry.dtype))

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from penstock.errors import ModelLoadError
 from penstock.kernels.ops import RowSource
+from penstock.kernels.tensors import FLOAT32, Array, empty
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, ParamTable
 from penstock.weights.matching import match
-from penstock.weights.rows import empty_rows, parameter_rows
+from penstock.weights.rows import parameter_rows, read_rows
 from penstock.weights.safetensors import Checkpoint
 
 COMPARED_ROWS = 1024  # read at once from each of two tensors that must be equal
@@ -94,7 +93,7 @@ class CheckpointSource:
 def _equal(one: RowSource, other: RowSource) -> bool:
     """Compare all rows of two sources of the same shape."""
     pieces = ((start, min(start + COMPARED_ROWS, one.shape[0])) for start in range(0, one.shape[0], COMPARED_ROWS))
-    return all(torch.equal(one.read(*piece), other.read(*piece)) for piece in pieces)
+    return all(np.array_equal(read_rows(one, *piece), read_rows(other, *piece)) for piece in pieces)
 
 
 class DummySource:
@@ -115,13 +114,13 @@ class DummyRows:
     name: str
     shape: tuple[int, ...]
 
-    def read(self, start: int, stop: int) -> Tensor:
+    def read(self, start: int, stop: int) -> Array:
         if self.name.endswith("norm.weight"):
-            return torch.ones(stop - start, *self.shape[1:])
+            return np.ones((stop - start, *self.shape[1:]), dtype=FLOAT32)
         width = math.prod(self.shape[1:])
         first, last = start * width, stop * width
-        result = empty_rows((stop - start, *self.shape[1:]), torch.float32)
-        values = result.view(-1).numpy()  # numpy: torch would distribute even such small pieces over its threads
+        result: Array = empty((stop - start, *self.shape[1:]), FLOAT32)
+        values = result.reshape(-1)
         seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little")
         for block in range(first // DUMMY_BLOCK, -(-last // DUMMY_BLOCK)):
             origin = block * DUMMY_BLOCK

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from penstock.check.cause import EPSILONS, find_cause
 from penstock.check.ours import OurModel
@@ -13,6 +12,7 @@ from penstock.check.parity import ATTENTION, Comparison, compare
 from penstock.check.proofs import NUM_TOKENS, Setting, ask, make_prompts
 from penstock.check.target import find_target
 from penstock.check.twin import ATTENTIONS, Twin
+from penstock.layers.module import get_submodule
 from penstock.models.registry import ARCHITECTURES
 from penstock.spec.param_table import Parameter
 from penstock.weights.sources import read_parameters
@@ -105,10 +105,9 @@ def test_a_changed_epsilon_is_named(case: Case, tmp_path: Path) -> None:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 1e-3)
     found = compare(ours, twin, IDS)
-    layer = ours.model.get_submodule(first(found))
-    assert isinstance(layer, nn.Module)
+    layer = get_submodule(ours.model, first(found))
     assert type(layer).__name__ in ("RMSNorm", "LayerNorm")
-    norms = [place.layer for place in found.places if type(ours.model.get_submodule(place.layer)) is type(layer)]
+    norms = [place.layer for place in found.places if type(get_submodule(ours.model, place.layer)) is type(layer)]
     assert first(found) == norms[0]
     assert "epsilon" in (find_cause(found) or "")
 

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.check.ours import OurModel
 from penstock.check.parity import compare_kernels, compare_traces
+from penstock.layers.module import get_submodule
 from tests.families.case import Case, all_cases
 from tests.hf_models import make_qwen3, random_ids
 from tests.kernels.packed import levels
@@ -33,7 +34,7 @@ def test_the_first_mismatch_is_named(layer: str, tmp_path: Path) -> None:
     native, reference = (
         OurModel.load(directory, dtype="float32", kernels=kernels, tokens=20) for kernels in ("cpu", "reference")
     )
-    native.model.get_submodule(layer).get_parameter("weight").mul_(1.01)
+    get_submodule(native.model, layer).weight.mul_(1.01)
     found, _ = native.run(random_ids(20))
     expected, _ = reference.run(random_ids(20), follow=found)
     rows = compare_traces(native, found, expected, "float32")

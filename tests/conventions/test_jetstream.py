@@ -228,7 +228,7 @@ def test_linears_are_the_engines_products(tmp_path: Path) -> None:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear | SwappedLinear)]
     assert len(linears) == 2 * 7 + 1
     assert not any(value.is_meta for name, value in model.named_parameters() if "norm" in name or "embed" in name)
-    assert all(isinstance(module, SwappedLinear) and module.weight.is_meta for module in linears)
+    assert all(isinstance(module, SwappedLinear) and not hasattr(module, "weight") for module in linears)
     exact, rounded = (answers(directory, model_impl="plain", quantization=scheme) for scheme in (None, "int8-x3"))
     assert [ids[0] for ids, _ in exact] == [ids[0] for ids, _ in rounded]
     assert exact != rounded

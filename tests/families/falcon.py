@@ -22,7 +22,7 @@ rounded_bias = modeling_falcon.build_alibi_tensor
 def unrounded_bias(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     """attention_mask [B, S] -> slope * position [B * H, 1, S], rounded to the model's type alone."""
     positions = ((attention_mask.cumsum(dim=-1) - 1) * attention_mask)[:, None, :]
-    bias = alibi_slopes(num_heads, attention_mask.device)[:, None] * positions
+    bias = torch.from_numpy(alibi_slopes(num_heads))[:, None] * positions
     return bias.reshape(-1, 1, attention_mask.shape[1]).to(dtype)
 
 

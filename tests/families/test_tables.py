@@ -15,6 +15,7 @@ from penstock.layers.factory import LayerFactory
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import ARCHITECTURES, find_model
 from penstock.spec.param_table import Parameter, num_elements
+from penstock.weights.loader import weight_layers
 from tests.families.case import Case, all_cases, for_cases
 from tests.hf_models import random_ids
 
@@ -38,7 +39,7 @@ def test_defaults_may_be_spelt_out(case: Case) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_table_and_model_have_the_same_parameters(case: Case, tied: bool) -> None:
     """Guards against drift: a parameter in the model that the table does not list would be neither loaded nor sharded
-    nor counted. On the meta device: neither side has memory. Names and sizes are also those of Transformers. A family
+    nor counted. Names and sizes are also those of Transformers. A family
     that always ties its head, or never does, says so."""
     hf_config = case.config(tie_word_embeddings=tied)
     if (refusal := refused(hf_config)) is not None:
@@ -49,11 +50,10 @@ def test_table_and_model_have_the_same_parameters(case: Case, tied: bool) -> Non
     entry = find_model(config.architecture)
     parameters = entry.read_table().parameters(config)
     model = entry.model_class(config, LayerFactory.single_device(ReferenceOps(torch.float32), parameters))
-    state = model.state_dict()
-    assert all(value.device.type == "meta" for value in state.values())
-    assert {name: tuple(value.shape) for name, value in state.items()} == {
-        name: parameter.shape for name, parameter in parameters.items()
+    declared = {
+        f"{prefix}.{name}": shape for prefix, layer in weight_layers(model) for name, shape in layer.shapes.items()
     }
+    assert declared == {name: parameter.shape for name, parameter in parameters.items()}
     with torch.device("meta"):
         hf_model = case.model_class(hf_config)
     theirs = {name: tuple(value.shape) for name, value in hf_model.named_parameters()}

@@ -49,7 +49,7 @@ def make_head(
     softcap: float | None = None,
 ) -> LMHead:
     spec = LinearSpec(tuple(weight.shape), bias is not None, Packing(scheme=Scheme.parse(scheme)))
-    out = Arena(ops.device).slot("lm_head", (layout.width(len(weight)),), torch.float32)
+    out = Arena(ops.empty).slot("lm_head", (layout.width(len(weight)),), "float32")
     head = LMHead(ops, spec, out, softcap=softcap, layout=layout)
     head.load({"weight": weight} | ({} if bias is None else {"bias": bias}))
     return head

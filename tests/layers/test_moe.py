@@ -19,11 +19,13 @@ from penstock.kernels.ops import Ops, PackedLinear
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import MoE
+from penstock.layers.module import get_submodule
 from penstock.models.config_json import parse_model_config
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme
 from penstock.runner.programs import RecordedModel
 from penstock.spec.model_config import ModelConfig
+from penstock.weights.loader import weight_layers
 from tests.families.mixtral import CASES
 from tests.hf_models import TINY, random_ids
 from tests.kernels.packed import levels
@@ -50,11 +52,11 @@ def made(
     layer = MoE(cfg, make.at("model.layers.0.mlp"))
     generator = torch.Generator().manual_seed(3)
     weights = weights or {
-        name: torch.randn(value.shape, generator=generator) / value.shape[1] ** 0.5
-        for name, value in layer.state_dict().items()
+        f"{name}.weight": torch.randn(part.shapes["weight"], generator=generator) / part.shapes["weight"][1] ** 0.5
+        for name, part in weight_layers(layer)
     }
     for name, weight in weights.items():
-        layer.get_submodule(name.removesuffix(".weight")).load({"weight": weight})
+        get_submodule(layer, name.removesuffix(".weight")).load({"weight": weight})
     return layer, weights
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.kernels.backends import load_ops
+from penstock.kernels.reference import ReferenceOps
 from penstock.layers import rotary
 from penstock.layers.rotary import Rotary, inverse_frequencies
 from penstock.models.config_json import load_model_config
@@ -22,8 +24,8 @@ from penstock.weights.loader import load_model
 from tests.hf_models import LLAMA3_ROPE, hf_logprobs, make_llama, random_ids
 from tests.paged import PagedModel
 
-CPU = torch.device("cpu")
-POSITIONS = torch.zeros(1, 1, dtype=torch.float64)
+OPS = ReferenceOps(torch.float32)
+POSITIONS = np.zeros((1, 1))
 CONTEXT = 32  # of the dynamic cases
 KINDS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -52,7 +54,7 @@ def ours(parameters: dict[str, Any], **fields: Any) -> RopeConfig:
 
 
 def frequencies_of(rope: RopeConfig, dim: int) -> Tensor:
-    return inverse_frequencies(rope, dim, POSITIONS, is_long=False).flatten()
+    return torch.from_numpy(inverse_frequencies(rope, dim, POSITIONS, is_long=False)).flatten()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +72,7 @@ def test_frequencies_are_those_of_transformers(kind: str) -> None:
     assert rope.attention_factor == pytest.approx(theirs.attention_scaling)
     cos, sin = theirs(torch.zeros(1), torch.arange(20)[None])
     expected = torch.cat([cos[0, :, : dim // 2], sin[0, :, : dim // 2]], dim=1)
-    torch.testing.assert_close(Rotary(rope, 64, 20, CPU).cos_sin, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(Rotary(rope, 64, 20, OPS).cos_sin, expected, atol=1e-5, rtol=0)
     if kind == "llama3":
         plain = frequencies_of(RopeConfig(theta=500000.0), 64)
         ratio = plain / frequencies
@@ -84,12 +86,12 @@ def test_an_entry_depends_on_its_position_alone(kind: str) -> None:
     """Guards against tables that change with the context they are made for, or where the blocks that they are made in
     begin; and against float32 angles: at position 100,000 these are off by 4e-3."""
     rope = ours(KINDS[kind])
-    short, long = Rotary(rope, 8, 5000, CPU).cos_sin, Rotary(rope, 8, 100_001, CPU).cos_sin
+    short, long = Rotary(rope, 8, 5000, OPS).cos_sin, Rotary(rope, 8, 100_001, OPS).cos_sin
     assert torch.equal(long[:5000], short)
     assert short.dtype == torch.float32
-    position = torch.tensor([[100_000.0]], dtype=torch.float64)
+    position = np.array([[100_000.0]])
     exact = position * inverse_frequencies(rope, 8, position, is_long=False)
-    assert torch.equal(long[100_000:], torch.cat([exact.cos(), exact.sin()], dim=1).float())
+    assert torch.equal(long[100_000:], torch.from_numpy(np.concatenate([np.cos(exact), np.sin(exact)], axis=1)).float())
     assert len(short) > rotary.BLOCK
 
 
@@ -146,7 +148,7 @@ def test_longrope_is_decided_by_the_longest_text_served(served: int, more: dict[
     assert rope.attention_factor == pytest.approx(theirs.attention_scaling)
     cos, sin = theirs(torch.zeros(1), torch.arange(served)[None])
     expected = torch.cat([cos[0, :, :24], sin[0, :, :24]], dim=1)
-    torch.testing.assert_close(Rotary(rope, 64, served, CPU).cos_sin, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(Rotary(rope, 64, served, OPS).cos_sin, expected, atol=1e-4, rtol=0)
 
 
 def test_a_model_with_longrope(tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ def test_partial_rotation_of_an_odd_number_of_elements(head_dim: int) -> None:
         Phi3Config(hidden_size=4 * head_dim, num_attention_heads=4, partial_rotary_factor=0.75, num_hidden_layers=1)
     )
     assert frequencies_of(rope, dim).tolist() == pytest.approx(theirs.inv_freq.tolist(), rel=1e-6)
-    table = Rotary(rope, head_dim, 9, CPU).cos_sin
+    table = Rotary(rope, head_dim, 9, OPS).cos_sin
     assert table.shape == (9, 2 * len(theirs.inv_freq))
 
 

@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 
 from penstock.interface.step import RequestStepOutput
-from penstock.runner.model_runner import ModelRunner, TorchExecutor
+from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from tests.fakes import FakeOps, HandScheduler, TinyModel, resolved_config, tiny_config
 
 
 class Bench:
-    """A HandScheduler joined to a TorchExecutor: `step` does both halves."""
+    """A HandScheduler joined to a LocalExecutor: `step` does both halves."""
 
     def __init__(self, model: Any, *, ops: Any = None, eos_token_ids: tuple[int, ...] = (), **options: Any) -> None:
         self.scheduler = HandScheduler(max_model_len=options.get("max_model_len", 128))
         self.model = model
         config, model_config = resolved_config(**options), tiny_config(model.vocab_size, eos_token_ids=eos_token_ids)
         self.runner = ModelRunner(model, ops or FakeOps(), [self.scheduler.group], config, model_config)
-        self.executor = TorchExecutor(self.runner)
+        self.executor = LocalExecutor(self.runner)
 
     def step(self, **arguments: Any) -> dict[str, RequestStepOutput]:
         output = self.scheduler.step(**arguments)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from penstock.kernels.metadata import AttentionMetadata
 from penstock.layers.context import ForwardContext
 from tests.fakes import FakeOps, TinyModel
 
@@ -67,9 +66,6 @@ def at_home(value: Any) -> Any:
 
 class ElsewhereOps(FakeOps):
     device = ELSEWHERE
-
-    def plan(self, meta: AttentionMetadata, heads: Any, cache: Any) -> AttentionMetadata:
-        return meta.to(ELSEWHERE)
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         return super().finite_rows(at_home(logits.clone())).to(ELSEWHERE)

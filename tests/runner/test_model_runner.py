@@ -1,4 +1,4 @@
-"""ModelRunner and TorchExecutor: caches, prompt log-probabilities, errors of one row and of a whole step."""
+"""ModelRunner and LocalExecutor: caches, prompt log-probabilities, errors of one row and of a whole step."""
 
 import math
 from collections.abc import Callable

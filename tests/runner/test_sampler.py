@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,10 +19,10 @@ few_values = st.lists(st.sampled_from([-2.0, -1.0, -0.5, -math.inf]), min_size=7
 @given(st.lists(few_values, min_size=1, max_size=4), st.integers(1, 7), st.integers(0, 6))
 def test_top_ids_ranks_and_ties(rows: list[list[float]], count: int, token: int) -> None:
     """Guards against topk's free choice among equal values: ties go to the lowest id, at the boundary too."""
-    logprobs = torch.tensor(rows)
+    logprobs = np.array(rows, dtype=np.float32)
     best = [sorted(range(7), key=lambda v: (-row[v], v))[:count] for row in rows]
     assert top_ids(logprobs, count).tolist() == best
-    found = token_logprobs(logprobs, torch.full((len(rows),), token), [count] * len(rows))
+    found = token_logprobs(logprobs, np.full(len(rows), token), [count] * len(rows))
     for entry, row, ids in zip(found, rows, best, strict=True):
         assert entry.token_ids == [token, *ids]
         assert entry.logprobs == [row[token], *(row[v] for v in ids)]
@@ -30,7 +31,7 @@ def test_top_ids_ranks_and_ties(rows: list[list[float]], count: int, token: int)
 
 def test_each_row_gets_as_many_as_it_asks_for() -> None:
     """Guards against the widest row's number given to all; 20 of a vocabulary of 4 are 4."""
-    found = token_logprobs(torch.log_softmax(torch.arange(8.0).reshape(2, 4), -1), torch.tensor([0, 3]), [0, 20])
+    found = token_logprobs(np.arange(8.0, dtype=np.float32).reshape(2, 4), np.array([0, 3]), [0, 20])
     assert found[0].token_ids == [0]
     assert found[1].token_ids == [3, 3, 2, 1, 0]
 

@@ -1,4 +1,4 @@
-"""The real engine on the TorchExecutor: blocks shared, released, preempted and reused, all at once.
+"""The real engine on the LocalExecutor: blocks shared, released, preempted and reused, all at once.
 
 With CacheModel every token is computed from what the caches hold, so a slot that is wrong in any way is a wrong token.
 """
@@ -18,7 +18,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
 from penstock.kernels.reference import ReferenceOps
 from penstock.models.config_json import load_model_config
-from penstock.runner.model_runner import ModelRunner, TorchExecutor
+from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import load_model
 from tests.fakes import CacheModel, FakeOps, resolved_config, tiny_config
@@ -41,7 +41,7 @@ def engine_for(
     model_config = model_config or tiny_config(VOCAB, num_hidden_layers=num_layers)
     runner = ModelRunner(model, ops, groups, resolved_config(**limits), model_config)
     return Engine(
-        TorchExecutor(runner), groups, vocab_size=VOCAB, enable_prefix_caching=enable_prefix_caching, **limits
+        LocalExecutor(runner), groups, vocab_size=VOCAB, enable_prefix_caching=enable_prefix_caching, **limits
     )
 
 

@@ -1,6 +1,7 @@
 """Scales of an int8 cache by channel: what a file may hold, and that the engine uses it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from torch import Tensor
 
 from penstock import LLM, SamplingParams
 from penstock.errors import InvalidRequestError
+from penstock.kernels.tensors import as_torch
 from penstock.weights.kv_scales import read_kv_scales
 from tests.hf_models import make_llama, random_ids
 
 LAYERS, HKV, D = 2, 2, 8
+FIELDS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
 
 
 def scales(**changes: Tensor | None) -> dict[str, Tensor]:
@@ -30,7 +33,8 @@ def scales(**changes: Tensor | None) -> dict[str, Tensor]:
 
 def read(tmp_path: Path, tensors: dict[str, Tensor]) -> Any:
     save_file(tensors, tmp_path / "scales.safetensors")
-    return read_kv_scales(tmp_path / "scales.safetensors", LAYERS, HKV, D)
+    layers = read_kv_scales(tmp_path / "scales.safetensors", LAYERS, HKV, D)
+    return [SimpleNamespace(**{name: as_torch(getattr(layer, name)) for name in FIELDS}) for layer in layers]
 
 
 def test_every_granularity(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
+from penstock.kernels.tensors import as_torch
 from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
 from penstock.weights.convert import convert_model
@@ -38,11 +39,11 @@ def convert(source: Path, destination: Path, **options: Any) -> int:
     return convert_model(EngineConfig.from_options(model=str(source), **options), destination)
 
 
-def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def state_of(model: object) -> dict[str, torch.Tensor]:
     """Everything that a model's layers hold, by layer and part."""
     result = {}
     for name, layer in weight_layers(model):
-        result.update({f"{name}.{part}": value for part, value in layer.state().items()})
+        result.update({f"{name}.{part}": as_torch(value) for part, value in layer.state().items()})
     return result
 
 

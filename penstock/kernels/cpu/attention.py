@@ -6,7 +6,7 @@ native/attention/attention.h has the layout of a cache; here it is memory of the
 import ctypes
 from dataclasses import replace
 
-import torch
+import numpy as np
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.attention.layout import (
@@ -20,13 +20,24 @@ from penstock.kernels.attention.plan import Planner
 from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.calls import address
 from penstock.kernels.cpu.library import PenstockAttention, PenstockCache
-from penstock.kernels.cpu.packed import empty
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
+from penstock.kernels.tensors import (
+    BFLOAT16,
+    FLOAT32,
+    INT8,
+    INT32,
+    INT64,
+    ArrayType,
+    address_of,
+    array_type,
+    as_array,
+    dtype_of,
+    empty,
+)
 
-KINDS = dict(zip((torch.float32, torch.bfloat16, torch.int8), ABI.enums["CacheKind"].values(), strict=False))
+KINDS = dict(zip((FLOAT32, BFLOAT16, INT8), ABI.enums["CacheKind"].values(), strict=False))
 SLICES = (2, 3)  # of an int8 cache
 CHANNEL_FIELDS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
-F32, I32, I64 = torch.float32, torch.int32, torch.int64
 
 
 class CpuKVCache:
@@ -46,31 +57,37 @@ class CpuKVCache:
         """
         _check_cache(spec)
         self.spec = spec
-        heads, head_dim, name, token_scales = spec.num_kv_heads, spec.head_dim, _name(spec.dtype), spec.scales is None
+        heads, head_dim, token_scales, dtype = (
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.scales is None,
+            array_type(spec.dtype),
+        )
+        name = str(dtype)
         token_bytes = cache_token_bytes(heads, head_dim, name, token_scales=token_scales)
-        self.memory = empty((spec.num_blocks, spec.block_size * token_bytes), torch.uint8)
+        self.memory = empty((spec.num_blocks, spec.block_size * token_bytes), dtype_of("uint8", spec.dtype))
         self.num_bytes = self.memory.nbytes
         self._shape = heads, head_dim, name, spec.slices, token_scales  # fields of AttentionShape
         self._planners: dict[tuple[object, ...], Planner] = {}
         self._struct = PenstockCache(
-            memory=self.memory.data_ptr(),
+            memory=address_of(self.memory),
             blocks=spec.num_blocks,
             block_size=spec.block_size,
             kv_heads=heads,
             head_dim=head_dim,
             padded_dim=padded_head_dim(head_dim),
-            kind=KINDS[spec.dtype],
+            kind=KINDS[dtype],
             slices=spec.slices,
         )
         self._scales = []  # zero-padded to the padded head dim
         for field in CHANNEL_FIELDS if spec.scales is not None else ():
-            padding = (0, padded_head_dim(head_dim) - head_dim)
-            self._scales.append(torch.nn.functional.pad(getattr(spec.scales, field), padding).contiguous())
-            setattr(self._struct, field, self._scales[-1].data_ptr())
+            padding = (0, 0), (0, padded_head_dim(head_dim) - head_dim)
+            self._scales.append(np.pad(as_array(getattr(spec.scales, field)), padding))
+            setattr(self._struct, field, address_of(self._scales[-1]))
         self.address = ctypes.addressof(self._struct)
 
     def plan(
-        self, meta: AttentionMetadata, heads: Heads, dtype: torch.dtype, level: str, threads: int
+        self, meta: AttentionMetadata, heads: Heads, dtype: ArrayType, level: str, threads: int
     ) -> AttentionMetadata:
         """Return the metadata with a plan for these heads, queries and results of type `dtype`, and this cache.
 
@@ -78,10 +95,10 @@ class CpuKVCache:
             ValueError: a tensor has another type or shape than kernels/metadata.py says, or a block is missing.
         """
         num_seqs, num_tokens = len(meta.seq_lens), len(meta.slot_mapping)
-        address(meta.query_start_loc, (num_seqs + 1,), I32, "query_start_loc")
-        address(meta.seq_lens, (num_seqs,), I32, "seq_lens")
-        address(meta.block_table, (num_seqs, meta.block_table.shape[-1]), I32, "block_table")
-        address(meta.slot_mapping, (num_tokens,), I64, "slot_mapping")
+        address(meta.query_start_loc, (num_seqs + 1,), INT32, "query_start_loc")
+        address(meta.seq_lens, (num_seqs,), INT32, "seq_lens")
+        address(meta.block_table, (num_seqs, meta.block_table.shape[-1]), INT32, "block_table")
+        address(meta.slot_mapping, (num_tokens,), INT64, "slot_mapping")
         spec = self.spec
         if meta.block_size != spec.block_size:
             raise ValueError(f"block_size: {meta.block_size} where the cache has {spec.block_size}")
@@ -92,10 +109,10 @@ class CpuKVCache:
         key = heads.num_heads, dtype, level, threads, meta.sliding_window, meta.num_sink_tokens
         planner = self._planners.get(key)
         if planner is None:
-            shape = AttentionShape(heads.num_heads, *self._shape, _name(dtype), level)
+            shape = AttentionShape(heads.num_heads, *self._shape, str(dtype), level)
             planner = Planner(shape, spec.block_size, meta.sliding_window, meta.num_sink_tokens, threads)
             self._planners[key] = planner
-        plan = planner.plan(meta.query_start_loc.numpy(), meta.seq_lens.numpy(), meta.block_table.numpy())
+        plan = planner.plan(as_array(meta.query_start_loc), as_array(meta.seq_lens), as_array(meta.block_table))
         return replace(meta, plan=plan)
 
     def check_plan(self, meta: AttentionMetadata, num_heads: int, threads: int) -> None:
@@ -110,12 +127,8 @@ class CpuKVCache:
             raise ValueError(f"plan: made for {shape}, blocks of {meta.block_size}, {len(plan.starts) - 1} threads")
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _check_cache(spec: CacheSpec) -> None:
-    block_size, head_dim, dtype, slices = spec.block_size, spec.head_dim, spec.dtype, spec.slices
+    block_size, head_dim, dtype, slices = spec.block_size, spec.head_dim, array_type(spec.dtype), spec.slices
     if block_size < 1 or block_size % GRANULE:
         raise NotSupportedError(
             f"block_size: {block_size}; the native kernels need a multiple of {GRANULE}", param="block_size"
@@ -127,12 +140,12 @@ def _check_cache(spec: CacheSpec) -> None:
         raise NotSupportedError(
             f"kv_cache_dtype: {dtype}; supported are float32, bfloat16 and int8", param="kv_cache_dtype"
         )
-    if dtype is torch.int8 and slices not in SLICES:
+    if dtype is INT8 and slices not in SLICES:
         raise NotSupportedError(f"slices: {slices}; the native kernels support 2 and 3", param="slices")
-    if dtype is not torch.int8 and (slices or spec.scales is not None):
+    if dtype is not INT8 and (slices or spec.scales is not None):
         raise NotSupportedError("slices, scales: only an int8 cache has them", param="slices")
     for name in CHANNEL_FIELDS if spec.scales is not None else ():
-        address(getattr(spec.scales, name), (spec.num_kv_heads, head_dim), F32, name)
+        address(getattr(spec.scales, name), (spec.num_kv_heads, head_dim), FLOAT32, name)
 
 
 class NativeParams:
@@ -151,7 +164,7 @@ class NativeParams:
             scale=params.scale, softcap=params.softcap or 0.0, bias_before_scale=params.bias_before_scale
         )
         if params.alibi_slopes is not None:
-            self.struct.slopes = address(params.alibi_slopes, (num_heads,), F32, "alibi_slopes")
+            self.struct.slopes = address(params.alibi_slopes, (num_heads,), FLOAT32, "alibi_slopes")
         if params.sink_logits is not None:
-            self.struct.sink_logits = address(params.sink_logits, (num_heads,), F32, "sink_logits")
+            self.struct.sink_logits = address(params.sink_logits, (num_heads,), FLOAT32, "sink_logits")
         self.address = ctypes.addressof(self.struct)

@@ -7,10 +7,10 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.kernels.cpu.abi import ABI
@@ -26,12 +26,26 @@ from penstock.kernels.cpu.library import (
 )
 from penstock.kernels.cpu.program import Arguments, NativeProgram, Recorder
 from penstock.kernels.metadata import AttentionMetadata
+from penstock.kernels.tensors import (
+    BFLOAT16,
+    FLOAT32,
+    Array,
+    ArrayType,
+    Dtype,
+    Tensor,
+    address_of,
+    array_type,
+    as_torch,
+    dtype_of,
+    empty,
+    is_torch,
+)
 from penstock.validation import check_choice
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
-TYPES = {torch.float32: ABI.constants["TYPE_F32"], torch.bfloat16: ABI.constants["TYPE_BF16"]}
+TYPES = {FLOAT32: ABI.constants["TYPE_F32"], BFLOAT16: ABI.constants["TYPE_BF16"]}
 ACTIVATIONS = {name: ABI.constants[f"ACT_{name.upper()}"] for name in ("silu", "gelu", "gelu_tanh")}
 
 
@@ -50,15 +64,16 @@ class NativeCalls:
 
     Attributes:
         observer: is told of every call, for measurements; None costs nothing.
-        dtype: type of weights and of the inputs of products.
+        dtype: type of weights and of the inputs of products; results are torch's tensors if it is torch's.
+        element: the same type as a np.dtype.
         level: name of the instruction level, which determines the bits of results.
         threads: computing threads, the caller's included.
     """
 
     name = "cpu"
-    device = torch.device("cpu")
+    device = "cpu"
 
-    def __init__(self, dtype: torch.dtype, *, threads: int = 1, level: str | None = None) -> None:
+    def __init__(self, dtype: Dtype, *, threads: int = 1, level: str | None = None) -> None:
         """Start the threads. level: None means `chosen_level()`.
 
         Raises:
@@ -74,9 +89,10 @@ class NativeCalls:
             raise EngineError(f"the native kernels cannot start at level {level} with {threads} threads")
         weakref.finalize(self, library.penstock_context_free, context).atexit = False
         self.dtype = dtype
+        self.element = array_type(dtype)
         self.level = level
         self.threads = threads
-        self._type = TYPES[dtype]
+        self._type = TYPES[self.element]
         self._context: int = context
         self._library = library
         self._native: dict[str, Callable[..., int]] = {name: getattr(library, name) for name in ABI.functions}
@@ -104,6 +120,23 @@ class NativeCalls:
             if self._library.penstock_context_pin(self._context, thread, ctypes.addressof(array), len(cpus)):
                 raise EngineError(f"cpu_affinity: thread {thread} may not be pinned to the CPUs {show_cpus(cpus)}")
 
+    def tensor(self, array: Array) -> Tensor:
+        return as_torch(array) if is_torch(self.dtype) else array
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return self._new(shape, array_type(dtype))
+
+    def _new(self, shape: tuple[int, ...], dtype: ArrayType) -> Tensor:
+        if not is_torch(self.dtype):
+            return empty(shape, dtype)
+        import torch
+
+        return torch.empty(shape, dtype=dtype_of(str(dtype), self.dtype))
+
+    def _output(self, out: Tensor | None, shape: tuple[int, ...], dtype: ArrayType) -> Tensor:
+        """Return `out`, or a new tensor if it is None."""
+        return self._new(shape, dtype) if out is None else out
+
     def _call(self, name: str, used: tuple[object, ...], *arguments: int | float | None) -> None:
         """Call a native function; `used` owns the memory that its arguments point to.
 
@@ -123,7 +156,7 @@ class NativeCalls:
         recorder = Recorder(attention, self._replay)
         self._recorder = recorder
         try:
-            with recorder:
+            with self._watching(recorder):
                 result = forward()
         finally:
             self._recorder = None
@@ -134,6 +167,14 @@ class NativeCalls:
         if self.observer is not None:
             self.observer.replay(calls)
         return self._native["penstock_replay"](self._context, ctypes.addressof(calls), len(calls))
+
+    def _watching(self, recorder: Recorder) -> AbstractContextManager[object]:
+        """Watch what torch does beside the native calls. The bundled families, which have arrays, do nothing else."""
+        if not is_torch(self.dtype):
+            return nullcontext()
+        from penstock.kernels.cpu.torch_watch import TorchWatch
+
+        return TorchWatch(recorder)
 
     # --- measurements -------------------------------------------------------------------------------------------------
 
@@ -171,39 +212,47 @@ def remembered(known: dict[Key, Value], key: Key, limit: int, make: Callable[[],
     return value
 
 
-def address(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> int:
-    """Return the address of a contiguous tensor of exactly this shape and type.
+def address(tensor: Tensor, shape: tuple[int, ...], dtype: ArrayType, name: str) -> int:
+    """Return the address of a contiguous tensor, of either kind, of exactly this shape and type.
 
     Raises:
         ValueError: the tensor has another shape or type, is not contiguous, or not in CPU memory.
     """
-    if tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous() and tensor.is_cpu:
-        return tensor.data_ptr()
-    layout = "" if tensor.is_cpu and tensor.is_contiguous() else ", not contiguous in CPU memory"
-    found = f"{list(tensor.shape)} {tensor.dtype}{layout}"
+    if isinstance(tensor, np.ndarray):
+        flat = tensor.flags.c_contiguous
+        if flat and tensor.dtype is dtype and tensor.shape == shape:
+            return int(tensor.ctypes.data)
+    else:
+        flat = tensor.is_contiguous() and tensor.is_cpu
+        if flat and tensor.shape == shape and array_type(tensor.dtype) is dtype:
+            return int(tensor.data_ptr())
+    found = f"{list(tensor.shape)} {tensor.dtype}{'' if flat else ', not contiguous in CPU memory'}"
     raise ValueError(f"{name}: {found} where {list(shape)} {dtype} is needed".replace("torch.", ""))
 
 
-def rows_address(tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype, name: str) -> tuple[int, int]:
+def rows_address(tensor: Tensor, shape: tuple[int, int], dtype: ArrayType, name: str) -> tuple[int, int]:
     """Return the address of a tensor, which may be some columns of a wider one, and the elements between its rows.
 
     Raises:
         ValueError: the tensor has another shape or type, or its rows are not contiguous.
     """
-    fits = tensor.dtype is dtype and tensor.shape == shape and tensor.is_cpu
-    if not fits or tensor.is_contiguous() or tensor.stride(1) != 1 or tensor.stride(0) < shape[1]:
-        return address(tensor, shape, dtype, name), shape[1]
-    return tensor.data_ptr(), tensor.stride(0)
+    if tensor.shape == shape and array_type(tensor.dtype) is dtype:
+        stride, step = _strides(tensor)
+        if step == 1 and stride > shape[1] and shape[0] > 1:
+            return address_of(tensor), stride
+    return address(tensor, shape, dtype, name), shape[1]
 
 
-def optional_address(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> int | None:
+def _strides(tensor: Tensor) -> tuple[int, int]:
+    """Return the elements from a row to the next, and from a column to the next; zeros for memory of another device."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.strides[0] // tensor.itemsize, tensor.strides[1] // tensor.itemsize
+    return (tensor.stride(0), tensor.stride(1)) if tensor.is_cpu else (0, 0)
+
+
+def optional_address(tensor: Tensor | None, shape: tuple[int, ...], dtype: ArrayType, name: str) -> int | None:
     """Return the address of a tensor, or None for None; see `address`."""
     return None if tensor is None else address(tensor, shape, dtype, name)
-
-
-def output(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return `out`, or a new tensor if it is None."""
-    return torch.empty(shape, dtype=dtype) if out is None else out
 
 
 def rows_of(tensor: Tensor, name: str) -> tuple[int, int]:
@@ -218,7 +267,7 @@ def rows_of(tensor: Tensor, name: str) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def type_code(dtype: torch.dtype) -> int:
+def type_code(dtype: ArrayType) -> int:
     """Return the DataType of abi.h.
 
     Raises:
@@ -226,7 +275,7 @@ def type_code(dtype: torch.dtype) -> int:
     """
     code = TYPES.get(dtype)
     if code is None:
-        raise ValueError(f"dtype: {dtype}; supported are {', '.join(map(str, TYPES))}".replace("torch.", ""))
+        raise ValueError(f"dtype: {dtype}; supported are {', '.join(map(str, TYPES))}")
     return code
 
 

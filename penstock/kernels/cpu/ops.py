@@ -7,19 +7,16 @@ Bits depend only on the instruction level, never on the batch or the threads (na
 import ctypes
 from collections import Counter
 
-import torch
-from torch import Tensor
-
 from penstock.kernels.cpu.attention import CpuKVCache, NativeParams
-from penstock.kernels.cpu.calls import address, optional_address, output, remembered, rows_of
+from penstock.kernels.cpu.calls import address, optional_address, remembered, rows_of
 from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockSampling, check_status
 from penstock.kernels.cpu.products import ProductOps
 from penstock.kernels.cpu.program import fill_step
 from penstock.kernels.cpu.rows import RowOps
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache, own
 from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.tensors import BOOL, FLOAT32, INT64, Dtype, Tensor, address_of, as_array, is_torch
 
-F32, I64 = torch.float32, torch.int64
 REMEMBERED_STEPS = 8  # steps whose native form is kept for the other layers
 REMEMBERED_PARAMS = 1024  # layers whose NativeParams are kept
 
@@ -32,7 +29,7 @@ class CpuOps(ProductOps, RowOps):
         plan_counts: number of plans by key of the kind of attention (kernels/attention/plan.py).
     """
 
-    def __init__(self, dtype: torch.dtype, *, threads: int = 1, level: str | None = None) -> None:
+    def __init__(self, dtype: Dtype, *, threads: int = 1, level: str | None = None) -> None:
         super().__init__(dtype, threads=threads, level=level)
         self._sampling = PenstockSampling()
         self._params: dict[tuple[AttentionParams, int], NativeParams] = {}
@@ -48,19 +45,22 @@ class CpuOps(ProductOps, RowOps):
     def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
         to = own(cache, CpuKVCache)
         tokens, shape = len(slots), (len(slots), to.spec.num_kv_heads, to.spec.head_dim)
-        k_at, v_at = address(k, shape, self.dtype, "k"), address(v, shape, self.dtype, "v")
-        slots_at = address(slots, (tokens,), I64, "slots")
+        k_at, v_at = address(k, shape, self.element, "k"), address(v, shape, self.element, "v")
+        slots_at = address(slots, (tokens,), INT64, "slots")
         self._call("penstock_cache_store", (k, v, slots), to.address, k_at, v_at, self._type, slots_at, tokens)
 
     def load_kv(self, cache: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
         source = own(cache, CpuKVCache)
-        k, v = (torch.empty((len(slots), source.spec.num_kv_heads, source.spec.head_dim), dtype=F32) for _ in range(2))
-        slots_at = address(slots, (len(slots),), I64, "slots")
-        self._call("penstock_cache_load", (slots,), source.address, slots_at, len(slots), k.data_ptr(), v.data_ptr())
+        shape = (len(slots), source.spec.num_kv_heads, source.spec.head_dim)
+        k, v = self._new(shape, FLOAT32), self._new(shape, FLOAT32)
+        slots_at = address(slots, (len(slots),), INT64, "slots")
+        self._call("penstock_cache_load", (slots,), source.address, slots_at, len(slots), address_of(k), address_of(v))
         return k, v
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
-        meta = own(cache, CpuKVCache).plan(meta, heads, self.dtype, self.level, self.threads)
+        meta = own(cache, CpuKVCache).plan(meta, heads, self.element, self.level, self.threads)
+        if is_torch(self.dtype):  # for models that look at it
+            meta = meta.to(self.tensor)
         if (plan := meta.plan) is not None:
             self.plan_counts[plan.key] += 1
             workspace, scratch = self._reserved
@@ -91,7 +91,7 @@ class CpuOps(ProductOps, RowOps):
             raise ValueError(f"q: {tokens} tokens where the metadata has {len(meta.slot_mapping)}")
         if meta.plan is None:
             meta = self.plan(meta, Heads(num_heads, kv_heads, head_dim), cache)
-        out = output(out, shape, self.dtype)
+        out = self._output(out, shape, self.dtype)
         step = self._step(meta, paged, num_heads)
         native_params = remembered(
             self._params, (params, num_heads), REMEMBERED_PARAMS, lambda: NativeParams(params, num_heads)
@@ -102,13 +102,13 @@ class CpuOps(ProductOps, RowOps):
             ctypes.addressof(step),
             paged.address,
             native_params.address,
-            address(q, (tokens, num_heads, paged.spec.head_dim), self.dtype, "q"),
-            address(k_new, kv_shape, self.dtype, "k_new"),
-            address(v_new, kv_shape, self.dtype, "v_new"),
+            address(q, (tokens, num_heads, paged.spec.head_dim), self.element, "q"),
+            address(k_new, kv_shape, self.element, "k_new"),
+            address(v_new, kv_shape, self.element, "v_new"),
             self._type,
             num_heads,
-            address(out, shape, self.dtype, "out"),
-            optional_address(lse, (tokens, num_heads), F32, "lse"),
+            address(out, shape, self.element, "out"),
+            optional_address(lse, (tokens, num_heads), FLOAT32, "lse"),
         )
         return out
 
@@ -130,23 +130,23 @@ class CpuOps(ProductOps, RowOps):
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         rows, vocab_size = shape = rows_of(logits, "logits")
-        out = torch.empty(rows, dtype=torch.bool)
-        self._call("penstock_finite_rows", (), address(logits, shape, F32, "logits"), rows, vocab_size, out.data_ptr())
+        out, at = self._new((rows,), BOOL), address(logits, shape, FLOAT32, "logits")
+        self._call("penstock_finite_rows", (), at, rows, vocab_size, address_of(out))
         return out
 
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         rows, vocab_size = shape = rows_of(logits, "logits")
-        out = output(out, shape, F32)
-        at, to = address(logits, shape, F32, "logits"), address(out, shape, F32, "out")
+        out = self._output(out, shape, FLOAT32)
+        at, to = address(logits, shape, FLOAT32, "logits"), address(out, shape, FLOAT32, "out")
         self._call("penstock_log_softmax", (), at, rows, vocab_size, to)
         return out
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         rows, vocab_size = shape = rows_of(logits, "logits")
-        at = address(logits, shape, F32, "logits")
+        at = address(logits, shape, FLOAT32, "logits")
         _fill_sampling(self._sampling, params, rows, vocab_size)
-        out = torch.empty(rows, dtype=I64)
-        self._call("penstock_sample", (), at, rows, vocab_size, ctypes.addressof(self._sampling), out.data_ptr())
+        out = self._new((rows,), INT64)
+        self._call("penstock_sample", (), at, rows, vocab_size, ctypes.addressof(self._sampling), address_of(out))
         return out
 
 
@@ -156,23 +156,23 @@ def _fill_sampling(native: PenstockSampling, params: SamplingTensors, rows: int,
     Raises:
         ValueError: a tensor has another shape or type, or a pair is outside the logits.
     """
-    native.temperature = address(params.temperature, (rows,), F32, "temperature")
-    native.top_k = optional_address(params.top_k, (rows,), I64, "top_k")
-    native.top_p = optional_address(params.top_p, (rows,), F32, "top_p")
-    native.min_p = optional_address(params.min_p, (rows,), F32, "min_p")
-    native.noise_key = optional_address(params.noise_key, (rows, 3), I64, "noise_key")
+    native.temperature = address(params.temperature, (rows,), FLOAT32, "temperature")
+    native.top_k = optional_address(params.top_k, (rows,), INT64, "top_k")
+    native.top_p = optional_address(params.top_p, (rows,), FLOAT32, "top_p")
+    native.min_p = optional_address(params.min_p, (rows,), FLOAT32, "min_p")
+    native.noise_key = optional_address(params.noise_key, (rows, 3), INT64, "noise_key")
     bias_pairs, bias_values = params.bias or (None, None)
     repetition, repetition_pairs = params.repetition or (None, None)
     frequency, presence, count_pairs, count_values = params.counts or (None, None, None, None)
     native.masked, native.num_masked = _pairs(params.masked, rows, vocab_size, "masked")
     native.bias_pairs, native.num_bias = _pairs(bias_pairs, rows, vocab_size, "bias")
-    native.bias_values = optional_address(bias_values, (native.num_bias,), F32, "bias")
-    native.repetition = optional_address(repetition, (rows,), F32, "repetition")
+    native.bias_values = optional_address(bias_values, (native.num_bias,), FLOAT32, "bias")
+    native.repetition = optional_address(repetition, (rows,), FLOAT32, "repetition")
     native.repetition_pairs, native.num_repetition = _pairs(repetition_pairs, rows, vocab_size, "repetition")
-    native.frequency = optional_address(frequency, (rows,), F32, "frequency")
-    native.presence = optional_address(presence, (rows,), F32, "presence")
+    native.frequency = optional_address(frequency, (rows,), FLOAT32, "frequency")
+    native.presence = optional_address(presence, (rows,), FLOAT32, "presence")
     native.count_pairs, native.num_counts = _pairs(count_pairs, rows, vocab_size, "counts")
-    native.count_values = optional_address(count_values, (native.num_counts,), F32, "counts")
+    native.count_values = optional_address(count_values, (native.num_counts,), FLOAT32, "counts")
 
 
 def _pairs(pairs: Tensor | None, rows: int, vocab_size: int, name: str) -> tuple[int | None, int]:
@@ -180,8 +180,9 @@ def _pairs(pairs: Tensor | None, rows: int, vocab_size: int, name: str) -> tuple
     if pairs is None or not len(pairs):
         return None, 0
     count = len(pairs)
-    at = address(pairs, (count, 2), I64, name)
-    (row, token), (last_row, last_token) = pairs.amin(dim=0).tolist(), pairs.amax(dim=0).tolist()
+    at = address(pairs, (count, 2), INT64, name)
+    found = as_array(pairs)
+    (row, token), (last_row, last_token) = found.min(axis=0).tolist(), found.max(axis=0).tolist()
     if row < 0 or token < 0 or last_row >= rows or last_token >= vocab_size:
         raise ValueError(f"{name}: a pair is outside the logits [{rows}, {vocab_size}]")
     return at, count

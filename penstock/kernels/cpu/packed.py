@@ -4,17 +4,13 @@ native/abi.h has the layout. Python allocates the memory and reads rows piece by
 and packs them.
 """
 
-import contextlib
 import ctypes
 import itertools
-import math
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.cpu.abi import ABI
@@ -22,19 +18,34 @@ from penstock.kernels.cpu.calls import address
 from penstock.kernels.cpu.library import MAX_LEAVES, PenstockWeight
 from penstock.kernels.metadata import own
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
+from penstock.kernels.tensors import (
+    ALIGNMENT,
+    BFLOAT16,
+    FLOAT32,
+    INT16,
+    UINT8,
+    Array,
+    ArrayType,
+    Dtype,
+    Tensor,
+    address_of,
+    array_type,
+    as_array,
+    dtype_of,
+    empty,
+    rounded,
+)
 from penstock.quant.scheme import GROUP_SIZES
 
 PANEL = ABI.constants["PANEL"]  # columns that are packed together
 K_UNIT = ABI.constants["K_UNIT"]  # leaves are padded to a multiple of this
-ALIGNMENT = 64  # bytes
 MAX_INTEGER_LEAF = 2**16  # a longer sum of products of two bytes may overflow an int32
 SLICE_BYTES = 2**24  # bytes of rows that are read at once while a weight is packed
-HUGE_PAGE = 2**21
 F32, BF16, INT8, INT4, INT4_A16 = list(ABI.enums["Kind"].values())[:5]
-FLOAT_KINDS = {torch.float32: F32, torch.bfloat16: BF16}
+FLOAT_KINDS = {FLOAT32: F32, BFLOAT16: BF16}
 PANEL_BYTES = {F32: 128, BF16: 64, INT8: 32, INT4: 16, INT4_A16: 16}  # per element of K
 
-Pack = Callable[["CpuLinear", Tensor, int], None]  # weight, rows, index of the first row
+Pack = Callable[["CpuLinear", Array, int], None]  # weight, rows, index of the first row
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ class Layout:
     gated: bool
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, packing: Packing = PLAIN) -> "Layout":
+    def of(cls, shape: Sequence[int], dtype: Dtype, packing: Packing = PLAIN) -> "Layout":
         """Return the layout of a weight of a shape.
 
         Raises:
@@ -72,7 +83,7 @@ class Layout:
         if len(ends) > MAX_LEAVES or ends[-1] != k or min(lengths) < 0:
             raise ValueError(f"{k} elements cannot be cut into leaves that end at {list(ends)}")
         if scheme is None:
-            return cls(n, k, FLOAT_KINDS[dtype], ends, 0, 0, gated)
+            return cls(n, k, FLOAT_KINDS[array_type(dtype)], ends, 0, 0, gated)
         if scheme.slices and max(lengths) > MAX_INTEGER_LEAF:
             raise NotSupportedError(
                 f"quantization: {scheme.name} sums at most {MAX_INTEGER_LEAF} products, and this model has {k}",
@@ -99,25 +110,25 @@ class Layout:
     def panels(self) -> int:
         return -(-self.n // PANEL) if not self.gated else -(-(self.n // 2) // (PANEL // 2))
 
-    def arrays(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], ArrayType]]:
         """Return shape and type of every array except the bias."""
-        arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        arrays["values"] = ((self.panels, PANEL_BYTES[self.kind] * self.padded_k), torch.uint8)
+        arrays: dict[str, tuple[tuple[int, ...], ArrayType]] = {}
+        arrays["values"] = ((self.panels, PANEL_BYTES[self.kind] * self.padded_k), UINT8)
         if self.kind == INT8:
-            arrays["column_scales"] = ((self.panels * PANEL,), torch.float32)
+            arrays["column_scales"] = ((self.panels * PANEL,), FLOAT32)
         if self.group_size:  # int16: bits of bfloat16
-            arrays["group_scales"] = ((self.panels, self.padded_k // self.group_size, PANEL), torch.int16)
+            arrays["group_scales"] = ((self.panels, self.padded_k // self.group_size, PANEL), INT16)
         return arrays
 
-    def columns(self) -> Tensor:
+    def columns(self) -> Array:
         """Return the row of the weight of each packed column, -1 for padding: [panels * 32] int64."""
-        column = torch.arange(self.panels * PANEL)
+        column = np.arange(self.panels * PANEL)
         if not self.gated:
-            return column.masked_fill(column >= self.n, -1)
+            return np.where(column < self.n, column, -1)
         half, within = self.n // 2, column % PANEL
         index = column // PANEL * (PANEL // 2) + within % (PANEL // 2)
-        row = torch.where(within < PANEL // 2, index, index + half)
-        return row.masked_fill(index >= half, -1)
+        row = np.where(within < PANEL // 2, index, index + half)
+        return np.where(index < half, row, -1)
 
     def parts(self) -> list[range]:
         """Return ranges of rows that may be packed together: all rows, or gate rows and up rows."""
@@ -142,7 +153,7 @@ class CpuLinear:
         """
         expected = layout.arrays()
         if "bias" in tensors:
-            expected["bias"] = ((layout.panels * PANEL,), torch.float32)
+            expected["bias"] = ((layout.panels * PANEL,), FLOAT32)
         if set(tensors) != set(expected):
             raise ValueError(f"a packed weight needs {', '.join(expected)}; given are {', '.join(tensors) or 'none'}")
         for name, (shape, dtype) in expected.items():
@@ -167,7 +178,7 @@ class CpuLinear:
             leaves=len(layout.leaf_ends),
             leaf_ends=(ctypes.c_int64 * MAX_LEAVES)(*layout.leaf_ends),
             padded_leaf_ends=(ctypes.c_int64 * MAX_LEAVES)(*layout.padded_leaf_ends),
-            **{name: tensor.data_ptr() for name, tensor in self._tensors.items()},
+            **{name: address_of(tensor) for name, tensor in self._tensors.items()},
         )
         self.address = ctypes.addressof(self.weight)
 
@@ -189,34 +200,24 @@ def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
     return linear
 
 
-def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: torch.dtype, pack_rows: Pack) -> CpuLinear:
-    """Pack a weight, reading a few rows at a time. Weight and bias are first rounded to dtype."""
-    tensors = {name: empty(shape, element) for name, (shape, element) in layout.arrays().items()}
+def pack(layout: Layout, source: RowSource, bias: Tensor | None, dtype: Dtype, pack_rows: Pack) -> CpuLinear:
+    """Pack a weight, reading a few rows at a time. Weight and bias are first rounded to dtype, the memory's kind."""
+    tensors = {name: empty(shape, dtype_of(str(element), dtype)) for name, (shape, element) in layout.arrays().items()}
     if bias is not None:
-        tensors["bias"] = _in_columns(layout, bias.to(dtype).float())
+        tensors["bias"] = empty((layout.panels * PANEL,), dtype_of("float32", dtype))
+        as_array(tensors["bias"])[:] = _in_columns(layout, rounded(rounded(as_array(bias), dtype), FLOAT32))
     packed = CpuLinear(layout, tensors)
     at_once = max(PANEL, SLICE_BYTES // (layout.k * 4) // PANEL * PANEL)
     for part in layout.parts():
         for start in range(part.start, part.stop, at_once):
             rows = source.read(start, min(start + at_once, part.stop))
-            pack_rows(packed, rows.to(dtype).contiguous(), start)
+            pack_rows(packed, rounded(as_array(rows), dtype), start)
     return packed
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory for an array, in huge pages if it is large, because products read it page after page."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # no huge pages on this system
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)  # the tensor keeps the mapping alive
-
-
-def _in_columns(layout: Layout, bias: Tensor) -> Tensor:
+def _in_columns(layout: Layout, bias: Array) -> Array:
     """Return bias [N] as [panels * 32] in the order of the packed columns, with 0 for padding."""
     if bias.shape != (layout.n,):
         raise ValueError(f"bias: {list(bias.shape)} where [{layout.n}] is needed")
     columns = layout.columns()
-    return bias[columns.clamp(min=0)].masked_fill(columns < 0, 0.0)
+    return np.where(columns < 0, np.float32(0.0), bias[np.maximum(columns, 0)])

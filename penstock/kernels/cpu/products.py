@@ -3,15 +3,11 @@
 import ctypes
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
-
 from penstock.kernels.cpu.calls import (
     TYPES,
     NativeCalls,
     activation_code,
     address,
-    output,
     remembered,
     rows_address,
     rows_of,
@@ -19,50 +15,50 @@ from penstock.kernels.cpu.calls import (
 from penstock.kernels.cpu.library import PenstockWeight
 from penstock.kernels.cpu.packed import CpuLinear, Layout, own_linear, pack
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows
+from penstock.kernels.tensors import FLOAT32, INT64, ArrayType, Dtype, Tensor
 
-F32, I64 = torch.float32, torch.int64
 REMEMBERED_EXPERTS = 1024  # layers whose NativeExperts are kept
 
 
 class ProductOps(NativeCalls):
     """The operations of kernels/ops.py that read a packed weight, and the router."""
 
-    def __init__(self, dtype: torch.dtype, *, threads: int = 1, level: str | None = None) -> None:
+    def __init__(self, dtype: Dtype, *, threads: int = 1, level: str | None = None) -> None:
         super().__init__(dtype, threads=threads, level=level)
         self._experts: dict[tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]], NativeExperts] = {}
 
     def pack_linear(
         self, weight: Tensor | RowSource, bias: Tensor | None = None, packing: Packing = PLAIN
     ) -> PackedLinear:
-        source = TensorRows(weight) if isinstance(weight, Tensor) else weight
-        layout = Layout.of(source.shape, self.dtype, packing)
+        source = weight if hasattr(weight, "read") else TensorRows(weight)
+        layout = Layout.of(source.shape, self.element, packing)
         return pack(layout, source, bias, self.dtype, self._pack_rows)
 
     def restore_linear(
         self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN
     ) -> PackedLinear:
-        return CpuLinear(Layout.of(shape, self.dtype, packing), state)
+        return CpuLinear(Layout.of(shape, self.element, packing), state)
 
     def _pack_rows(self, weight: CpuLinear, rows: Tensor, first: int) -> None:
-        at = address(rows, (len(rows), weight.depth), self.dtype, "weight")
+        at = address(rows, (len(rows), weight.depth), self.element, "weight")
         self._call("penstock_pack_rows", (), weight.address, at, self._type, first, len(rows))
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
-        return self._product(x, own_linear(weight, gated=False), 0, F32, out)
+        return self._product(x, own_linear(weight, gated=False), 0, FLOAT32, out)
 
     def activated_linear(
         self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None
     ) -> Tensor:
-        return self._product(x, own_linear(weight, gated=False), activation_code(activation), self.dtype, out)
+        return self._product(x, own_linear(weight, gated=False), activation_code(activation), self.element, out)
 
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
-        return self._product(x, own_linear(weight, gated=True), activation_code(activation), self.dtype, out)
+        return self._product(x, own_linear(weight, gated=True), activation_code(activation), self.element, out)
 
-    def _product(self, x: Tensor, weight: CpuLinear, activation: int, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    def _product(self, x: Tensor, weight: CpuLinear, activation: int, dtype: ArrayType, out: Tensor | None) -> Tensor:
         rows, _ = rows_of(x, "x")
         shape = (rows, weight.outputs)
-        out = output(out, shape, dtype)
-        x_at = address(x, (rows, weight.depth), self.dtype, "x")
+        out = self._output(out, shape, dtype)
+        x_at = address(x, (rows, weight.depth), self.element, "x")
         out_at, stride = rows_address(out, shape, dtype, "out")
         self._call(
             "penstock_linear",
@@ -92,21 +88,21 @@ class ProductOps(NativeCalls):
         key = tuple(gate_up), tuple(down)
         native = remembered(self._experts, key, REMEMBERED_EXPERTS, lambda: NativeExperts(*key))
         (rows, _), (_, top_k) = rows_of(x, "x"), rows_of(ids, "ids")
-        out = output(out, (rows, native.outputs), F32)
+        out = self._output(out, (rows, native.outputs), FLOAT32)
         self._call(
             "penstock_experts",
             (x, native, ids, weights, out),
             native.gate_up,
             native.down,
             native.count,
-            address(x, (rows, native.depth), self.dtype, "x"),
+            address(x, (rows, native.depth), self.element, "x"),
             self._type,
             rows,
             top_k,
-            address(ids, (rows, top_k), I64, "ids"),
-            address(weights, (rows, top_k), F32, "weights"),
+            address(ids, (rows, top_k), INT64, "ids"),
+            address(weights, (rows, top_k), FLOAT32, "weights"),
             activation_code(activation),
-            address(out, (rows, native.outputs), F32, "out"),
+            address(out, (rows, native.outputs), FLOAT32, "out"),
         )
         return out
 
@@ -122,8 +118,8 @@ class ProductOps(NativeCalls):
         rows, experts = rows_of(logits, "logits")
         if not 1 <= top_k <= experts:
             raise ValueError(f"top_k: {top_k} of {experts} experts")
-        at, shape = address(logits, (rows, experts), F32, "logits"), (rows, top_k)
-        ids, weights = (torch.empty(shape, dtype=I64), torch.empty(shape, dtype=F32)) if out is None else out
+        at, shape = address(logits, (rows, experts), FLOAT32, "logits"), (rows, top_k)
+        ids, weights = (self._new(shape, INT64), self._new(shape, FLOAT32)) if out is None else out
         self._call(
             "penstock_route",
             (logits, ids, weights),
@@ -132,8 +128,8 @@ class ProductOps(NativeCalls):
             experts,
             top_k,
             renormalize,
-            address(ids, shape, I64, "ids"),
-            address(weights, shape, F32, "weights"),
+            address(ids, shape, INT64, "ids"),
+            address(weights, shape, FLOAT32, "weights"),
         )
         return ids, weights
 

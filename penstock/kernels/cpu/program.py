@@ -4,8 +4,8 @@ A line of Python between two kernels starts cold, because weights have streamed 
 1.1B model, 1.2 ms of Python become 4 ms. A program is one native call. Only the attention metadata changes from step to
 step: each cache group has one PenstockAttentionStep, which is rewritten before every run.
 
-A program is correct only if the forward pass did nothing else. So a Recorder watches torch: views and new memory are
-kept alive with the program, and any other operation makes the forward pass unrecordable.
+A program is correct only if the forward pass did nothing else, which holds for the bundled families. Of a model with
+torch's tensors, torch_watch.py tells the Recorder what else it did; that makes the forward pass unrecordable.
 """
 
 import ctypes
@@ -13,9 +13,6 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.library import (
@@ -26,24 +23,10 @@ from penstock.kernels.cpu.library import (
     check_status,
 )
 from penstock.kernels.metadata import AttentionMetadata
+from penstock.kernels.tensors import Tensor, address_of
 
 RunCalls = Callable[["ctypes.Array[PenstockCall]"], int]  # -> status
 Arguments = tuple[int | float | None, ...]  # of a native function, without the context
-
-HARMLESS = {  # allocate memory or create views, and compute nothing
-    "aten::empty.memory_format",
-    "aten::new_empty",
-    "aten::slice.Tensor",
-    "aten::select.int",
-    "aten::view",
-    "aten::_unsafe_view",
-    "aten::alias",
-    "aten::detach",
-    "aten::unsqueeze",
-    "aten::squeeze.dim",
-    "aten::split.Tensor",
-    "aten::split_with_sizes",
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,21 +58,15 @@ class NativeProgram:
         return self.result
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records native calls while it is entered.
+class Recorder:
+    """Records native calls.
 
     Attributes:
         foreign: an operation that a program cannot contain, or None.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing here is ever compiled, and True would import the compiler, which takes a second."""
-        return False
-
     def __init__(self, attention: Sequence[AttentionMetadata], run_calls: RunCalls) -> None:
         """attention: the planned metadata of this pass. run_calls: runs recorded calls."""
-        super().__init__()  # type: ignore[no-untyped-call]
         self.foreign: str | None = None
         self._attention = attention
         self._run_calls = run_calls
@@ -97,13 +74,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls: list[tuple[str, Arguments]] = []
         self._kept: list[Any] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.name() in HARMLESS:
-            self._kept.append(result)
-        else:
-            self.foreign = func.name()
-        return result
+    def keep(self, owner: object) -> None:
+        """Keep memory that the calls may read or write."""
+        self._kept.append(owner)
 
     def call(self, name: str, arguments: Arguments, used: tuple[object, ...]) -> None:
         """Record the call of a native function. used: owners of the memory that it reads and writes."""
@@ -148,11 +121,11 @@ def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> PenstockA
     if plan is None:
         raise ValueError("plan: the metadata has no plan")
     step.sequences, step.tokens = len(meta.seq_lens), len(meta.slot_mapping)
-    step.query_start_loc = meta.query_start_loc.data_ptr()
-    step.seq_lens = meta.seq_lens.data_ptr()
-    step.block_table = meta.block_table.data_ptr()
+    step.query_start_loc = address_of(meta.query_start_loc)
+    step.seq_lens = address_of(meta.seq_lens)
+    step.block_table = address_of(meta.block_table)
     step.max_blocks = meta.block_table.shape[1]
-    step.slot_mapping = meta.slot_mapping.data_ptr()
+    step.slot_mapping = address_of(meta.slot_mapping)
     step.sliding_window = meta.sliding_window or 0
     step.num_sink_tokens = meta.num_sink_tokens
     step.positions = plan.positions.ctypes.data

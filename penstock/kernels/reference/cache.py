@@ -88,8 +88,8 @@ class Int8KVCache(ReferenceKVCache):
         if self.channels is None:
             return kv.slices(q.float(), self.slices).to(q.dtype)
         # Scales per channel are applied to the query before it is written as slices.
-        key_scales = self.channels[0][0]
-        scales = key_scales.repeat_interleave(q.shape[-2] // key_scales.shape[0], dim=0)
+        key_scales: Tensor = self.channels[0][0]
+        scales: Tensor = key_scales.repeat_interleave(q.shape[-2] // key_scales.shape[0], dim=0)
         return kv.slices(q.float() * scales, self.slices).to(q.dtype) / scales.to(q.dtype)
 
     def _write(self, k_new: Tensor, v_new: Tensor, slots: Tensor) -> None:

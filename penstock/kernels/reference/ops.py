@@ -8,7 +8,9 @@ before they are multiplied, where native kernels multiply integers (native/produ
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
 from penstock.kernels.reference import attention, sampling
 from penstock.kernels.reference.cache import Int8KVCache, ReferenceKVCache
 from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.tensors import Array, Dtype, as_torch, dtype_of
 from penstock.quant import int4, int8
 from penstock.quant.scheme import Scheme
 
@@ -70,14 +73,21 @@ class ReferenceOps:
 
     name = "reference"
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: Dtype, device: Any = "cpu") -> None:
+        self.dtype: torch.dtype = dtype_of(str(dtype).removeprefix("torch."), torch.float32)
         self.device = torch.device(device)
+
+    def tensor(self, array: Array) -> Tensor:
+        found: Tensor = as_torch(array).to(self.device)
+        return found
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return torch.empty(shape, dtype=dtype_of(dtype, self.dtype), device=self.device)
 
     def pack_linear(
         self, weight: Tensor | RowSource, bias: Tensor | None = None, packing: Packing = PLAIN
     ) -> PackedLinear:
-        whole = weight if isinstance(weight, Tensor) else weight.read(0, weight.shape[0])
+        whole = weight.read(0, weight.shape[0]) if hasattr(weight, "read") else weight
         return ReferenceLinear(self._round(whole), None if bias is None else self._round(bias), packing)
 
     def restore_linear(
@@ -180,6 +190,10 @@ class ReferenceOps:
         return _deliver(q, self.dtype, q_out), _deliver(k, self.dtype, k_out), _deliver(v, self.dtype, v_out)
 
     def new_kv_cache(self, spec: CacheSpec) -> KVCache:
+        if spec.scales is not None:
+            names = KVScales.__dataclass_fields__
+            scales = KVScales(**{name: self.tensor(getattr(spec.scales, name)) for name in names})
+            spec = replace(spec, scales=scales)
         if spec.dtype == torch.int8:
             if spec.slices not in (0, 2, 3):
                 raise NotSupportedError(f"slices: {spec.slices}; 2, 3, or 0 for exact queries", param="slices")
@@ -199,7 +213,7 @@ class ReferenceOps:
         return keys.float(), values.float()
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
-        return meta.to(self.device)  # attention in torch needs no plan
+        return meta.to(self.tensor)  # attention in torch needs no plan
 
     def attend(
         self,
@@ -229,7 +243,8 @@ class ReferenceOps:
 
     def _round(self, tensor: Tensor) -> Tensor:
         """Round to the model's type, and return float32."""
-        return tensor.to(device=self.device, dtype=self.dtype).float().contiguous()
+        found: Tensor = as_torch(tensor).to(device=self.device, dtype=self.dtype)
+        return found.float().contiguous()
 
 
 def _check_scales(scales: KVScales | None, shape: tuple[int, int]) -> None:

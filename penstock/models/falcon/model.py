@@ -8,13 +8,12 @@ varies by ModelConfig only: num_parallel_norms, key/value heads (one, groups, al
 not here: the layout of the fused query_key_value (table.yaml), arithmetic and rounding (kernels/ops.py)
 """
 
-from torch import Tensor, nn
-
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
 from penstock.layers.decoder import DecoderLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import MLP
+from penstock.layers.module import Module, Tensor
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 
@@ -26,17 +25,14 @@ class FalconForCausalLM(DecoderLM):
         super().__init__(cfg, make, FalconModel, "transformer")
 
 
-class FalconModel(nn.Module):
+class FalconModel(Module):
     """Embedding, blocks, final norm."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
-        super().__init__()
         self.word_embeddings = make.embedding("word_embeddings")
         rotary = None if cfg.rope is None else make.rotary(cfg.rope, cfg)
         block = ParallelBlock if cfg.num_parallel_norms else SequentialBlock
-        self.h = nn.ModuleList(
-            block(cfg, make.at(f"h.{index}"), index, rotary) for index in range(cfg.num_hidden_layers)
-        )
+        self.h = [block(cfg, make.at(f"h.{index}"), index, rotary) for index in range(cfg.num_hidden_layers)]
         self.ln_f = make.layer_norm("ln_f", cfg.norm_eps)
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -47,14 +43,13 @@ class FalconModel(nn.Module):
         return self.ln_f.add(x, h)[1]
 
 
-class FalconBlock(nn.Module):
+class FalconBlock(Module):
     """Attention and feed-forward of all blocks. The next norm adds the last branch.
 
     forward maps the residual stream x and the branch h not yet added, [T, hidden] float32 each, to the next x and h.
     """
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
-        super().__init__()
         self.ops = make.ops
         self.self_attention = Attention(cfg, make.at("self_attention"), index, rotary)
         self.mlp = MLP(make.at("mlp"), cfg.hidden_act)

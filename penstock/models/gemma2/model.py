@@ -7,13 +7,12 @@ varies by ModelConfig only: which layers have a window, soft caps of scores and 
 not here: parameter names and sharding (table.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
 """
 
-from torch import Tensor, nn
-
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
 from penstock.layers.decoder import RMSNormLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import GatedMLP
+from penstock.layers.module import Module, Tensor
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 
@@ -25,11 +24,10 @@ class Gemma2ForCausalLM(RMSNormLM):
         super().__init__(cfg, make, Gemma2Block, unit_offset=True)
 
 
-class Gemma2Block(nn.Module):
+class Gemma2Block(Module):
     """Attention and feed-forward, each between two norms; the next norm adds the last branch."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
-        super().__init__()
         eps = cfg.norm_eps
         self.input_layernorm = make.rms_norm("input_layernorm", eps, unit_offset=True)
         self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary, unit_offset=True)

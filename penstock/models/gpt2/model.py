@@ -6,13 +6,12 @@ varies by ModelConfig only: the scale of scores, optionally per layer; tied head
 not here: [in, out] weights and the names of checkpoints (table.yaml), arithmetic and rounding (kernels/ops.py)
 """
 
-from torch import Tensor, nn
-
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
 from penstock.layers.decoder import DecoderLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import MLP
+from penstock.layers.module import Module, Tensor
 from penstock.spec.model_config import ModelConfig
 
 
@@ -23,14 +22,13 @@ class GPT2LMHeadModel(DecoderLM):
         super().__init__(cfg, make, GPT2Model, "transformer")
 
 
-class GPT2Model(nn.Module):
+class GPT2Model(Module):
     """Embeddings of tokens and positions, blocks, final norm."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
-        super().__init__()
         self.wte = make.embedding("wte")
         self.wpe = make.embedding("wpe")
-        self.h = nn.ModuleList(GPT2Block(cfg, make.at(f"h.{index}"), index) for index in range(cfg.num_hidden_layers))
+        self.h = [GPT2Block(cfg, make.at(f"h.{index}"), index) for index in range(cfg.num_hidden_layers)]
         self.ln_f = make.layer_norm("ln_f", cfg.norm_eps)
 
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -41,11 +39,10 @@ class GPT2Model(nn.Module):
         return self.ln_f.add(x, h)[1]
 
 
-class GPT2Block(nn.Module):
+class GPT2Block(Module):
     """Attention and feed-forward, each after its norm; the next norm adds the last branch."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int) -> None:
-        super().__init__()
         self.ln_1 = make.layer_norm("ln_1", cfg.norm_eps)
         self.attn = Attention(cfg, make.at("attn"), index, scale=score_scale(cfg, index))
         self.ln_2 = make.layer_norm("ln_2", cfg.norm_eps)

@@ -6,13 +6,12 @@ not here: parameter names and sharding (table.yaml, phi3/table.yaml), KV layout 
     (kernels/ops.py)
 """
 
-from torch import Tensor, nn
-
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
 from penstock.layers.decoder import RMSNormLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import GatedMLP
+from penstock.layers.module import Module, Tensor
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 
@@ -24,7 +23,7 @@ class LlamaForCausalLM(RMSNormLM):
         super().__init__(cfg, make, LlamaBlock)
 
 
-class LlamaBlock(nn.Module):
+class LlamaBlock(Module):
     """Attention and feed-forward, each after its norm; the next norm adds the last branch.
 
     Attributes:
@@ -34,14 +33,13 @@ class LlamaBlock(nn.Module):
     unit_offset = False
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
-        super().__init__()
         eps, offset = cfg.norm_eps, self.unit_offset
         self.input_layernorm = make.rms_norm("input_layernorm", eps, unit_offset=offset)
         self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary)
         self.post_attention_layernorm = make.rms_norm("post_attention_layernorm", eps, unit_offset=offset)
         self.mlp = self.make_mlp(cfg, make.at("mlp"), index)
 
-    def make_mlp(self, cfg: ModelConfig, make: LayerFactory, index: int) -> nn.Module:
+    def make_mlp(self, cfg: ModelConfig, make: LayerFactory, index: int) -> Module:
         """Return the feed-forward branch of layer `index`; [T, hidden] dtype -> [T, hidden] float32."""
         return GatedMLP(make, cfg.hidden_act)
 

@@ -6,11 +6,10 @@ varies by ModelConfig only: which layers are sparse, the number of experts, of e
 not here: parameter names (table.yaml, qwen3_moe.yaml), routing (layers/mlp.py), KV layout (runner), arithmetic
 """
 
-from torch import nn
-
 from penstock.layers.decoder import RMSNormLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import MoE
+from penstock.layers.module import Module
 from penstock.models.llama.model import LlamaBlock
 from penstock.spec.model_config import ModelConfig
 
@@ -25,5 +24,5 @@ class MixtralForCausalLM(RMSNormLM):
 class MixtralBlock(LlamaBlock):
     """Llama's block; the feed-forward branch of a sparse layer is a mixture of experts."""
 
-    def make_mlp(self, cfg: ModelConfig, make: LayerFactory, index: int) -> nn.Module:
+    def make_mlp(self, cfg: ModelConfig, make: LayerFactory, index: int) -> Module:
         return MoE(cfg, make) if cfg.sparse_layers[index] else super().make_mlp(cfg, make, index)

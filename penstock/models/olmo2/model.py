@@ -6,13 +6,12 @@ varies by ModelConfig only: biases of attention, grouped queries, rotary scaling
 not here: parameter names and sharding (table.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
 """
 
-from torch import Tensor, nn
-
 from penstock.layers.attention import Attention
 from penstock.layers.context import ForwardContext
 from penstock.layers.decoder import RMSNormLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.mlp import GatedMLP
+from penstock.layers.module import Module, Tensor
 from penstock.layers.rotary import Rotary
 from penstock.spec.model_config import ModelConfig
 
@@ -24,11 +23,10 @@ class Olmo2ForCausalLM(RMSNormLM):
         super().__init__(cfg, make, Olmo2Block)
 
 
-class Olmo2Block(nn.Module):
+class Olmo2Block(Module):
     """Attention and feed-forward: each reads the residual stream itself; its result is normalised, then added."""
 
     def __init__(self, cfg: ModelConfig, make: LayerFactory, index: int, rotary: Rotary | None) -> None:
-        super().__init__()
         self.ops = make.ops
         self.rounded = make.slot("rounded", (cfg.hidden_size,))
         self.self_attn = Attention(cfg, make.at("self_attn"), index, rotary)

@@ -1,0 +1,100 @@
+"""Tensors of two kinds: numpy's arrays (ml_dtypes adds bfloat16) and torch's tensors.
+
+A backend works with one kind, that of the dtype it was made with. The native kernels need only an address, a shape and
+a type, so they serve the bundled families with arrays, and no process that does imports torch, which takes seconds and
+200 MB. Torch's tensors are for the reference backend and for models of a user's own.
+"""
+
+import contextlib
+import math
+import mmap
+import sys
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+Tensor: TypeAlias = Any  # an Array or a torch.Tensor; layers pass it on and never compute with it
+ArrayType: TypeAlias = np.dtype[Any]
+Dtype: TypeAlias = Any  # an ArrayType or a torch.dtype
+
+FLOAT32, BFLOAT16, FLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+INT8, INT16, INT32, INT64 = np.dtype(np.int8), np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.int64)
+UINT8, BOOL, FLOAT64 = np.dtype(np.uint8), np.dtype(np.bool_), np.dtype(np.float64)
+NAMES = {str(dtype): dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16, INT8, INT16, INT32, INT64, UINT8, BOOL, FLOAT64)}
+
+ALIGNMENT = 64  # bytes, of the memory that `empty` returns
+OWN_PAGES = 2**18  # bytes from which memory gets pages of its own; far fewer than a huge page has
+
+_array_types: dict[Dtype, ArrayType] = {dtype: dtype for dtype in NAMES.values()}
+
+
+def array_type(dtype: Dtype) -> ArrayType:
+    """Return the same type as a np.dtype. Raise KeyError if there is none."""
+    found = _array_types.get(dtype)
+    if found is None:
+        found = _array_types[dtype] = NAMES[str(dtype).removeprefix("torch.")]
+    return found
+
+
+def is_torch(dtype: Dtype) -> bool:
+    """Return whether tensors of a dtype are torch's."""
+    return not isinstance(dtype, np.dtype)
+
+
+def dtype_of(name: str, kind: Dtype) -> Dtype:
+    """Return the type of that name ("bfloat16"), of the same kind as the dtype `kind`."""
+    return getattr(sys.modules["torch"], name) if is_torch(kind) else NAMES[name]
+
+
+def empty(shape: tuple[int, ...], dtype: Dtype) -> Tensor:
+    """Return uninitialised aligned memory, of the dtype's kind.
+
+    A large array gets pages of its own, huge ones where the system has them: products read weights page after page. And
+    on the heap, large arrays leave holes when they are freed: small ones settle there, and the next large one no longer
+    fits.
+    """
+    if is_torch(dtype):
+        return as_torch(empty(shape, array_type(dtype)))
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < OWN_PAGES:
+        memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
+        start = -address_of(memory) % ALIGNMENT
+        return memory[start : start + num_bytes].view(dtype).reshape(shape)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # a system without huge pages provides small ones
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, dtype=dtype).reshape(shape)  # the array keeps the mapping alive
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's first element."""
+    return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
+
+
+def as_array(tensor: Tensor) -> Array:
+    """Return a tensor of either kind as an array, which shares the memory of a tensor on the CPU."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    tensor = tensor.detach().cpu()
+    if array_type(tensor.dtype) is not BFLOAT16:
+        return np.asarray(tensor.numpy())
+    return np.asarray(tensor.view(dtype_of("int16", tensor.dtype)).numpy()).view(BFLOAT16)
+
+
+def as_torch(array: Tensor) -> Tensor:
+    """Return a tensor of either kind as a torch.Tensor; an array shares its memory."""
+    import torch
+
+    if not isinstance(array, np.ndarray):
+        return array
+    if array.dtype != BFLOAT16:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(INT16)).view(torch.bfloat16)
+
+
+def rounded(array: Array, dtype: Dtype) -> Array:
+    """Return contiguous values in another type, rounded to the nearest, ties to even; the array if it has the type."""
+    return np.ascontiguousarray(array.astype(array_type(dtype), copy=False)).reshape(array.shape)

@@ -1,0 +1,64 @@
+"""Module: a node in the tree of a model's layers. It has what the loader and `check` need of torch.nn.Module, no torch.
+
+A model may mix both kinds: a torch.nn.Module may have our modules as attributes, and the other way round.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.kernels.tensors import Tensor
+
+__all__ = ["Module", "Tensor", "get_submodule", "is_torch_module", "named_modules"]
+
+
+class Module:
+    """A part of a model. Its children are its attributes that are modules, or lists of modules; a name that begins with
+    an underscore makes no child."""
+
+    def __call__(self, *args: Any) -> Any:
+        return self.forward(*args)
+
+    def forward(self, *args: Any) -> Any:
+        """Compute the module's results."""
+        raise NotImplementedError
+
+
+def named_modules(module: Any, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield a module of either kind, by the name `prefix`, and every one below it; each once, parents first."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield prefix, module
+    for name, child in children(module):
+        yield from named_modules(child, f"{prefix}.{name}" if prefix else name, seen)
+
+
+def children(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the modules, of either kind, directly below a module, by name."""
+    yield from vars(module).get("_modules", {}).items()  # those of torch's own kind below a torch.nn.Module
+    for name, value in vars(module).items():
+        if name.startswith("_"):
+            continue
+        if is_module(value):
+            yield name, value
+        elif isinstance(value, list) and value and all(map(is_module, value)):
+            yield from ((f"{name}.{index}", item) for index, item in enumerate(value))
+
+
+def is_module(value: object) -> bool:
+    """Return whether a value is a module of either kind."""
+    return isinstance(value, Module) or is_torch_module(value)
+
+
+def is_torch_module(value: object) -> bool:
+    """Return whether a value is a torch.nn.Module, without importing torch."""
+    return not isinstance(value, type) and hasattr(value, "_modules") and hasattr(value, "register_parameter")
+
+
+def get_submodule(module: Any, name: str) -> Any:
+    """Return the module of that full name below a module of either kind. Raise AttributeError if there is none."""
+    for found, child in named_modules(module):
+        if found == name:
+            return child
+    raise AttributeError(f"{type(module).__name__} has no module {name!r}")
