@@ -29,6 +29,7 @@ CALIBRATIONS = 15
 RING_BYTES = 256 * 2**20  # size of a ring of operands
 ROUNDS = 9
 ROUND_SECONDS = 0.02  # target length of one turn of a call
+TORCH_REST_SECONDS = 0.02  # torch's threads spin for up to 10 ms after a call, which halves what others multiply
 FIGURES = {READ: "read_gb_s", "f32": "f32_gflop_s", "bf16": "bf16_gflop_s", "int8": "int8_gop_s"}  # names in JSON
 
 # Called with the name and the number of the things counted; yields `advance(count)`.
@@ -163,6 +164,8 @@ def take_turns(turns: Sequence[Turn], work: Work, limits: MachineLimits) -> list
     for _ in range(ROUNDS):
         for index, turn in enumerate(turns):
             seconds = turn.take()
+            if index == len(turns) - 1:
+                time.sleep(TORCH_REST_SECONDS)
             after = limits.probe(*kinds)
             samples[index].append(Sample(seconds, work, before, after))
             before = after
