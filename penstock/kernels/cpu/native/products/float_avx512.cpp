@@ -110,7 +110,7 @@ struct Sums {
     PENSTOCK_INLINE void multiply_word(const Piece& piece, const std::int32_t* operands, const char* weights,
                                        const char* ahead) {
         __m512i panel[WIDTH];
-        if constexpr (ROWS > TILE_ROWS / 2)  // those of a few rows stay in the L2
+        if constexpr (ROWS > 8)  // those of one or two smaller tiles stay in the L2
             _mm_prefetch(reinterpret_cast<const char*>(operands) + OPERANDS_AHEAD, _MM_HINT_T0);
 #pragma GCC unroll 8
         for (int j = 0; j < WIDTH; ++j) {
