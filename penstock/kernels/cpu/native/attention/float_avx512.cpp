@@ -37,9 +37,9 @@ PENSTOCK_INLINE void multiply_add_row(__m512 (&acc)[COUNT], const __m512i (&vect
     for (int i = 0; i < COUNT; ++i) multiply_add<Type>(acc[i], vectors[i], in_all_lanes);
 }
 
-// Prefetch line `line` of four granules in TILE_GRANULES / WIDTH steps. Granules lie anywhere in memory, and reading them
-// side by side is 1.3 times as fast as one after the other. What is read half a tile later fits into the L1; loads from
-// the L2 would wait for the same buffers as these prefetches.
+// Prefetch line `line` of four granules in TILE_GRANULES / WIDTH steps. Granules lie anywhere in memory, and reading
+// them side by side is 1.3 times as fast as one after the other. What is read half a tile later fits into the L1; loads
+// from the L2 would wait for the same buffers as these prefetches.
 template <int WIDTH>
 PENSTOCK_INLINE void prefetch_ahead(const char* const (&ahead)[TILE_GRANULES], std::int64_t line, int step) {
 #pragma GCC unroll 4
@@ -130,7 +130,8 @@ void multiply_values(const ValuePass& pass) {
             for (int step = 0; step < STEPS; ++step) {
                 __m512i values[WIDTH];
 #pragma GCC unroll 4
-                for (int i = 0; i < WIDTH; ++i) values[i] = _mm512_load_si512(from + (i / NARROW * WORDS * NARROW + i % NARROW) * LINE);
+                for (int i = 0; i < WIDTH; ++i)
+                    values[i] = _mm512_load_si512(from + (i / NARROW * WORDS * NARROW + i % NARROW) * LINE);
                 prefetch_ahead<WIDTH>(pass.ahead, (g * WORDS + word) / STEPS, step);
 #pragma GCC unroll 12
                 for (int r = 0; r < ROWS; ++r) multiply_add_row<Type>(acc[r], values, p[r * ROW_WORDS]);

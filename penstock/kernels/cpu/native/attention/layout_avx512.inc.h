@@ -78,7 +78,9 @@ void pack_query_words(const QueryArgs& a) {
 }
 
 // Write 16 elements of the value of a position: each is a word, or half of one.
-PENSTOCK_INLINE void store_values(const float* from, int, char* to) { __builtin_memcpy(to, from, LANES * sizeof *from); }
+PENSTOCK_INLINE void store_values(const float* from, int, char* to) {
+    __builtin_memcpy(to, from, LANES * sizeof *from);
+}
 
 PENSTOCK_INLINE void store_values(const std::uint16_t* from, int position, char* to) {
     const int half = position % 2;

@@ -1,7 +1,8 @@
 // The softmax of a tile with AVX-512. tile.inc.h includes it and has its contract.
 //
-// Four rows are processed together: reducing four registers to four numbers takes half the shuffles of reducing each
-// alone. Multiplications and additions are fused in the exponential, so its bits differ from those of other levels.
+// Maxima and sums are those of four rows together: reducing four registers to four numbers takes half the shuffles of
+// reducing each alone. The maxima of all rows come first, because an exponential waits for its row's. Multiplications
+// and additions are fused in the exponential, so its bits differ from those of other levels.
 #pragma once
 
 namespace penstock {
@@ -54,28 +55,31 @@ PENSTOCK_INLINE __m128 reduce(const __m512 (&row)[ROW_GROUP]) {
     return Op::of(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
 }
 
-// x: scores of a row minus their maximum -> p, or 0 if hidden or near the subnormal numbers. NaN gives NaN. e^x is within
-// 1 ulp for exponents from -30, within 3 ulp for all normal numbers. Step by step for all registers: each step waits
-// for the one before it.
-PENSTOCK_INLINE void exponentials(__m512 (&x)[TILE_LANES], std::uint64_t visible) {
-    constexpr float LOG2_E = 1.44269504f, LN2 = 0.693147181f, LOWEST = -87.0f;
+// e^x as power * 2^n: within 1 ulp for n from -30, within 3 ulp for all normal numbers.
+struct Power {
+    __m512 power, n;
+};
+
+PENSTOCK_INLINE Power exponential(__m512 x) {
+    constexpr float LOG2_E = 1.44269504f, LN2 = 0.693147181f;
     constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer in the lowest bits
     constexpr float CURVE[] = {1.0f, 1.0f, 4.999999343e-01f, 1.666652040e-01f, 4.166839079e-02f, 8.368745196e-03f,
                                1.381454011e-03f};
-    const __m512 rounder = _mm512_set1_ps(ROUNDER), log2_e = _mm512_set1_ps(LOG2_E), ln2 = _mm512_set1_ps(LN2);
-    __mmask16 seen[TILE_LANES];
-    __m512 n[TILE_LANES], power[TILE_LANES];
-#define PENSTOCK_EACH _Pragma("GCC unroll 4") for (int i = 0; i < TILE_LANES; ++i)
-    PENSTOCK_EACH n[i] = _mm512_fmadd_ps(x[i], log2_e, rounder);
-    PENSTOCK_EACH seen[i] = _mm512_mask_cmp_ps_mask(static_cast<__mmask16>(visible >> i * LANES), x[i], _mm512_set1_ps(LOWEST), _CMP_NLT_UQ);
-    PENSTOCK_EACH n[i] = _mm512_sub_ps(n[i], rounder);
-    PENSTOCK_EACH x[i] = _mm512_fnmadd_ps(n[i], ln2, x[i]);  // |x| <= ln 2 / 2; the product is exact
-    PENSTOCK_EACH power[i] = _mm512_fmadd_ps(x[i], _mm512_set1_ps(CURVE[6]), _mm512_set1_ps(CURVE[5]));
-#pragma GCC unroll 5
-    for (int k = 4; k >= 0; --k)
-        PENSTOCK_EACH power[i] = _mm512_fmadd_ps(power[i], x[i], _mm512_set1_ps(CURVE[k]));
-    PENSTOCK_EACH x[i] = _mm512_maskz_scalef_ps(seen[i], power[i], n[i]);
-#undef PENSTOCK_EACH
+    const __m512 rounder = _mm512_set1_ps(ROUNDER);
+    const __m512 n = _mm512_sub_ps(_mm512_fmadd_ps(x, _mm512_set1_ps(LOG2_E), rounder), rounder);
+    const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(LN2), x);  // |r| <= ln 2 / 2; the product is exact
+    __m512 power = _mm512_set1_ps(CURVE[6]);
+#pragma GCC unroll 6
+    for (int i = 5; i >= 0; --i) power = _mm512_fmadd_ps(power, r, _mm512_set1_ps(CURVE[i]));
+    return {power, n};
+}
+
+// Sixteen p, or 0 if hidden or near the subnormal numbers. NaN gives NaN.
+PENSTOCK_INLINE __m512 probabilities(__m512 x, __mmask16 visible) {
+    constexpr float LOWEST = -87.0f;
+    const __mmask16 seen = _mm512_mask_cmp_ps_mask(visible, x, _mm512_set1_ps(LOWEST), _CMP_NLT_UQ);
+    const Power e = exponential(x);
+    return _mm512_maskz_scalef_ps(seen, e.power, e.n);
 }
 
 PENSTOCK_INLINE void store_row(float* p, const __m512 (&x)[TILE_LANES]) {
@@ -111,7 +115,8 @@ PENSTOCK_INLINE void find_maxima(
 #pragma GCC unroll 4
             for (int j = 0; j < TILE_LANES; ++j) {
                 const __m512 x = _mm512_loadu_ps(s + row * TILE + j * LANES);
-                top[i] = _mm512_mask_max_ps(top[i], static_cast<__mmask16>(visible >> j * LANES), x, top[i]);  // not NaN
+                const __mmask16 lanes = static_cast<__mmask16>(visible >> j * LANES);
+                top[i] = _mm512_mask_max_ps(top[i], lanes, x, top[i]);  // top if x is NaN
             }
         }
         const __m128 max_score = _mm_mul_ps(reduce<Max>(top), _mm_set1_ps(scale));
@@ -132,9 +137,9 @@ PENSTOCK_INLINE void softmax_rows(
         __m512 x[TILE_LANES];
 #pragma GCC unroll 4
         for (int i = 0; i < TILE_LANES; ++i) {
-            x[i] = _mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(s + r * TILE + i * LANES), factor), shift);
+            const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(s + r * TILE + i * LANES), factor);
+            x[i] = probabilities(_mm512_sub_ps(scaled, shift), static_cast<__mmask16>(visible >> i * LANES));
         }
-        exponentials(x, visible);
         store_row(p + r * TILE, x);
         sums.total[r] = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
     }
