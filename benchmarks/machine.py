@@ -1,6 +1,8 @@
 """What the machine can do at this moment, and who else is using it."""
 
+import itertools
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,10 +14,13 @@ import torch
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import empty
 
-READ_BYTES = 256 * 2**20  # more than the caches that one user of a machine gets
+MEMORY_BYTES = 512 * 2**20  # more than the caches that one user of a machine gets
+PIECES = 8  # of it, of which each probe reads the next
 BF16, INT8 = 1, 2  # Kind of native/abi.h
-PROBE_SECONDS = 0.004
-MOVED = 1.25  # a sample is marked if its two limits differ by more than this factor
+PROBE_SECONDS = 0.002
+PROBES = 7  # at each moment, for their medians: single ones differ by half
+WARMING = 3  # before these, because a core that slept takes some milliseconds to wake
+MOVED = 1.5  # a sample is marked if its two limits differ by more than this factor
 DISTURBED = 0.05  # ... or if others used more than this share of the cores
 QUIET_SECONDS = 0.3  # so long others must have been quiet before a sample
 TICK = os.sysconf("SC_CLK_TCK")
@@ -36,12 +41,12 @@ class Limits:
 
 
 class Machine:
-    """The machine's limits, sampled with Penstock's native loops in about ten milliseconds, and its other users."""
+    """The machine's limits, sampled with Penstock's native loops in about 60 milliseconds, and its other users."""
 
     def __init__(self, threads: int) -> None:
         self.cores = len(os.sched_getaffinity(0))
         self._ops = CpuOps(torch.bfloat16, threads=threads)
-        self._memory = empty((READ_BYTES,), torch.uint8).fill_(1)
+        self._pieces = itertools.cycle(empty((MEMORY_BYTES,), torch.uint8).fill_(1).chunk(PIECES))
         self._iterations = dict.fromkeys((BF16, INT8), 1000)
         for kind in self._iterations:
             while self._ops.limit_multiply(kind, self._iterations[kind])[1] < PROBE_SECONDS:
@@ -49,9 +54,12 @@ class Machine:
 
     def limits(self) -> Limits:
         """Return what is possible now."""
-        self._ops.limit_read(self._memory[: READ_BYTES // 16])  # wakes the threads
-        read = READ_BYTES / self._ops.limit_read(self._memory) / 1e9
-        return Limits(read, self._multiply(BF16), self._multiply(INT8))
+        probes = [self._probe() for _ in range(WARMING + PROBES)][WARMING:]
+        return Limits(*(statistics.median(values) for values in zip(*probes, strict=True)))
+
+    def _probe(self) -> tuple[float, float, float]:
+        piece = next(self._pieces)
+        return piece.nbytes / self._ops.limit_read(piece) / 1e9, self._multiply(BF16), self._multiply(INT8)
 
     def watch(self, engine_seconds: Callable[[], float]) -> "OthersMeter":
         """Return a meter of what others do from now on."""

@@ -16,10 +16,11 @@ from benchmarks.workloads import COLD_START, Workload
 
 PRECISIONS = ("bf16", "int8", "int4")
 LOAD_CAP = 600.0  # seconds for loading and the first run, which compile in some engines
+COLD_CAP = 180.0  # seconds for a cold start
 LEAST_CAP = 30.0  # seconds that every sample may take
 REPEATS = 1  # of a sample in which others disturbed
 MOST_WAITING = 20.0  # seconds for others to become quiet before a sample
-MEMORY_FACTOR = 2.5  # memory to have free before an engine is loaded, in checkpoints
+MEMORY_FACTOR = 3.0  # memory to have free before an engine is loaded, in checkpoints
 SHORTEST_CONTEXT = 128  # for the first run, whose sizes are the worker's
 DISTURBED, MOVED = "*", "~"
 
@@ -140,7 +141,9 @@ class Runner:
 
     def _cap(self, peer: Peer, precision: str, work: Workload) -> float:
         ours: list[float] = [one["seconds"] for one in self._store.of(OURS, precision, work) if "seconds" in one]
-        if peer.name == OURS or not ours or work.name == COLD_START:
+        if work.name == COLD_START:
+            return COLD_CAP
+        if peer.name == OURS or not ours:
             return LOAD_CAP
         return max(LEAST_CAP, self._plan.patience * statistics.median(ours))
 
@@ -151,6 +154,8 @@ class Runner:
             "shared": work.shared,
         }
         cold = work.name == COLD_START
+        if cold:
+            self._make_room()
         worker = None if cold else self._loaded(peer, precision)
         self._machine.wait_until_quiet(MOST_WAITING)
         before = self._machine.limits()
@@ -178,8 +183,12 @@ class Runner:
         if worker is None:
             self._make_room()
             worker = self._start(peer, precision)
-            self._store.add_facts(peer.name, precision, worker.receive(LOAD_CAP)["ready"])
-            worker.ask({"warm_up": True}, LOAD_CAP)
+            try:
+                self._store.add_facts(peer.name, precision, worker.receive(LOAD_CAP)["ready"])
+                worker.ask({"warm_up": True}, LOAD_CAP)
+            except (WorkerError, OverTimeError) as error:
+                self._failed[peer.name, precision] = str(error)  # it is not loaded again for every workload
+                raise WorkerError(str(error)) from error
         self._workers[peer.name] = worker
         return worker
 
