@@ -4,7 +4,6 @@ and paths lead somewhere, the tables are those of the tests, and a request passe
 import re
 import runpy
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
