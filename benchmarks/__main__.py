@@ -89,8 +89,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--time-limit", type=float, default=0, metavar="MIN", help="minutes of measuring (default: none)"
     )
-    help_text = "end a peer's sample after so many times Penstock's time, but at least 30 s (default: 4)"
-    parser.add_argument("--patience", type=float, default=4.0, metavar="N", help=help_text)
+    help_text = "end a peer's sample after so many times Penstock's time, but at least 30 s (default: 3)"
+    parser.add_argument("--patience", type=float, default=3.0, metavar="N", help=help_text)
     return parser.parse_args(argv)
 
 

@@ -87,7 +87,7 @@ def test_every_engine_and_round_gets_the_prompts_it_should():
 
 
 def test_workloads_are_parsed_with_their_sizes():
-    assert [work.name for work in parse_workloads("")] == ["W1", "W2", "W3", "W5", "W6", "W4"]
+    assert [work.name for work in parse_workloads("")] == ["W1", "W2", "W3", "W4", "W5", "W6"]
     assert parse_workloads("W7") == [WORKLOADS["W3"]]
     assert parse_workloads("W5=4x16+2+3, W1") == [WORKLOADS["W1"], Workload("W5", 4, 2, 3, shared=16)]
     for wrong in ("W8", "W3=8", "W3=0x1+1", "W7x"):

@@ -105,3 +105,14 @@ def test_the_engine_not_used_for_longest_makes_room(tmp_path):
     shop = FakeWorkshop({"penstock": 1.0, "vllm": 1.0})
     run(tmp_path, shop, FakeMachine(free=[250]), rounds=1)
     assert shop.log[:3] == ["penstock", "penstock ended", "vllm"]
+
+
+def test_long_prompts_come_after_all_other_workloads(tmp_path):
+    """Guards against a run with a time limit that never comes to the second type of weights."""
+    store = Store(tmp_path, RUN)
+    shop = FakeWorkshop({"penstock": 1.0})
+    plan = Plan([Workload("W4", 1, 4, 8), Workload("W5", 1, 4, 8)], threads=2, rounds=1)
+    peers = [FakePeer("penstock", ("bf16", "int8"))]
+    Runner(plan, peers, shop, store, FakeMachine(), lambda *_: None).run()  # type: ignore[arg-type]
+    order = [(one["workload"], one["precision"]) for one in store.samples]
+    assert order == [("W5", "bf16"), ("W5", "int8"), ("W4", "bf16"), ("W4", "int8")]
