@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ def main(argv: list[str]) -> int:
             Machine(args.threads),
             lambda text, done, total: progress.update(task, description=text, completed=done, total=total),
         )
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             runner.run()
         except KeyboardInterrupt:
