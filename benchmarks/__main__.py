@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ def main(argv: list[str]) -> int:
             Machine(args.threads),
             lambda text, done, total: progress.update(task, description=text, completed=done, total=total),
         )
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             runner.run()
         except KeyboardInterrupt:
@@ -89,8 +91,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--time-limit", type=float, default=0, metavar="MIN", help="minutes of measuring (default: none)"
     )
-    help_text = "end a peer's sample after so many times Penstock's time, but at least 30 s (default: 4)"
-    parser.add_argument("--patience", type=float, default=4.0, metavar="N", help=help_text)
+    help_text = "end a peer's sample after so many times Penstock's time, but at least 30 s (default: 3)"
+    parser.add_argument("--patience", type=float, default=3.0, metavar="N", help=help_text)
     return parser.parse_args(argv)
 
 

@@ -68,7 +68,7 @@ class Workshop:
         if status:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
             raise WorkerError(f"pip install: {lines[-1][:300]}")
-        peer.remove_unwanted(stamp.parent)
+        peer.finish_install(stamp.parent)
         stamp.write_text(wanted, encoding="utf-8")
 
     def convert(self, peer: Peer, precision: str) -> None:

@@ -14,8 +14,9 @@ from penstock.bench.machine import MachineLimits
 from penstock.bench.samples import READ
 from penstock.kernels.cpu.ops import CpuOps
 
-PROBES = 5  # of a few milliseconds each
-MOVED = 1.25  # a sample is marked if its two limits differ by more than this factor
+PROBES = 7  # at each moment, for their medians: single ones differ by half
+WARMING = 3  # before these, because a core that slept takes some milliseconds to wake
+MOVED = 1.5  # a sample is marked if its two limits differ by more than this factor
 DISTURBED = 0.05  # ... or if others used more than this share of the cores
 QUIET_SECONDS = 0.3  # so long others must have been quiet before a sample
 TICK = os.sysconf("SC_CLK_TCK")
@@ -36,15 +37,15 @@ class Limits:
 
 
 class Machine:
-    """The machine's limits, sampled with Penstock's native loops in about ten milliseconds, and its other users."""
+    """The machine's limits, sampled with Penstock's native loops in about 60 milliseconds, and its other users."""
 
     def __init__(self, threads: int) -> None:
         self.cores = len(os.sched_getaffinity(0))
         self._limits = MachineLimits(CpuOps(torch.bfloat16, threads=threads))
 
     def limits(self) -> Limits:
-        """Return what is possible now: the medians of some probes."""
-        probes = [self._limits.probe("bf16", "int8") for _ in range(PROBES)]
+        """Return what is possible now."""
+        probes = [self._limits.probe("bf16", "int8") for _ in range(WARMING + PROBES)][WARMING:]
         return Limits(*(statistics.median(probe[name] for probe in probes) for name in (READ, "bf16", "int8")))
 
     def watch(self, engine_seconds: Callable[[], float]) -> "OthersMeter":

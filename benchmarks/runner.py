@@ -12,14 +12,15 @@ from benchmarks.peers import OURS
 from benchmarks.peers.base import Peer
 from benchmarks.process import OverTimeError, Worker, WorkerError
 from benchmarks.store import Store
-from benchmarks.workloads import COLD_START, Workload
+from benchmarks.workloads import COLD_START, LONG_PROMPTS, Workload
 
 PRECISIONS = ("bf16", "int8", "int4")
-LOAD_CAP = 600.0  # seconds for loading and the first run, which compile in some engines
+LOAD_CAP = 900.0  # seconds for loading and the first run, which compile in some engines
+COLD_CAP = 180.0  # seconds for a cold start
 LEAST_CAP = 30.0  # seconds that every sample may take
 REPEATS = 1  # of a sample in which others disturbed
 MOST_WAITING = 20.0  # seconds for others to become quiet before a sample
-MEMORY_FACTOR = 2.5  # memory to have free before an engine is loaded, in checkpoints
+MEMORY_FACTOR = 3.0  # memory to have free before an engine is loaded, in checkpoints
 SHORTEST_CONTEXT = 128  # for the first run, whose sizes are the worker's
 DISTURBED, MOVED = "*", "~"
 
@@ -38,7 +39,7 @@ class Plan:
     threads: int
     rounds: int = 3
     minutes: float = 0.0
-    patience: float = 4.0
+    patience: float = 3.0
 
     def sizes(self) -> dict[str, int]:
         """Return what every engine is loaded for."""
@@ -72,7 +73,7 @@ class Runner:
     def run(self) -> None:
         """Install, convert and measure; what fails becomes a sample with an error."""
         self._prepare()
-        cells = [(precision, work) for precision in PRECISIONS for work in self._plan.workloads]
+        cells = self._cells()
         self._total = sum(len(self._having(precision)) for precision, _ in cells) * self._plan.rounds
         deadline = time.monotonic() + 60 * self._plan.minutes if self._plan.minutes else float("inf")
         try:
@@ -85,6 +86,12 @@ class Runner:
                 self._run_cell(precision, work, time.monotonic() + left / (len(cells) - index))
         finally:
             self._stop_all()
+
+    def _cells(self) -> list[tuple[str, Workload]]:
+        """Return type of weights and workload in the order of the run: long prompts, which take longest, in the end."""
+        works = self._plan.workloads
+        passes = ([w for w in works if w.name != LONG_PROMPTS], [w for w in works if w.name == LONG_PROMPTS])
+        return [(precision, work) for some in passes for precision in PRECISIONS for work in some]
 
     def _having(self, precision: str) -> list[Peer]:
         return [peer for peer in self._peers if precision in peer.precisions]
@@ -140,7 +147,9 @@ class Runner:
 
     def _cap(self, peer: Peer, precision: str, work: Workload) -> float:
         ours: list[float] = [one["seconds"] for one in self._store.of(OURS, precision, work) if "seconds" in one]
-        if peer.name == OURS or not ours or work.name == COLD_START:
+        if work.name == COLD_START:
+            return COLD_CAP
+        if peer.name == OURS or not ours:
             return LOAD_CAP
         return max(LEAST_CAP, self._plan.patience * statistics.median(ours))
 
@@ -151,6 +160,8 @@ class Runner:
             "shared": work.shared,
         }
         cold = work.name == COLD_START
+        if cold:
+            self._make_room()
         worker = None if cold else self._loaded(peer, precision)
         self._machine.wait_until_quiet(MOST_WAITING)
         before = self._machine.limits()
@@ -178,8 +189,12 @@ class Runner:
         if worker is None:
             self._make_room()
             worker = self._start(peer, precision)
-            self._store.add_facts(peer.name, precision, worker.receive(LOAD_CAP)["ready"])
-            worker.ask({"warm_up": True}, LOAD_CAP)
+            try:
+                self._store.add_facts(peer.name, precision, worker.receive(LOAD_CAP)["ready"])
+                worker.ask({"warm_up": True}, LOAD_CAP)
+            except (WorkerError, OverTimeError) as error:
+                self._failed[peer.name, precision] = str(error)  # it is not loaded again for every workload
+                raise WorkerError(str(error)) from error
         self._workers[peer.name] = worker
         return worker
 

@@ -30,8 +30,11 @@ class Store:
         self.samples: list[Sample] = []
         self.facts: dict[tuple[str, str], dict[str, str]] = {}
         self.run = dict(run)
-        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.is_file() else []
-        complete = [json.loads(line) for line in lines if line.endswith("}")]
+        written = self._file.read_text(encoding="utf-8") if self._file.is_file() else ""
+        whole, _, cut = written.rpartition("\n")
+        if cut:  # it was interrupted while it wrote
+            self._file.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
+        complete = [json.loads(line) for line in whole.splitlines()]
         if not complete:
             self._append({"run": self.run})
         for line in complete:

@@ -7,9 +7,11 @@ OPTIONS is LoadOptions as JSON. What engines print goes to standard error; stand
 """
 
 import contextlib
+import ctypes
 import importlib.metadata
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -18,10 +20,12 @@ from typing import IO, Any
 from benchmarks.peers import find
 from benchmarks.peers.base import Engine, LoadOptions, Record
 
+PR_SET_PDEATHSIG = 1
 WARM_UP = ((1, 64, 4), (32, 8, 2))  # streams, prompt, output
 
 
 def main(name: str, action: str, *arguments: str) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a frozen process would outlive the runner
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     peer = find(name)

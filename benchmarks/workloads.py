@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 Sample = Mapping[str, Any]  # a line of samples.jsonl; its keys are listed in README.md
 
-COLD_START, MEMORY = "W6", "W7"
+LONG_PROMPTS, COLD_START, MEMORY = "W4", "W6", "W7"
 SPEC = re.compile(r"(W\d)(?:=(\d+)x(?:(\d+)\+)?(\d+)\+(\d+))?")  # W3, W3=8x64+32, or W5=8x512+16+16
 
 
@@ -92,7 +92,7 @@ FIGURES = (
 
 
 def parse_workloads(text: str) -> list[Workload]:
-    """Return the workloads named in `text`, like "W1,W3=8x64+32", in the order in which they are run; "" is all.
+    """Return the workloads named in `text`, like "W1,W3=8x64+32"; "" is all.
 
     Raises:
         ValueError: a name or a size is not one.
@@ -109,4 +109,4 @@ def parse_workloads(text: str) -> list[Workload]:
             if min(streams, prompt, output) < 1:
                 raise ValueError(f"workloads: {spec!r} has a size of 0")
             chosen[name] = replace(chosen[name], streams=streams, shared=shared, prompt=prompt, output=output)
-    return sorted(chosen.values(), key=lambda work: (work.name == "W4", work.name))  # the longest one last
+    return sorted(chosen.values(), key=lambda work: work.name)

@@ -4,17 +4,17 @@ and paths lead somewhere, the tables are those of the tests, and a request passe
 import re
 import runpy
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
 
+from benchmarks import picture
 from tests import support_matrix
 from tests.families.case import all_cases
 from tests.pages import PAGES, ROOT, SERVE, commands, name_of, programs, run, serving
 
 README = ROOT / "README.md"
-TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
 COMMANDS = [
     pytest.param(line, id=f"{name_of(page)}-{i}")
     for page in PAGES
@@ -108,9 +108,8 @@ def test_the_counted_files_exist():
 
 def test_the_picture_of_speed_is_that_of_the_table():
     """Guards against a bar that is not its number: the table is changed, and the picture is drawn from it."""
-    tool = runpy.run_path(str(ROOT / "tools" / "draw_speed.py"))
-    drawn = tool["draw"](tool["read_table"](Path(tool["TABLE"]).read_text(encoding="utf-8")))
-    assert Path(tool["PICTURE"]).read_text(encoding="utf-8") == drawn
+    drawn = picture.draw(*picture.read_table(picture.TABLE.read_text(encoding="utf-8")))
+    assert picture.PICTURE.read_text(encoding="utf-8") == drawn
 
 
 def test_the_support_matrix_is_that_of_the_tests():

@@ -110,8 +110,8 @@ class Peer(ABC):
         """Return environment variables for the installation."""
         return {}
 
-    def remove_unwanted(self, venv: Path) -> None:
-        """Delete the packages of `unwanted` from an environment."""
+    def finish_install(self, venv: Path) -> None:
+        """Put an environment right after pip: delete the packages of `unwanted`."""
         for packages in venv.glob("lib/python*/site-packages"):
             for place in (found for name in self.unwanted for found in packages.glob(f"{name}*")):
                 shutil.rmtree(place)

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -183,12 +184,12 @@ class _Engine(Engine):
         types = {"bf16": "bf16", "int8": "q8_0, int8 per group of 32", "int4": "q4_0, int4 per group of 32"}
         activations = {"bf16": "bf16", "int8": "int8 per group of 32", "int4": "int8 per group of 32"}
         heads = {"bf16": "bf16", "int8": "q8_0", "int4": "q6_K"}
-        system = self._api.llama_print_system_info().decode()
+        built = re.findall(r"(AVX\w*|AMX\w*|LLAMAFILE|REPACK) = 1", self._api.llama_print_system_info().decode())
         return {
             "weights": types[self._options.precision],
             "activations": activations[self._options.precision],
             "cache": "f16",
             "head": heads[self._options.precision],
             "notes": ("repacked for this processor" if self._repack else "not repacked: crashes with AMX")
-            + f"; {system}",
+            + f"; built with {' '.join(built)}",
         }

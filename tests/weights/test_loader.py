@@ -98,7 +98,7 @@ def test_a_tied_head_is_in_memory_once(kernels: str, dtype: torch.dtype, tmp_pat
     config, ops = load_model_config(directory), load_ops(kernels, dtype)
     ids = torch.tensor([0, 79, 33, 5, 31, 32])
     shared: Any = load_model(directory, config, ops)
-    assert shared.model.embed_tokens.weight.is_meta
+    assert not hasattr(shared.model.embed_tokens, "weight")
     for own in ({"head": HeadLayout(pieces=2)}, {"scheme": Scheme.parse("int8")}, {"scheme": Scheme.parse("int4", 32)}):
         model: Any = load_model(directory, config, ops, **own)
         table = model.model.embed_tokens.weight
