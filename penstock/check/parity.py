@@ -23,7 +23,7 @@ from penstock.check.trace import Call, Trace
 from penstock.check.twin import Twin
 from penstock.layers.attention import Attention
 from penstock.layers.lm_head import LMHead
-from penstock.layers.module import get_submodule
+from penstock.layers.module import get_submodule, named_modules
 from penstock.layers.weights import ActivatedLinear, Embedding, Linear, WeightLayer
 from penstock.weights.safetensors import Checkpoint
 from penstock.weights.sources import CheckpointSource, read_table
@@ -156,8 +156,9 @@ def _kernel_places(model: object, found: Trace, expected: Trace) -> Iterator[Pla
 def _attention_before(name: str, model: object) -> str | None:
     """Return the attention layer whose result the product of that name reads; None for other modules."""
     parent = name.rpartition(".")[0]
-    attention = get_submodule(model, parent)
-    return parent if isinstance(attention, Attention) and attention.o_proj is get_submodule(model, name) else None
+    modules = dict(named_modules(model))
+    attention = modules.get(parent)  # none for a list of modules
+    return parent if isinstance(attention, Attention) and attention.o_proj is modules[name] else None
 
 
 def _summed(call: Call) -> Tensor:

@@ -91,7 +91,7 @@ class CpuOps(ProductOps, RowOps):
             raise ValueError(f"q: {tokens} tokens where the metadata has {len(meta.slot_mapping)}")
         if meta.plan is None:
             meta = self.plan(meta, Heads(num_heads, kv_heads, head_dim), cache)
-        out = self._output(out, shape, self.dtype)
+        out = self._output(out, shape, self.element)
         step = self._step(meta, paged, num_heads)
         native_params = remembered(
             self._params, (params, num_heads), REMEMBERED_PARAMS, lambda: NativeParams(params, num_heads)
