@@ -33,8 +33,8 @@ struct OperandArgs {
     int rows;                       // activation rows, 1 .. tile_rows / slices
     void* tile;                     // out: operands in the layout of the level, operand_bytes(), 64-aligned
     float* scales;                  // out, integer kinds: [leaves][rows]
-    std::int32_t* sums;             // out: sums of operands; int8 [leaves][rows * slices], int4 [groups][rows * slices] or
-                                    // up to twice as many numbers that a level makes of them
+    std::int32_t* sums;             // out: sums of operands; int8 [leaves][rows * slices], int4 [groups][rows * slices]
+                                    // or up to twice as many numbers that a level makes of them
 };
 
 // Multiply `tiles` tiles of `rows` activation rows each with `panels` neighbouring panels.
