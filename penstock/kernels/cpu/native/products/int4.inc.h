@@ -40,8 +40,8 @@ inline int operand_rows(const MultiplyArgs& a) {
     return a.weight->slices > 0 ? a.rows * a.weight->slices : a.rows;
 }
 
-// Elements of the last group of a leaf that have to be multiplied, if `left` elements of the leaf are left: the operands
-// of the others are zeros.
+// Elements of the last group of a leaf that have to be multiplied, if `left` elements of the leaf are left: the
+// operands of the others are zeros.
 inline int last_size(int group_size, std::int64_t left) {
     constexpr int UNIT = 32;  // of every level
     return left >= group_size ? group_size : left <= 0 ? 0 : static_cast<int>(left + UNIT - 1) / UNIT * UNIT;

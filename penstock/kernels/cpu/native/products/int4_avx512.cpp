@@ -3,6 +3,8 @@
 // Packed bytes are unpacked as little as possible: few rows stay memory-bound, and many rows need no unpacked copy. The
 // multiplications are inline assembly, because GCC 12 spills the accumulators of intrinsics.
 
+#include <type_traits>
+
 #include "avx512.inc.h"
 #include "products/leaves.inc.h"
 #include "slices.inc.h"
@@ -16,7 +18,7 @@ namespace {
 constexpr int HALF_PANEL = 16;  // columns per register
 
 // Enough panels for the multiplications to be independent and, with few rows, for several streams from memory.
-constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int panels_at_once(int rows) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
 
 // The group scales of 16 columns.
 inline Floats load_scales(const std::uint16_t* scales) {
@@ -42,7 +44,7 @@ struct RegisterTotals {
     }
 };
 
-// The same in memory, for more of them.
+// The same in memory: for more of them, and for few rows, which wait for the weights anyway.
 template <int R, int P>
 struct MemoryTotals {
     float* totals;
@@ -81,9 +83,7 @@ inline void set_zero(__m512& to) { asm("vpxord %0, %0, %0" : "=v"(to)); }
 struct Int8Rows {
     static constexpr int ELEMENT = 1;
     static constexpr int SUMS = 2;
-    static constexpr int MAX_ROWS = 6;           // times one panel: 12 registers of sums and 12 of totals leave 8
-    static constexpr int QUADS_AT_ONCE = 8;      // fewer instructions around the multiplications
-    template <int R, int P> using Totals = RegisterTotals<R, P>;
+    static constexpr int MAX_ROWS = 6;  // at once, times one panel: 12 registers of sums and 12 of totals leave 8
     static constexpr float OFFSET = 12582912.0f;
     static constexpr std::int32_t OFFSET_BITS = 0x4b400000;
 
@@ -131,7 +131,8 @@ struct Int8Rows {
         }
 
         // totals += d * scales
-        PENSTOCK_INLINE void add_to(RegisterTotals<R, P>& totals, int p, Floats low_scale, Floats high_scale) const {
+        template <class Totals>
+        PENSTOCK_INLINE void add_to(Totals& totals, int p, Floats low_scale, Floats high_scale) const {
             high_scale = high_scale * (1.0f / 16);
             const Floats low_offset = low_scale * OFFSET, high_offset = high_scale * OFFSET;
 #pragma GCC unroll 16
@@ -156,9 +157,7 @@ struct Int8Rows {
 struct Bf16Rows {
     static constexpr int ELEMENT = 2;
     static constexpr int SUMS = 1;
-    static constexpr int MAX_ROWS = TILE_ROWS;   // twice the work per group: totals in memory cost less than half tiles
-    static constexpr int QUADS_AT_ONCE = 1;
-    template <int R, int P> using Totals = MemoryTotals<R, P>;
+    static constexpr int MAX_ROWS = TILE_ROWS;  // twice the work per group: totals in memory cost less than half tiles
 
     using Words __attribute__((vector_size(64))) = std::uint16_t;
 
@@ -221,7 +220,8 @@ struct Bf16Rows {
             }
         }
 
-        PENSTOCK_INLINE void add_to(MemoryTotals<R, P>& totals, int p, Floats low_scale, Floats high_scale) const {
+        template <class Totals>
+        PENSTOCK_INLINE void add_to(Totals& totals, int p, Floats low_scale, Floats high_scale) const {
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 totals.add(p, r, 0, (Floats)low[p][r] * low_scale);
@@ -231,21 +231,24 @@ struct Bf16Rows {
     };
 };
 
-// R operand rows from `row` on times P panels.
-template <class Rows, int R, int P>
+// R of ROWS operand rows, from `row` on, times P panels.
+template <class Rows, int ROWS, int R, int P>
 void multiply_rows(const Groups& g, int row, int part) {
-    constexpr int AT_ONCE = Rows::QUADS_AT_ONCE;
-    typename Rows::template Totals<R, P> totals(g.totals + row * P * PANEL);
+    constexpr bool PART = R < ROWS;
+    // Unrolled for fewer instructions; a stream from memory is prefetched line by line.
+    constexpr int AT_ONCE = PART ? 8 : 1;
+    std::conditional_t<PART, RegisterTotals<R, P>, MemoryTotals<R, P>> totals(g.totals + row * P * PANEL);
     const auto* operands = static_cast<const std::int32_t*>(g.operands) + row;
     const std::int64_t bytes = g.bytes();
-    const int lines = g.parts < AT_ONCE ? AT_ONCE / g.parts : 1;  // prefetched for every AT_ONCE lines of weights
+    // Prefetched for every AT_ONCE lines of weights.
+    const int lines = AT_ONCE > 1 && g.parts < AT_ONCE ? AT_ONCE / g.parts : 1;
     const int step = g.parts < AT_ONCE ? lines * QUAD_BYTES : (AT_ONCE * QUAD_BYTES + g.parts - 1) / g.parts;
     for (int i = 0; i < g.count; ++i) {
         const std::int64_t next = g.next(i);
         const std::uint8_t* values = g.values + i * bytes;
         const std::uint8_t* ahead = g.values + next * bytes + part * bytes / g.parts;
         typename Rows::template Sums<R, P> sums;
-        sums.start(g.sums + i * Rows::SUMS * g.rows + row, g.rows);
+        sums.start(g.sums + i * Rows::SUMS * ROWS + row, ROWS);
         for (int quads = g.elements(i) / QUAD; quads > 0; quads -= AT_ONCE) {
 #pragma GCC unroll 4
             for (int p = 0; p < P; ++p)
@@ -255,9 +258,9 @@ void multiply_rows(const Groups& g, int row, int part) {
             for (int quad = 0; quad < AT_ONCE; ++quad) {
 #pragma GCC unroll 4
                 for (int p = 0; p < P; ++p)
-                    sums.add_quad(p, _mm512_load_si512(values + p * g.values_stride), operands, g.rows);
+                    sums.add_quad(p, _mm512_load_si512(values + p * g.values_stride), operands, ROWS);
                 values += QUAD_BYTES;
-                operands += Rows::ELEMENT * g.rows;  // words of four elements
+                operands += Rows::ELEMENT * ROWS;  // words of four elements
             }
         }
 #pragma GCC unroll 4
@@ -274,8 +277,8 @@ template <class Rows, int R, int P>
 void multiply_block(const MultiplyArgs& a, int panel) {
     constexpr int PARTS = R > Rows::MAX_ROWS ? 2 : 1, FIRST = (R + PARTS - 1) / PARTS;
     multiply_panels(a, panel, P, {Rows::ELEMENT, Rows::SUMS, PARTS}, [](const Groups& g) {
-        multiply_rows<Rows, FIRST, P>(g, 0, g.part);
-        if constexpr (R > FIRST) multiply_rows<Rows, R - FIRST, P>(g, FIRST, g.part + 1);
+        multiply_rows<Rows, R, FIRST, P>(g, 0, g.part);
+        if constexpr (R > FIRST) multiply_rows<Rows, R, R - FIRST, P>(g, FIRST, g.part + 1);
     });
 }
 
@@ -291,7 +294,7 @@ void multiply(const MultiplyArgs& a) {
 
 template <class Rows>
 ProductKernel kernel() {
-    return {TILE_ROWS, panels_at_once, Rows::pack, multiply<Rows>};
+    return {TILE_ROWS, panels_at_once, Rows::pack, multiply<Rows>, false, false, INTEGER_PASS_BYTES};
 }
 
 }  // namespace

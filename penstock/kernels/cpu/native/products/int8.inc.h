@@ -19,8 +19,7 @@ struct LeafArgs {
     const std::int32_t* sums;      // [operand rows]
     const float* scales;           // [operand rows / slices]
     unsigned add;                  // bit l: level l of the tree is added
-    const float* tree;             // [TREE_LEVELS][level_stride]
-    std::int64_t level_stride;     // compact, so that the levels of several tiles do not share few sets of the L1
+    const float* tree;             // [TREE_LEVELS][MAX_TILE_ROWS * PANEL * panels]
     float* to;                     // [rows][panels * PANEL], a level of the tree or the result
 };
 
@@ -53,7 +52,7 @@ inline void finish_leaf(const LeafArgs& leaf, const Ints (*sums)[COLUMNS]) {
             if ((add >> level & 1) == 0) continue;
 #pragma GCC unroll 8
             for (int c = 0; c < COLUMNS; ++c)
-                values[c] = load_floats(tree + level * leaf.level_stride + c * LANES) + values[c];
+                values[c] = load_floats(tree + (level * MAX_TILE_ROWS * COLUMNS + c) * LANES) + values[c];
         }
 #pragma GCC unroll 8
         for (int c = 0; c < COLUMNS; ++c) __builtin_memcpy(to + c * LANES, &values[c], sizeof(Floats));
@@ -68,14 +67,13 @@ template <class MultiplyLeaf>
 void multiply_leaves(const MultiplyArgs& args, int ahead_steps, MultiplyLeaf multiply_leaf) {
     const PenstockWeight& weight = *args.weight;
     const std::int64_t panel_bytes = weight.padded_k * PANEL;
-    const std::int64_t level = std::int64_t{args.rows} * PANEL * args.panels;
+    const std::int64_t level = std::int64_t{MAX_TILE_ROWS} * PANEL * args.panels;
     const std::uint8_t* panel = static_cast<const std::uint8_t*>(weight.values) + args.first_panel * panel_bytes;
     LeafArgs leaf{};
     leaf.panel_stride = panel_bytes;
     leaf.prefetch_step = STEP_BYTES / args.tiles;
     leaf.operand_rows = args.rows * weight.slices;
     leaf.slices = weight.slices;
-    leaf.level_stride = level;
     each_leaf(weight, [&](const LeafRange& range) {
         const std::int64_t end = range.padded_first + range.padded;
         const int l = range.index;

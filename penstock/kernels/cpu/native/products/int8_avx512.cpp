@@ -86,6 +86,8 @@ void multiply(const MultiplyArgs& args) {
 
 }  // namespace
 
-template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT8>() { return {TILE_ROWS, max_panels, pack, multiply}; }
+template <> ProductKernel product_kernel<THIS_LEVEL, KIND_INT8>() {
+    return {TILE_ROWS, max_panels, pack, multiply, false, true, INTEGER_PASS_BYTES};
+}
 
 }  // namespace penstock
