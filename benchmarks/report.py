@@ -1,5 +1,6 @@
 """From samples to rows: medians, spreads, marks and ratios; as a terminal table, Markdown and JSON."""
 
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -47,6 +48,10 @@ class Cell:
             return NOTHING
         spread = f" ({number(self.low)}-{number(self.high)})" if self.samples > 1 else ""
         return f"{number(self.median)}{spread}{self.marks}"
+
+    def short(self) -> str:
+        """Return the text without the spread."""
+        return re.sub(r" \(.*\)", "", self.text())
 
 
 @dataclass(frozen=True)
@@ -124,11 +129,12 @@ def find_ratio(figure: Figure, cells: Mapping[str, Cell]) -> tuple[float | None,
 
 
 def print_table(rows: Sequence[Row], engines: Sequence[str]) -> None:
-    """Print the rows on the terminal."""
-    table = Table("figure", "weights", *(TITLES.get(engine, engine) for engine in engines), "ratio")
+    """Print the medians on the terminal, in 80 columns."""
+    table = Table("", "", *engines, "ratio", padding=(0, 0, 0, 1))
     for row in rows:
-        cells = (row.cells[engine].text() for engine in engines)
-        table.add_row(row.label(), row.precision, *cells, row.ratio_text())
+        cells = (row.cells[engine].short() for engine in engines)
+        label = f"{row.figure.name.partition(' ')[0]} {row.figure.unit}"
+        table.add_row(label, row.precision, *cells, row.ratio_text(), end_section=row.precision == PRECISIONS[-1])
     Console().print(table)
 
 

@@ -111,6 +111,8 @@ class _Engine(Engine):
         import llama_cpp
 
         self._api, self._options = llama_cpp, options
+        self._silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # it would print every context
+        llama_cpp.llama_log_set(self._silent, None)
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         # Its kernels for AMX tiles crash on repacked q8_0 and q4_0.
