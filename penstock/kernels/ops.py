@@ -34,7 +34,7 @@ from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.tensors import Array, Dtype, Tensor
 from penstock.quant.scheme import Scheme
 
-NUMERICS_VERSION = 2  # incremented whenever a constant or an order of sums changes a bit of any answer
+NUMERICS_VERSION = 3  # incremented whenever a constant or an order of sums changes a bit of any answer
 REDUCTION_LEAVES = 8  # fixed pieces of K in products that tensor parallelism splits along K
 
 
