@@ -43,7 +43,7 @@ class Cell:
         if self.error:
             return "error"
         if self.cap is not None:
-            return f"> {self.cap:.0f} s"
+            return "ended" if self.median is None else f"> {self.cap:.0f} s"
         if self.median is None or self.low is None or self.high is None:
             return NOTHING
         spread = f" ({number(self.low)}-{number(self.high)})" if self.samples > 1 else ""
@@ -160,7 +160,7 @@ def _notes(rows: Sequence[Row], engines: Sequence[str], store: Store) -> Iterato
     yield "Medians of the rounds, in brackets the lowest and the highest. Last column: how many times as good Penstock"
     yield "is as the best other engine of the same width."
     yield f"`{DISTURBED}`: others used the machine in every sample; `{MOVED}`: its limits moved during every sample."
-    yield "`> N s`: ended after N seconds. A dash: not offered, or not run."
+    yield "`> N s`: ended after N seconds, its figure unknown: `ended`. A dash: not offered, or not run."
     yield ""
     sizes = {row.work.name: row.work.size for row in rows}
     yield f"Sizes (requests x prompt + output tokens): {', '.join(f'{name} {size}' for name, size in sizes.items())}."

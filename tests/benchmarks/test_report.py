@@ -35,6 +35,7 @@ def test_an_ended_engine_is_a_bound_only_if_no_other_finished():
     assert find_ratio(FIGURE["W1t"], {"penstock": Cell(median=8.0), "vllm": ended}) == (4.0, True)
     both = {"penstock": Cell(median=8.0), "vllm": ended, "openvino": Cell(median=4.0)}
     assert find_ratio(FIGURE["W1t"], both) == (2.0, False)
+    assert make_cell(FIGURE["W4t"], WORK, [{"marks": "", "cap": 5.0}]).text() == "ended"
     assert find_ratio(FIGURE["W4t"], {"penstock": Cell(median=8.0), "vllm": Cell(cap=5.0)}) == (None, False)
 
 

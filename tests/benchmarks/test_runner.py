@@ -89,6 +89,7 @@ def test_an_engine_that_is_too_slow_is_ended_and_not_run_again(tmp_path):
     assert len([one for one in store.samples if one["engine"] == "openvino"]) == 2
     row = make_rows(store, ["penstock", "vllm", "openvino"], [WORK])[0]
     assert row.cells["vllm"].text() == "> 80 s"
+    assert make_rows(store, ["penstock", "vllm"], [WORK])[0].ratio_text() == "> 4.00"
     assert shop.starts["vllm"] == 1
 
 
