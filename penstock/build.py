@@ -79,10 +79,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     if scales is not None:
         shape = model_config.num_hidden_layers, model_config.num_key_value_heads, model_config.head_dim
         kv_scales = read_kv_scales(Path(scales), *shape)
-    threads = numerics.threads or 1
-    cores = pinned_cores(numerics.cpu_affinity, threads) if numerics.kernels == "cpu" else ()
-    dtype = dtype_for(model_config, numerics.kernels, numerics.dtype)
-    ops = load_ops(numerics.kernels, dtype, threads=threads, cores=cores)
+    ops = _load_ops(config, model_config)
     model = load_model(
         weights,
         model_config,
@@ -111,6 +108,14 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     )
     info = _model_info(config, model_config, plan, weights)
     return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops)
+
+
+def _load_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
+    numerics = config.numerics
+    threads = numerics.threads or 1
+    cores = pinned_cores(numerics.cpu_affinity, threads) if numerics.kernels == "cpu" else ()
+    dtype = dtype_for(model_config, numerics.kernels, numerics.dtype)
+    return load_ops(numerics.kernels, dtype, threads=threads, cores=cores)
 
 
 def _find(config: EngineConfig, instance: object | None) -> tuple[ModelConfig, Weights]:

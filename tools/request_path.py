@@ -60,7 +60,7 @@ async def server_side() -> list[str]:
         if message["type"] == "http.response.start" and message["status"] != 200:
             raise SystemExit(f"the request failed with status {message['status']}")
 
-    headers = [(b"content-type", b"application/json")]
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
     async with AsyncLLM(model="demo") as llm:
         app = create_app(llm)

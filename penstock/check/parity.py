@@ -224,7 +224,7 @@ class _Walk:
             ours = ours / layer.scale if type(their_layer) is nn.Embedding else ours
             yield Place(call.name, "", module, ours, theirs)
             table = their_layer.get_parameter("weight").detach().float()  # the prompt reads only some rows of it
-            yield Place(call.name, TABLE, module, layer.weight.cpu().float(), table)
+            yield Place(call.name, TABLE, module, layer.table().cpu().float(), table)
 
     def _between(self, call: Call, what: str, module: str) -> Iterator[Place]:
         """Compare the output of a block or branch."""

@@ -8,6 +8,8 @@ a product passes them to the backend, which packs them. Every layer writes its r
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from penstock.kernels.arena import Slot
 from penstock.kernels.ops import PLAIN, Ops, PackedLinear, Packing, RowSource
 from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array, rounded
@@ -201,6 +203,13 @@ class Embedding(WeightLayer):
     def share(self, head: PackedLinear) -> None:
         """Read rows from the packed weight of the head, which has the same values, instead of loading a table."""
         self._shared = head
+
+    def table(self) -> Tensor:
+        """Return all rows: [N, hidden] dtype, or float32 out of a shared head."""
+        if self._shared is None:
+            return self.weight
+        ids = self.ops.tensor(np.arange(self.shapes["weight"][0]))
+        return self.ops.packed_embedding(ids, self._shared)
 
     def state(self) -> dict[str, Tensor]:
         return {} if self._shared is not None else super().state()

@@ -65,18 +65,14 @@ def load_model(
         tables = rotary_bytes(model_config, max_model_len)
         check_memory({"weights": weights, "rotary tables of all positions": tables}, free_memory())
     make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
+    source = None if packed is not None else open_source(directory, model_config, load_format)
+    model = empty_model(model_config, make)
     if packed is not None:
-        model = empty_model(model_config, make)
         restore_packed(packed, ops, scheme, dict(weight_layers(model)))
-        for embedding, tied in tied_embeddings(model, make).values():
-            embedding.share(tied.packed.pieces[0])
-    else:
-        source = open_source(directory, model_config, load_format)
-        model = empty_model(model_config, make)
+    elif source is not None:
         _fill(model, make, source)
-    for _, module in named_modules(model):
-        if is_torch_module(module):
-            module.eval()
+    for embedding, tied in tied_embeddings(model, make).values():
+        embedding.share(tied.packed.pieces[0])
     if find_model(model_config.architecture, model_config.model_impl).convention == "jetstream":
         from penstock.conventions import jetstream
 
@@ -126,6 +122,9 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
                 f"{name} cannot be quantised, because torch's own layer holds it; make it with make.linear, or call "
                 f"penstock.layers.swap.swap_linears(self, make) at the end of the model's __init__"
             )
+    for _, module in named_modules(model):
+        if is_torch_module(module):
+            module.eval()
     return model
 
 
@@ -162,8 +161,6 @@ def _fill(model: object, make: LayerFactory, source: ParameterSource) -> None:
     for prefix, layer in weight_layers(model):
         if prefix not in tied:
             fill_layer(prefix, layer, make, source)
-    for embedding, lm_head in tied.values():
-        embedding.share(lm_head.packed.pieces[0])
     filled: dict[Any, Any] = {}  # torch's parameters
     for full, module, name, old in plain_parameters(model):
         if old not in filled:

@@ -189,7 +189,7 @@ def test_a_slow_reader_gets_the_newest_state_and_no_backlog(loop, llm):
         first = await anext(stream)
         await until(lambda: llm.status().stats.num_running == 0)
         rest = [output async for output in stream]
-        assert len(first.outputs[0].token_ids) < 10
+        assert len(first.outputs[0].token_ids) < 100
         assert len(rest) == 1
         assert len(rest[0].outputs[0].token_ids) == 100
 

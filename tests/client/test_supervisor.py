@@ -23,9 +23,9 @@ class ScriptedChild:
 
     pid = 1234
 
-    def __init__(self, script):
+    def __init__(self, script, first):
         self.script = list(script)
-        self.sent = []
+        self.sent = [first]
 
     async def connect(self):
         pass
@@ -55,8 +55,8 @@ class Watched:
         self.losses = 0
         self.explained = explained
 
-        def start():
-            self.children.append(ScriptedChild(script(next(epochs))))
+        def start(first):
+            self.children.append(ScriptedChild(script(next(epochs)), first))
             return self.children[-1]
 
         monkeypatch.setattr(supervisor, "EngineChild", start)
