@@ -6,7 +6,6 @@ The next process has the next epoch. Whoever sends it requests is told of all th
 
 import asyncio
 import logging
-import signal
 import time
 from collections import deque
 from dataclasses import fields, replace
@@ -147,7 +146,7 @@ class EngineSupervisor:
 
     async def _restart_after(self, code: int, was_ready: bool) -> None:
         """Report a death and start a new engine process, unless deaths are too many."""
-        reason = f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+        reason = f"exit code {code}" if code >= 0 else f"signal {-code}"
         LOGGER.warning("the engine process died (%s); its requests go on in a new one", reason)
         explained = self._listener.engine_lost()
         now = time.monotonic()
