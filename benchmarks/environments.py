@@ -1,4 +1,4 @@
-"""Where engines and converted models are kept: made on the first run, found again by every later one.
+"""Keep engines and converted models in the cache directory: made by the first run, found again by later ones.
 
 CACHE/PEER/                       an environment of its own
 CACHE/models/SHAPE/source/        the checkpoint

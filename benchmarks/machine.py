@@ -1,4 +1,4 @@
-"""What the machine can do at this moment, and who else is using it."""
+"""Sample the machine's limits at this moment, and how much of it others use."""
 
 import os
 import statistics
@@ -24,7 +24,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Limits:
-    """What was possible at one moment, with all threads: 10^9 bytes read, or operations of a kind done, per second."""
+    """The limits of one moment, with all threads: 10^9 bytes read, or operations of a kind done, per second."""
 
     read: float
     bf16: float

@@ -21,7 +21,7 @@ COMPUTED = ("weights", "activations", "cache", "head", "notes")
 
 @dataclass(frozen=True)
 class Cell:
-    """What one engine reached in one row.
+    """The result of one engine in one row.
 
     Attributes:
         median, low, high: of its samples; of the unmarked ones, if there are any. None: it has no sample.

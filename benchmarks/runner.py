@@ -27,7 +27,7 @@ DISTURBED, MOVED = "*", "~"
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run.
+    """The workloads of a run, how often they are measured and for how long.
 
     Attributes:
         rounds: most samples of each engine in each workload.

@@ -1,4 +1,4 @@
-"""What an engine has to offer to be compared: how it is installed, converts the checkpoint, loads and generates.
+"""Define the interface of a compared engine: how it is installed, converts the checkpoint, loads and generates.
 
 A peer's file is read in two places: by the runner, which knows only the standard library, and inside the peer's own
 environment, where `convert` and `load` run. So the peer's packages are imported inside these methods.
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What an engine is loaded with; the same for every engine.
+    """The options that every engine is loaded with.
 
     Attributes:
         directory: what `convert` wrote.

@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What ran between two probes, all in steps of one phase.
+    """The calls between two probes, all in steps of one phase.
 
     Attributes:
         costs: of its native calls, in order.

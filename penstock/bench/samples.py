@@ -8,7 +8,7 @@ and right after every sample, and the sample's share is taken against the mean o
 One limit binds a sample: the one of reading or of a kind of multiplying that its work needs the most time for. By that
 limit the sample is
 
-- *unsettled* if its two probes differ by more than UNSETTLED times, so that nobody knows what held in between.
+- *unsettled* if its two probes differ by more than UNSETTLED times, so that the limit in between is unknown.
   Unsettled samples are counted, and left out of medians while others are left;
 - *fast* if the mean of its two probes is at least FAST of the best rate seen, otherwise *slow*.
 """
