@@ -22,6 +22,7 @@ COMMANDS = {
     "bench": "measure throughput and latency",
     "convert": "write a checkpoint in another form: packed, merged, separate",
     "check": "compare a model with Transformers, layer by layer",
+    "prove": "prove on this machine what is promised: same bits, no stream dropped",
     "table": "print a model's parameter table, or a template for a new one",
 }
 PLANNED = {

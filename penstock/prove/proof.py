@@ -1,0 +1,120 @@
+"""What a proof is, and what it reports."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+MAX_SHOWN = 20  # descriptions of what went wrong that are kept; the rest are only counted
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model under proof.
+
+    Attributes:
+        model: a directory, a hub name, or "demo".
+        options: other options of EngineConfig, the same for every engine that a proof starts.
+    """
+
+    model: str = "demo"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result of one proof.
+
+    Attributes:
+        tried: trials made; what one is, the proof's `unit` says.
+        num_wrong: trials in which the promise was broken.
+        wrong: what went wrong in the first of them, with all that it takes to repeat it.
+        figures: measurements by name, with their unit in the name: "median_s", "tokens".
+        skipped: why the proof could not be made here; None if it was.
+    """
+
+    name: str
+    promise: str
+    unit: str
+    tried: int = 0
+    num_wrong: int = 0
+    wrong: list[str] = field(default_factory=list)
+    figures: dict[str, float | int | str] = field(default_factory=dict)
+    seconds: float = 0.0
+    skipped: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Return whether something was tried and nothing was wrong; a proof that was skipped has not passed."""
+        return self.tried > 0 and self.num_wrong == 0
+
+
+class Trials:
+    """The run of one proof: how long it may go on, its random numbers, and where it reports.
+
+    Args:
+        goal: trials after which it ends.
+        seconds: after which it ends in any case, once it has made a first trial.
+        advance: called with the number of new trials.
+
+    Attributes:
+        random: seeded; a proof takes every choice from it, so that the seed repeats the run.
+    """
+
+    def __init__(
+        self, subject: Subject, outcome: Outcome, *, goal: int, seconds: float, seed: int,
+        advance: Callable[[int], None] = lambda number: None,
+    ) -> None:  # fmt: skip
+        self.subject = subject
+        self.outcome = outcome
+        self.goal = goal
+        self.random = random.Random(f"{outcome.name} {seed}")
+        self._deadline = time.monotonic() + seconds
+        self._advance = advance
+
+    def go_on(self) -> bool:
+        """Return whether another trial should be made."""
+        if self.outcome.tried == 0:
+            return True
+        return self.outcome.tried < self.goal and time.monotonic() < self._deadline
+
+    def tried(self, number: int = 1) -> None:
+        """Count trials, broken ones included."""
+        self.outcome.tried += number
+        self._advance(number)
+
+    def wrong(self, what: str) -> None:
+        """Report a trial in which the promise was broken; `tried` counts it too."""
+        self.outcome.num_wrong += 1
+        if len(self.outcome.wrong) < MAX_SHOWN:
+            self.outcome.wrong.append(what)
+
+    def figure(self, name: str, value: float | int | str) -> None:
+        """Report a measurement."""
+        self.outcome.figures[name] = value
+
+    def skip(self, why: str) -> None:
+        """Report that the proof cannot be made here."""
+        self.outcome.skipped = why
+
+
+class Proof(Protocol):
+    """One promise and the trials that could break it.
+
+    Attributes:
+        name: as given to --only, in lower case with hyphens.
+        promise: in one line, as docs/guarantees.md states it.
+        unit: what is counted: "comparisons", "kills".
+        goal: trials of the full run, which `make prove` makes.
+        weight: share of the time that all proofs have, relative to the others.
+    """
+
+    name: ClassVar[str]
+    promise: ClassVar[str]
+    unit: ClassVar[str]
+    goal: ClassVar[int]
+    weight: ClassVar[float]
+
+    def run(self, trials: Trials) -> None:
+        """Make trials while `trials.go_on()`, and report them. An exception counts as a broken promise."""

@@ -1,0 +1,50 @@
+"""Runs the proofs one after the other within the time given. Time that one does not need goes to those after it."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from penstock import validation as check
+from penstock.prove.proof import Outcome, Proof, Subject, Trials
+
+PROOFS: tuple[Proof, ...] = ()
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (name, goal) -> advance(number)
+
+
+def chosen(names: Sequence[str]) -> tuple[Proof, ...]:
+    """Return the proofs of these names, all for none; raise InvalidRequestError for a name that there is not."""
+    known = {proof.name: proof for proof in PROOFS}
+    for name in names:
+        check.check_choice("only", name, tuple(known))
+    return tuple(known[name] for name in names) or PROOFS
+
+
+def run_proofs(
+    subject: Subject,
+    proofs: Sequence[Proof],
+    *,
+    minutes: float,
+    seed: int = 0,
+    progress: Progress = lambda name, goal: nullcontext(lambda number: None),
+) -> Iterator[Outcome]:
+    """Run proofs and yield each one's outcome.
+
+    Args:
+        minutes: for all of them together; each makes at least one trial.
+        seed: of every random choice.
+        progress: shows how far a proof is.
+    """
+    deadline = time.monotonic() + 60 * minutes
+    for index, proof in enumerate(proofs):
+        weight = proof.weight / sum(later.weight for later in proofs[index:])
+        seconds = weight * max(0.0, deadline - time.monotonic())
+        outcome = Outcome(proof.name, proof.promise, proof.unit)
+        with progress(proof.name, proof.goal) as advance:
+            trials = Trials(subject, outcome, goal=proof.goal, seconds=seconds, seed=seed, advance=advance)
+            started = time.monotonic()
+            try:
+                proof.run(trials)
+            except Exception as error:  # a proof that breaks off has proved nothing
+                trials.wrong(f"the proof broke off: {type(error).__name__}: {error}")
+            outcome.seconds = time.monotonic() - started
+        yield outcome
