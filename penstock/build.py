@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typing import Any
 # as another process wants one (measured on 2 cores with one busy neighbour: 5 tokens/s spinning, 100 sleeping).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from penstock import validation as check
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
@@ -22,13 +24,16 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.cores import pinned_cores
 from penstock.kernels.cpu.library import chosen_level
+from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import NUMERICS_VERSION, Ops
+from penstock.kernels.tensors import is_torch
 from penstock.layers.context import CausalLM
 from penstock.layers.lm_head import HeadLayout
 from penstock.models.certificate import find_basis, read_certificate
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
-from penstock.planner.memory import CachePlan, free_memory_bytes, plan_kv_cache
+from penstock.planner.ledger import Ledger, MemoryPlan
+from penstock.planner.memory import CachePlan, free_memory_bytes, mib, plan_kv_cache, resident_bytes
 from penstock.plugins.user_files import files_fingerprint, import_files
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
@@ -39,6 +44,7 @@ from penstock.weights.instance import InstanceWeights, ModelInstance
 from penstock.weights.kv_scales import kv_scales_fingerprint, read_kv_scales
 from penstock.weights.loader import dtype_for, load_model
 from penstock.weights.safetensors import fingerprint
+from penstock.weights.sizes import model_sizes
 from penstock.weights.sources import read_parameters
 
 Weights = Path | InstanceWeights
@@ -74,12 +80,10 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     import_files(config.imports)
     model_config, weights = _find(config, instance)
     config = _resolve(config, model_config, weights)
-    numerics, scheduler, scales = config.numerics, config.scheduler, config.cache.kv_cache_scales
-    kv_scales = None
-    if scales is not None:
-        shape = model_config.num_hidden_layers, model_config.num_key_value_heads, model_config.head_dim
-        kv_scales = read_kv_scales(Path(scales), *shape)
+    kv_scales = _read_kv_scales(config, model_config)
     ops = _load_ops(config, model_config)
+    config, memory = _plan_memory(config, model_config, ops)
+    numerics, scheduler = config.numerics, config.scheduler
     model = load_model(
         weights,
         model_config,
@@ -90,7 +94,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
         head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
         free_memory=free_memory_bytes,
     )
-    plan = plan_kv_cache(config, model_config, free_memory_bytes())
+    plan = plan_kv_cache(config, model_config, free_memory_bytes()) if memory is None else memory.cache
     runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
@@ -106,8 +110,16 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
         eos_token_ids=model_config.eos_token_ids,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
-    info = _model_info(config, model_config, plan, weights)
+    info = _with_memory(_model_info(config, model_config, plan, weights), memory)
     return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops)
+
+
+def _read_kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
+    """Read the scales per channel of an int8 cache, one entry per layer; None where the config names no file."""
+    file = config.cache.kv_cache_scales
+    if file is None:
+        return None
+    return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
 
 
 def _load_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
@@ -116,6 +128,22 @@ def _load_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
     cores = pinned_cores(numerics.cpu_affinity, threads) if numerics.kernels == "cpu" else ()
     dtype = dtype_for(model_config, numerics.kernels, numerics.dtype)
     return load_ops(numerics.kernels, dtype, threads=threads, cores=cores)
+
+
+def _plan_memory(config: EngineConfig, model_config: ModelConfig, ops: Ops) -> tuple[EngineConfig, MemoryPlan | None]:
+    """Return the ledger of an engine before its model is loaded; None where torch computes, whose memory is its own.
+
+    Raises:
+        InvalidRequestError: the engine does not fit the option `memory`, or the option needs a ledger.
+    """
+    if is_torch(ops.dtype):
+        if config.cache.memory is not None:
+            raise check.fail("memory", config.cache.memory, "null: only models of the native kernels can be planned")
+        return config, None
+    layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
+    sizes = cache(lambda scheme: model_sizes(model_config, ops, scheme, layout))
+    ledger = Ledger(model_config, sizes, resident_bytes(), free_memory_bytes())
+    return ledger.fit(config)
 
 
 def _find(config: EngineConfig, instance: object | None) -> tuple[ModelConfig, Weights]:
@@ -176,6 +204,14 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         choices_made=choices_made,
         certificate=_certificate(model_config, weights, digest),
     )
+
+
+def _with_memory(info: ModelInfo, plan: MemoryPlan | None) -> ModelInfo:
+    """Add the ledger, and what is in use now that the model is loaded."""
+    if plan is None:
+        return info
+    shown = {"memory": f"{plan}; {mib(resident_bytes())} in use after loading"}
+    return replace(info, memory=plan.entries, choices_made=info.choices_made | shown)
 
 
 def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights: str) -> str:

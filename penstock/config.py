@@ -45,7 +45,8 @@ class CacheConfig:
 
     A block_size of max_model_len or more gives every request one block, which is a ring in layers with a window; there
     is no prefix caching then. An int8 cache takes half the memory of a bfloat16 one; kv_cache_scales is a safetensors
-    file (weights/kv_scales.py). planner.memory computes kv_cache_memory_bytes if it is None.
+    file (weights/kv_scales.py). planner.memory computes kv_cache_memory_bytes if it is None, from what `memory` leaves
+    where that is given.
     """
 
     block_size: int | None = option(
@@ -54,6 +55,7 @@ class CacheConfig:
     kv_cache_dtype: str = option("auto", KV_CACHE_DTYPES, "type of the cached keys and values")
     kv_cache_scales: str | None = option(None, str, "scales per channel of an int8 cache (default: per token)")
     kv_cache_memory_bytes: int | None = option(None, range(1, 2**50 + 1), "memory for the cache, like 2GiB")
+    memory: int | None = option(None, range(1, 2**50 + 1), "memory for the whole engine, weights included, like 8GiB")
     enable_prefix_caching: bool = option(True, bool, "reuse the cached blocks of equal prefixes (default: on)")
 
     def __post_init__(self) -> None:

@@ -29,7 +29,9 @@ WEIGHT_OPTIONS = ("dtype", "quantization", "quantization_group_size", "load_form
 
 
 def parse_size(text: str) -> int:
-    """Return the number in a text with an optional unit: 4096, 4k (1000s), 4K or 4KiB (1024s), 2GiB, 1.5GB (1000s).
+    """Return the number in a text with an optional unit: 4096, 4k (1000s), 4K or 4KiB (1024s), 2.1GiB, 1.5GB (1000s).
+
+    A fraction of a byte is dropped.
 
     Raises:
         argparse.ArgumentTypeError: the text is none of these.
@@ -40,7 +42,7 @@ def parse_size(text: str) -> int:
     number, unit, suffix = match.groups()
     decimal = unit.islower() if suffix is None else not suffix.startswith("i")
     size = Fraction(number) * (1000 if decimal else 1024) ** POWERS[unit.lower()]
-    if size.denominator != 1:
+    if not unit and size.denominator != 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(size)
 

@@ -44,6 +44,12 @@ class EngineChild:
         """Return the process id; None once it has ended."""
         return self._process.pid if self._process.poll() is None else None
 
+    def peak_memory_bytes(self) -> int | None:
+        """Return the most physical memory that the process ever had; None once it has ended."""
+        with suppress(OSError), open(f"/proc/{self._process.pid}/status") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
+        return None
+
     async def connect(self) -> None:
         """Attach the connection to the running event loop."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)

@@ -80,6 +80,8 @@ class ProcessClient:
             journal_requests=self._requests.num_running,
             journal_tokens=self._requests.num_tokens,
             num_aborted_total=self._num_aborted,
+            planned_memory={} if engine.model_info is None else engine.model_info.memory,
+            peak_memory_bytes=engine.child.peak_memory_bytes(),
         )
 
     @property

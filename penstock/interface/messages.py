@@ -85,6 +85,7 @@ class ModelInfo:
         choices_made: option -> the automatic choice and its reason, for the start-up message.
         certificate: what `penstock check` has proved (models/certificate.py), and `same_weights`, whether it was with
             these weights; None if nothing was proved.
+        memory: planned bytes by what they are for (planner/ledger.py); empty where torch computes.
     """
 
     model: str
@@ -96,3 +97,4 @@ class ModelInfo:
     default_sampling: dict[str, Any] = field(default_factory=dict)
     choices_made: dict[str, str] = field(default_factory=dict)
     certificate: dict[str, Any] | None = None
+    memory: dict[str, int] = field(default_factory=dict)

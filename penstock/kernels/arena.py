@@ -11,6 +11,7 @@ from collections.abc import Callable
 from penstock.kernels.tensors import Dtype, Tensor
 
 FEW_ROWS = 64  # the most rows that are always at the same address
+LOGITS_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
 
 Allocate = Callable[[tuple[int, ...], str], Tensor]  # shape and name of a type -> memory, as Ops.empty
 
@@ -32,6 +33,11 @@ class Slot:
     def dtype(self) -> Dtype:
         """The type of the results."""
         return self._few.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of one row."""
+        return int(self._few.nbytes) // FEW_ROWS
 
     def __call__(self, rows: int) -> Tensor:
         """Return the first `rows` rows. Tensors returned before share the memory, unless it has grown since."""
@@ -66,3 +72,8 @@ class Arena:
         if not slot.holds(columns, dtype):
             raise ValueError(f"{name}: {columns} {dtype} does not fit {slot.columns} {slot.dtype}")
         return slot
+
+    @property
+    def slots(self) -> frozenset[Slot]:
+        """Return all slots."""
+        return frozenset(self._slots.values())

@@ -113,6 +113,9 @@ class Ops(Protocol):
     ) -> PackedLinear:
         """Pack a weight [N, K] (and bias [N]) of any float type, rounded to `dtype` first."""
 
+    def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
+        """Return the bytes that pack_linear keeps of a weight of that shape, padding and scales included."""
+
     def restore_linear(
         self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN
     ) -> PackedLinear:

@@ -120,6 +120,13 @@ class LMHead(Linear):
             for begin, end in self.cuts
         )
 
+    @property
+    def num_bytes(self) -> int:
+        depth, bias = self.spec.shape[1], self.spec.bias or self.width > self.vocab_size
+        return sum(
+            self.ops.packed_bytes((end - begin, depth), self.spec.packing, bias=bias) for begin, end in self.cuts
+        )
+
     def _padded_bias(self, bias: Array | None) -> Array | None:
         """Pad bias [V] to [V'] with -inf. Zero weights and that bias make a logit of -inf."""
         padding = self.width - self.vocab_size

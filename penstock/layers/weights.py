@@ -5,6 +5,7 @@ a product passes them to the backend, which packs them. Every layer writes its r
 (kernels/arena.py).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,6 +33,11 @@ class WeightLayer(Module):
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         """Load the values of all declared parameters, by name, of any float type. Call it once, before any forward."""
         raise NotImplementedError
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that `load` keeps; known before it."""
+        return sum(FLOAT32.itemsize * math.prod(shape) for shape in self.shapes.values())
 
     def state(self) -> dict[str, Tensor]:
         """Return what `load` made of the values: all tensors that computing needs, by name."""
@@ -87,6 +93,10 @@ class Linear(WeightLayer):
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         bias = whole(values["bias"]) if self.spec.bias else None
         self.packed = self.ops.pack_linear(values["weight"], bias, self.spec.packing)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ops.packed_bytes(self.spec.shape, self.spec.packing, bias=self.spec.bias)
 
     def state(self) -> dict[str, Tensor]:
         return self.packed.state()
@@ -203,6 +213,11 @@ class Embedding(WeightLayer):
     def share(self, head: PackedLinear) -> None:
         """Read rows from the packed weight of the head, which has the same values, instead of loading a table."""
         self._shared = head
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of a table of its own."""
+        return int(self.ops.dtype.itemsize) * math.prod(self.shapes["weight"])
 
     def table(self) -> Tensor:
         """Return all rows: [N, hidden] dtype, or float32 out of a shared head."""

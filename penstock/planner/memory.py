@@ -3,7 +3,7 @@
     bytes per block = layers of its group x block_size x cache_token_bytes (kernels/attention/layout.py)
 
 Without an explicit size the cache gets what max_num_seqs sequences of max_model_len need, at most MAX_SHARE of the free
-memory. A cache that cannot hold one sequence of max_model_len is refused.
+memory, or what `memory` leaves (planner/ledger.py). A cache that cannot hold one sequence of max_model_len is refused.
 """
 
 import os
@@ -58,8 +58,15 @@ def _cgroup_free_bytes() -> int:
     return 2**62 if limit == "max" else max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
 
 
-def plan_kv_cache(config: EngineConfig, model: ModelConfig, free_bytes: int) -> CachePlan:
+def plan_kv_cache(
+    config: EngineConfig, model: ModelConfig, free_bytes: int, share: float | None = MAX_SHARE
+) -> CachePlan:
     """Return the blocks of every cache group of a resolved config.
+
+    Args:
+        free_bytes: what the cache and everything after it may take.
+        share: of free_bytes for the cache, unless kv_cache_memory_bytes is given; None: free_bytes is its own, set by
+            the option `memory`.
 
     Raises:
         InvalidRequestError: kv_cache_memory_bytes, or the share of the free memory, cannot hold one sequence of
@@ -71,17 +78,24 @@ def plan_kv_cache(config: EngineConfig, model: ModelConfig, free_bytes: int) -> 
     given = config.cache.kv_cache_memory_bytes
     if given is not None and given > free_bytes:
         raise check.fail("kv_cache_memory_bytes", given, f"at most the free memory, {free_bytes} bytes")
-    limit = given if given is not None else int(free_bytes * MAX_SHARE)
+    limit = given if given is not None else int(free_bytes * (share or 1.0))
     if limit < minimum:
         raise InvalidRequestError(
-            f"kv_cache_memory_bytes: {_mib(limit)} cannot hold one sequence of max_model_len = "
-            f"{config.scheduler.max_model_len}, which needs {_mib(minimum)}; increase it or reduce max_model_len",
+            f"kv_cache_memory_bytes: {mib(limit)} cannot hold one sequence of max_model_len = "
+            f"{config.scheduler.max_model_len}, which needs {mib(minimum)}; increase it or reduce max_model_len",
             param="kv_cache_memory_bytes",
         )
     counts = _share_out(needs, limit - minimum, fill=given is not None)
     groups = [replace(need.group, num_blocks=count) for need, count in zip(needs, counts, strict=True)]
     num_bytes = sum(need.block_bytes * count for need, count in zip(needs, counts, strict=True))
-    return CachePlan(groups, num_bytes, _reason(config, num_bytes, wanted))
+    source = "the rest of the memory given" if share is None else f"{share:.0%} of the free memory"
+    return CachePlan(groups, num_bytes, _reason(config, num_bytes, wanted, source))
+
+
+def smallest_cache_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the bytes of a cache for one sequence of max_model_len."""
+    needs = [_need(config, model, layers, window) for layers, window in model.cache_groups()]
+    return sum(need.minimum * need.block_bytes for need in needs)
 
 
 def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], window: int | None) -> _GroupNeed:
@@ -128,15 +142,23 @@ def _share_out(needs: list[_GroupNeed], rest: int, *, fill: bool) -> list[int]:
     return [need.minimum + int(part * scale) for part, need in zip(parts, needs, strict=True)]
 
 
-def _reason(config: EngineConfig, num_bytes: int, wanted: int) -> str:
+def _reason(config: EngineConfig, num_bytes: int, wanted: int, source: str) -> str:
     scheduler = config.scheduler
     full = f"{scheduler.max_num_seqs} sequences of {scheduler.max_model_len} tokens"
     if config.cache.kv_cache_memory_bytes is not None:
-        return f"{_mib(num_bytes)}: as given; {full} would need {_mib(wanted)}"
+        return f"{mib(num_bytes)}: as given; {full} would need {mib(wanted)}"
     if num_bytes < wanted:
-        return f"{_mib(num_bytes)}: {MAX_SHARE:.0%} of the free memory; {full} would need {_mib(wanted)}"
-    return f"{_mib(num_bytes)}: what {full} need"
+        return f"{mib(num_bytes)}: {source}; {full} would need {mib(wanted)}"
+    return f"{mib(num_bytes)}: what {full} need"
 
 
-def _mib(num_bytes: int) -> str:
+def resident_bytes(*, peak: bool = False) -> int:
+    """Return the physical memory of this process, mapped files included, or the most that it ever had."""
+    name = "VmHWM:" if peak else "VmRSS:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def mib(num_bytes: int) -> str:
+    """Return bytes as text."""
     return f"{num_bytes / 2**20:.1f} MiB"

@@ -20,7 +20,7 @@ import numpy as np
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
-from penstock.kernels.arena import FEW_ROWS
+from penstock.kernels.arena import FEW_ROWS, LOGITS_ROWS
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
@@ -31,7 +31,6 @@ from penstock.runner.programs import RecordedModel
 from penstock.runner.sampler import Sampler, apply_custom_processors, token_logprobs
 from penstock.spec.model_config import ModelConfig
 
-PROMPT_LOGPROB_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 ALL_MASKED = "no token may be chosen: min_tokens and bad words mask all that the model allows"
 
@@ -188,8 +187,8 @@ class ModelRunner:
 
     def _scored(self, hidden: Tensor, piece: PromptPiece) -> Iterator[TokenLogprobs]:
         """Yield one entry per row of hidden [n, hidden], and stop at logits that are not finite."""
-        for start in range(0, len(piece.targets), PROMPT_LOGPROB_ROWS):
-            end = start + PROMPT_LOGPROB_ROWS
+        for start in range(0, len(piece.targets), LOGITS_ROWS):
+            end = start + LOGITS_ROWS
             logits = self._without_padding(self._model.compute_logits(hidden[start:end]))
             if not as_array(self._ops.finite_rows(logits)).all():
                 return

@@ -143,6 +143,11 @@ async def status(request: Request) -> Response:
             "free": stats.kv_blocks_free,
             "cached": stats.kv_blocks_cached,
         },
+        "memory": {
+            "planned_bytes": sum(now.planned_memory.values()) or None,
+            "peak_bytes": now.peak_memory_bytes,
+            "planned": now.planned_memory,
+        },
         "journal": {"requests": now.journal_requests, "tokens": now.journal_tokens},
         "prompt_tokens_total": stats.num_prompt_tokens_total,
         "cached_tokens_total": stats.num_cached_tokens_total,

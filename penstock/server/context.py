@@ -168,6 +168,9 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "penstock_journal_tokens", "Tokens in the journal of open requests", value=status.journal_tokens
         )
+        planned, peak = sum(status.planned_memory.values()), status.peak_memory_bytes or 0
+        yield GaugeMetricFamily("penstock_planned_memory_bytes", "Memory that the engine may take", value=planned)
+        yield GaugeMetricFamily("penstock_peak_memory_bytes", "Most memory that the engine ever had", value=peak)
         states = GaugeMetricFamily("penstock_engine_state", "1 for the engine's current state", labels=["state"])
         for state in EngineState:
             states.add_metric([state.value], float(state == status.state))

@@ -22,7 +22,7 @@ from penstock.spec.unsupported import listed
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import dtype_for, empty_model, fill_layer, plain_parameters, weight_layers
-from penstock.weights.memory import check_memory, stored_bytes
+from penstock.weights.memory import check_memory
 from penstock.weights.packed import PackedInfo, PackedWriter, find_packed
 from penstock.weights.safetensors import PACKED
 from penstock.weights.sources import open_source, read_parameters
@@ -39,7 +39,7 @@ def convert_model(
 ) -> int:
     """Write the packed form of the model that a config names, in its dtype and scheme. Return the bytes of its weights.
 
-    free_memory: returns the bytes that may be taken; a model whose largest parameter needs more is refused. None checks
+    free_memory: returns the bytes that may be taken; a model whose largest layer needs more is refused. None checks
         nothing.
 
     Raises:
@@ -62,9 +62,9 @@ def convert_model(
     rows = open_source(source, model_config, numerics.load_format)
     make = _factory(model_config, numerics)
     layers = _packable_layers(empty_model(model_config, make))
-    sizes = [stored_bytes([item], make.ops, make.scheme) for item in make.parameters.values()]
+    sizes = [layer.num_bytes for layer in layers.values()]
     if free_memory is not None:
-        check_memory({"weights of the largest parameter": max(sizes)}, free_memory())
+        check_memory({"weights of the largest layer": max(sizes)}, free_memory())
     with Destination(destination) as directory:
         directory.require(sum(sizes))
         with directory.file(PACKED) as stream:

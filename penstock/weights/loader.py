@@ -22,7 +22,7 @@ from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.unsupported import listed
 from penstock.validation import check_choice
-from penstock.weights.memory import check_memory, rotary_bytes, shares_rows, stored_bytes
+from penstock.weights.memory import check_memory, rotary_bytes
 from penstock.weights.packed import find_packed, restore_packed
 from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import Checkpoint
@@ -60,13 +60,13 @@ def load_model(
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
     parameters = read_parameters(model_config)
     if free_memory is not None and str(ops.device) == "cpu":  # the free memory of other devices is not known here
-        stored = [item for item in parameters.values() if not (head.is_plain and shares_rows(item, scheme))]
-        weights = 0 if packed is not None else stored_bytes(stored, ops, scheme)  # a map needs no memory
         tables = rotary_bytes(model_config, max_model_len)
-        check_memory({"weights": weights, "rotary tables of all positions": tables}, free_memory())
+        check_memory({"rotary tables of all positions": tables}, free_memory())
     make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
     source = None if packed is not None else open_source(directory, model_config, load_format)
     model = empty_model(model_config, make)
+    if free_memory is not None and packed is None and str(ops.device) == "cpu":  # a map needs no memory
+        check_memory({"weights": weight_bytes(model, make)}, free_memory())
     if packed is not None:
         restore_packed(packed, ops, scheme, dict(weight_layers(model)))
     elif source is not None:
@@ -131,6 +131,14 @@ def empty_model(model_config: ModelConfig, make: LayerFactory) -> Any:
 def weight_layers(model: object) -> Iterable[tuple[str, WeightLayer]]:
     """Return every layer with parameters of its own, with its full name."""
     return ((name, layer) for name, layer in named_modules(model) if isinstance(layer, WeightLayer))
+
+
+def weight_bytes(model: object, make: LayerFactory) -> int:
+    """Return the bytes that the layers of an empty model will keep, and torch's own modules have."""
+    tied = tied_embeddings(model, make)
+    layers: int = sum(layer.num_bytes for name, layer in weight_layers(model) if name not in tied)
+    plain = {id(value): int(value.numel()) for _, _, _, value in plain_parameters(model)}
+    return layers + int(make.ops.dtype.itemsize) * sum(plain.values())
 
 
 def tied_embeddings(model: object, make: LayerFactory) -> dict[str, tuple[Embedding, LMHead]]:

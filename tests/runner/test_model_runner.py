@@ -10,9 +10,10 @@ from torch import Tensor
 
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, SchedulerOutput, TokenLogprobs
+from penstock.kernels.arena import LOGITS_ROWS
 from penstock.kernels.reference import ReferenceOps
 from penstock.layers.context import ForwardContext
-from penstock.runner.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner, allocate_kv_caches, layer_groups
+from penstock.runner.model_runner import ModelRunner, allocate_kv_caches, layer_groups
 from tests.fakes import CacheModel, FakeOps, TinyModel, resolved_config, tiny_config
 
 PROMPTS = {"a": [7, 3, 11], "b": list(range(1, 40)), "c": [20]}
@@ -56,7 +57,7 @@ def test_rows_that_are_not_scheduled_keep_their_state(bench: Callable[..., Any])
 def test_prompt_logprobs_in_chunks_equal_whole(bench: Callable[..., Any], chunk: int) -> None:
     """Guards against a prompt token scored twice or never at a chunk's edge, and against unbounded logits."""
     made = bench(max_model_len=512)
-    long = [(7 * i * i + 3) % 40 for i in range(2 * PROMPT_LOGPROB_ROWS + 9)]
+    long = [(7 * i * i + 3) % 40 for i in range(2 * LOGITS_ROWS + 9)]
     prompts = {"a": long, "b": [4, 1, 8], "c": [21, 22, 23, 24, 25, 26, 27]}
     asked = {"a": 2, "b": None, "c": 0}
     for name, prompt in prompts.items():
@@ -68,7 +69,7 @@ def test_prompt_logprobs_in_chunks_equal_whole(bench: Callable[..., Any], chunk:
     assert found["b"] == []
     check_scores(made.model, prompts["a"], found["a"], 2)
     check_scores(made.model, prompts["c"], found["c"], 0)
-    assert max(made.model.logits_rows) <= PROMPT_LOGPROB_ROWS
+    assert max(made.model.logits_rows) <= LOGITS_ROWS
 
 
 def check_scores(model: TinyModel, prompt: list[int], found: list[TokenLogprobs], num_top: int) -> None:

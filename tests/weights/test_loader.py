@@ -20,9 +20,7 @@ from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme
 from penstock.weights.loader import load_model
-from penstock.weights.memory import stored_bytes
 from penstock.weights.safetensors import SINGLE, Checkpoint, FileRows
-from penstock.weights.sources import read_parameters
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, make_qwen3, random_ids
 from tests.kernels.packed import levels
 from tests.paged import PagedModel
@@ -180,7 +178,7 @@ def test_dummy_weights_need_only_a_config_and_are_always_the_same(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"intermediate_size": 2**20, "num_hidden_layers": 4096}, "weights"), ({"head_dim": 2**16}, "weights")],
+    [({"intermediate_size": 2**20, "num_hidden_layers": 4096}, "weights"), ({"head_dim": 2**16}, "rotary tables")],
 )
 def test_a_model_beyond_the_memory_is_refused(change: dict[str, int], named: str, tmp_path: Path) -> None:
     """Guards against torch's RuntimeError out of a config.json that asks for terabytes: nothing is allocated, and both
@@ -221,15 +219,13 @@ def test_a_head_counts_as_the_int8_that_it_is(tmp_path: Path) -> None:
     no panel has to be filled up."""
     _, directory = make_llama(tmp_path, vocab_size=256, hidden_size=512, intermediate_size=1024, num_attention_heads=8)
     config, ops = load_model_config(directory), load_ops("cpu", torch.bfloat16)
-    for name, bits in (("int4", 5), ("int4-a16", 5), ("int8", 8)):
+    for name, bits in (("int4", 4.25), ("int4-a16", 4.25), ("int8", 8)):
         scheme = Scheme.parse(name, 64 if name.startswith("int4") else None)
-        parameters = read_parameters(config)
-        assert 8 * stored_bytes([parameters["lm_head.weight"]], ops, scheme) == 8 * 256 * 512
-        layer = "model.layers.0.mlp.gate_up_proj.weight"
-        assert 8 * stored_bytes([parameters[layer]], ops, scheme) == bits * 2048 * 512
         model = load_model(directory, config, ops, scheme=scheme)
         scales = 4 * 256
-        assert model.lm_head.packed.num_bytes == 256 * 512 + scales
+        assert model.lm_head.num_bytes == model.lm_head.packed.num_bytes == 256 * 512 + scales
+        layer = model.model.layers[0].mlp.gate_up_proj
+        assert 8 * layer.num_bytes == 8 * layer.packed.num_bytes == bits * 2048 * 512 + 32 * 2048 * (bits == 8)
 
 
 def test_rotary_tables_end_where_they_are_needed(tmp_path: Path) -> None:

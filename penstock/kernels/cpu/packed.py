@@ -6,6 +6,7 @@ and packs them.
 
 import ctypes
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,6 +120,11 @@ class Layout:
         if self.group_size:  # int16: bits of bfloat16
             arrays["group_scales"] = ((self.panels, self.padded_k // self.group_size, PANEL), INT16)
         return arrays
+
+    def num_bytes(self, *, bias: bool) -> int:
+        """Return the bytes of all arrays."""
+        sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays().values())
+        return sum(sizes) + (self.panels * PANEL * FLOAT32.itemsize if bias else 0)
 
     def columns(self) -> Array:
         """Return the row of the weight of each packed column, -1 for padding: [panels * 32] int64."""

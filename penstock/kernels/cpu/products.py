@@ -34,6 +34,9 @@ class ProductOps(NativeCalls):
         layout = Layout.of(source.shape, self.element, packing)
         return pack(layout, source, bias, self.dtype, self._pack_rows)
 
+    def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
+        return Layout.of(shape, self.element, packing).num_bytes(bias=bias)
+
     def restore_linear(
         self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN
     ) -> PackedLinear:

@@ -7,6 +7,7 @@ before they are multiplied, where native kernels multiply integers (native/produ
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -89,6 +90,9 @@ class ReferenceOps:
     ) -> PackedLinear:
         whole = weight.read(0, weight.shape[0]) if hasattr(weight, "read") else weight
         return ReferenceLinear(self._round(whole), None if bias is None else self._round(bias), packing)
+
+    def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
+        return 4 * (math.prod(shape) + (shape[0] if bias else 0))
 
     def restore_linear(
         self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN

@@ -1,0 +1,224 @@
+"""The memory ledger: what an engine takes, by what it is for, before anything is allocated. No torch.
+
+    runtime       the interpreter and its libraries: what the process has before it loads, and what it comes to need
+    weights       packed, or mapped from a file
+    positions     rotary tables of max_model_len positions
+    cache         every block (planner/memory.py)
+    results       the buffers of the layers' results, for max_num_batched_tokens tokens
+    operands      what the native kernels copy: a product's operands, a step's new keys and values, a core's scratch
+    logits        of all rows that are sampled or scored at once, with their log-probabilities
+    requests      token ids of max_num_seqs requests
+
+`penstock prove --only memory` fills a real engine to the brim and compares its peak with the ledger.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError
+from penstock.kernels.arena import FEW_ROWS, LOGITS_ROWS
+from penstock.kernels.attention.layout import ELEMENT_BYTES, AttentionShape
+from penstock.kernels.attention.plan import Planner
+from penstock.planner.memory import CachePlan, mib, plan_kv_cache, smallest_cache_bytes
+from penstock.quant.scheme import Scheme
+from penstock.spec.model_config import ModelConfig
+
+RUNTIME_GROWTH = 3 * 2**20  # recorded programs, threads' stacks, Python's own objects; measured
+TOKEN_OBJECT_BYTES = 64  # of a token in the lists of the scheduler and of the runner's rows; measured
+PASS_BYTES = 16 * 2**20  # operands that a native product lays out at once (ProductKernel::pass_bytes)
+ROTARY_BYTES = 4  # per element of a table
+LOGIT_BYTES = 10  # a logit, its log-probability, and what comparing and ranking them takes; measured
+ROUND_LENGTH = 64  # a max_model_len that is chosen to fit is a multiple of this
+SMALL = 2**19  # entries below it are not shown
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What a model takes apart from its cache, as weights/sizes.py counts it.
+
+    Attributes:
+        weights: bytes of all parameters as they are kept.
+        row_bytes: results of one token of a step, without logits.
+        vocab_columns: of a row of logits.
+        deepest: elements of the longest row that a product reads.
+    """
+
+    weights: int
+    row_bytes: int
+    vocab_columns: int
+    deepest: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The ledger of an engine: bytes by what they are for. The cache is one of them."""
+
+    entries: dict[str, int]
+    cache: CachePlan
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all entries."""
+        return sum(self.entries.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {mib(size)}" for name, size in self.entries.items() if size >= SMALL)
+        return f"{mib(self.total)}: {parts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Plans the memory of one model on one machine, for any config.
+
+    Args:
+        sizes: of the model under a quantization.
+        runtime_bytes: what the process has before it loads.
+        free_bytes: what it can still allocate.
+    """
+
+    model: ModelConfig
+    sizes: Callable[[Scheme | None], ModelSizes]
+    runtime_bytes: int
+    free_bytes: int
+
+    def plan(self, config: EngineConfig) -> MemoryPlan:
+        """Return the ledger of a resolved config.
+
+        Raises:
+            InvalidRequestError: the cache cannot hold one sequence of max_model_len in what is left for it.
+        """
+        entries = self._without_cache(config)
+        if config.cache.memory is None:
+            cache = plan_kv_cache(config, self.model, self.free_bytes)
+        else:
+            room = min(config.cache.memory - sum(entries.values()), self.free_bytes)
+            cache = plan_kv_cache(config, self.model, room, share=None)
+        return MemoryPlan(entries | {"cache": cache.num_bytes}, cache)
+
+    def fit(self, config: EngineConfig) -> tuple[EngineConfig, MemoryPlan]:
+        """Return the ledger of a resolved config, and the config that it is for.
+
+        Where `memory` is given and max_model_len was left open, the longest one that fits is chosen.
+
+        Raises:
+            InvalidRequestError: it does not fit; with `memory`, the message names the smallest change that does.
+        """
+        try:
+            return config, self.plan(config)
+        except InvalidRequestError:
+            if config.cache.memory is None:
+                raise
+        if "max_model_len" in config.reasons and (shorter := self._shorter(config)) is not None:
+            length = shorter.scheduler.max_model_len
+            reason = f"{length}: what memory = {mib(config.cache.memory)} has room for, of the model's "
+            reasons = {**config.reasons, "max_model_len": f"{reason}{config.scheduler.max_model_len}"}
+            return replace(shorter, reasons=reasons), self.plan(shorter)
+        raise self._refusal(config)
+
+    def _without_cache(self, config: EngineConfig) -> dict[str, int]:
+        """Return all entries but the cache. Every count is for the largest step that the config allows."""
+        scheduler, sizes, model = config.scheduler, self.sizes(config.numerics.scheme), self.model
+        length, tokens, seqs = (
+            scheduler.max_model_len or 0,
+            scheduler.max_num_batched_tokens or 0,
+            scheduler.max_num_seqs,
+        )
+        ropes = [rope for rope in (model.rope, model.local_rope) if rope is not None]
+        return {
+            "runtime": self.runtime_bytes + RUNTIME_GROWTH,
+            "weights": sizes.weights,
+            "positions": sum(ROTARY_BYTES * length * rope.rotary_dim(model.head_dim) for rope in ropes),
+            "results": sizes.row_bytes * (FEW_ROWS + (tokens if tokens > FEW_ROWS else 0)),
+            "operands": self._operands(config, tokens, sizes.deepest) + self._workspace(config, tokens, seqs, length),
+            "logits": LOGIT_BYTES * max(seqs, LOGITS_ROWS) * sizes.vocab_columns,
+            "requests": seqs * length * TOKEN_OBJECT_BYTES,
+        }
+
+    def _operands(self, config: EngineConfig, tokens: int, deepest: int) -> int:
+        """Return the bytes that products copy their operands to; all experts do so at once."""
+        model, element = self.model, ELEMENT_BYTES[config.numerics.dtype]
+        pairs = tokens * model.num_experts_per_tok
+        return max(min(tokens * deepest * element, PASS_BYTES), pairs * max(model.hidden_size, _inner(model)) * element)
+
+    def _workspace(self, config: EngineConfig, tokens: int, seqs: int, length: int) -> int:
+        """Return what operations share, one after the other: experts, and attention with each core's scratch memory.
+
+        Attention takes most over one long prompt, or while all rows decode.
+        """
+        model, block_size, cores = self.model, config.cache.block_size or 1, config.numerics.threads or 1
+        inner = _inner(model) * ELEMENT_BYTES[config.numerics.dtype]
+        most = tokens * model.num_experts_per_tok * (inner + model.hidden_size * 4)
+        shape = AttentionShape(
+            model.num_attention_heads,
+            model.num_key_value_heads,
+            model.head_dim,
+            config.cache.kv_cache_dtype,
+            config.kv_cache_slices,
+            config.cache.kv_cache_scales is None,
+            config.numerics.dtype,
+        )
+        for counts, lengths in (([min(tokens, length)], [length]), ([1] * seqs, [length] * seqs)):
+            starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+            table = np.arange(len(lengths), dtype=np.int32)[:, None] + np.zeros((1, -(-length // block_size)), np.int32)
+            plan = Planner(shape, block_size, num_cores=cores).plan(starts, np.array(lengths, np.int32), table)
+            most = max(most, plan.workspace_bytes + cores * plan.scratch_bytes)
+        return most
+
+    def _shorter(self, config: EngineConfig) -> EngineConfig | None:
+        """Return the config with the longest max_model_len that fits, a multiple of ROUND_LENGTH; None if none does."""
+        low, high = 0, (config.scheduler.max_model_len or 0) // ROUND_LENGTH
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (
+                (middle, high) if self._fits(_with(config, max_model_len=middle * ROUND_LENGTH)) else (low, middle - 1)
+            )
+        return _with(config, max_model_len=low * ROUND_LENGTH) if low else None
+
+    def _fits(self, config: EngineConfig) -> bool:
+        try:
+            self.plan(config)
+        except InvalidRequestError:
+            return False
+        return True
+
+    def _refusal(self, config: EngineConfig) -> InvalidRequestError:
+        """Return the error for a config that does not fit `memory`, with the smallest change that does."""
+        entries = self._without_cache(config)
+        needed = sum(entries.values()) + smallest_cache_bytes(config, self.model)
+        parts = ", ".join(f"{name} {mib(size)}" for name, size in entries.items() if size >= SMALL)
+        cache = mib(needed - sum(entries.values()))
+        message = (
+            f"memory: {mib(config.cache.memory or 0)} is too little: one sequence of max_model_len = "
+            f"{config.scheduler.max_model_len} needs {mib(needed)} ({parts}, cache {cache})"
+        )
+        change = next((text for text, changed in self._changes(config) if self._fits(changed)), None)
+        advice = f"; {change} fits, or memory = {mib(needed)}" if change else f"; it takes memory = {mib(needed)}"
+        return InvalidRequestError(message + advice, param="memory")
+
+    def _changes(self, config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+        """Yield changes that need less, those that cost a user least first."""
+        tokens = config.scheduler.max_num_batched_tokens or 0
+        for fewer in (size for size in (1024, 512, 256, 128) if size < tokens):
+            yield f"max_num_batched_tokens = {fewer}", _with(config, max_num_batched_tokens=fewer)
+        if config.cache.kv_cache_dtype != "int8":
+            cache = replace(config.cache, kv_cache_dtype="int8")
+            yield "kv_cache_dtype = int8", replace(config, cache=cache)
+        if (shorter := self._shorter(config)) is not None:
+            yield f"max_model_len = {shorter.scheduler.max_model_len}", shorter
+        if config.numerics.quantization is None:
+            for name in ("int8", "int4"):
+                group_size = None if (scheme := Scheme.parse(name, None)) is None else scheme.group_size
+                numerics = replace(config.numerics, quantization=name, quantization_group_size=group_size)
+                yield f"quantization = {name}", replace(config, numerics=numerics)
+
+
+def _inner(model: ModelConfig) -> int:
+    """Return the width of an expert, 0 without experts."""
+    return (model.moe_intermediate_size or model.intermediate_size) if model.num_experts else 0
+
+
+def _with(config: EngineConfig, **changes: int) -> EngineConfig:
+    return replace(config, scheduler=replace(config.scheduler, **changes))
