@@ -146,6 +146,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, "The request must have one Host header.", code="invalid_http"))
         elif version == "1.0" and b"transfer-encoding" in names:
             self._refuse(ApiError(400, "HTTP/1.0 has no Transfer-Encoding.", code="invalid_http"))
+        elif version not in ("1.0", "1.1"):  # 0.9 has neither headers nor a status line
+            self._refuse(ApiError(400, "The request must be HTTP/1.1 or HTTP/1.0.", code="invalid_http"))
 
     def _refuse(self, error: ApiError) -> None:
         """Answer without the application and close; abort the connection where a response has begun."""

@@ -114,6 +114,7 @@ def strip_unsupported(body: Any, place: str) -> None:
         return
     if place == "part" and isinstance(kind := body.get("type"), str) and _applies(kind, place):
         raise _refusal("messages", {"type": kind})
+    _check_best_of(body)
     for name in sorted(UNSUPPORTED.keys() & body.keys()):
         if _applies(name, place) and not _is_neutral(name, value := body.pop(name)):
             raise _refusal(name, value)
@@ -121,6 +122,13 @@ def strip_unsupported(body: Any, place: str) -> None:
     items = body.get(key)
     for item in islice(items, MAX_MESSAGES) if isinstance(items, list) else ():
         strip_unsupported(item, inner)
+
+
+def _check_best_of(body: dict[str, Any]) -> None:
+    """Refuse best_of: 1 beside a larger n: the best one of one answer cannot be several."""
+    best_of, n = body.get("best_of"), body.get("n")
+    if type(best_of) is int and type(n) is int and best_of < n:
+        raise InvalidRequestError(f"best_of: {best_of} is less than n = {shown(n)}", param="best_of")
 
 
 def _applies(name: str, place: str) -> bool:

@@ -1,0 +1,270 @@
+"""The oracle of every attack: an honest stream that runs beside it, and all that must be as before when it has ended.
+
+The answer to an attack is the smaller part of a judgement. The larger one is what everybody else notices, which must be
+nothing: the canary's tokens and log-probabilities have the bits of its solo run, /health is 200 throughout, the
+processes are the same ones, and every block, request and open file is given back.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from penstock.errors import EngineError
+from penstock.prove.proof import Trials
+from penstock.prove.servers import CLIENT_TIMEOUT_S, Server
+
+# With this seed the demo model wins no token by less than 0.05, noise included. That matters to the reference kernels
+# alone, which promise a tolerance instead of bits.
+CANARY = {
+    "prompt": "Once upon a time",
+    "max_tokens": 96,
+    "ignore_eos": True,
+    "seed": 13,
+    "logprobs": 3,
+    "return_token_ids": True,
+}
+HEALTH_S = 5.0  # /health answers sooner, also on a machine that others keep busy; the figure says how soon
+HEALTH_EVERY_S = 0.05
+SETTLE_S = 20.0  # after an attack, until everything is given back; the figure says how long it took
+MAX_GROWTH = 200 * 2**20  # of the server's memory over all attacks together
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the canary's stream said, token by token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[Any]
+    text: str
+
+    def difference(self, other: "Reading", *, bits: bool) -> str | None:
+        """Return how the two differ; None if they do not. Without `bits`, only the tokens count."""
+        if self.token_ids != other.token_ids or self.text != other.text:
+            pairs = itertools.zip_longest(self.token_ids, other.token_ids)
+            place = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), "in the text")
+            return f"its tokens differ from its solo run, first at {place}"
+        if bits and (self.logprobs, self.top_logprobs) != (other.logprobs, other.top_logprobs):
+            return "its log-probabilities differ from its solo run"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a server holds at one moment: all of it must come back to what it was.
+
+    Attributes:
+        open_files: of both processes.
+    """
+
+    engine_pid: int | None
+    restarts: int
+    open_requests: int
+    used_blocks: int
+    open_files: int
+
+    def problem(self, before: "Level") -> str | None:
+        """Return what is not as before."""
+        if (self.engine_pid, self.restarts) != (before.engine_pid, before.restarts):
+            return f"the engine died ({self.restarts - before.restarts} restarts)"
+        for name in ("open_requests", "used_blocks", "open_files"):
+            if getattr(self, name) > getattr(before, name):
+                return f"{name}: {getattr(self, name)} instead of {getattr(before, name)}"
+        return None
+
+
+@dataclass(slots=True)
+class Worst:
+    """The largest of each measurement over all attacks, in seconds."""
+
+    health: float = 0.0
+    token_gap: float = 0.0
+    settle: float = 0.0
+
+
+@dataclass(slots=True)
+class Oracle:
+    """Watches one server while it is attacked.
+
+    Args:
+        key: the API key of the server.
+        bits: compare the canary's log-probabilities too. The reference kernels promise no bits.
+
+    Attributes:
+        complaints: what went wrong, each with the name of its attack.
+    """
+
+    server: Server
+    key: str
+    bits: bool = True
+    complaints: list[str] = field(default_factory=list)
+    worst: Worst = field(default_factory=Worst)
+    solo_gap_s: float = field(init=False)
+    _solo: Reading = field(init=False)
+    _before: Level = field(init=False)
+    _memory: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._solo = self._read_canary()
+        self.worst = Worst()
+        self._read_canary()  # once more, with a warm cache
+        self.solo_gap_s = self.worst.token_gap
+        self._before = self._idle_level()
+        self._memory = memory_bytes(self.server.process.pid)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"}
+
+    @property
+    def growth_bytes(self) -> int:
+        """Return by how much the server's memory has grown since the oracle was made."""
+        return memory_bytes(self.server.process.pid) - self._memory
+
+    @contextlib.contextmanager
+    def watching(self, name: str) -> Iterator[None]:
+        """Let canaries sing while the block runs, and complain of everything that anybody else noticed of it."""
+        begun, ended = threading.Event(), threading.Event()
+        complain = self._complainer(name)
+        threads = [
+            threading.Thread(target=self._sing, args=(begun, ended, complain)),
+            threading.Thread(target=self._ask_health, args=(ended, complain)),
+        ]
+        for thread in threads:
+            thread.start()
+        begun.wait()
+        try:
+            yield
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+            self._check_level(complain)
+
+    def report(self, trials: Trials) -> None:
+        """Report the measurements of all attacks so far."""
+        trials.figure("worst_health_s", self.worst.health)
+        trials.figure("worst_token_gap_s", self.worst.token_gap)
+        trials.figure("solo_token_gap_s", self.solo_gap_s)
+        trials.figure("worst_settle_s", self.worst.settle)
+        trials.figure("memory_growth_mib", self.growth_bytes / 2**20)
+
+    def _complainer(self, name: str) -> Callable[[str], None]:
+        return lambda what: self.complaints.append(f"{name}: {what}")
+
+    def _sing(self, begun: threading.Event, ended: threading.Event, complain: Callable[[str], None]) -> None:
+        """Read the canary's stream again and again until the attack has ended."""
+        try:
+            while True:
+                reading = self._read_canary(begun)
+                difference = reading.difference(self._solo, bits=self.bits)
+                if difference is not None:
+                    complain(f"the canary: {difference}")
+                if ended.is_set():
+                    return
+        except (httpx.HTTPError, EngineError) as error:
+            complain(f"the canary's stream broke: {type(error).__name__}: {error}")
+        finally:
+            begun.set()
+
+    def _read_canary(self, begun: threading.Event | None = None) -> Reading:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        top: list[Any] = []
+        text: list[str] = []
+        body = {**CANARY, "stream": True}
+        url = f"{self.server.url}/v1/completions"
+        last: float | None = None
+        with httpx.stream("POST", url, json=body, headers=self.headers, timeout=CLIENT_TIMEOUT_S) as answer:
+            if answer.status_code != 200:
+                raise EngineError(f"{answer.status_code}: {answer.read().decode(errors='replace')[:300]}")
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    return Reading(ids, logprobs, top, "".join(text))
+                if not line.startswith("data: "):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise EngineError(str(chunk["error"]))
+                now = time.monotonic()
+                self.worst.token_gap = max(self.worst.token_gap, now - (last or now))
+                last = now
+                for choice in chunk["choices"]:
+                    ids += choice["token_ids"]
+                    logprobs += choice["logprobs"]["token_logprobs"]
+                    top += choice["logprobs"]["top_logprobs"]
+                    text.append(choice["text"])
+                if begun is not None:
+                    begun.set()
+        raise EngineError("the stream ended without [DONE]")
+
+    def _ask_health(self, ended: threading.Event, complain: Callable[[str], None]) -> None:
+        while not ended.wait(HEALTH_EVERY_S):
+            asked = time.monotonic()
+            try:
+                status = httpx.get(f"{self.server.url}/health", timeout=HEALTH_S).status_code
+            except httpx.HTTPError as error:
+                complain(f"/health did not answer: {type(error).__name__}")
+                return
+            self.worst.health = max(self.worst.health, time.monotonic() - asked)
+            if status != 200:
+                complain(f"/health answered {status}")
+                return
+
+    def _check_level(self, complain: Callable[[str], None]) -> None:
+        if self.server.process.poll() is not None:
+            return complain("the server process died")
+        started = time.monotonic()
+        while (problem := self._level().problem(self._before)) is not None:
+            if time.monotonic() - started > SETTLE_S:
+                self._before = self._level()  # complain of it once
+                return complain(f"{SETTLE_S:.0f} s later: {problem}")
+            time.sleep(0.02)
+        self.worst.settle = max(self.worst.settle, time.monotonic() - started)
+        if self.growth_bytes > MAX_GROWTH:
+            complain(f"the server's memory has grown by {self.growth_bytes >> 20} MiB")
+            self._memory += self.growth_bytes
+
+    def _idle_level(self) -> Level:
+        """Return the level once nothing is open."""
+        deadline = time.monotonic() + SETTLE_S
+        while (level := self._level()).open_requests:
+            if time.monotonic() > deadline:
+                raise EngineError(f"{level.open_requests} requests are open, and nobody has sent any")
+            time.sleep(0.02)
+        return level
+
+    def _level(self) -> Level:
+        url = f"{self.server.url}/status"
+        status = httpx.get(url, headers=self.headers, timeout=CLIENT_TIMEOUT_S).json()
+        engine, blocks = status["engine"], status["kv_blocks"]
+        return Level(
+            engine_pid=engine["pid"],
+            restarts=engine["restarts"],
+            open_requests=status["running"] + status["waiting"] + status["journal"]["requests"],
+            used_blocks=blocks["total"] - blocks["free"],
+            open_files=open_files(self.server.process.pid) + open_files(engine["pid"]),
+        )
+
+
+def memory_bytes(pid: int) -> int:
+    """Return the resident memory of a process; 0 where the system has no /proc."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def open_files(pid: int | None) -> int:
+    """Return the number of open files of a process; 0 where the system has no /proc."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    return 0

@@ -1,0 +1,242 @@
+"""The server's application over the real engine with a model that is a formula, all in this process.
+
+Everything is as it is served but the sockets, the process boundary and the arithmetic: routes, decoding, tokenizer,
+scheduler, blocks, stop strings, answers. A request costs a millisecond, so that a million of them can be tried.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.types import Message
+
+from penstock.client.engine_client import EngineState, EngineStatus, Prompt
+from penstock.client.in_process import InProcessClient
+from penstock.client.open_requests import Mailbox
+from penstock.client.tokenizers import choose_tokenizer
+from penstock.engine.engine import Engine
+from penstock.errors import ModelLoadError, RequestFailedError
+from penstock.interface.messages import ModelInfo
+from penstock.interface.outputs import RequestOutput
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import (
+    CacheGroup,
+    NewRequest,
+    RequestStepOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    StepOutput,
+    TokenLogprobs,
+)
+from penstock.server.app import create_app
+from penstock.server.options import ServerOptions
+from penstock.tokenizer.tokenizer import Tokenizer
+
+MAX_MODEL_LEN = 96
+NUM_BLOCKS, BLOCK_SIZE = 256, 16
+MAX_NUM_SEQS, MAX_STEP_TOKENS = 64, 512
+HOST = b"localhost"
+
+
+class ScriptedExecutor:
+    """An Executor whose next token is a formula of the seed, the last token and its position."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._rows: dict[str, NewRequest] = {}
+
+    def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        for request_id in scheduler_output.removed_request_ids:
+            self._rows.pop(request_id, None)
+        self._rows |= {new.request_id: new for new in scheduler_output.new_requests}
+        return scheduler_output
+
+    def collect(self, handle: SchedulerOutput) -> StepOutput:
+        return StepOutput(handle.step_id, {item.request_id: self._compute(item) for item in handle.scheduled})
+
+    def shutdown(self) -> None:
+        self._rows.clear()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def _compute(self, item: ScheduledRequest) -> RequestStepOutput:
+        row = self._rows[item.request_id]
+        start = item.num_computed_tokens + 1
+        prompt_logprobs = None
+        if row.params.prompt_logprobs is not None:
+            known = row.token_ids[start : min(start + item.num_new_tokens, row.num_prompt_tokens)]
+            prompt_logprobs = [self._logprobs(token, row.params.prompt_logprobs) for token in known]
+        if item.num_samples == 0:
+            return RequestStepOutput([], prompt_logprobs=prompt_logprobs)
+        last, place = row.token_ids[-1], len(row.token_ids)
+        token = (last * 31 + place * 7919 + (row.params.seed or 0) % 1009 + row.choice) % self._vocab_size
+        row.token_ids.append(token)
+        logprobs = None if row.params.logprobs is None else [self._logprobs(token, row.params.logprobs)]
+        return RequestStepOutput([token], logprobs, prompt_logprobs)
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        others = [(token + 1 + i) % self._vocab_size for i in range(count)]
+        return TokenLogprobs([token, *others], [-1.5, *(-0.5 * (i + 1) for i in range(count))], count + 1)
+
+
+class ScriptedClient:
+    """An EngineClient over an engine in this process, which is stepped while a request is open."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        size = tokenizer.vocab_size
+        self.model_info = ModelInfo("scripted", MAX_MODEL_LEN, size, ends, "float32", "scripted")
+        groups = [CacheGroup((0,), None, NUM_BLOCKS, BLOCK_SIZE)]
+        self.executor = ScriptedExecutor(size)
+        self.engine = Engine(
+            self.executor,
+            groups,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_STEP_TOKENS,
+            vocab_size=size,
+            eos_token_ids=ends,
+        )
+        self._client = InProcessClient(self.engine, self.model_info, tokenizer)
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._pump: asyncio.Task[None] | None = None
+
+    async def attach(self) -> None:
+        """There is nothing to watch."""
+
+    def status(self) -> EngineStatus:
+        stats, running = self.engine.stats(), len(self._mailboxes)
+        return EngineStatus(EngineState.READY, os.getpid(), 0, 0.0, True, stats, journal_requests=running)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        params = params or SamplingParams()
+        request_id = self._client.add_request(request_id, prompt, params)
+        mailbox = self._mailboxes[request_id] = Mailbox(params.output_kind)
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._step_until_idle())
+        finished = False
+        try:
+            while not finished:
+                output = await mailbox.get()
+                finished = output.finished
+                yield output
+        finally:
+            del self._mailboxes[request_id]
+            self._client.abort(request_id)
+
+    async def drain(self, timeout_s: float) -> None:
+        """End nothing: whoever uses this waits for its own requests."""
+
+    async def shutdown(self) -> None:
+        self._client.shutdown()
+
+    def leftovers(self) -> str | None:
+        """Return what is still held although nobody waits for an answer; None if nothing is.
+
+        Raises PenstockError if a block is not accounted for.
+        """
+        self._client.step()  # lets the executor hear of the last ends
+        self.engine.check_integrity()
+        stats = self.engine.stats()
+        held = {
+            "open requests": len(self._mailboxes),
+            "requests in the engine": stats.num_running + stats.num_waiting,
+            "blocks in use": stats.kv_blocks_total - stats.kv_blocks_free,
+        }
+        return ", ".join(f"{count} {name}" for name, count in held.items() if count) or None
+
+    async def _step_until_idle(self) -> None:
+        try:
+            while self._client.has_unfinished_requests():
+                for output in self._client.step():
+                    if output.request_id in self._mailboxes:
+                        self._mailboxes[output.request_id].put(output)
+                await asyncio.sleep(0)
+        except Exception as error:  # the readers must hear of it
+            for mailbox in self._mailboxes.values():
+                mailbox.put(RequestFailedError(f"{type(error).__name__}: {error}"))
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the application answered. `status` is 0 where the client left before."""
+
+    status: int = 0
+    body: bytes = b""
+
+
+class ScriptedServer:
+    """The application, called without sockets.
+
+    Args:
+        model: whose tokenizer is used.
+
+    Raises:
+        ModelLoadError: it has no tokenizer.
+    """
+
+    def __init__(self, model: str) -> None:
+        tokenizer = choose_tokenizer(None, model)
+        if tokenizer is None:
+            raise ModelLoadError(f"{model} has no tokenizer, and the texts of answers need one")
+        self.client = ScriptedClient(tokenizer)
+        self.app = create_app(self.client, ServerOptions(port=0, access_log=False))
+
+    async def call(
+        self, method: str, path: str, body: bytes = b"", headers: Sequence[tuple[bytes, bytes]] = (),
+        *, leave_after: int | None = None,
+    ) -> Answer:  # fmt: skip
+        """Make one request.
+
+        Args:
+            leave_after: the client disconnects after so many pieces of the answer.
+        """
+        answer, pieces, left = Answer(), [body], asyncio.Event()
+        num_sent = 0
+
+        async def receive() -> Message:
+            if pieces:
+                return {"type": "http.request", "body": pieces.pop(), "more_body": False}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            nonlocal num_sent
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+            else:
+                answer.body += message.get("body", b"")
+            num_sent += 1
+            if leave_after is not None and num_sent > leave_after:
+                left.set()
+                await asyncio.sleep(0)
+
+        if leave_after == 0:
+            left.set()
+        target, _, query = path.partition("?")
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": target,
+            "raw_path": target.encode(errors="replace"),
+            "query_string": query.encode(errors="replace"),
+            "root_path": "",
+            "headers": [(b"host", HOST), *headers],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+            "state": {},
+        }
+        with suppress(asyncio.CancelledError):
+            await self.app(scope, receive, send)
+        return answer
