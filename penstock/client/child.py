@@ -56,14 +56,18 @@ class EngineChild:
 
     def send(self, frame: frames.ToEngine) -> None:
         """Send a frame without waiting: frames are small, and the child always reads. Dropped once hung up."""
+        self.send_bytes(frames.pack(frame))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send what `frames.pack` gave."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frames.pack(frame))
+            self._writer.write(data)
 
     async def receive(self) -> frames.FromEngine | None:
         """Wait for the next frame; None at the end of the connection.
 
         Raises:
-            EngineError, msgspec.DecodeError: what arrived is not a frame.
+            InvalidFrameError: what arrived is not a frame.
         """
         if self._reader is None:
             return None

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 from penstock.client import frames
 from penstock.engine.engine import Engine
@@ -25,6 +26,7 @@ HEARTBEAT_S = 0.5
 HEARTBEATS_TO_CHECK = 4
 EXIT_CLIENT_GONE = 0
 EXIT_CANNOT_START = 2
+EXIT_INVALID_FRAME = 3
 
 
 class EngineServer:
@@ -36,6 +38,7 @@ class EngineServer:
         self.sock = sock
         self.inbox = inbox
         self._num_idle = 0  # heartbeats since the last step
+        self._num_invalid_frames = 0
 
     def run(self) -> None:
         """Serve until the reader thread ends the process."""
@@ -44,27 +47,38 @@ class EngineServer:
             self._take_frames(HEARTBEAT_S if was_idle else 0.0)
             if self.engine.has_work:
                 if was_idle:  # the client should know of the work before a first, perhaps long, step
-                    self._send(frames.Heartbeat(self.epoch, self.engine.stats()))
+                    self._send(frames.Heartbeat(self.epoch, self._stats()))
                 outputs = self.engine.step()
                 self._num_idle = 0
-                self._send(frames.Outputs(self.epoch, outputs, self.engine.stats()))
+                self._send(frames.Outputs(self.epoch, outputs, self._stats()))
             else:
                 self._num_idle += 1
                 if self._num_idle == HEARTBEATS_TO_CHECK:  # once per idle period, when no request waits for it
                     self.engine.check_integrity()
-                self._send(frames.Heartbeat(self.epoch, self.engine.stats()))
+                self._send(frames.Heartbeat(self.epoch, self._stats()))
+
+    def _stats(self) -> EngineStats:
+        return replace(self.engine.stats(), num_invalid_frames_total=self._num_invalid_frames)
 
     def _take_frames(self, wait_s: float) -> None:
         """Handle every frame that has arrived; wait up to wait_s for a first one."""
         try:
             body = self.inbox.get(timeout=wait_s) if wait_s else self.inbox.get_nowait()
             while True:
-                self._handle(frames.unpack_to_engine(body))
+                self._handle(body)
                 body = self.inbox.get_nowait()
         except queue.Empty:
             return
 
-    def _handle(self, frame: frames.ToEngine) -> None:
+    def _handle(self, body: bytes) -> None:
+        """Do what a frame says. One that is none is dropped and counted: it must not cost other requests."""
+        try:
+            frame = frames.unpack_to_engine(body)
+            if isinstance(frame, frames.Start):
+                raise frames.InvalidFrameError("a second Start frame")
+        except frames.InvalidFrameError as error:
+            self._drop(body, error)
+            return
         match frame:
             case frames.AddRequest(request):
                 try:
@@ -75,8 +89,16 @@ class EngineServer:
             case frames.Abort(request_ids):
                 for request_id in request_ids:
                     self.engine.abort(request_id)
-            case frames.Start():
-                raise PenstockError("received a second Start frame")
+
+    def _drop(self, body: bytes, error: frames.InvalidFrameError) -> None:
+        """Count an invalid frame. If it was to add a request, nobody may wait for it."""
+        self._num_invalid_frames += 1
+        if self._num_invalid_frames.bit_count() == 1:  # the first, the second, the fourth: a flood must not fill the log
+            message = f"engine process: dropped {self._num_invalid_frames} invalid frames so far; the last: {error}"
+            print(message, file=sys.stderr, flush=True)
+        request_id = frames.request_id_in(body)
+        if request_id is not None:
+            self._send(frames.Rejected(self.epoch, request_id, f"the engine cannot read it: {error}", None, None))
 
     def _send(self, frame: frames.FromEngine) -> None:
         self.sock.sendall(frames.pack(frame))
@@ -84,11 +106,15 @@ class EngineServer:
 
 def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
     """Put frames into the inbox (reader thread); exit the process with the client, even in the middle of a step."""
+    code = EXIT_CLIENT_GONE
     try:
         while (body := frames.receive(sock)) is not None:
             inbox.put(body)
+    except frames.InvalidFrameError as error:  # where the next frame would begin, nobody knows
+        print(f"engine process: {error}", file=sys.stderr, flush=True)
+        code = EXIT_INVALID_FRAME
     finally:
-        os._exit(EXIT_CLIENT_GONE)
+        os._exit(code)
 
 
 @contextlib.contextmanager

@@ -10,16 +10,21 @@ dropped. Outputs carry the index of their first token (EngineOutput.start_index)
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats, ModelInfo
 
+T = TypeVar("T")
 MAX_FRAME_BYTES = 256 * 2**20  # a longer one is invalid
 _LENGTH = struct.Struct("<I")
 HEADER_BYTES = _LENGTH.size
+
+
+class InvalidFrameError(EngineError):
+    """What arrived is not a frame."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -87,22 +92,51 @@ ToEngine = Start | AddRequest | Abort
 FromEngine = Ready | Failed | Outputs | Rejected | Heartbeat
 
 _encode = msgspec.msgpack.Encoder().encode
-# From the body of a frame; they raise msgspec.DecodeError.
-unpack_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
-unpack_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
+_decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+_decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def unpack_to_engine(body: bytes) -> ToEngine:
+    """Return the frame that a client sent. Raises InvalidFrameError."""
+    return _unpack(_decode_to_engine, body)
+
+
+def unpack_from_engine(body: bytes) -> FromEngine:
+    """Return the frame that an engine sent. Raises InvalidFrameError."""
+    return _unpack(_decode_from_engine, body)
+
+
+def _unpack(decode: Callable[[bytes], T], body: bytes) -> T:
+    try:
+        return decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidFrameError(f"{len(body)} bytes are not a frame: {error}") from None
+
+
+def request_id_in(body: bytes) -> str | None:
+    """Return the request id of an AddRequest that cannot be decoded, if it can be found."""
+    try:
+        found = msgspec.msgpack.decode(body)["request"]["request_id"]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, LookupError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def pack(frame: ToEngine | FromEngine) -> bytes:
     """Return the frame with its header."""
-    body = _encode(frame)
+    return with_header(_encode(frame))
+
+
+def with_header(body: bytes) -> bytes:
+    """Return the body of a frame with its header."""
     return _LENGTH.pack(len(body)) + body
 
 
 def body_length(header: bytes) -> int:
-    """Return the length of the body that follows. Raises EngineError if it is above MAX_FRAME_BYTES."""
+    """Return the length of the body that follows. Raises InvalidFrameError if it is above MAX_FRAME_BYTES."""
     length = int(_LENGTH.unpack(header)[0])
     if length > MAX_FRAME_BYTES:
-        raise EngineError(f"the header announces a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+        raise InvalidFrameError(f"a header announces {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
     return length
 
 

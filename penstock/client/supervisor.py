@@ -11,8 +11,6 @@ from collections import deque
 from dataclasses import fields, replace
 from typing import Any, Protocol
 
-import msgspec
-
 from penstock.client import frames
 from penstock.client.child import EngineChild
 from penstock.client.engine_client import EngineState
@@ -111,7 +109,7 @@ class EngineSupervisor:
             while (frame := await self.child.receive()) is not None:
                 if frame.epoch == self.restarts:  # else it comes from an engine that was replaced
                     self._take(frame)
-        except (EngineError, msgspec.DecodeError) as error:
+        except EngineError as error:
             LOGGER.error("invalid frame from the engine process; terminating it: %s", error)
         finally:
             watch.cancel()

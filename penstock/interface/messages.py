@@ -73,6 +73,7 @@ class EngineStats:
     num_generated_tokens_total: int = 0
     num_preemptions_total: int = 0
     num_failed_steps_total: int = 0
+    num_invalid_frames_total: int = 0  # received and dropped
 
 
 @dataclass(frozen=True, slots=True)

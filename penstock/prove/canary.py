@@ -109,21 +109,19 @@ class Oracle:
     complaints: list[str] = field(default_factory=list)
     worst: Worst = field(default_factory=Worst)
     solo_gap_s: float = field(init=False)
+    _http: httpx.Client = field(init=False)
     _solo: Reading = field(init=False)
     _before: Level = field(init=False)
     _memory: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self._http = quick_client(self.server.url, self.key)
         self._solo = self._read_canary()
         self.worst = Worst()
         self._read_canary()  # once more, with a warm cache
         self.solo_gap_s = self.worst.token_gap
         self._before = self._idle_level()
         self._memory = memory_bytes(self.server.process.pid)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.key}"}
 
     @property
     def growth_bytes(self) -> int:
@@ -182,9 +180,8 @@ class Oracle:
         top: list[Any] = []
         text: list[str] = []
         body = {**CANARY, "stream": True}
-        url = f"{self.server.url}/v1/completions"
         last: float | None = None
-        with httpx.stream("POST", url, json=body, headers=self.headers, timeout=CLIENT_TIMEOUT_S) as answer:
+        with self._http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 raise EngineError(f"{answer.status_code}: {answer.read().decode(errors='replace')[:300]}")
             for line in answer.iter_lines():
@@ -211,7 +208,7 @@ class Oracle:
         while not ended.wait(HEALTH_EVERY_S):
             asked = time.monotonic()
             try:
-                status = httpx.get(f"{self.server.url}/health", timeout=HEALTH_S).status_code
+                status = self._http.get("/health", timeout=HEALTH_S).status_code
             except httpx.HTTPError as error:
                 complain(f"/health did not answer: {type(error).__name__}")
                 return
@@ -244,8 +241,7 @@ class Oracle:
         return level
 
     def _level(self) -> Level:
-        url = f"{self.server.url}/status"
-        status = httpx.get(url, headers=self.headers, timeout=CLIENT_TIMEOUT_S).json()
+        status = self._http.get("/status").json()
         engine, blocks = status["engine"], status["kv_blocks"]
         return Level(
             engine_pid=engine["pid"],
@@ -254,6 +250,12 @@ class Oracle:
             used_blocks=blocks["total"] - blocks["free"],
             open_files=open_files(self.server.process.pid) + open_files(engine["pid"]),
         )
+
+
+def quick_client(url: str, key: str, timeout_s: float = CLIENT_TIMEOUT_S) -> httpx.Client:
+    """Return an HTTP client that has the key, opens a connection for each request, and loads no certificates first."""
+    headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
+    return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, verify=False, trust_env=False)
 
 
 def memory_bytes(pid: int) -> int:

@@ -79,6 +79,11 @@ class Trials:
             return True
         return self.outcome.tried < self.goal and time.monotonic() < self._deadline
 
+    @property
+    def seconds_left(self) -> float:
+        """Return the time that is left of that given."""
+        return max(0.0, self._deadline - time.monotonic())
+
     def tried(self, number: int = 1) -> None:
         """Count trials, broken ones included."""
         self.outcome.tried += number

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from penstock import validation as check
+from penstock.prove.hostile import GeneratedInput, HostileRequests
+from penstock.prove.long_run import LongRun
 from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
 
-PROOFS: tuple[Proof, ...] = (MemoryPlanProof(),)
+PROOFS: tuple[Proof, ...] = (MemoryPlanProof(), HostileRequests(), GeneratedInput(), LongRun())
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (name, goal) -> advance(number)
 
 

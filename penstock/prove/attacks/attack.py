@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 
+from penstock.prove.canary import quick_client
+
 KEY = "sk-canary-7f3a9c"  # of the attacked server
 FLAGS = (f"--api-key={KEY}", "--allowed-host=127.0.0.1", "--allowed-host=localhost")  # key and Host are both checked
 ANSWER_S = 60.0  # for the answer to an attack
@@ -68,7 +70,7 @@ class Target:
 
     def client(self) -> httpx.Client:
         """Return an HTTP client that has the key."""
-        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=ANSWER_S)
+        return quick_client(self.url, KEY, ANSWER_S)
 
     def judge(self, what: str, status: int, body: bytes, expect: Sequence[int]) -> None:
         problem = judge(status, body, expect)

@@ -1,0 +1,222 @@
+"""Proofs that hostile input harms nobody: known attacks on a real server, and inputs that are made by the million."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import ClassVar
+
+import msgspec
+from msgspec import inspect
+
+from penstock.errors import PenstockError
+from penstock.prove.attacks.attack import BODIES, FLAGS, KEY, Attack, Target, judge
+from penstock.prove.attacks.table import ATTACKS, SLOW_ATTACKS
+from penstock.prove.canary import Oracle, memory_bytes
+from penstock.prove.frame_attacks import FrameAttack
+from penstock.prove.mutations import Mutator
+from penstock.prove.proof import Trials
+from penstock.prove.scripted import ScriptedServer
+from penstock.prove.servers import serve
+from penstock.server.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
+from penstock.server.unsupported import UNSUPPORTED
+
+KINDS: dict[str, type[Strict]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+PATHS = ("/", "/v1/models", "/v1/models/x", "/status", "/metrics", "/version", "/nothing", "/v1/embeddings", "//v1")
+JSON_HEADER = ((b"content-type", b"application/json"),)
+FINE = (200, 400, 404, 405, 408, 413, 414, 415, 422, 429, 431)
+PER_ROUND, AT_ONCE = 400, 16
+WIRE_S = 10.0  # a damaged request that is never complete is left after this
+MAX_GROWTH = 64 << 20  # of this process, over all inputs after the first round
+
+
+class BodyMaker:
+    """Makes bodies for the routes that take one."""
+
+    def __init__(self, mutator: Mutator) -> None:
+        self._mutator = mutator
+        self._types = {path: inspect.type_info(kind) for path, kind in KINDS.items()}
+        self._names = {path: (*kind.__struct_fields__, *UNSUPPORTED) for path, kind in KINDS.items()}
+
+    def make(self) -> tuple[str, bytes]:
+        """Return a path and a body for it."""
+        path = self._mutator.random.choice(tuple(KINDS))
+        if self._mutator.random.random() < 0.3:  # near a body that computes something
+            value = self._mutator.nearly({**BODIES[path], "max_tokens": 2}, self._names[path])
+            return path, self._mutator.json(value)
+        return path, self._mutator.input(self._types[path], self._mutator.json, self._names[path])
+
+
+class HostileRequests:
+    """Known attacks, and generated requests, on a real server, while a canary sings."""
+
+    name: ClassVar[str] = "hostile-requests"
+    promise: ClassVar[str] = "No request, however hostile, is answered with a 5xx, or noticed by anybody else."
+    unit: ClassVar[str] = "requests"
+    goal: ClassVar[int] = 60_000
+    weight: ClassVar[float] = 2.0
+
+    def run(self, trials: Trials) -> None:
+        with serve(trials.subject, *FLAGS) as server:
+            oracle, target = Oracle(server, KEY), Target(server.url)
+            maker, mutator = BodyMaker(Mutator(trials.random)), Mutator(trials.random)
+            for attack in self._attacks():
+                if not trials.go_on():
+                    break
+                self._try(trials, oracle, target, attack)
+            while trials.go_on():
+                requests = [(*maker.make(), trials.random.random() < 0.5) for _ in range(PER_ROUND)]
+                wire = [mutator.http(path, body, KEY) if on_wire else None for path, body, on_wire in requests]
+                with oracle.watching("generated requests"):
+                    _send_generated(target, requests, wire)
+                trials.tried(PER_ROUND)
+                _report(trials, oracle, target)
+            oracle.report(trials)
+
+    def _attacks(self) -> Iterator[Attack]:
+        yield from ATTACKS
+        yield from SLOW_ATTACKS
+
+    def _try(self, trials: Trials, oracle: Oracle, target: Target, attack: Attack) -> None:
+        try:
+            with oracle.watching(attack.name):
+                number = attack.run(target)
+        except (OSError, ValueError, KeyError) as error:
+            number = 1
+            target.complaints.append(f"{attack.name}: {type(error).__name__}: {error}")
+        trials.tried(number)
+        _report(trials, oracle, target)
+
+
+def _report(trials: Trials, oracle: Oracle, target: Target) -> None:
+    for complaint in (*target.complaints, *oracle.complaints):
+        trials.wrong(complaint)
+    target.complaints.clear()
+    oracle.complaints.clear()
+
+
+def _send_generated(target: Target, requests: list[tuple[str, bytes, bool]], wire: list[bytes | None]) -> None:
+    """Send each request, as it is or as bytes on the wire, from several threads."""
+    pending = iter(list(zip(requests, wire, strict=True)))
+    lock = threading.Lock()
+
+    def work() -> None:
+        with target.client() as http:
+            while True:
+                with lock:
+                    item = next(pending, None)
+                if item is None:
+                    return
+                (path, body, _), data = item
+                if data is not None:
+                    _send_on_wire(target, data)
+                    continue
+                try:
+                    answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
+                    target.judge(f"{path} {body[:200]!r}", answer.status_code, answer.content, FINE)
+                except Exception as error:
+                    target.complaints.append(f"{path} {body[:200]!r}: no answer: {type(error).__name__}")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _send_on_wire(target: Target, data: bytes) -> None:
+    """Send damaged HTTP; it may be incomplete, so silence is fine, and a 5xx is not."""
+    with target.connect() as sock, suppress(OSError):
+        sock.settimeout(WIRE_S)
+        sock.sendall(data)
+        sock.shutdown(1)
+        answer = sock.recv(1 << 16)
+        if answer.startswith(b"HTTP/1.1 5"):
+            target.complaints.append(f"{data[:300]!r}: {answer[:200]!r}")
+
+
+class GeneratedInput:
+    """Generated bodies for the application, and generated frames for both ends of the engine's connection."""
+
+    name: ClassVar[str] = "generated-input"
+    promise: ClassVar[str] = "Whatever is sent to a route or an engine is served or refused; nothing breaks or stays."
+    unit: ClassVar[str] = "inputs"
+    goal: ClassVar[int] = 1_000_000
+    weight: ClassVar[float] = 2.0
+
+    def run(self, trials: Trials) -> None:
+        asyncio.run(self._run(trials))
+
+    async def _run(self, trials: Trials) -> None:
+        mutator = Mutator(trials.random)
+        maker, server = BodyMaker(mutator), ScriptedServer(trials.subject.model)
+        async with contextlib.aclosing(FrameAttack(trials, mutator)) as frame_attack:
+            await frame_attack.start()
+            baseline = 0
+            while trials.go_on():
+                await self._bodies(trials, server, maker)
+                await frame_attack.round(PER_ROUND)
+                if not baseline:
+                    baseline = _settled_memory()
+            await frame_attack.finish()
+        growth = _settled_memory() - baseline
+        trials.figure("memory_growth_mib", growth / 2**20)
+        if growth > MAX_GROWTH:
+            trials.wrong(f"memory grew by {growth >> 20} MiB")
+
+    async def _bodies(self, trials: Trials, server: ScriptedServer, maker: BodyMaker) -> None:
+        """Make PER_ROUND requests, AT_ONCE at the same time."""
+        inputs = [maker.make() for _ in range(PER_ROUND)]
+
+        async def work() -> None:
+            while inputs:
+                path, body = inputs.pop()
+                try:
+                    async with asyncio.timeout(60):
+                        answer = await server.call("POST", path, body, JSON_HEADER)
+                    problem = judge(answer.status, answer.body, FINE) or _not_json(answer.status, answer.body)
+                except Exception as error:
+                    problem = f"{type(error).__name__}: {error}"
+                if problem is not None:
+                    trials.wrong(f"POST {path} {body[:500]!r}: {problem}")
+                trials.tried()
+
+        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+        with _reporting(trials):
+            left = server.client.leftovers()
+            if left is not None:
+                trials.wrong(f"after a round of requests: {left}")
+
+
+def _not_json(status: int, body: bytes) -> str | None:
+    """Return what is wrong with the answer to a right request: JSON, or a stream that ends as it should."""
+    if status != 200 or body.endswith(b"data: [DONE]\n\n"):
+        return None
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return f"the answer is not JSON: {error}"
+    return None
+
+
+@contextlib.contextmanager
+def _reporting(trials: Trials) -> Iterator[None]:
+    try:
+        yield
+    except PenstockError as error:
+        trials.wrong(str(error))
+
+
+def _settled_memory() -> int:
+    import os
+
+    gc.collect()
+    return memory_bytes(os.getpid())

@@ -1,0 +1,202 @@
+"""A day compressed: very many requests, of which many are left, and engines that are killed. Nothing may stay behind.
+
+What leaks a little with each request fills a server in a month. So memory is measured while the requests go on, and its
+slope is what counts; of blocks, open files and entries of tables, none may be left at all.
+"""
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import httpx
+
+from penstock.errors import EngineError
+from penstock.prove.attacks.attack import COMPLETION, FLAGS, KEY
+from penstock.prove.canary import Level, memory_bytes, open_files, quick_client
+from penstock.prove.proof import Trials
+from penstock.prove.scripted import ScriptedServer
+from penstock.prove.servers import Server, serve, wait_until
+
+MAX_SLOPE = 1 << 20  # bytes per SLOPE_REQUESTS
+SLOPE_REQUESTS = 100_000
+OVER_HTTP = 1 / 11  # of the requests
+IN_PROCESS_TIME = 0.6  # share of the time that the others may take
+LEAVE = 0.1  # of the clients
+KILL = 0.01  # of the requests meet the death of the engine, but not more often than
+KILL_EVERY_S = 20.0  # for a server gives up after five deaths within a minute
+AT_ONCE = 16
+PER_ROUND = 1000
+WARM_UP = 0.2  # of the measurements are not counted: caches fill
+MIN_POINTS = 10  # for a slope
+JSON_HEADER = ((b"content-type", b"application/json"),)
+SETTLE_S = 20.0
+
+
+def body(source: random.Random) -> dict[str, Any]:
+    """Return a small request; all of its options are used by some."""
+    options: dict[str, Any] = {
+        "stream": True, "n": 2, "logprobs": 2, "seed": source.randrange(2**62), "stop": ["e", "on"], "echo": True,
+        "prompt": [source.randrange(2, 900) for _ in range(source.randrange(1, 40))], "logit_bias": {"5": 2.0},
+        "temperature": 0, "top_k": 20, "min_tokens": 2, "repetition_penalty": 1.1, "user": str(source.random()),
+    }  # fmt: skip
+    chosen = {name: value for name, value in options.items() if source.random() < 0.25}
+    prompt = f"word {source.randrange(10**6)} of a day"
+    return {**COMPLETION, "prompt": prompt, "max_tokens": source.randrange(2, 10), **chosen}
+
+
+class LongRun:
+    """Requests on the scripted engine in this process and on a real server, with leavers and deaths."""
+
+    name: ClassVar[str] = "long-run"
+    promise: ClassVar[str] = "However many requests come and go, nothing of them stays behind."
+    unit: ClassVar[str] = "requests"
+    goal: ClassVar[int] = 220_000
+    weight: ClassVar[float] = 3.0
+
+    def run(self, trials: Trials) -> None:
+        asyncio.run(_without_sockets(trials, until=time.monotonic() + trials.seconds_left * IN_PROCESS_TIME))
+        with serve(trials.subject, *FLAGS) as server:
+            _OverHttp(trials, server).run()
+
+
+async def _without_sockets(trials: Trials, *, until: float) -> None:
+    """Serve most of the requests in this process, by the scripted engine."""
+    server, source = ScriptedServer(trials.subject.model), trials.random
+    points: list[tuple[int, int]] = []
+    goal, tried = int(trials.goal * (1 - OVER_HTTP)), 0
+
+    async def work(bodies: list[dict[str, Any]]) -> None:
+        while bodies:
+            leave_after = source.randrange(6) if source.random() < LEAVE else None
+            content = json.dumps(bodies.pop()).encode()
+            answer = await server.call("POST", "/v1/completions", content, JSON_HEADER, leave_after=leave_after)
+            if leave_after is None and answer.status != 200:
+                trials.wrong(f"{content[:300]!r}: {answer.status} {answer.body[:300]!r}")
+
+    while tried == 0 or (tried < goal and time.monotonic() < until):
+        bodies = [body(source) for _ in range(PER_ROUND)]
+        await asyncio.gather(*(work(bodies) for _ in range(AT_ONCE)))
+        tried += PER_ROUND
+        trials.tried(PER_ROUND)
+        left = server.client.leftovers()
+        if left is not None:
+            trials.wrong(f"after {tried} requests: {left}")
+        gc.collect()
+        points.append((tried, memory_bytes(os.getpid())))
+    _judge_slope(trials, "memory", points)
+
+
+class _OverHttp:
+    """Requests of several clients on a real server."""
+
+    def __init__(self, trials: Trials, server: Server) -> None:
+        self._trials = trials
+        self._server = server
+        self._lock = threading.Lock()
+        self._http = quick_client(server.url, KEY)
+        self._kills = self._left = self._tried = 0
+        self._killed_at = time.monotonic()
+        self._points: list[tuple[int, int]] = []
+
+    def run(self) -> None:
+        self._round(100)
+        before = self._level()
+        while self._trials.go_on():
+            self._round(PER_ROUND // 5)
+            self._points.append((self._tried, memory_bytes(self._server.process.pid)))
+        self._check_settled(before)
+        _judge_slope(self._trials, "server_memory", self._points)
+        self._trials.figure("over_http", self._tried)
+        self._trials.figure("clients_that_left", self._left)
+        self._trials.figure("kills", self._kills)
+
+    def _round(self, number: int) -> None:
+        bodies = [body(self._trials.random) for _ in range(number)]
+        leave = [self._trials.random.random() < LEAVE for _ in bodies]
+        kill = [self._trials.random.random() < KILL for _ in bodies]
+        pending = list(zip(bodies, leave, kill, strict=True))
+        threads = [threading.Thread(target=self._work, args=(pending,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._tried += number
+        self._trials.tried(number)
+
+    def _work(self, pending: list[tuple[dict[str, Any], bool, bool]]) -> None:
+        while True:
+            with self._lock:
+                if not pending:
+                    return
+                content, leaves, kills = pending.pop()
+                if kills:
+                    self._kill()
+            try:
+                self._send(content, leaves=leaves)
+            except (httpx.HTTPError, EngineError) as error:
+                with self._lock:
+                    self._trials.wrong(f"{content}: {type(error).__name__}: {error}")
+
+    def _send(self, content: dict[str, Any], *, leaves: bool) -> None:
+        with self._http.stream("POST", "/v1/completions", json={**content, "stream": leaves}) as answer:
+            if leaves:
+                next(answer.iter_bytes(), None)
+                with self._lock:
+                    self._left += 1
+                return
+            told = answer.read()
+        if answer.status_code != 200:
+            raise EngineError(f"{answer.status_code}: {told[:300]!r}")
+
+    def _kill(self) -> None:
+        """Kill the engine, unless it was killed lately or is not there."""
+        if time.monotonic() - self._killed_at < KILL_EVERY_S:
+            return
+        pid = self._http.get("/status").json()["engine"]["pid"]
+        if pid is not None:
+            self._killed_at = time.monotonic()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self._kills += 1
+
+    def _level(self) -> Level:
+        status = self._http.get("/status").json()
+        engine, blocks = status["engine"], status["kv_blocks"]
+        waiting = status["running"] + status["waiting"] + status["journal"]["requests"]
+        used = blocks["total"] - blocks["free"]
+        return Level(None, 0, waiting, used, open_files(self._server.process.pid))
+
+    def _check_settled(self, before: Level) -> None:
+        try:
+            wait_until(lambda: self._level().problem(before) is None, SETTLE_S, "everything to be given back")
+        except EngineError as error:
+            self._trials.wrong(f"{error}: {self._level()}, before {before}")
+
+
+def slope(points: Sequence[tuple[int, int]]) -> float | None:
+    """Return the bytes per SLOPE_REQUESTS of (requests, bytes), by least squares; None where points are too few."""
+    counted = points[int(len(points) * WARM_UP) :]
+    if len(counted) < MIN_POINTS:
+        return None
+    mean_x = sum(x for x, _ in counted) / len(counted)
+    mean_y = sum(y for _, y in counted) / len(counted)
+    over = sum((x - mean_x) ** 2 for x, _ in counted)
+    return SLOPE_REQUESTS * sum((x - mean_x) * (y - mean_y) for x, y in counted) / over
+
+
+def _judge_slope(trials: Trials, name: str, points: Sequence[tuple[int, int]]) -> None:
+    """Report the slope. It is judged where it was measured over SLOPE_REQUESTS: before, caches still fill."""
+    found = slope(points)
+    if found is None:
+        return
+    trials.figure(f"{name}_mib_per_100k", found / 2**20)
+    if points[-1][0] >= SLOPE_REQUESTS and found > MAX_SLOPE:
+        trials.wrong(f"{name} grows by {found / 2**20:.2f} MiB per {SLOPE_REQUESTS} requests")
