@@ -93,7 +93,9 @@ class EngineServer:
     def _drop(self, body: bytes, error: frames.InvalidFrameError) -> None:
         """Count an invalid frame. If it was to add a request, nobody may wait for it."""
         self._num_invalid_frames += 1
-        if self._num_invalid_frames.bit_count() == 1:  # the first, the second, the fourth: a flood must not fill the log
+        if (
+            self._num_invalid_frames.bit_count() == 1
+        ):  # the first, the second, the fourth: a flood must not fill the log
             message = f"engine process: dropped {self._num_invalid_frames} invalid frames so far; the last: {error}"
             print(message, file=sys.stderr, flush=True)
         request_id = frames.request_id_in(body)

@@ -8,19 +8,18 @@ processes are the same ones, and every block, request and open file is given bac
 import contextlib
 import itertools
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from penstock.errors import EngineError
+from penstock.prove.levels import Level, level_of, memory_bytes, quick_client
 from penstock.prove.proof import Trials
-from penstock.prove.servers import CLIENT_TIMEOUT_S, Server
+from penstock.prove.servers import Server
 
 # With this seed the demo model wins no token by less than 0.05, noise included. That matters to the reference kernels
 # alone, which promise a tolerance instead of bits.
@@ -55,30 +54,6 @@ class Reading:
             return f"its tokens differ from its solo run, first at {place}"
         if bits and (self.logprobs, self.top_logprobs) != (other.logprobs, other.top_logprobs):
             return "its log-probabilities differ from its solo run"
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """What a server holds at one moment: all of it must come back to what it was.
-
-    Attributes:
-        open_files: of both processes.
-    """
-
-    engine_pid: int | None
-    restarts: int
-    open_requests: int
-    used_blocks: int
-    open_files: int
-
-    def problem(self, before: "Level") -> str | None:
-        """Return what is not as before."""
-        if (self.engine_pid, self.restarts) != (before.engine_pid, before.restarts):
-            return f"the engine died ({self.restarts - before.restarts} restarts)"
-        for name in ("open_requests", "used_blocks", "open_files"):
-            if getattr(self, name) > getattr(before, name):
-                return f"{name}: {getattr(self, name)} instead of {getattr(before, name)}"
         return None
 
 
@@ -241,32 +216,4 @@ class Oracle:
         return level
 
     def _level(self) -> Level:
-        status = self._http.get("/status").json()
-        engine, blocks = status["engine"], status["kv_blocks"]
-        return Level(
-            engine_pid=engine["pid"],
-            restarts=engine["restarts"],
-            open_requests=status["running"] + status["waiting"] + status["journal"]["requests"],
-            used_blocks=blocks["total"] - blocks["free"],
-            open_files=open_files(self.server.process.pid) + open_files(engine["pid"]),
-        )
-
-
-def quick_client(url: str, key: str, timeout_s: float = CLIENT_TIMEOUT_S) -> httpx.Client:
-    """Return an HTTP client that has the key, opens a connection for each request, and loads no certificates first."""
-    headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
-    return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, verify=False, trust_env=False)
-
-
-def memory_bytes(pid: int) -> int:
-    """Return the resident memory of a process; 0 where the system has no /proc."""
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-def open_files(pid: int | None) -> int:
-    """Return the number of open files of a process; 0 where the system has no /proc."""
-    with contextlib.suppress(OSError):
-        return len(os.listdir(f"/proc/{pid}/fd"))
-    return 0
+        return level_of(self._http, self.server.process.pid)

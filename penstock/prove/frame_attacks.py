@@ -121,7 +121,9 @@ class FrameAttack:
                 frame = await self._receive()
                 if isinstance(frame, frames.Rejected) and frame.request_id == CANARY:
                     raise EngineError(f"the canary was rejected: {frame.message}")
-                for output in frame.outputs if isinstance(frame, frames.Outputs) else ():
+                if not isinstance(frame, frames.Outputs):
+                    continue
+                for output in frame.outputs:
                     if output.request_id == CANARY:
                         tokens += output.new_token_ids
                         self._counted = frame.stats.num_invalid_frames_total

@@ -3,20 +3,24 @@
 import asyncio
 import contextlib
 import gc
-import json
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar
 
+import httpx
 import msgspec
 from msgspec import inspect
 
 from penstock.errors import PenstockError
 from penstock.prove.attacks.attack import BODIES, FLAGS, KEY, Attack, Target, judge
 from penstock.prove.attacks.table import ATTACKS, SLOW_ATTACKS
-from penstock.prove.canary import Oracle, memory_bytes
+from penstock.prove.canary import Oracle
 from penstock.prove.frame_attacks import FrameAttack
+from penstock.prove.levels import memory_bytes
 from penstock.prove.mutations import Mutator
 from penstock.prove.proof import Trials
 from penstock.prove.scripted import ScriptedServer
@@ -30,10 +34,9 @@ KINDS: dict[str, type[Strict]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-PATHS = ("/", "/v1/models", "/v1/models/x", "/status", "/metrics", "/version", "/nothing", "/v1/embeddings", "//v1")
 JSON_HEADER = ((b"content-type", b"application/json"),)
 FINE = (200, 400, 404, 405, 408, 413, 414, 415, 422, 429, 431)
-PER_ROUND, AT_ONCE = 400, 16
+PER_ROUND, AT_ONCE, THREADS = 400, 16, 4
 WIRE_S = 10.0  # a damaged request that is never complete is left after this
 MAX_GROWTH = 64 << 20  # of this process, over all inputs after the first round
 
@@ -68,22 +71,18 @@ class HostileRequests:
         with serve(trials.subject, *FLAGS) as server:
             oracle, target = Oracle(server, KEY), Target(server.url)
             maker, mutator = BodyMaker(Mutator(trials.random)), Mutator(trials.random)
-            for attack in self._attacks():
+            for attack in (*ATTACKS, *SLOW_ATTACKS):
                 if not trials.go_on():
                     break
                 self._try(trials, oracle, target, attack)
             while trials.go_on():
-                requests = [(*maker.make(), trials.random.random() < 0.5) for _ in range(PER_ROUND)]
-                wire = [mutator.http(path, body, KEY) if on_wire else None for path, body, on_wire in requests]
+                requests = [maker.make() for _ in range(PER_ROUND // 2)]
+                wire = [mutator.http(*maker.make(), KEY) for _ in range(PER_ROUND // 2)]
                 with oracle.watching("generated requests"):
                     _send_generated(target, requests, wire)
                 trials.tried(PER_ROUND)
                 _report(trials, oracle, target)
             oracle.report(trials)
-
-    def _attacks(self) -> Iterator[Attack]:
-        yield from ATTACKS
-        yield from SLOW_ATTACKS
 
     def _try(self, trials: Trials, oracle: Oracle, target: Target, attack: Attack) -> None:
         try:
@@ -103,33 +102,36 @@ def _report(trials: Trials, oracle: Oracle, target: Target) -> None:
     oracle.complaints.clear()
 
 
-def _send_generated(target: Target, requests: list[tuple[str, bytes, bool]], wire: list[bytes | None]) -> None:
-    """Send each request, as it is or as bytes on the wire, from several threads."""
-    pending = iter(list(zip(requests, wire, strict=True)))
+def _send_generated(target: Target, requests: list[tuple[str, bytes]], wire: list[bytes]) -> None:
+    """Send bodies as they are, and bytes on the wire, from several threads."""
+    jobs: list[Callable[[httpx.Client], None]] = [partial(_send_body, target, *request) for request in requests]
+    jobs += [lambda http, data=data: _send_on_wire(target, data) for data in wire]  # type: ignore[misc]
     lock = threading.Lock()
 
     def work() -> None:
         with target.client() as http:
             while True:
                 with lock:
-                    item = next(pending, None)
-                if item is None:
-                    return
-                (path, body, _), data = item
-                if data is not None:
-                    _send_on_wire(target, data)
-                    continue
-                try:
-                    answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
-                    target.judge(f"{path} {body[:200]!r}", answer.status_code, answer.content, FINE)
-                except Exception as error:
-                    target.complaints.append(f"{path} {body[:200]!r}: no answer: {type(error).__name__}")
+                    if not jobs:
+                        return
+                    job = jobs.pop(len(jobs) // 2)  # some of both kinds at any time
+                job(http)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=work) for _ in range(THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def _send_body(target: Target, path: str, body: bytes, http: httpx.Client) -> None:
+    what = f"{path} {body[:500]!r}"
+    try:
+        answer = http.post(path, content=body, headers={"Content-Type": "application/json"})
+    except httpx.HTTPError as error:
+        target.complaints.append(f"{what}: no answer: {type(error).__name__}")
+    else:
+        target.judge(what, answer.status_code, answer.content, FINE)
 
 
 def _send_on_wire(target: Target, data: bytes) -> None:
@@ -137,7 +139,7 @@ def _send_on_wire(target: Target, data: bytes) -> None:
     with target.connect() as sock, suppress(OSError):
         sock.settimeout(WIRE_S)
         sock.sendall(data)
-        sock.shutdown(1)
+        sock.shutdown(socket.SHUT_WR)
         answer = sock.recv(1 << 16)
         if answer.startswith(b"HTTP/1.1 5"):
             target.complaints.append(f"{data[:300]!r}: {answer[:200]!r}")
@@ -163,7 +165,7 @@ class GeneratedInput:
             baseline = 0
             while trials.go_on():
                 await self._bodies(trials, server, maker)
-                await frame_attack.round(PER_ROUND)
+                await frame_attack.round(2 * PER_ROUND)  # these are the quicker ones
                 if not baseline:
                     baseline = _settled_memory()
             await frame_attack.finish()
@@ -216,7 +218,5 @@ def _reporting(trials: Trials) -> Iterator[None]:
 
 
 def _settled_memory() -> int:
-    import os
-
     gc.collect()
     return memory_bytes(os.getpid())

@@ -20,7 +20,7 @@ import httpx
 
 from penstock.errors import EngineError
 from penstock.prove.attacks.attack import COMPLETION, FLAGS, KEY
-from penstock.prove.canary import Level, memory_bytes, open_files, quick_client
+from penstock.prove.levels import Level, level_of, memory_bytes, quick_client
 from penstock.prove.proof import Trials
 from penstock.prove.scripted import ScriptedServer
 from penstock.prove.servers import Server, serve, wait_until
@@ -108,7 +108,7 @@ class _OverHttp:
 
     def run(self) -> None:
         self._round(100)
-        before = self._level()
+        before = level_of(self._http, self._server.process.pid)
         while self._trials.go_on():
             self._round(PER_ROUND // 5)
             self._points.append((self._tried, memory_bytes(self._server.process.pid)))
@@ -167,18 +167,15 @@ class _OverHttp:
                 os.kill(pid, signal.SIGKILL)
                 self._kills += 1
 
-    def _level(self) -> Level:
-        status = self._http.get("/status").json()
-        engine, blocks = status["engine"], status["kv_blocks"]
-        waiting = status["running"] + status["waiting"] + status["journal"]["requests"]
-        used = blocks["total"] - blocks["free"]
-        return Level(None, 0, waiting, used, open_files(self._server.process.pid))
-
     def _check_settled(self, before: Level) -> None:
+        def settled() -> bool:
+            return level_of(self._http, self._server.process.pid).problem(before, same_engine=False) is None
+
         try:
-            wait_until(lambda: self._level().problem(before) is None, SETTLE_S, "everything to be given back")
+            wait_until(settled, SETTLE_S, "everything to be given back")
         except EngineError as error:
-            self._trials.wrong(f"{error}: {self._level()}, before {before}")
+            after = level_of(self._http, self._server.process.pid)
+            self._trials.wrong(f"{error}: {after}, before {before}")
 
 
 def slope(points: Sequence[tuple[int, int]]) -> float | None:

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from starlette.applications import Starlette
 from starlette.types import Message
 
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt

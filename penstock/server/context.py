@@ -44,6 +44,7 @@ COUNTERS = (
     ("penstock_cached_tokens", "Prompt tokens found in the cache", "num_cached_tokens_total"),
     ("penstock_generation_tokens", "Tokens generated", "num_generated_tokens_total"),
     ("penstock_preemptions", "Sequences preempted for lack of blocks", "num_preemptions_total"),
+    ("penstock_invalid_frames", "Messages to the engine process that it dropped", "num_invalid_frames_total"),
 )
 
 

@@ -10,9 +10,10 @@ import pytest
 from msgspec import inspect
 
 from penstock.client import frames
-from penstock.prove.canary import Level, Reading
+from penstock.prove.canary import Reading
 from penstock.prove.frame_attacks import FrameAttack
 from penstock.prove.hostile import FINE, BodyMaker, GeneratedInput
+from penstock.prove.levels import Level
 from penstock.prove.long_run import LongRun, body, slope
 from penstock.prove.mutations import Mutator
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
@@ -112,7 +113,11 @@ def test_readings_that_differ() -> None:
     last_bit = Reading([1, 2], [-0.1, -0.20000000000000004], solo.top_logprobs, "ab")
     assert solo.difference(last_bit, bits=True) is not None
     assert solo.difference(last_bit, bits=False) is None
-    for other in (Reading([1], [-0.1], [], "a"), Reading([1, 3], solo.logprobs, [], "ab"), Reading([1, 2], [], [], "a")):
+    for other in (
+        Reading([1], [-0.1], [], "a"),
+        Reading([1, 3], solo.logprobs, [], "ab"),
+        Reading([1, 2], [], [], "a"),
+    ):
         assert solo.difference(other, bits=False) is not None
 
 

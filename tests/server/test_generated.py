@@ -14,7 +14,6 @@ from penstock.server.options import ServerOptions
 from tests.server.fakes import FakeEngineClient
 
 
-
 def openapi() -> dict[str, Any]:
     """The document that a server with these routes would give of itself."""
     (_, components) = msgspec.json.schema_components(KINDS.values(), ref_template="#/components/schemas/{name}")
@@ -28,13 +27,15 @@ def openapi() -> dict[str, Any]:
 
 
 schema = schemathesis.openapi.from_dict(openapi())
-schema.app = create_app(FakeEngineClient(max_model_len=64), ServerOptions(allowed_hosts=("testserver",), access_log=False))
+schema.app = create_app(
+    FakeEngineClient(max_model_len=64), ServerOptions(allowed_hosts=("testserver",), access_log=False)
+)
 
 
 @schema.parametrize()
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_generated_bodies(case: Any) -> None:
-    """Guards against a body that the schema allows, or nearly, and that the server answers with a 5xx or without JSON."""
+    """Guards against a body that the schema allows, or nearly, and that is answered with a 5xx or without JSON."""
     answer = case.call()
     case.validate_response(answer, checks=(not_a_server_error,))
     assert judge(answer.status_code, answer.content, FINE) is None

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from penstock.prove.canary import quick_client
+from penstock.prove.levels import quick_client
 
 KEY = "sk-canary-7f3a9c"  # of the attacked server
 FLAGS = (f"--api-key={KEY}", "--allowed-host=127.0.0.1", "--allowed-host=localhost")  # key and Host are both checked

@@ -188,7 +188,9 @@ def look_for_doors(target: Target) -> int:
         links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
         held = {link[8:-1] for link in links if link.startswith("socket:[")}
         doors = {inodes[inode] for inode in held & inodes.keys()} - {port}
-        named = [line.split()[7] for line in _lines("/proc/net/unix") if line.split()[6] in held and len(line.split()) > 7]
+        named = [
+            line.split()[7] for line in _lines("/proc/net/unix") if line.split()[6] in held and len(line.split()) > 7
+        ]
         if doors or named:
             target.complaints.append(f"process {pid} listens on {sorted(doors)} and {named}")
     return 1

@@ -1,4 +1,4 @@
-"""Values that no request should have: sampling, sizes, prompts, JSON. Most have broken a server of this field before."""
+"""Values that no request should have: sampling, sizes, prompts, JSON. Most have broken a server of this field."""
 
 import json
 from typing import Any
@@ -6,10 +6,29 @@ from typing import Any
 from penstock.prove.attacks.attack import BODIES, CHAT, COMPLETION, JSON, Attack, Call, Calls, each, refused
 
 NAN, INF = float("nan"), float("inf")  # json.dumps writes them as NaN and Infinity, which is not JSON
-NUMBERS = (NAN, INF, -INF, "NaN", "1", True, [], {})
+NUMBERS: tuple[Any, ...] = (NAN, INF, -INF, "NaN", "1", True, [], {})
 BOTH = ("/v1/completions", "/v1/chat/completions")
 CHAT_PATH, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/tokenize", "/detokenize"
 EITHER = (200, 400)
+
+
+TEMPLATES: tuple[tuple[str, Any], ...] = (
+    ("chat_template", "{% for i in range(10**9) %}{% for j in range(10**9) %}x{% endfor %}{% endfor %}"),
+    ("chat_template", "{{ 'a' * 999999999 }}"),
+    ("chat_template", "{{ '%999999999d' % 1 }}"),
+    ("chat_template", "{{ ''.__class__.__mro__ }}"),
+    ("chat_template_kwargs", {"chat_template": "{{ 'a'.center(10**9) }}", "tokenize": True}),
+)
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"guided_regex": "(a+)+b"},
+    {"guided_json": {"type": "strin"}},
+    {"guided_grammar": "(" * 30_000},
+    {"structured_outputs": {"regex": "(.*)*a.{40}"}},
+    {"structured_outputs": {"json": {"$ref": "http://169.254.169.254/"}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "[unclosed"}}}},
+    {"logits_processors": ["os.system"]},
+    {"logits_processors": {"../../etc/passwd": {}}},
+)
 
 
 def raw(name: str, *bodies: bytes, path: str = "/v1/completions", expect: tuple[int, ...] = (400,)) -> Calls:
@@ -142,37 +161,11 @@ PROMPTS: tuple[Attack, ...] = (
     ),
     Calls(
         "a template of the request's own (CVE-2026-115911, CVE-2026-115918)",
-        [
-            Call({**BODIES[path], name: value}, (400,), path)
-            for path in (*BOTH, TOKENIZE)
-            for name, value in (
-                ("chat_template", "{% for i in range(10**9) %}{% for j in range(10**9) %}x{% endfor %}{% endfor %}"),
-                ("chat_template", "{{ 'a' * 999999999 }}"),
-                ("chat_template", "{{ '%999999999d' % 1 }}"),
-                ("chat_template", "{{ ''.__class__.__mro__ }}"),
-                ("chat_template_kwargs", {"chat_template": "{{ 'a'.center(10**9) }}", "tokenize": True}),
-            )
-        ],
+        [Call({**BODIES[path], name: value}, (400,), path) for path in (*BOTH, TOKENIZE) for name, value in TEMPLATES],
     ),
+    on_both("grammars and processors, which are not built (CVE-2025-48944, CVE-2026-25048)", *GRAMMARS),
     Calls(
-        "grammars and tools, which are not built (CVE-2025-48944, CVE-2026-25048)",
-        [
-            Call({**BODIES[path], **item}, (400,), path)
-            for path in BOTH
-            for item in (
-                {"guided_regex": "(a+)+b"},
-                {"guided_json": {"type": "strin"}},
-                {"guided_grammar": "(" * 30_000},
-                {"structured_outputs": {"regex": "(.*)*a.{40}"}},
-                {"structured_outputs": {"json": {"$ref": "http://169.254.169.254/"}}},
-                {"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "[unclosed"}}}},
-                {"logits_processors": ["os.system"]},
-                {"logits_processors": {"../../etc/passwd": {}}},
-            )
-        ],
-    ),
-    Calls(
-        "ten thousand schemas, all of them different (CVE-2025-29770)",
+        "many schemas, all of them different (CVE-2025-29770)",
         [
             Call({**COMPLETION, "structured_outputs": {"json": {"const": i}}}, (400,))
             for i in range(200)  # refused before they are read: what is to be seen is that nothing keeps them

@@ -111,8 +111,8 @@ LINES: tuple[Attack, ...] = (
         [
             head(CLOSE, request=line)
             for line in ("GET * HTTP/1.1", "OPTIONS * HTTP/1.1", "CONNECT a:1 HTTP/1.1", "GET /\xff HTTP/1.1",
-                         "GET /health", "GET /health HTTP/0.9", "GET /health HTTP/1.11", "BREW /health HTTP/1.1", "get /health HTTP/1.1",
-                         "GET http:// HTTP/1.1", "GET ?x HTTP/1.1")
+                         "GET /health", "GET /health HTTP/0.9", "GET /health HTTP/1.11", "BREW /health HTTP/1.1",
+                         "get /health HTTP/1.1", "GET http:// HTTP/1.1", "GET ?x HTTP/1.1")
         ],
         (400, 404, 405, GONE),
     ),
