@@ -23,14 +23,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def oracle(server: Server) -> Oracle:
-    native = "reference" not in server_fingerprint(server)
-    return Oracle(server, KEY, bits=native)
-
-
-def server_fingerprint(server: Server) -> str:
-    with Target(server.url).client() as http:
-        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
-    return str(answer.json()["system_fingerprint"])
+    return Oracle(server, KEY, health_s=60)  # a busy machine must not fail it
 
 
 @pytest.mark.parametrize("theme", THEMES)

@@ -33,7 +33,7 @@ CANARY = {
 }
 HEALTH_S = 5.0  # /health answers sooner, also on a machine that others keep busy; the figure says how soon
 HEALTH_EVERY_S = 0.05
-SETTLE_S = 20.0  # after an attack, until everything is given back; the figure says how long it took
+SETTLE_S = 60.0  # after an attack, until everything is given back; the figure says how long it took
 MAX_GROWTH = 200 * 2**20  # of the server's memory over all attacks together
 
 
@@ -45,9 +45,12 @@ class Reading:
     logprobs: list[float]
     top_logprobs: list[Any]
     text: str
+    fingerprint: str = ""
 
     def difference(self, other: "Reading", *, bits: bool) -> str | None:
-        """Return how the two differ; None if they do not. Without `bits`, only the tokens count."""
+        """Return how the two differ; None if they do not. Without `bits`, which the reference kernels do not promise,
+        only the tokens count.
+        """
         if self.token_ids != other.token_ids or self.text != other.text:
             pairs = itertools.zip_longest(self.token_ids, other.token_ids)
             place = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), "in the text")
@@ -72,7 +75,7 @@ class Oracle:
 
     Args:
         key: the API key of the server.
-        bits: compare the canary's log-probabilities too. The reference kernels promise no bits.
+        health_s: within which /health has to answer.
 
     Attributes:
         complaints: what went wrong, each with the name of its attack.
@@ -80,7 +83,7 @@ class Oracle:
 
     server: Server
     key: str
-    bits: bool = True
+    health_s: float = HEALTH_S
     complaints: list[str] = field(default_factory=list)
     worst: Worst = field(default_factory=Worst)
     solo_gap_s: float = field(init=False)
@@ -139,7 +142,7 @@ class Oracle:
         try:
             while True:
                 reading = self._read_canary(begun)
-                difference = reading.difference(self._solo, bits=self.bits)
+                difference = reading.difference(self._solo, bits="reference" not in reading.fingerprint)
                 if difference is not None:
                     complain(f"the canary: {difference}")
                 if ended.is_set():
@@ -156,17 +159,19 @@ class Oracle:
         text: list[str] = []
         body = {**CANARY, "stream": True}
         last: float | None = None
+        fingerprint = ""
         with self._http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 raise EngineError(f"{answer.status_code}: {answer.read().decode(errors='replace')[:300]}")
             for line in answer.iter_lines():
                 if line == "data: [DONE]":
-                    return Reading(ids, logprobs, top, "".join(text))
+                    return Reading(ids, logprobs, top, "".join(text), fingerprint)
                 if not line.startswith("data: "):
                     continue
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
                     raise EngineError(str(chunk["error"]))
+                fingerprint = chunk["system_fingerprint"]
                 now = time.monotonic()
                 self.worst.token_gap = max(self.worst.token_gap, now - (last or now))
                 last = now
@@ -183,7 +188,7 @@ class Oracle:
         while not ended.wait(HEALTH_EVERY_S):
             asked = time.monotonic()
             try:
-                status = self._http.get("/health", timeout=HEALTH_S).status_code
+                status = self._http.get("/health", timeout=self.health_s).status_code
             except httpx.HTTPError as error:
                 complain(f"/health did not answer: {type(error).__name__}")
                 return

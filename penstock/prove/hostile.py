@@ -70,21 +70,18 @@ class HostileRequests:
     def run(self, trials: Trials) -> None:
         with serve(trials.subject, *FLAGS) as server:
             oracle, target = Oracle(server, KEY), Target(server.url)
-            maker, mutator = BodyMaker(Mutator(trials.random)), Mutator(trials.random)
-            for attack in (*ATTACKS, *SLOW_ATTACKS):
-                if not trials.go_on():
-                    break
-                self._try(trials, oracle, target, attack)
+            mutator = Mutator(trials.random)
+            maker = BodyMaker(mutator)
+            known = trials.random.sample(ATTACKS, len(ATTACKS))  # so that short runs do not all try the same ones
+            for attack in (*known, *SLOW_ATTACKS):
+                if trials.go_on():
+                    self._attack(trials, oracle, target, attack)
+                    self._generated(trials, oracle, target, maker, mutator)
             while trials.go_on():
-                requests = [maker.make() for _ in range(PER_ROUND // 2)]
-                wire = [mutator.http(*maker.make(), KEY) for _ in range(PER_ROUND // 2)]
-                with oracle.watching("generated requests"):
-                    _send_generated(target, requests, wire)
-                trials.tried(PER_ROUND)
-                _report(trials, oracle, target)
+                self._generated(trials, oracle, target, maker, mutator)
             oracle.report(trials)
 
-    def _try(self, trials: Trials, oracle: Oracle, target: Target, attack: Attack) -> None:
+    def _attack(self, trials: Trials, oracle: Oracle, target: Target, attack: Attack) -> None:
         try:
             with oracle.watching(attack.name):
                 number = attack.run(target)
@@ -92,6 +89,14 @@ class HostileRequests:
             number = 1
             target.complaints.append(f"{attack.name}: {type(error).__name__}: {error}")
         trials.tried(number)
+        _report(trials, oracle, target)
+
+    def _generated(self, trials: Trials, oracle: Oracle, target: Target, maker: BodyMaker, mutator: Mutator) -> None:
+        requests = [maker.make() for _ in range(PER_ROUND // 2)]
+        wire = [mutator.http(*maker.make(), KEY) for _ in range(PER_ROUND // 2)]
+        with oracle.watching("generated requests"):
+            _send_generated(target, requests, wire)
+        trials.tried(PER_ROUND)
         _report(trials, oracle, target)
 
 

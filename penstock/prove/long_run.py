@@ -37,7 +37,7 @@ PER_ROUND = 1000
 WARM_UP = 0.2  # of the measurements are not counted: caches fill
 MIN_POINTS = 10  # for a slope
 JSON_HEADER = ((b"content-type", b"application/json"),)
-SETTLE_S = 20.0
+SETTLE_S = 60.0
 
 
 def body(source: random.Random) -> dict[str, Any]:

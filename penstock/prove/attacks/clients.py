@@ -219,7 +219,7 @@ def _lines(path: str, end: str = "") -> list[str]:
 
 
 def _large_prompts(count: int) -> list[Call]:
-    return [Call({**COMPLETION, "prompt": chr(97 + i % 26) * 900_000}, (400, 413, 503)) for i in range(count)]
+    return [Call({**COMPLETION, "prompt": chr(97 + i % 26) * 900_000}, (400, 408, 413, 503)) for i in range(count)]
 
 
 ACCESS: tuple[Attack, ...] = (
