@@ -107,9 +107,8 @@ class _OverHttp:
         self._points: list[tuple[int, int]] = []
 
     def run(self) -> None:
-        self._round(100)
         before = level_of(self._http, self._server.process.pid)
-        while self._trials.go_on():
+        while self._tried == 0 or self._trials.go_on():
             self._round(PER_ROUND // 5)
             self._points.append((self._tried, memory_bytes(self._server.process.pid)))
         self._check_settled(before)

@@ -123,7 +123,7 @@ def test_readings_that_differ() -> None:
 
 def test_long_run() -> None:
     """Guards against requests that leave something behind: blocks, files, entries of tables."""
-    trials = trials_of(LongRun(), goal=1200, seconds=8)
+    trials = trials_of(LongRun(), goal=1100, seconds=8)
     LongRun().run(trials)
     assert trials.outcome.wrong == []
     assert trials.outcome.figures["clients_that_left"] > 0
