@@ -8,16 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import inspect
+from starlette.routing import Route
 
 from penstock.client import frames
+from penstock.prove.attacks.attack import BODIES
 from penstock.prove.canary import Reading
 from penstock.prove.frame_attacks import FrameAttack
-from penstock.prove.hostile import FINE, BodyMaker, GeneratedInput
+from penstock.prove.hostile import FINE, KINDS, BodyMaker, GeneratedInput
 from penstock.prove.levels import Level
 from penstock.prove.long_run import LongRun, body, slope
 from penstock.prove.mutations import Mutator
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
 from penstock.prove.scripted import ScriptedServer
+from penstock.server.app import not_built
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 
 JSON_HEADER = ((b"content-type", b"application/json"),)
@@ -54,6 +57,13 @@ def test_generated_input_is_of_all_kinds() -> None:
     found = asyncio.run(statuses())
     assert found.keys() >= {"served", "invalid_json", "invalid_type", "unknown_field", "missing_field", "invalid_value"}
     assert found.keys() >= {"not_implemented", "not_allowed"}
+
+
+def test_every_route_that_takes_a_body_is_attacked() -> None:
+    """Guards against a route that was added, and for which nothing is generated."""
+    routes = [route for route in ScriptedServer("demo").app.routes if isinstance(route, Route)]
+    taking = {route.path for route in routes if "POST" in (route.methods or ()) and route.endpoint is not not_built}
+    assert taking - {"/ping"} == KINDS.keys() == BODIES.keys()
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, frames.ToEngine, frames.FromEngine])
