@@ -45,7 +45,7 @@ def without_the_key(target: Target) -> int:
 def leave(target: Target, *, count: int, reset: bool) -> int:
     """Disconnect in the queue, in the prompt, in the middle and at the end; with RST or FIN, streaming or not."""
     for number in range(count):
-        stream, after_bytes = number % 2 == 0, (0, 0, 1, 3000, 60_000)[number % 5]
+        stream, after_bytes = number % 2 == 0, (0, 0, 1, 3000, 20_000)[number % 5]
         with target.connect() as sock:
             if reset:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
