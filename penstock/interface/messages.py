@@ -22,6 +22,7 @@ class EngineRequest:
         choice: index among the choices of the prompt.
         output_token_ids: tokens generated before, by an engine that died for instance. They count as outputs: in
             penalties, lengths, noise positions and usage the request continues as if never interrupted.
+        flow: requests of one flow share its turns; among flows the engine is fair. "": a flow of its own.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class EngineRequest:
     params: SamplingParams
     choice: int = 0
     output_token_ids: list[int] = field(default_factory=list)
+    flow: str = ""
 
 
 @dataclass(slots=True)  # not frozen: one is made per request and step, in a third of the time
