@@ -85,6 +85,7 @@ class ModelInfo:
         system_fingerprint: names all that can change a bit: weights, dtype, quantisation, kernels, numerics version.
         default_sampling: sampling fields set by the model's generation_config.json (temperature, top_p, ...).
         choices_made: option -> the automatic choice and its reason, for the start-up message.
+        max_num_seqs: requests that run at once.
         certificate: what `penstock check` has proved (models/certificate.py), and `same_weights`, whether it was with
             these weights; None if nothing was proved.
         memory: planned bytes by what they are for (planner/ledger.py); empty where torch computes.
@@ -100,3 +101,4 @@ class ModelInfo:
     choices_made: dict[str, str] = field(default_factory=dict)
     certificate: dict[str, Any] | None = None
     memory: dict[str, int] = field(default_factory=dict)
+    max_num_seqs: int = 1
