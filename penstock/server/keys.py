@@ -28,6 +28,7 @@ from penstock.interface.sampling_params import SamplingParams
 
 MIN_KEY_LENGTH = 16
 MAX_FILE_BYTES = 1 << 20
+SOME = 1e-3  # of a token or request
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 Limit = Annotated[int, msgspec.Meta(ge=1, le=2**40)] | None
 
@@ -52,13 +53,12 @@ class Bucket:
         self._level, self._at = float(per_minute), clock()
 
     def wait_s(self, amount: float = 0.0) -> float:
-        """Return the seconds until there is more than zero, and at least `amount`; 0.0 for now."""
+        """Return the seconds until there is something, and at least `amount`; 0.0 for now."""
         now = self._clock()
         self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
         self._at = now
-        if self._level > 0 and self._level >= amount:
-            return 0.0
-        return max(amount - self._level, 1e-3) * 60 / self.per_minute
+        missing = max(amount, SOME) - self._level
+        return missing * 60 / self.per_minute if missing > SOME * 1e-3 else 0.0
 
     def take(self, amount: float) -> None:
         """Take tokens or requests out."""
