@@ -59,6 +59,10 @@ class OpenRequests:
         """Yield the running choices, oldest first, without those that are paused."""
         return (choice for request, choice in self._running.values() if not request.paused)
 
+    def wanted(self) -> list[str]:
+        """Return the engine request ids of these choices."""
+        return [choice.request.request_id for choice in self.running_choices()]
+
     def running_of(self, request: "OpenRequest") -> list[str]:
         """Return the engine request ids of a request's running choices."""
         ids = (choice.request.request_id for choice in request.choices)

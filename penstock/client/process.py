@@ -32,7 +32,6 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("penstock")
-MAX_UNREAD = 16384  # tokens and log-probabilities of a stream that may wait for its reader; above it, it is paused
 SLOW_PROMPT_CHARS = 20_000  # longer texts are tokenised in a thread, so that streams go on meanwhile
 NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -187,9 +186,7 @@ class ProcessClient:
                 message = f"no token came within the {patience_s:g} s that a request may wait; try again later"
                 raise EngineOverloadedError(message) from None
             output = await request.mailbox.get()
-        if request.paused and request.mailbox.num_unread == 0:
-            request.paused = False
-            self._recovery.submit(self._requests.running_of(request))
+        self._recovery.resume_if_read(request)
         return output
 
     async def drain(self, timeout_s: float) -> None:
@@ -252,18 +249,8 @@ class ProcessClient:
             self._recovery.abort(abort_ids)
             if output is not None:
                 request.mailbox.put(output)
-                self._pause_if_unread(request)
+                self._recovery.pause_if_unread(request)
         self._recovery.received([o.request_id for o in outputs if o.new_token_ids or o.finish_reason is not None])
-
-    def _pause_if_unread(self, request: OpenRequest) -> None:
-        """Take a request from the engine while its reader leaves too much unread; it goes on where it was."""
-        if request.mailbox.num_unread <= MAX_UNREAD or request.mailbox.ended:
-            return
-        if not request.paused:
-            what = f"its reader has left {request.mailbox.num_unread} tokens and log-probabilities unread"
-            LOGGER.info("request %s is paused: %s", request.prepared.request_id, what)
-        request.paused = True
-        self._recovery.abort(self._requests.running_of(request))
 
     def _end(self, request: OpenRequest, error: PenstockError) -> None:
         """End a request with this error, unless it has ended."""
