@@ -83,7 +83,9 @@ class InputProcessor:
         request_id = request_id or f"request-{arrival}"
         params = self._settle(params, len(ids), arrival)
         unique = f"{request_id}#{arrival}"
-        return PreparedRequest(request_id, text, ids, params, _choices(unique, ids, params, flow or unique))
+        return PreparedRequest(
+            request_id, text, ids, params, _choices(unique, ids, params, unique if flow is None else flow)
+        )
 
     # --- the prompt ------------------------------------------------------------------------------------------------
 

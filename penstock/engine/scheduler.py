@@ -12,7 +12,8 @@ When blocks run out, the youngest running request is preempted: its blocks are f
 queue to be recomputed. A flow is whatever asks as one: a user's call with all its choices, or all calls of an API key.
 One that waits without a row takes one from the flow that has the most, so that no call keeps others out, and a call
 alone still has the whole machine. Nothing starves: the oldest request can take every block, a flow keeps its last row,
-and within a flow a waiting request is overtaken only while it waits for a prefix that another request computes.
+and within a flow a waiting request is overtaken only while it waits for a prefix that another request computes. Requests
+without a flow, as those of a batch, are taken strictly in order.
 """
 
 from collections import Counter, deque
@@ -92,12 +93,12 @@ class Scheduler:
             return
         rows = self._rows()
         flow, most = max(rows.items(), key=lambda item: item[1], default=("", 0))
-        if most > 1 and any(request.flow not in rows for request in self.waiting):
+        if most > 1 and any(request.flow and request.flow not in rows for request in self.waiting):
             self.preempt(max((item for item in self.running if item.flow == flow), key=lambda item: item.arrival))
 
     def _rows(self) -> Counter[str]:
         """Return the number of running requests of each flow."""
-        return Counter(request.flow for request in self.running)
+        return Counter(request.flow for request in self.running if request.flow)
 
     def _schedule_running(self, request: Request, plan: _Plan) -> None:
         num_new = min(request.num_missing_tokens, plan.budget)
@@ -127,7 +128,7 @@ class Scheduler:
     def _schedule_waiting(self, plan: _Plan) -> None:
         """Start waiting requests in turn; none in a step that had to preempt, for lack of blocks."""
         self._short_of_blocks = False
-        if plan.preempted:
+        if plan.preempted or not self.waiting:
             return
         rows = self._rows()
         held_back: list[Request] = []
@@ -148,7 +149,7 @@ class Scheduler:
                 held_back.append(request)
                 break
             self._start(request, num_new, plan)
-            rows[request.flow] += 1
+            rows[request.flow] += bool(request.flow)
         self.waiting.extendleft(reversed(held_back))
 
     def _next_in_turn(self, rows: Counter[str]) -> Request:

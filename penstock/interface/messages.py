@@ -22,7 +22,7 @@ class EngineRequest:
         choice: index among the choices of the prompt.
         output_token_ids: tokens generated before, by an engine that died for instance. They count as outputs: in
             penalties, lengths, noise positions and usage the request continues as if never interrupted.
-        flow: requests of one flow share its turns; among flows the engine is fair. "": a flow of its own.
+        flow: requests of one flow share its turns; among flows the engine is fair. "": none, in order of arrival.
     """
 
     request_id: str

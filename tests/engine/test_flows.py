@@ -32,7 +32,7 @@ def test_a_call_of_many_choices_keeps_no_short_one_out(num_blocks: int) -> None:
         add_call(engine, number, 8)
     for _ in range(20):
         engine.step()
-    engine.add_request(request("short", SHORT, max_tokens=5))
+    engine.add_request(request("short", SHORT, max_tokens=5, flow="short"))
     outputs = [output for _ in range(10) for output in engine.step() if output.request_id == "short"]
     assert token_ids(outputs) == expected_outputs(SHORT, 5)
     assert len(order_of_ends(engine)) == 24
@@ -56,7 +56,7 @@ def test_many_short_calls_do_not_starve_a_long_one() -> None:
     long_ended = short_added = 0
     while long_ended < 4:
         while engine.stats().num_waiting < 6:
-            engine.add_request(request(f"short{short_added}", SHORT, max_tokens=8))
+            engine.add_request(request(f"short{short_added}", SHORT, max_tokens=8, flow=f"short{short_added}"))
             short_added += 1
         long_ended += sum(output.request_id.startswith("1-") for output in engine.step() if output.finish_reason)
         assert short_added < 1000, "the long call does not get on"
@@ -66,7 +66,7 @@ def test_one_row_each_is_not_taken() -> None:
     """Guards against preempting a call for another one where each has but one row: that would help nobody."""
     engine = make_engine(num_blocks=400, max_num_seqs=4)
     for index in range(12):
-        engine.add_request(request(f"short{index}", SHORT, max_tokens=20))
+        engine.add_request(request(f"short{index}", SHORT, max_tokens=20, flow=f"short{index}"))
     assert order_of_ends(engine) == [f"short{index}" for index in range(12)]
     assert engine.stats().num_preemptions_total == 0
 
@@ -81,3 +81,11 @@ def test_the_calls_of_one_key_share_its_turns() -> None:
         engine.add_request(request(f"short{index}", SHORT, max_tokens=20, flow="other"))
     ended = order_of_ends(engine)
     assert max(ended.index("short0"), ended.index("short1")) <= 7  # in order of arrival: 21
+
+
+def test_without_flows_requests_come_in_order() -> None:
+    """Guards against a batch whose choices are torn apart: those of one prompt share its cache and its reads."""
+    engine = make_engine(num_blocks=400, max_num_seqs=4)
+    for index in range(12):
+        engine.add_request(request(f"{index // 4}-{index % 4}", [index // 4, 2, 3], max_tokens=9, choice=index % 4))
+    assert order_of_ends(engine) == [f"{index // 4}-{index % 4}" for index in range(12)]
