@@ -11,9 +11,9 @@ with num_tokens, and a step gives each some tokens within max_num_batched_tokens
 When blocks run out, the youngest running request is preempted: its blocks are freed, and it waits at the head of the
 queue to be recomputed. A flow is whatever asks as one: a user's call with all its choices, or all calls of an API key.
 One that waits without a row takes one from the flow that has the most, so that no call keeps others out, and a call
-alone still has the whole machine. Nothing starves: the oldest request can take every block, a flow keeps its last row,
-and within a flow a waiting request is overtaken only while it waits for a prefix that another request computes. Requests
-without a flow, as those of a batch, are taken strictly in order.
+alone still has the whole machine. Requests without a flow, as those of a batch, are taken in order of arrival. Nothing
+starves: the oldest request can take every block, a flow keeps its last row, and within a flow a waiting request is
+overtaken only while it waits for a prefix that another request computes.
 """
 
 from collections import Counter, deque
