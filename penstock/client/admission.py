@@ -4,11 +4,13 @@ A request is refused if it would overfill the queue, which is bounded in request
 is not to be expected within the time that may be spent in the queue. That is forecast from what is open and from the
 tokens per second measured while there was a queue:
 
-    row 0   [ tokens of a running choice | of one that waits | ... ]
-    row 1   [ ..................... | .............. ]              <- the new request would start here
+    row 0   [ tokens of a flow that runs | of one that waits | ... ]
+    row 1   [ ..................... | .............. ]              <- a new flow would start here
     ...     max_num_seqs rows, of which each works off its share of the tokens per second
 
-The refusal says when a place is to be expected. Knows no engine and sends nothing; not for several threads at once.
+A flow is a call, or all calls of a key. The engine gives each its turn (engine/scheduler.py), and so does the forecast:
+a call of many choices keeps a short one neither from the rows nor from the queue. The refusal says when there will be
+room. Knows no engine and sends nothing; not for several threads at once.
 """
 
 import heapq
@@ -36,8 +38,9 @@ class AdmissionLimits:
     """What may wait.
 
     Attributes:
-        max_queued_requests: choices that wait for a row; a request that finds none waiting is let in whatever its size.
-        max_queued_tokens: tokens of their prompts; the choices of one prompt count it once.
+        max_queued_requests: choices that wait for a row. A request that finds none waiting is let in whatever its size,
+            and a small one of a flow that has little in a full queue too, so that no flow can fill it for the others.
+        max_queued_tokens: tokens of their prompts, in the same way; the choices of one prompt count it once.
         max_queue_wait: seconds that a request which finds no free row may take to its first token; None: any time.
     """
 
@@ -72,30 +75,45 @@ class Admission:
         self._clock = clock
         self._throughput = Throughput()
         self._typical_tokens: float | None = None  # outputs of a choice that may end by itself
-        self._queue = _Queue([])
+        self._queue = _Queue(1)
         self._forecast_at = -math.inf
 
-    def check(self, num_choices: int = 1, num_prompt_tokens: int = 0) -> None:
-        """Raise EngineOverloadedError if a request of this size is refused now. A size of 0 tokens is not known yet."""
-        queue, limits = self._forecast(), self._limits
-        rate = self._throughput.tokens_per_s
-        queued = max(0, queue.num_open + num_choices - (self.num_rows or 0))
-        if queue.num_queued:
-            place_s = queue.num_tokens / queue.num_open / (rate or queue.num_tokens)
-            if min(queue.num_queued + num_choices, queued) > limits.max_queued_requests:
-                raise _full(f"{queue.num_queued} of {limits.max_queued_requests} requests", place_s)
-            if queue.num_queued_tokens + num_prompt_tokens > limits.max_queued_tokens:
-                raise _full(f"{queue.num_queued_tokens} of {limits.max_queued_tokens} tokens", place_s)
-        if limits.max_queue_wait is None or not queue.must_wait:
+    def check(self, flow: str | None, num_choices: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Raise EngineOverloadedError if a request of this size is refused now.
+
+        Args:
+            flow: whose request it is (EngineRequest.flow); None: of a flow of its own.
+            num_prompt_tokens: 0 where they are not known yet.
+        """
+        queue, rate = self._forecast(), self._throughput.tokens_per_s
+        mine = queue.flows.get(flow or "", _Flow())
+        self._check_room(queue, mine, num_choices, num_prompt_tokens)
+        limit = self._limits.max_queue_wait
+        if limit is None or not queue.must_wait:
             return
-        if rate is None or self.num_rows is None:
+        if rate is None:
             if queue.num_queued > MAX_UNMEASURED:
                 raise _full(f"{queue.num_queued} requests, and how fast they are answered is not known yet", 1.0)
             return
-        wait_s = (queue.free_at * self.num_rows + num_prompt_tokens) / rate
-        if wait_s > MARGIN * limits.max_queue_wait:
-            what = f"first token would take {wait_s:.1f} s of at most {limits.max_queue_wait:g}"
-            raise _full(f"requests whose {what}", wait_s - MARGIN * limits.max_queue_wait)
+        ahead = queue.tokens_ahead(mine)
+        wait_s = (ahead + num_prompt_tokens) / rate
+        if ahead and wait_s > MARGIN * limit:
+            what = f"requests whose first token would take {wait_s:.1f} s of at most {limit:g}"
+            raise _full(what, wait_s - MARGIN * limit)
+
+    def _check_room(self, queue: "_Queue", mine: "_Flow", num_choices: int, num_prompt_tokens: int) -> None:
+        """Refuse what overfills the queue, unless it is little, and others have more than their share of it."""
+        limits, share = self._limits, 2 * (len(queue.flows) + 1)
+        if not queue.num_queued:
+            return
+        beyond_rows = max(0, queue.num_open + num_choices - queue.num_rows)
+        place_s = queue.num_tokens / queue.num_open / (self._throughput.tokens_per_s or queue.num_tokens)
+        num, limit = min(queue.num_queued + num_choices, beyond_rows), limits.max_queued_requests
+        if num > limit and mine.num_queued + num_choices > limit // share:
+            raise _full(f"{queue.num_queued} of {limit} requests", place_s)
+        num, limit = queue.num_queued_tokens + num_prompt_tokens, limits.max_queued_tokens
+        if num > limit and mine.num_queued_tokens + num_prompt_tokens > limit // share:
+            raise _full(f"{queue.num_queued_tokens} of {limit} tokens", place_s)
 
     def admit(self, prepared: PreparedRequest) -> float | None:
         """Let a request in, or raise EngineOverloadedError.
@@ -104,11 +122,12 @@ class Admission:
             The seconds within which its first token must come; None: it finds a free row, or may take any time.
         """
         num_prompt_tokens, requests = len(prepared.prompt_token_ids), prepared.engine_requests
-        self.check(len(requests), num_prompt_tokens)
+        self.check(requests[0].flow, len(requests), num_prompt_tokens)
         waits = self._queue.must_wait
         for index, request in enumerate(requests):
             prompt = 0 if index else num_prompt_tokens  # the others find it in the cache
-            self._queue.add(prompt, self._outputs_left(request.params.max_tokens or 0, request.params.ignore_eos))
+            outputs = self._outputs_left(request.params.max_tokens or 0, request.params.ignore_eos)
+            self._queue.add(request.flow, prompt, outputs)
         return self._limits.max_queue_wait if waits else None
 
     def note(self, outputs: Sequence[EngineOutput], stats: EngineStats) -> None:
@@ -130,16 +149,11 @@ class Admission:
         now = self._clock()
         if now - self._forecast_at >= REFRESH_S:
             self._forecast_at = now
-            self._queue = _Queue([0.0] * (self.num_rows or 1))
-            waiting: list[Choice] = []
+            self._queue = _Queue(self.num_rows or 1)
             for choice in self._requests.running_choices():
-                if choice.token_ids:
-                    self._queue.add(0, self._left(choice), started=True)
-                else:
-                    waiting.append(choice)
-            for choice in waiting:
-                prompt = 0 if choice.request.choice else len(choice.request.prompt_token_ids)
-                self._queue.add(prompt, self._left(choice))
+                started, request = bool(choice.token_ids), choice.request
+                prompt = 0 if started or request.choice else len(request.prompt_token_ids)
+                self._queue.add(request.flow, prompt, self._left(choice), started=started)
         return self._queue
 
     def _left(self, choice: Choice) -> float:
@@ -151,31 +165,50 @@ class Admission:
         return at_most if ignore_eos or self._typical_tokens is None else min(at_most, self._typical_tokens)
 
 
+@dataclass(slots=True)
+class _Flow:
+    """What is open of one flow: tokens to compute, and of what waits the choices and the tokens of its prompts."""
+
+    tokens: float = 0.0
+    num_queued: int = 0
+    num_queued_tokens: int = 0
+
+
 class _Queue:
-    """The open choices dealt to rows, in tokens. `rows`: what each row has to work off, a heap."""
+    """What is open, by flow in order of arrival."""
 
-    def __init__(self, rows: list[float]) -> None:
-        self._rows = rows
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.flows: dict[str, _Flow] = {}
         self.num_open = self.num_queued = self.num_queued_tokens = 0
-        self.num_tokens = 0.0  # of all of them
-
-    @property
-    def free_at(self) -> float:
-        """Return the tokens that the first free row works off before."""
-        return self._rows[0] if self._rows else 0.0
+        self.num_tokens = 0.0
 
     @property
     def must_wait(self) -> bool:
         """Return whether a new request finds no free row."""
-        return self.num_open >= len(self._rows) > 0
+        return self.num_open >= self.num_rows
 
-    def add(self, prompt: int, outputs: float, *, started: bool = False) -> None:
-        """Deal a choice to the row that is free first; `started`: it has its first token."""
-        heapq.heapreplace(self._rows, self._rows[0] + prompt + outputs)
+    def add(self, flow: str, prompt: int, outputs: float, *, started: bool = False) -> None:
+        """Count a choice; `started`: it has its first token."""
+        its = self.flows.setdefault(flow, _Flow())
+        its.tokens += prompt + outputs
+        its.num_queued += not started
+        its.num_queued_tokens += prompt
         self.num_open += 1
         self.num_queued += not started
         self.num_queued_tokens += prompt
         self.num_tokens += prompt + outputs
+
+    def tokens_ahead(self, flow: _Flow) -> float:
+        """Return the tokens that are computed before a further request of a flow begins."""
+        if flow.tokens:  # it comes after its own, at the flow's share of the rows
+            return flow.tokens * min(len(self.flows), self.num_rows)
+        if len(self.flows) < self.num_rows:
+            return 0.0  # some flow has more than one row, and gives one up
+        rows = [0.0] * self.num_rows
+        for other in self.flows.values():
+            heapq.heapreplace(rows, rows[0] + other.tokens)
+        return rows[0] * self.num_rows
 
 
 class Throughput:

@@ -62,8 +62,8 @@ class EngineClient(Protocol):
     def status(self) -> EngineStatus:
         """Return at once, without raising."""
 
-    def check_admission(self) -> None:
-        """Raise what `generate` would raise for any request now: EngineDeadError or EngineOverloadedError."""
+    def check_admission(self, flow: str | None = None) -> None:
+        """Raise what `generate` would raise for any request of the flow: EngineDeadError or EngineOverloadedError."""
 
     def generate(
         self,

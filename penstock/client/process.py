@@ -121,9 +121,9 @@ class ProcessClient:
             raise self._supervisor.failure
         return self.model_info
 
-    def check_admission(self) -> None:
+    def check_admission(self, flow: str | None = None) -> None:
         self._check_serving()
-        self._admission.check()
+        self._admission.check(flow)
 
     async def generate(
         self,
@@ -139,7 +139,7 @@ class ProcessClient:
         in a variable closes it itself (`contextlib.aclosing`).
         """
         await self.start()
-        self.check_admission()
+        self.check_admission(flow)
         prepared = await self._prepare(prompt, params, request_id, flow)
         self._check_serving()  # the engine may have failed while the prompt was tokenised
         patience_s = self._admission.admit(prepared)

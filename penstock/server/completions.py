@@ -44,7 +44,7 @@ async def _answer(
     body = await read_body(request, kind)
     body.check()
     info = context.info()
-    context.client.check_admission()  # before anything is spent on the prompt
+    context.client.check_admission(log.flow)  # before anything is spent on the prompt
     envelope = {"model": context.check_model(body.model), "system_fingerprint": info.system_fingerprint}
     params = params_of(body, info)
     prompts = await prompts_of(context, body, info)

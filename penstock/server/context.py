@@ -113,6 +113,11 @@ class RequestLog:
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
 
+    @property
+    def flow(self) -> str | None:
+        """Return whose turn the request takes: that of its key's name. None: its own."""
+        return f"key {self.key}" if self.key else None
+
     def age_s(self) -> float:
         return time.monotonic() - self.started
 

@@ -105,8 +105,7 @@ class Generation:
 
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
         prompt = {"prompt_token_ids": self.prompts[index].token_ids}
-        flow = f"key {self.log.key}" if self.log.key else self.id
-        return self.context.client.generate(prompt, self.params, f"{self.id}-{index}", flow=flow)
+        return self.context.client.generate(prompt, self.params, f"{self.id}-{index}", flow=self.log.flow or self.id)
 
     def _note(self, index: int, output: RequestOutput) -> None:
         _raise_failure(output)

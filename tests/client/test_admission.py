@@ -1,5 +1,7 @@
 """What is let in: on a clock of the test's own, with an engine of four rows that nobody computes."""
 
+from typing import Any
+
 import pytest
 
 from penstock.client.admission import MARGIN, MAX_UNMEASURED, Admission, AdmissionLimits
@@ -26,9 +28,11 @@ class Queue:
         self._inputs = InputProcessor(None, model_info(10_000, 100))
         self._computed = 0
 
-    def send(self, prompt: int = 10, max_tokens: int = 90, n: int = 1, ignore_eos: bool = True) -> OpenRequest:
+    def send(
+        self, prompt: int = 10, max_tokens: int = 90, n: int = 1, ignore_eos: bool = True, flow: str | None = None
+    ) -> OpenRequest:
         params = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=ignore_eos, detokenize=False)
-        prepared = self._inputs.process([1] * prompt, params)
+        prepared = self._inputs.process([1] * prompt, params, None, flow)
         self.patience_s = self.admission.admit(prepared)
         return self.requests.open(prepared)
 
@@ -48,7 +52,7 @@ class Queue:
             stats = EngineStats(ROWS, 1, num_generated_tokens_total=self._computed)
             self.admission.note([], stats)
 
-    def refusal(self, **size: int) -> EngineOverloadedError:
+    def refusal(self, **size: Any) -> EngineOverloadedError:
         with pytest.raises(EngineOverloadedError) as caught:
             self.send(**size)
         return caught.value
@@ -64,7 +68,7 @@ def test_the_queue_is_bounded_in_requests() -> None:
     queue.now += 1
     assert "3 of 3 requests" in str(queue.refusal())
     with pytest.raises(EngineOverloadedError):
-        queue.admission.check()
+        queue.admission.check(None)
 
 
 def test_the_queue_is_bounded_in_tokens() -> None:
@@ -74,7 +78,7 @@ def test_the_queue_is_bounded_in_tokens() -> None:
     queue.send(prompt=600)
     assert "600 of 1000 tokens" in str(queue.refusal(prompt=401))
     queue.send(prompt=400)
-    assert "1000 of 1000 tokens" in str(queue.refusal(prompt=1))
+    assert "1000 of 1000 tokens" in str(queue.refusal(prompt=100))
 
 
 def test_a_request_larger_than_the_queue_can_be_served() -> None:
@@ -161,6 +165,29 @@ def test_a_paused_request_takes_no_place() -> None:
     queue.now += 1
     queue.send()
     assert queue.patience_s is None
+
+
+def test_a_call_of_many_choices_does_not_fill_the_queue_for_others() -> None:
+    """Guards against one call that makes the server refuse everybody else, though the engine would give them a turn."""
+    queue = Queue(max_queued_requests=20, max_queue_wait=5.0)
+    queue.send(n=64, max_tokens=900)
+    queue.measure()
+    queue.now += 1
+    for _ in range(3):
+        queue.send()
+    assert queue.patience_s == 5.0
+    queue.refusal(n=20)
+
+
+def test_a_key_waits_for_its_own_requests() -> None:
+    """Guards against a key that keeps to the limit with each call, and fills the queue with many."""
+    queue = Queue(max_queue_wait=5.0)
+    for _ in range(8):
+        queue.send(flow="key a")
+    queue.measure()
+    queue.now += 1
+    queue.refusal(flow="key a")
+    queue.send(flow="key b")
 
 
 @pytest.mark.parametrize("wrong", [{"max_queued_requests": 0}, {"max_queued_tokens": 1.5}, {"max_queue_wait": 0.0}])
