@@ -136,7 +136,7 @@ class Admission:
         self._throughput.note(self._clock(), computed, has_queue=stats.num_waiting > 0)
         for output in outputs:
             if output.finish_reason is not None:
-                length = output.start_index + len(output.new_token_ids)
+                length = max(1, output.start_index + len(output.new_token_ids))
                 before = length if self._typical_tokens is None else self._typical_tokens
                 self._typical_tokens = before + TYPICAL_WEIGHT * (length - before)
 
@@ -182,6 +182,7 @@ class _Queue:
         self.flows: dict[str, _Flow] = {}
         self.num_open = self.num_queued = self.num_queued_tokens = 0
         self.num_tokens = 0.0
+        self._rows: list[float] | None = None  # what each has to work off, a heap; made when it is asked for
 
     @property
     def must_wait(self) -> bool:
@@ -198,6 +199,8 @@ class _Queue:
         self.num_queued += not started
         self.num_queued_tokens += prompt
         self.num_tokens += prompt + outputs
+        if self._rows is not None:
+            heapq.heapreplace(self._rows, self._rows[0] + prompt + outputs)
 
     def tokens_ahead(self, flow: _Flow) -> float:
         """Return the tokens that are computed before a further request of a flow begins."""
@@ -205,10 +208,11 @@ class _Queue:
             return flow.tokens * min(len(self.flows), self.num_rows)
         if len(self.flows) < self.num_rows:
             return 0.0  # some flow has more than one row, and gives one up
-        rows = [0.0] * self.num_rows
-        for other in self.flows.values():
-            heapq.heapreplace(rows, rows[0] + other.tokens)
-        return rows[0] * self.num_rows
+        if self._rows is None:
+            self._rows = [0.0] * self.num_rows
+            for other in self.flows.values():
+                heapq.heapreplace(self._rows, self._rows[0] + other.tokens)
+        return self._rows[0] * self.num_rows
 
 
 class Throughput:

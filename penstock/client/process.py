@@ -148,7 +148,8 @@ class ProcessClient:
             self._recovery.submit([engine_request.request_id for engine_request in prepared.engine_requests])
             finished = False
             while not finished:
-                output = await self._next_output(request, patience_s)
+                output = await (request.mailbox.get() if patience_s is None else self._first(request, patience_s))
+                self._recovery.resume_if_read(request)
                 finished, patience_s = output.finished, None
                 yield output
         finally:  # the request has finished, or its reader has left
@@ -171,23 +172,17 @@ class ProcessClient:
             return await asyncio.to_thread(self._inputs.process, prompt, params, request_id, flow)
         return self._inputs.process(prompt, params, request_id, flow)
 
-    async def _next_output(self, request: OpenRequest, patience_s: float | None) -> RequestOutput:
-        """Return the next output for a request's reader, and let the engine go on with it when it has read all.
-
-        Args:
-            patience_s: refuse the request if it takes longer, unless an engine has died meanwhile.
-        """
+    async def _first(self, request: OpenRequest, patience_s: float) -> RequestOutput:
+        """Return a request's first output; refuse it if that takes longer, unless an engine has died meanwhile."""
         restarts = self._supervisor.restarts
         try:
             async with asyncio.timeout(patience_s):
-                output = await request.mailbox.get()
+                return await request.mailbox.get()
         except TimeoutError:
             if restarts == self._supervisor.restarts and self._supervisor.state is EngineState.READY:
                 message = f"no token came within the {patience_s:g} s that a request may wait; try again later"
                 raise EngineOverloadedError(message) from None
-            output = await request.mailbox.get()
-        self._recovery.resume_if_read(request)
-        return output
+        return await request.mailbox.get()
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True

@@ -179,6 +179,16 @@ def test_a_call_of_many_choices_does_not_fill_the_queue_for_others() -> None:
     queue.refusal(n=20)
 
 
+def test_choices_that_ended_without_a_token_do_no_harm() -> None:
+    """Guards against dividing by the length of answers that failed before their first token."""
+    queue = Queue(max_queued_requests=1)
+    failed = [EngineOutput(str(i), 0, [], finish_reason=FinishReason.ERROR) for i in range(100)]
+    queue.admission.note(failed, EngineStats())
+    for _ in range(ROWS + 1):
+        queue.send(ignore_eos=False)
+    assert queue.refusal(ignore_eos=False).retry_after_s >= 1
+
+
 def test_a_key_waits_for_its_own_requests() -> None:
     """Guards against a key that keeps to the limit with each call, and fills the queue with many."""
     queue = Queue(max_queue_wait=5.0)
