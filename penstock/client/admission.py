@@ -27,6 +27,7 @@ from penstock.errors import EngineOverloadedError
 from penstock.interface.messages import EngineOutput, EngineStats
 
 REFRESH_S = 0.05  # how old a forecast may be; what was let in since is in it
+REFRESH_S_PER_CHOICE = 5e-5  # and if many are open, so that forecasts take a twentieth of the time
 MARGIN = 0.8  # of the time in the queue that a forecast may fill: it may be wrong
 MAX_UNMEASURED = 256  # choices that may wait for their first token before a rate has been measured
 MIN_MEASURED_S, FORGET_S = 0.5, 4.0  # of work with a queue: less is no measurement; more counts half
@@ -147,7 +148,7 @@ class Admission:
 
     def _forecast(self) -> "_Queue":
         now = self._clock()
-        if now - self._forecast_at >= REFRESH_S:
+        if now - self._forecast_at >= max(REFRESH_S, REFRESH_S_PER_CHOICE * self._queue.num_open):
             self._forecast_at = now
             self._queue = _Queue(self.num_rows or 1)
             for choice in self._requests.running_choices():
