@@ -40,6 +40,7 @@ bench: $(VENV)/.installed-test
 	@$(BIN)/python -m penstock.bench.startup
 	@$(BIN)/penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
 	@$(BIN)/python -m penstock.bench.contention
+	@$(BIN)/python -m penstock.bench.overload
 	@$(BIN)/penstock bench ops --json ops.json
 	@$(BIN)/python -m penstock.bench.perf_log ops.json docs/perf_log.md
 

@@ -203,6 +203,7 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         default_sampling=dict(model_config.default_sampling),
         choices_made=choices_made,
         certificate=_certificate(model_config, weights, digest),
+        max_num_seqs=config.scheduler.max_num_seqs,
     )
 
 

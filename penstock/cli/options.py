@@ -22,6 +22,7 @@ POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 UNSET = argparse.SUPPRESS
 FLAGS = {  # fields whose flag has another name
     "drain_timeout_s": "drain_timeout",
+    "request_timeout_s": "request_timeout",
     "served_model_names": "served_model_name",
     "imports": "import",
 }

@@ -4,9 +4,10 @@ import argparse
 import os
 import time
 
-from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options
+from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options, parse_size
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+LIMITS = ("max_queued_requests", "max_queued_tokens", "max_queue_wait")
 DESCRIPTION = "Serve a model over the OpenAI API. SIGTERM lets open requests finish."
 EXAMPLES = """examples:
   penstock serve                                        the demo model on http://127.0.0.1:8000
@@ -22,6 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
     help_text = f"key that every request must carry (default: ${API_KEY_VARIABLE}, which other users cannot see)"
     group.add_argument("--api-key", metavar="KEY", default=os.environ.get(API_KEY_VARIABLE) or None, help=help_text)
+    help_text = "TOML file of named keys with limits; read again on SIGHUP (see the page on serving)"
+    group.add_argument("--api-key-file", metavar="FILE", help=help_text)
     help_text = "name of the model in requests (default: MODEL; repeatable)"
     group.add_argument("--served-model-name", action="append", metavar="NAME", help=help_text)
     help_text = (
@@ -30,9 +33,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allowed-host", action="append", metavar="NAME", help=help_text)
     help_text = "web origin, like https://app.example, whose pages may call the API (repeatable)"
     group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=help_text)
-    help_text = "seconds that open requests get after SIGTERM"
+    help_text = "seconds that open requests get after SIGTERM (default: 30)"
     group.add_argument("--drain-timeout", type=float, default=UNSET, metavar="S", help=help_text)
+    _add_load_options(parser)
     add_engine_options(parser)
+
+
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    help_text = "choices that may wait for their turn; beyond it 429 (default: 8192)"
+    group.add_argument("--max-queued-requests", type=int, default=UNSET, metavar="N", help=help_text)
+    help_text = "tokens of the prompts that may wait; beyond it 429 (default: 8M)"
+    group.add_argument("--max-queued-tokens", type=parse_size, default=UNSET, metavar="N", help=help_text)
+    help_text = "seconds that a request may wait for its first token; 429 where it would be later (default: 60)"
+    group.add_argument("--max-queue-wait", type=float, default=60.0, metavar="S", help=help_text)
+    help_text = "seconds from a request's first byte to the end of its answer; then 504 (default: no limit)"
+    group.add_argument("--request-timeout", type=float, default=UNSET, metavar="S", help=help_text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.entrypoints.async_llm import AsyncLLM
     from penstock.server.options import ServerOptions
 
-    drain = {"drain_timeout_s": args.drain_timeout} if hasattr(args, "drain_timeout") else {}
+    times = {f"{name}_s": getattr(args, name) for name in ("drain_timeout", "request_timeout") if hasattr(args, name)}
     options = ServerOptions(
         host=args.host,
         port=args.port,
@@ -49,9 +65,11 @@ def run(args: argparse.Namespace) -> int:
         allowed_hosts=None if args.allowed_host is None else tuple(args.allowed_host),
         allowed_origins=tuple(args.allowed_origin),
         started_at=started_at,
-        **drain,
+        api_key_file=args.api_key_file,
+        **times,
     )
-    llm = AsyncLLM(**engine_options(args))  # the engine loads while the server's own imports run
+    limits = {name: getattr(args, name) for name in LIMITS if hasattr(args, name)}
+    llm = AsyncLLM(**engine_options(args), **limits)  # the engine loads while the server's own imports run
     from penstock.server import serve
 
     return serve.run(llm, options)

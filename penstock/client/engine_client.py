@@ -62,10 +62,20 @@ class EngineClient(Protocol):
     def status(self) -> EngineStatus:
         """Return at once, without raising."""
 
+    def check_admission(self, flow: str | None = None) -> None:
+        """Raise what `generate` would raise for any request of the flow: EngineDeadError or EngineOverloadedError."""
+
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        flow: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the request's outputs as SamplingParams.output_kind says; leaving the loop aborts the request.
+
+        `flow` names what the engine is fair to: all requests of one flow share its turns. None: this request.
 
         The request is validated and sent at the first `anext`. Each `anext` may come from another task.
 

@@ -34,7 +34,7 @@ class InProcessClient:
         """
         if self._closed:
             raise EngineDeadError("the engine was shut down")
-        prepared = self._inputs.process(prompt, params, request_id)
+        prepared = self._inputs.process(prompt, params, request_id, flow="")  # one user, whose order it is
         self._requests.open(prepared)
         try:
             for engine_request in prepared.engine_requests:

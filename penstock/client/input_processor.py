@@ -54,7 +54,7 @@ class InputProcessor:
         self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
     def process(
-        self, prompt: Any, params: SamplingParams | Any = None, request_id: str | None = None
+        self, prompt: Any, params: SamplingParams | Any = None, request_id: str | None = None, flow: str | None = None
     ) -> PreparedRequest:
         """Check and prepare a request.
 
@@ -63,6 +63,7 @@ class InputProcessor:
                 the prompt and the text is only repeated in the output.
             params: None takes the model's defaults.
             request_id: None makes one.
+            flow: what the scheduler is fair to (EngineRequest.flow); None: this request with its choices.
 
         Raises:
             InvalidRequestError: a value is wrong; code "context_length_exceeded" if the prompt leaves no room for an
@@ -81,7 +82,10 @@ class InputProcessor:
         arrival = next(self._arrivals)
         request_id = request_id or f"request-{arrival}"
         params = self._settle(params, len(ids), arrival)
-        return PreparedRequest(request_id, text, ids, params, _choices(f"{request_id}#{arrival}", ids, params))
+        unique = f"{request_id}#{arrival}"
+        return PreparedRequest(
+            request_id, text, ids, params, _choices(unique, ids, params, unique if flow is None else flow)
+        )
 
     # --- the prompt ------------------------------------------------------------------------------------------------
 
@@ -155,12 +159,13 @@ class InputProcessor:
         return tuple(ids for ids in found if ids)
 
 
-def _choices(prefix: str, ids: list[int], params: SamplingParams) -> tuple[EngineRequest, ...]:
+def _choices(prefix: str, ids: list[int], params: SamplingParams, flow: str) -> tuple[EngineRequest, ...]:
     """Return one request per choice, without texts. Only the first computes the prompt's log-probabilities."""
     first = params.settled(stop=(), bad_words=())
     later = first.settled(prompt_logprobs=None)
     return tuple(
-        EngineRequest(f"{prefix}-{choice}", ids, later if choice else first, choice) for choice in range(params.n)
+        EngineRequest(f"{prefix}-{choice}", ids, later if choice else first, choice, flow=flow)
+        for choice in range(params.n)
     )
 
 

@@ -55,6 +55,19 @@ class OpenRequests:
         """Return the engine request ids of the running choices, oldest first."""
         return self._running.keys()
 
+    def running_choices(self) -> Iterator[Choice]:
+        """Yield the running choices, oldest first, without those that are paused."""
+        return (choice for request, choice in self._running.values() if not request.paused)
+
+    def wanted(self) -> list[str]:
+        """Return the engine request ids of these choices."""
+        return [choice.request.request_id for choice in self.running_choices()]
+
+    def running_of(self, request: "OpenRequest") -> list[str]:
+        """Return the engine request ids of a request's running choices."""
+        ids = (choice.request.request_id for choice in request.choices)
+        return [request_id for request_id in ids if request_id in self._running]
+
     def num_tokens_of(self, engine_request_id: str) -> int:
         """Return the number of tokens received for a running choice."""
         return len(self._running[engine_request_id][1].token_ids)
@@ -106,8 +119,10 @@ class OpenRequests:
 
     def cancel(self, request: "OpenRequest") -> list[str]:
         """Drop what is still to come for a request. Returns its engine requests that were running."""
-        ids = [choice.request.request_id for choice in request.choices]
-        return [request_id for request_id in ids if self._running.pop(request_id, None) is not None]
+        ids = self.running_of(request)
+        for request_id in ids:
+            del self._running[request_id]
+        return ids
 
     def close(self, request: "OpenRequest") -> list[str]:
         """Remove a request, whose id is free from now on. Returns its engine requests that were running."""
@@ -116,12 +131,17 @@ class OpenRequests:
 
 
 class OpenRequest:
-    """A user's request: its choices, what they share, and the mailbox of its reader."""
+    """A user's request: its choices, what they share, and the mailbox of its reader.
+
+    Attributes:
+        paused: the engine does not compute it until its reader has read what there is.
+    """
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         self.prepared = prepared
         self.choices = [Choice(engine_request, prepared, tokenizer) for engine_request in prepared.engine_requests]
         self.mailbox = Mailbox(prepared.params.output_kind)
+        self.paused = False
         self._tokenizer = tokenizer if prepared.params.detokenize else None
         self._error: str | None = None
         self._num_cached_tokens: int | None = None
@@ -185,10 +205,12 @@ class Mailbox:
 
     Attributes:
         ended: the last output, or the error that ended the request, was put; the reader may not have seen it yet.
+        num_unread: tokens and log-probabilities that wait for the reader.
     """
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self.ended = False
+        self.num_unread = 0
         self._newest_only = kind is not RequestOutputKind.DELTA  # unread states would only fill the memory
         self._items: deque[RequestOutput | PenstockError] = deque()
         self._arrived = asyncio.Event()
@@ -197,6 +219,8 @@ class Mailbox:
         """Add an output, or the error that ends the request."""
         if self._newest_only:
             self._items.clear()
+        else:
+            self.num_unread += _size(item)
         self._items.append(item)
         self.ended = self.ended or isinstance(item, PenstockError) or item.finished
         self._arrived.set()
@@ -207,8 +231,16 @@ class Mailbox:
             self._arrived.clear()
             await self._arrived.wait()
         item = self._items.popleft()
+        self.num_unread = self.num_unread - _size(item) if self._items else 0
         if isinstance(item, PenstockError):
             raise item
         if item.error is not None:
             raise RequestFailedError(item.error)
         return item
+
+
+def _size(item: RequestOutput | PenstockError) -> int:
+    """Return the number of tokens and log-probabilities of an output."""
+    if isinstance(item, PenstockError):
+        return 0
+    return sum(len(choice.token_ids) + sum(map(len, choice.logprobs or ())) for choice in item.outputs)

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from penstock.client import frames
+from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.input_processor import InputProcessor, PreparedRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests
@@ -31,7 +32,6 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("penstock")
-MAX_OPEN_CHOICES = 8192  # running and waiting; each choice of a request counts
 SLOW_PROMPT_CHARS = 20_000  # longer texts are tokenised in a thread, so that streams go on meanwhile
 NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -42,13 +42,22 @@ class ProcessClient:
     Args:
         options: for EngineConfig.from_options, checked already.
         seed: of the engine, for requests without one.
+        limits: of what may wait.
     """
 
-    def __init__(self, options: dict[str, Any], tokenizer: Tokenizer | None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        options: dict[str, Any],
+        tokenizer: Tokenizer | None,
+        *,
+        seed: int = 0,
+        limits: AdmissionLimits | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
         self._inputs: InputProcessor | None = None  # made when the model is known
         self._requests = OpenRequests(tokenizer)
+        self._admission = Admission(limits or AdmissionLimits(), self._requests)
         self._recovery = Recovery(self._requests, lambda frame: self._supervisor.child.send(frame))
         self._supervisor = EngineSupervisor(options, self)
         self._fingerprint: str | None = None  # of the engine that computed the tokens so far
@@ -112,8 +121,17 @@ class ProcessClient:
             raise self._supervisor.failure
         return self.model_info
 
+    def check_admission(self, flow: str | None = None) -> None:
+        self._check_serving()
+        self._admission.check(flow)
+
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        flow: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request's outputs. See EngineClient.generate for what it raises.
 
@@ -121,16 +139,18 @@ class ProcessClient:
         in a variable closes it itself (`contextlib.aclosing`).
         """
         await self.start()
-        self._check_serving()
-        prepared = await self._prepare(prompt, params, request_id)
+        self.check_admission(flow)
+        prepared = await self._prepare(prompt, params, request_id, flow)
         self._check_serving()  # the engine may have failed while the prompt was tokenised
+        patience_s = self._admission.admit(prepared)
         request = self._requests.open(prepared)
         try:
             self._recovery.submit([engine_request.request_id for engine_request in prepared.engine_requests])
             finished = False
             while not finished:
-                output = await request.mailbox.get()
-                finished = output.finished
+                output = await (request.mailbox.get() if patience_s is None else self._first(request, patience_s))
+                self._recovery.resume_if_read(request)
+                finished, patience_s = output.finished, None
                 yield output
         finally:  # the request has finished, or its reader has left
             self._num_aborted += not request.mailbox.ended
@@ -141,16 +161,28 @@ class ProcessClient:
             raise self._supervisor.failure
         if self._draining:
             raise EngineDeadError("the engine takes no requests: it is draining")
-        if self._requests.num_running >= MAX_OPEN_CHOICES:
-            raise EngineOverloadedError(f"{self._requests.num_running} choices are running or waiting already")
 
-    async def _prepare(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None) -> PreparedRequest:
+    async def _prepare(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, flow: str | None
+    ) -> PreparedRequest:
         if self._inputs is None:
             self._inputs = InputProcessor(self._tokenizer, self.model_info, seed=self._seed)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > SLOW_PROMPT_CHARS:
-            return await asyncio.to_thread(self._inputs.process, prompt, params, request_id)
-        return self._inputs.process(prompt, params, request_id)
+            return await asyncio.to_thread(self._inputs.process, prompt, params, request_id, flow)
+        return self._inputs.process(prompt, params, request_id, flow)
+
+    async def _first(self, request: OpenRequest, patience_s: float) -> RequestOutput:
+        """Return a request's first output; refuse it if that takes longer, unless an engine has died meanwhile."""
+        restarts = self._supervisor.restarts
+        try:
+            async with asyncio.timeout(patience_s):
+                return await request.mailbox.get()
+        except TimeoutError:
+            if restarts == self._supervisor.restarts and self._supervisor.state is EngineState.READY:
+                message = f"no token came within the {patience_s:g} s that a request may wait; try again later"
+                raise EngineOverloadedError(message) from None
+        return await request.mailbox.get()
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
@@ -174,6 +206,7 @@ class ProcessClient:
             self.engine_failed(EngineDeadError(f"the new engine computes otherwise: {change}"))
         if self._fingerprint != info.system_fingerprint:
             self._fingerprint, self._inputs = info.system_fingerprint, None
+        self._admission.engine_ready(info.max_num_seqs)
         self._recovery.engine_ready()
 
     def engine_lost(self) -> bool:
@@ -191,6 +224,7 @@ class ProcessClient:
 
     def received(self, frame: frames.Outputs | frames.Rejected) -> None:
         if isinstance(frame, frames.Outputs):
+            self._admission.note(frame.outputs, frame.stats)
             self._deliver(frame.outputs)
             return
         request = self._requests.owner(frame.request_id)
@@ -210,6 +244,7 @@ class ProcessClient:
             self._recovery.abort(abort_ids)
             if output is not None:
                 request.mailbox.put(output)
+                self._recovery.pause_if_unread(request)
         self._recovery.received([o.request_id for o in outputs if o.new_token_ids or o.finish_reason is not None])
 
     def _end(self, request: OpenRequest, error: PenstockError) -> None:

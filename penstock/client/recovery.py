@@ -6,16 +6,21 @@ Because the engine computes the same token again, nobody can tell afterwards tha
 A choice may itself be what ends the engine (it overflows a buffer, or the memory). One that was in the engine at two
 deaths, and received nothing in between, is therefore tried alone: the engine gets nothing else until the choice has its
 next token. If the engine dies under it, that choice fails, and the others go on.
+
+A stream that nobody reads is taken from the engine in the same way, and goes on where it was once it has been read.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.client import frames
-from penstock.client.open_requests import OpenRequests
+from penstock.client.open_requests import OpenRequest, OpenRequests
 
+LOGGER = logging.getLogger("penstock")
 DEATHS_BEFORE_TRIAL = 2
+MAX_UNREAD = 16384  # tokens and log-probabilities of a stream that may wait for its reader
 
 
 @dataclass(slots=True)
@@ -53,6 +58,23 @@ class Recovery:
             self._send(frames.Abort(known))
             self._sent.difference_update(known)
             self._end_trial(known)
+
+    def pause_if_unread(self, request: OpenRequest) -> None:
+        """Take a request from the engine if its reader has left too much unread."""
+        num_unread = request.mailbox.num_unread
+        if num_unread <= MAX_UNREAD or request.mailbox.ended:
+            return
+        if not request.paused:
+            what = f"its reader has left {num_unread} tokens and log-probabilities unread"
+            LOGGER.info("request %s is paused: %s", request.prepared.request_id, what)
+        request.paused = True
+        self.abort(self._requests.running_of(request))
+
+    def resume_if_read(self, request: OpenRequest) -> None:
+        """Go on with a paused request of which all has been read."""
+        if request.paused and request.mailbox.num_unread == 0:
+            request.paused = False
+            self.submit(self._requests.running_of(request))
 
     def engine_ready(self) -> None:
         """Give a new engine all running choices, or the first of those that have to be tried alone."""
@@ -95,7 +117,7 @@ class Recovery:
         running = self._requests.running()
         while self._trials and self._trials[0] not in running:
             del self._deaths[self._trials.popleft()]
-        self._send_missing([self._trials[0]] if self._trials else list(running))
+        self._send_missing([self._trials[0]] if self._trials else self._requests.wanted())
 
     def _send_missing(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -19,6 +19,7 @@ class Request:
 
     Attributes:
         arrival: order of arrival; the youngest is preempted first.
+        flow: what shares its turns with this request (scheduler.py); "" for none.
         max_output_tokens: number of outputs at which it ends with "length".
         block_hashes: content hashes of the leading full blocks of token_ids, as far as computed.
         num_cached_tokens: prompt tokens found in the cache at first admission; None before.
@@ -30,6 +31,7 @@ class Request:
         self.params = source.params
         self.choice = source.choice
         self.arrival = arrival
+        self.flow = source.flow
         self.token_ids = [*source.prompt_token_ids, *source.output_token_ids]
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.num_computed_tokens = 0

@@ -5,14 +5,18 @@ with num_tokens, and a step gives each some tokens within max_num_batched_tokens
 
   1. running requests that lack one token (decodes), oldest first, so that a long prompt never stalls a stream;
   2. running requests that lack more (chunks of prompts), oldest first;
-  3. waiting requests, strictly in order, as far as rows, tokens and blocks suffice.
+  3. waiting requests, as far as rows, tokens and blocks suffice: those of the flow with the fewest rows first, and
+     within it in order of arrival.
 
 When blocks run out, the youngest running request is preempted: its blocks are freed, and it waits at the head of the
-queue to be recomputed. Nothing starves: the oldest request can take every block, and a waiting one is overtaken only
-while it waits for a prefix that another request computes.
+queue to be recomputed. A flow is whatever asks as one: a user's call with all its choices, or all calls of an API key.
+One that waits without a row takes one from the flow that has the most, so that no call keeps others out, and a call
+alone still has the whole machine. Requests without a flow, as those of a batch, are taken in order of arrival. Nothing
+starves: the oldest request can take every block, a flow keeps its last row, and within a flow a waiting request is
+overtaken only while it waits for a prefix that another request computes.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from penstock.engine.kv_cache_manager import KVCacheManager
@@ -49,6 +53,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = self.num_prompt_tokens = self.num_cached_tokens = 0
         self._removed: list[str] = []  # since the last step; the executor frees their rows
+        self._short_of_blocks = False  # the last step had none for a waiting request
         self._next_step_id = 0
 
     def add(self, request: Request) -> None:
@@ -69,6 +74,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. Its blocks are allocated; num_computed_tokens changes only when it has succeeded."""
         plan = _Plan(self.max_num_batched_tokens)
+        self._make_way()
         for request in sorted(self.running, key=lambda item: (item.num_missing_tokens > 1, item.arrival)):
             if request.request_id not in plan.preempted:  # by an older one in this loop
                 self._schedule_running(request, plan)
@@ -77,6 +83,22 @@ class Scheduler:
         self._removed = []
         self._next_step_id += 1
         return output
+
+    def _make_way(self) -> None:
+        """Preempt a request of the flow with the most rows, where rows or blocks are short and a flow waits with none.
+
+        One in a step: each flow that arrives costs the others at most a few rows to recompute.
+        """
+        if not self.waiting or not (self._short_of_blocks or len(self.running) == self.max_num_seqs):
+            return
+        rows = self._rows()
+        flow, most = max(rows.items(), key=lambda item: item[1], default=("", 0))
+        if most > 1 and any(request.flow and request.flow not in rows for request in self.waiting):
+            self.preempt(max((item for item in self.running if item.flow == flow), key=lambda item: item.arrival))
+
+    def _rows(self) -> Counter[str]:
+        """Return the number of running requests of each flow."""
+        return Counter(request.flow for request in self.running if request.flow)
 
     def _schedule_running(self, request: Request, plan: _Plan) -> None:
         num_new = min(request.num_missing_tokens, plan.budget)
@@ -104,13 +126,15 @@ class Scheduler:
         self._removed.append(request.request_id)
 
     def _schedule_waiting(self, plan: _Plan) -> None:
-        """Start waiting requests in order; none in a step that had to preempt, for lack of blocks."""
-        if plan.preempted:
+        """Start waiting requests in turn; none in a step that had to preempt, for lack of blocks."""
+        self._short_of_blocks = False
+        if plan.preempted or not self.waiting:
             return
+        rows = self._rows()
         held_back: list[Request] = []
         held_hashes: set[bytes] = set()  # of whole prompts that wait, so that equal ones are not looked up again
         while self.waiting and plan.budget and len(self.running) < self.max_num_seqs and len(held_back) < MAX_HELD_BACK:
-            request = self.waiting.popleft()
+            request = self._next_in_turn(rows)
             if request.block_hashes and request.block_hashes[-1] in held_hashes:
                 held_back.append(request)
                 continue
@@ -121,10 +145,24 @@ class Scheduler:
                 continue
             num_new = self.kv_cache.admit(request, prefix, plan.budget)
             if num_new is None:
+                self._short_of_blocks = True
                 held_back.append(request)
                 break
             self._start(request, num_new, plan)
+            rows[request.flow] += bool(request.flow)
         self.waiting.extendleft(reversed(held_back))
+
+    def _next_in_turn(self, rows: Counter[str]) -> Request:
+        """Take the first request of a flow with the fewest rows out of the queue."""
+        chosen, fewest = 0, rows[self.waiting[0].flow]
+        for index, request in enumerate(self.waiting):
+            if fewest == 0:
+                break
+            if rows[request.flow] < fewest:
+                chosen, fewest = index, rows[request.flow]
+        request = self.waiting[chosen]
+        del self.waiting[chosen]
+        return request
 
     def _start(self, request: Request, num_new: int, plan: _Plan) -> None:
         if request.num_cached_tokens is None:  # else it was preempted before

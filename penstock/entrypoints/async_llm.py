@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from penstock.client.admission import AdmissionLimits
 from penstock.client.process import ProcessClient
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
@@ -16,6 +17,9 @@ class AsyncLLM(ProcessClient):
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
                 print(output.outputs[0].text)
 
+    `max_queued_requests`, `max_queued_tokens` and `max_queue_wait` bound what may wait (client/admission.py); a request
+    beyond is refused with EngineOverloadedError.
+
     The engine process starts at once; the first `generate` waits for it. If it dies, a new one starts, and goes on
     with the open requests where they were. Implements client.engine_client.EngineClient.
 
@@ -25,16 +29,28 @@ class AsyncLLM(ProcessClient):
         ModelLoadError: there is no such model, or its tokenizer is broken.
     """
 
-    def __init__(self, model: str = "demo", *, tokenizer: Tokenizer | str | Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        tokenizer: Tokenizer | str | Any = None,
+        max_queued_requests: int = AdmissionLimits.max_queued_requests,
+        max_queued_tokens: int = AdmissionLimits.max_queued_tokens,
+        max_queue_wait: float | None = None,
+        **options: Any,
+    ) -> None:
         if not isinstance(model, str):
             raise NotSupportedError(
                 "model: the engine runs in another process, which a model object cannot be sent to; pass the object "
                 "to LLM, or save it (save_pretrained) and pass the directory",
                 param="model",
             )
+        limits = AdmissionLimits(
+            max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens, max_queue_wait=max_queue_wait
+        )
         config = EngineConfig.from_options(model=model, **options)
         found = choose_tokenizer(tokenizer, model)
-        super().__init__({"model": model, **options}, found, seed=config.numerics.seed)
+        super().__init__({"model": model, **options}, found, seed=config.numerics.seed, limits=limits)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:

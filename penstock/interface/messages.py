@@ -22,6 +22,7 @@ class EngineRequest:
         choice: index among the choices of the prompt.
         output_token_ids: tokens generated before, by an engine that died for instance. They count as outputs: in
             penalties, lengths, noise positions and usage the request continues as if never interrupted.
+        flow: requests of one flow share its turns; among flows the engine is fair. "": none, in order of arrival.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class EngineRequest:
     params: SamplingParams
     choice: int = 0
     output_token_ids: list[int] = field(default_factory=list)
+    flow: str = ""
 
 
 @dataclass(slots=True)  # not frozen: one is made per request and step, in a third of the time
@@ -84,6 +86,7 @@ class ModelInfo:
         system_fingerprint: names all that can change a bit: weights, dtype, quantisation, kernels, numerics version.
         default_sampling: sampling fields set by the model's generation_config.json (temperature, top_p, ...).
         choices_made: option -> the automatic choice and its reason, for the start-up message.
+        max_num_seqs: requests that run at once.
         certificate: what `penstock check` has proved (models/certificate.py), and `same_weights`, whether it was with
             these weights; None if nothing was proved.
         memory: planned bytes by what they are for (planner/ledger.py); empty where torch computes.
@@ -99,3 +102,4 @@ class ModelInfo:
     choices_made: dict[str, str] = field(default_factory=dict)
     certificate: dict[str, Any] | None = None
     memory: dict[str, int] = field(default_factory=dict)
+    max_num_seqs: int = 1

@@ -9,8 +9,15 @@ from penstock.prove.hostile import GeneratedInput, HostileRequests
 from penstock.prove.long_run import LongRun
 from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
+from penstock.prove.shutdown import Drains
 
-PROOFS: tuple[Proof, ...] = (MemoryPlanProof(), HostileRequests(), GeneratedInput(), LongRun())
+PROOFS: tuple[Proof, ...] = (
+    Drains(),
+    HostileRequests(),
+    GeneratedInput(),
+    LongRun(),
+    MemoryPlanProof(),
+)
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (name, goal) -> advance(number)
 
 

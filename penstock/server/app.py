@@ -22,10 +22,12 @@ from penstock import validation as check
 from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
+from penstock.server.authentication import KeyMiddleware
 from penstock.server.completions import create_chat_completion, create_completion
 from penstock.server.context import Metrics, ServerContext, context_of, json_response, read_body
 from penstock.server.inputs import decode, tokenize
-from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, KeyMiddleware, SiteMiddleware
+from penstock.server.keys import KeyRing
+from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, SiteMiddleware
 from penstock.server.openai_requests import DetokenizeRequest, TokenizeRequest
 from penstock.server.options import ServerOptions
 from penstock.server.unsupported import UNSUPPORTED_ROUTES
@@ -45,14 +47,14 @@ def create_app(client: EngineClient, options: ServerOptions | None = None) -> St
     `app.state.context.draining = True` makes it refuse new requests.
     """
     options = options or ServerOptions()
-    metrics = Metrics(client)
+    metrics, keys = Metrics(client), KeyRing(options.api_key, options.api_key_file)
     app = Starlette(
         routes=_routes(),
-        middleware=_middleware(options, metrics),
+        middleware=_middleware(options, metrics, keys),
         exception_handlers={HTTPException: handle, ApiError: handle, PenstockError: handle},
     )
     app.router.redirect_slashes = False
-    app.state.context = ServerContext(client, options, metrics)
+    app.state.context = ServerContext(client, options, metrics, keys)
     return app
 
 
@@ -76,7 +78,7 @@ def _routes() -> list[Route]:
     ]
 
 
-def _middleware(options: ServerOptions, metrics: Metrics) -> list[Middleware]:
+def _middleware(options: ServerOptions, metrics: Metrics, keys: KeyRing) -> list[Middleware]:
     """Return the layers from the outside in. CORS comes before the key: a browser's preflight carries none."""
     layers = [Middleware(BoundaryMiddleware, options=options, metrics=metrics)]
     if options.allowed_origins:
@@ -87,8 +89,8 @@ def _middleware(options: ServerOptions, metrics: Metrics) -> list[Middleware]:
     hosts = options.hosts()
     if hosts is not None:
         layers.append(Middleware(SiteMiddleware, hosts=hosts, origins=options.allowed_origins))
-    if options.api_key is not None:
-        layers.append(Middleware(KeyMiddleware, api_key=options.api_key))
+    if keys:
+        layers.append(Middleware(KeyMiddleware, keys=keys, metrics=metrics))
     return [*layers, Middleware(BodyLimitMiddleware, options=options)]
 
 

@@ -16,7 +16,7 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server import openai_responses as shapes
-from penstock.server.context import ServerContext, context_of, json_response, log_of, read_body
+from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
 from penstock.server.generation import EventStream, Generation, until_disconnect
 from penstock.server.inputs import EncodedPrompt, chat_params, chat_prompts, completion_params, completion_prompts
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
@@ -44,9 +44,13 @@ async def _answer(
     body = await read_body(request, kind)
     body.check()
     info = context.info()
+    context.client.check_admission(log.flow)  # before anything is spent on the prompt
     envelope = {"model": context.check_model(body.model), "system_fingerprint": info.system_fingerprint}
     params = params_of(body, info)
     prompts = await prompts_of(context, body, info)
+    account = account_of(request)
+    if account is not None:
+        params = account.limited(params, len(prompts))
     generation = Generation(context, f"{shape.id_prefix}-{uuid4().hex}", prompts, params, log)
     names = None
     if body.logprobs is not None or body.prompt_logprobs is not None:

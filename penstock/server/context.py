@@ -21,6 +21,7 @@ from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import ModelInfo
 from penstock.server.api_errors import ApiError, not_found, unavailable
+from penstock.server.keys import Account, KeyRing
 from penstock.server.openai_requests import Body, label_text, parse, to_request
 from penstock.server.options import ServerOptions
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class ServerContext:
     client: EngineClient
     options: ServerOptions
     metrics: "Metrics"
+    keys: KeyRing
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     tokenizing: asyncio.Semaphore = field(init=False)
@@ -101,14 +103,21 @@ class RequestLog:
     Attributes:
         request_id: the caller's X-Request-Id or a new one, for the log and the answer's header only.
         labels: the body's labels (`user`, ...), ready to print.
+        key: the name of the API key, "" where it has none.
     """
 
     request_id: str
     started: float = field(default_factory=time.monotonic)
     labels: str = ""
+    key: str = ""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
+
+    @property
+    def flow(self) -> str | None:
+        """Return whose turn the request takes: that of its key's name. None: its own."""
+        return f"key {self.key}" if self.key else None
 
     def age_s(self) -> float:
         return time.monotonic() - self.started
@@ -134,12 +143,18 @@ class Metrics:
             ("route", "status"),
             registry=self.registry,
         )
+        self.key_requests = self._by_key("requests", "Requests of a named API key that were let in")
+        self.key_refusals = self._by_key("refusals", "Requests of a named API key beyond one of its limits")
+        self.key_tokens = self._by_key("tokens", "Tokens of a named API key", "kind")
         self.outcomes = Counter(
             "penstock_choices", "Finished choices by finish reason", ("finish_reason",), registry=self.registry
         )
         self.first_token = self._histogram("time_to_first_token", "From request to first token", FIRST_TOKEN_BUCKETS)
         self.inter_token = self._histogram("inter_token_latency", "Between two tokens of a stream", TOKEN_BUCKETS)
         self.request = self._histogram("e2e_request_latency", "From request to the end of the answer", REQUEST_BUCKETS)
+
+    def _by_key(self, name: str, text: str, *more: str) -> Counter:
+        return Counter(f"penstock_key_{name}", text, ("key", *more), registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         full_name = f"penstock_{name}_seconds"
@@ -187,6 +202,12 @@ def context_of(request: Request) -> ServerContext:
 def log_of(request: Request) -> RequestLog:
     log: RequestLog = request.state.log
     return log
+
+
+def account_of(request: Request) -> Account | None:
+    """Return the owner of the request's API key; None where the server has no keys."""
+    account: Account | None = getattr(request.state, "account", None)
+    return account
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:

@@ -7,7 +7,7 @@ client does not read, at most one event is held here.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -58,12 +58,25 @@ class Generation:
     async def outputs(self) -> AsyncGenerator[Indexed | None, None]:
         """Yield every output as it comes, and None after each silent keep-alive interval. Closing it aborts all."""
         streams = [self._generate(index) for index in range(len(self.prompts))]
-        async with aclosing(merged(streams, self.context.options.keep_alive_s)) as outputs:
+        async with aclosing(merged(streams, self._silence_s)) as outputs:
             async for item in outputs:
+                self._check_deadline()
                 if item is not None:
                     self._note(*item)
                 yield item
         self.context.metrics.request.observe(self.log.age_s())
+
+    def _silence_s(self) -> float:
+        """Return how long nothing may come before the client is told so."""
+        options = self.context.options
+        if options.request_timeout_s is None:
+            return options.keep_alive_s
+        return max(0.0, min(options.keep_alive_s, options.request_timeout_s - self.log.age_s()))
+
+    def _check_deadline(self) -> None:
+        limit = self.context.options.request_timeout_s
+        if limit is not None and self.log.age_s() >= limit:
+            raise ApiError(504, f"The answer was not complete within {limit:g} s.", code="request_timeout")
 
     async def collect(self) -> list[RequestOutput]:
         """Return the final output of each prompt, in order."""
@@ -92,7 +105,7 @@ class Generation:
 
     def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
         prompt = {"prompt_token_ids": self.prompts[index].token_ids}
-        return self.context.client.generate(prompt, self.params, f"{self.id}-{index}")
+        return self.context.client.generate(prompt, self.params, f"{self.id}-{index}", flow=self.log.flow or self.id)
 
     def _note(self, index: int, output: RequestOutput) -> None:
         _raise_failure(output)
@@ -125,16 +138,16 @@ def _raise_failure(output: RequestOutput) -> None:
 
 
 async def merged(
-    streams: Sequence[AsyncIterator[RequestOutput]], idle_s: float
+    streams: Sequence[AsyncIterator[RequestOutput]], idle_s: Callable[[], float]
 ) -> AsyncGenerator[Indexed | None, None]:
-    """Yield the outputs of all streams as they come; None after idle_s of silence. The first error ends all of them."""
+    """Yield the outputs of all streams as they come; None after idle_s() of silence. The first error ends them all."""
     pending: dict[asyncio.Task[RequestOutput | None], int] = {}
     try:
         for index, stream in enumerate(streams):
             pending[_step(stream)] = index
             await asyncio.sleep(0)  # starts one prompt at a time; other requests run in between
         while pending:
-            done, _ = await asyncio.wait(pending, timeout=idle_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(pending, timeout=idle_s(), return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 yield None
             for task in sorted(done, key=pending.__getitem__):

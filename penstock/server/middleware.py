@@ -1,14 +1,8 @@
-"""Layers that every request passes, as plain ASGI: the boundary (id, log, last resort), the site, the key, the body
-limits.
-
-The key is required by default: only a path that is exactly one of OPEN_PATHS needs none, compared as the router
-compares it. No decision rests on a URL that was put together from the Host header.
+"""Layers that every request passes, as plain ASGI: the boundary (id, log, last resort), the site, the body limits. The
+key has a file of its own (authentication.py). No decision rests on a URL that was put together from the Host header.
 """
 
 import asyncio
-import base64
-import binascii
-import hmac
 import logging
 import re
 from collections.abc import Callable, Collection
@@ -91,7 +85,8 @@ class BoundaryMiddleware:
         if not self._options.access_log:
             return
         parts = [scope["method"], ascii(scope["path"])[1:-1][:200], str(status), f"{log.age_s() * 1000:.0f}ms"]
-        parts += [part for part in (log.tokens(), log.labels) if part]
+        key = f"key={log.key}" if log.key else ""
+        parts += [part for part in (key, log.tokens(), log.labels) if part]
         level = logging.DEBUG if status < 400 and scope["path"] in QUIET_PATHS else logging.INFO
         access_logger.log(level, "%s id=%s", " ".join(parts), log.request_id)
 
@@ -147,41 +142,6 @@ class SiteMiddleware:
         if origin is None or origin in self._origins or origin.partition("://")[2].lower() == host:
             return None
         return f"The origin {ascii(origin)[:100]} is not allowed; start the server with --allowed-origin."
-
-
-class KeyMiddleware:
-    """Answers 401 unless the request carries the key: as a bearer token or, for browsers, as a Basic password."""
-
-    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
-        self._app = app
-        self._key = api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS or self._is_right(Headers(scope=scope).getlist("authorization")):
-            return await self._app(scope, receive, send)
-        # Basic makes a browser ask its user for the key; only the page itself needs that
-        challenge = 'Basic realm="penstock: the API key as password"' if scope["path"] == "/" else "Bearer"
-        message = 'The API key is missing or wrong; send it as "Authorization: Bearer KEY".'
-        error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
-        await error.response()(scope, receive, send)
-
-    def _is_right(self, headers: list[str]) -> bool:
-        given = _sent_key(headers[0]) if len(headers) == 1 else b""
-        return hmac.compare_digest(given, self._key)
-
-
-def _sent_key(header: str) -> bytes:
-    """Return the key in an Authorization header, b"" where it has none."""
-    scheme, _, value = header.partition(" ")
-    sent = value.strip().encode("latin-1", "replace")
-    if scheme.lower() == "bearer":
-        return sent
-    if scheme.lower() != "basic":
-        return b""
-    try:
-        return base64.b64decode(sent, validate=True).partition(b":")[2]
-    except binascii.Error:
-        return b""
 
 
 class BodyLimitMiddleware:

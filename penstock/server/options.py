@@ -1,9 +1,11 @@
 """ServerOptions: the options of the HTTP side, checked when constructed. Knows no engine option."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock import validation as check
 from penstock.errors import InvalidRequestError
+from penstock.server.keys import read_key_file
 
 MIB = 1 << 20
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as the Host header has them
@@ -17,6 +19,7 @@ class ServerOptions:
     Attributes:
         port: 0 lets the system choose; the start-up line says which.
         api_key: if given, every route but /health, /ping, /live and /ready requires it.
+        api_key_file: further keys, with names and limits (server/keys.py); read again on SIGHUP.
         served_model_names: the names that requests may use; answers carry the first. None: the model as the user
             named it.
         max_body_bytes: a longer request body is refused with 413.
@@ -28,6 +31,7 @@ class ServerOptions:
         keep_alive_s: a stream that has been silent for this long sends a comment.
         stall_timeout_s: a client that reads nothing of its stream, or not all of its answer, for this long is
             disconnected.
+        request_timeout_s: how long a call may take from its first byte to its last; None: any time.
         drain_timeout_s: how long open requests may continue after SIGTERM.
         allowed_hosts: names that the Host header may have. None: any name, but only those of loopback where the server
             listens on loopback and has no key, because then a web page could reach it under a name of its own.
@@ -39,6 +43,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    api_key_file: str | None = None
     served_model_names: tuple[str, ...] | None = None
     max_body_bytes: int = 8 * MIB
     max_inflight_body_bytes: int = 64 * MIB
@@ -47,6 +52,7 @@ class ServerOptions:
     receive_timeout_s: float = 30.0
     keep_alive_s: float = 5.0
     stall_timeout_s: float = 60.0
+    request_timeout_s: float | None = None
     drain_timeout_s: float = 30.0
     allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
@@ -63,6 +69,8 @@ class ServerOptions:
         check.check_int("max_parallel_tokenizations", self.max_parallel_tokenizations, 1, 256)
         for name in ("receive_timeout_s", "keep_alive_s", "stall_timeout_s"):
             check.check_float(name, getattr(self, name), 0.0, 86400.0, low_open=True)
+        if self.request_timeout_s is not None:
+            check.check_float("request_timeout_s", self.request_timeout_s, 0.0, 86400.0, low_open=True)
         check.check_float("drain_timeout_s", self.drain_timeout_s, 0.0, 86400.0)
         check.check_bool("access_log", self.access_log)
 
@@ -70,9 +78,13 @@ class ServerOptions:
         """Return the names that the Host header may have; None for any."""
         if self.allowed_hosts is not None:
             return self.allowed_hosts
-        return LOOPBACK if self.api_key is None and self.host in LOOPBACK_ADDRESSES else None
+        has_key = self.api_key is not None or self.api_key_file is not None
+        return LOOPBACK if not has_key and self.host in LOOPBACK_ADDRESSES else None
 
     def _check_names(self) -> None:
+        check.check_str("api_key_file", self.api_key_file, optional=True)
+        if self.api_key_file is not None:
+            read_key_file(Path(self.api_key_file))
         check.check_str("api_key", self.api_key, optional=True)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise InvalidRequestError(

@@ -10,6 +10,7 @@ The caller's engine client has been shut down on return, in every case.
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ import uvicorn
 from penstock import __version__
 from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError, PenstockError
+from penstock.server import systemd
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.server.protocol import GuardedProtocol
@@ -145,13 +147,20 @@ class Serving:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Drain on SIGTERM or SIGINT, and stop waiting on a second one. Works in the main thread only."""
+        """Drain on SIGTERM or SIGINT, stop waiting on a second one, read the key file again on SIGHUP.
+
+        Works in the main thread only.
+        """
         loop = asyncio.get_running_loop()
         caught: list[signal.Signals] = []
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
                 loop.add_signal_handler(number, self.stop)
                 caught.append(number)
+        if self._options.api_key_file is not None:  # else it ends the process, as a closed terminal means it to
+            with contextlib.suppress(AttributeError, ValueError, RuntimeError, NotImplementedError):
+                loop.add_signal_handler(signal.SIGHUP, self.reload)
+                caught.append(signal.SIGHUP)
         try:
             yield
         finally:
@@ -162,9 +171,23 @@ class Serving:
         """Start draining; called again, end the drain."""
         (self._hurry if self._stop.is_set() else self._stop).set()
 
+    def reload(self) -> None:
+        """Read the key file again. One that is wrong changes nothing, and the log says why."""
+        systemd.notify_reloading()
+        try:
+            number = self._app.state.context.keys.reload()
+        except InvalidRequestError as exc:
+            LOGGER.error("the API keys stay as they were: %s", exc)
+        else:
+            LOGGER.info("%s: %d API keys read", self._options.api_key_file, number)
+        systemd.notify("READY=1")
+
     async def _watch_engine(self) -> None:
-        """Announce the first time that the engine is ready; stop the server when it has failed."""
-        announced = False
+        """Announce the first time that the engine is ready; stop the server when it has failed.
+
+        Each turn also tells systemd's watchdog that this event loop is alive; a stuck engine is the supervisor's task.
+        """
+        announced, watchdog_s, told_at = False, systemd.watchdog_interval_s(), -math.inf
         while not self._stop.is_set():  # after a signal, the engine's end is no failure
             state = self._client.status().state
             if state is EngineState.FAILED:
@@ -174,6 +197,9 @@ class Serving:
             if state is EngineState.READY and not announced:
                 self._announce()
                 announced = True
+            if watchdog_s is not None and time.monotonic() - told_at >= watchdog_s / 2:
+                told_at = time.monotonic()
+                systemd.notify("WATCHDOG=1")
             await asyncio.sleep(WATCH_INTERVAL_S if not announced else 10 * WATCH_INTERVAL_S)
 
     def _reason(self) -> PenstockError:
@@ -189,6 +215,7 @@ class Serving:
         name = self._app.state.context.model_names()[0]
         seconds = time.monotonic() - self._started_at
         print(f"penstock {__version__} serving {name} at {self._url()}  (ready in {seconds:.1f} s)", flush=True)
+        systemd.notify(f"READY=1\nSTATUS=serving {name} at {self._url()}")
 
     def _url(self) -> str:
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
@@ -198,6 +225,7 @@ class Serving:
         """Refuse new requests, wait for the open ones, then shut down the engine, which fails those that are left."""
         await self._stop.wait()
         self._app.state.context.draining = True
+        systemd.notify("STOPPING=1\nSTATUS=open requests finish")
         drain = asyncio.create_task(self._client.drain(self._options.drain_timeout_s))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)

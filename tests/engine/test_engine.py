@@ -66,7 +66,8 @@ def test_any_crowd_gives_every_request_its_solo_tokens(requests, chunk, rows, bl
     while pending or engine.has_work:
         while pending and pending[0][1][2] <= len(scripted(engine).steps):
             index, (length, count, _, family) = pending.pop(0)
-            engine.add_request(request(str(index), prompt_of(length, family), max_tokens=count))
+            flow = f"flow {family}"
+            engine.add_request(request(str(index), prompt_of(length, family), max_tokens=count, flow=flow))
         if not engine.has_work and pending:
             index, (length, count, _, family) = pending.pop(0)
             engine.add_request(request(str(index), prompt_of(length, family), max_tokens=count))

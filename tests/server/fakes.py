@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.client.engine_client import EngineState, EngineStatus
-from penstock.errors import EngineDeadError
+from penstock.errors import EngineDeadError, EngineOverloadedError
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -89,6 +89,7 @@ class FakeEngineClient:
         self.info = ModelInfo("fake", max_model_len, VOCAB_SIZE, (EOS,), "float32", "fp-fake", {})
         self.start_failure: Exception | None = None
         self.attached = False
+        self.overload: EngineOverloadedError | None = None
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.seen: list[tuple[list[int], SamplingParams, str]] = []
@@ -109,8 +110,17 @@ class FakeEngineClient:
         stats = EngineStats(len(self.open), 0, 8, 7, 3, num_generated_tokens_total=self.num_tokens)
         return EngineStatus(self.state, 4321, 2, 0.01, self.making_progress, stats, len(self.open), 5)
 
+    def check_admission(self, flow: str | None = None) -> None:
+        if self.overload is not None:
+            raise self.overload
+
     async def generate(
-        self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        flow: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         params = params or SamplingParams()
         request_id = request_id or f"request-{next(self._arrivals)}"

@@ -1,0 +1,248 @@
+"""Admission: which requests are let in. A queue that only grows makes everybody late; a refusal in time costs nobody.
+
+A request is refused if it would overfill the queue, which is bounded in requests and in tokens, or if its first token
+is not to be expected within the time that may be spent in the queue. That is forecast from what is open and from the
+tokens per second measured while there was a queue:
+
+    row 0   [ tokens of a flow that runs | of one that waits | ... ]
+    row 1   [ ..................... | .............. ]              <- a new flow would start here
+    ...     max_num_seqs rows, of which each works off its share of the tokens per second
+
+A flow is a call, or all calls of a key. The engine gives each its turn (engine/scheduler.py), and so does the forecast:
+a call of many choices keeps a short one neither from the rows nor from the queue. The refusal says when there will be
+room. Knows no engine and sends nothing; not for several threads at once.
+"""
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock import validation as check
+from penstock.client.choice import Choice
+from penstock.client.input_processor import PreparedRequest
+from penstock.client.open_requests import OpenRequests
+from penstock.errors import EngineOverloadedError
+from penstock.interface.messages import EngineOutput, EngineStats
+
+REFRESH_S = 0.05  # how old a forecast may be; what was let in since is in it
+REFRESH_S_PER_CHOICE = 5e-5  # and if many are open, so that forecasts take a twentieth of the time
+MARGIN = 0.8  # of the time in the queue that a forecast may fill: it may be wrong
+MAX_UNMEASURED = 256  # choices that may wait for their first token before a rate has been measured
+MIN_MEASURED_S, FORGET_S = 0.5, 4.0  # of work with a queue: less is no measurement; more counts half
+TYPICAL_WEIGHT = 0.05  # of the newest choice in the typical number of output tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionLimits:
+    """What may wait.
+
+    Attributes:
+        max_queued_requests: choices that wait for a row. A request that finds none waiting is let in whatever its size,
+            and a small one of a flow that has little in a full queue too, so that no flow can fill it for the others.
+        max_queued_tokens: tokens of their prompts, in the same way; the choices of one prompt count it once.
+        max_queue_wait: seconds that a request which finds no free row may take to its first token; None: any time.
+    """
+
+    max_queued_requests: int = 8192
+    max_queued_tokens: int = 2**23
+    max_queue_wait: float | None = None
+
+    def __post_init__(self) -> None:
+        check.check_int("max_queued_requests", self.max_queued_requests, 1, 2**20)
+        check.check_int("max_queued_tokens", self.max_queued_tokens, 1, 2**40)
+        if self.max_queue_wait is not None:
+            check.check_float("max_queue_wait", self.max_queue_wait, 0.0, 1e6, low_open=True)
+
+
+class Admission:
+    """Lets requests in or refuses them.
+
+    Args:
+        requests: what is open.
+        clock: returns seconds.
+
+    Attributes:
+        num_rows: requests that the engine runs at once; None until it is ready.
+    """
+
+    def __init__(
+        self, limits: AdmissionLimits, requests: OpenRequests, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.num_rows: int | None = None
+        self._limits = limits
+        self._requests = requests
+        self._clock = clock
+        self._throughput = Throughput()
+        self._typical_tokens: float | None = None  # outputs of a choice that may end by itself
+        self._queue = _Queue(1)
+        self._forecast_at = -math.inf
+
+    def check(self, flow: str | None, num_choices: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Raise EngineOverloadedError if a request of this size is refused now.
+
+        Args:
+            flow: whose request it is (EngineRequest.flow); None: of a flow of its own.
+            num_prompt_tokens: 0 where they are not known yet.
+        """
+        queue, rate = self._forecast(), self._throughput.tokens_per_s
+        mine = queue.flows.get(flow or "", _Flow())
+        self._check_room(queue, mine, num_choices, num_prompt_tokens)
+        limit = self._limits.max_queue_wait
+        if limit is None or not queue.must_wait:
+            return
+        if rate is None:
+            if queue.num_queued > MAX_UNMEASURED:
+                raise _full(f"{queue.num_queued} requests, and how fast they are answered is not known yet", 1.0)
+            return
+        ahead = queue.tokens_ahead(mine)
+        wait_s = (ahead + num_prompt_tokens) / rate
+        if ahead and wait_s > MARGIN * limit:
+            what = f"requests whose first token would take {wait_s:.1f} s of at most {limit:g}"
+            raise _full(what, wait_s - MARGIN * limit)
+
+    def _check_room(self, queue: "_Queue", mine: "_Flow", num_choices: int, num_prompt_tokens: int) -> None:
+        """Refuse what overfills the queue, unless it is little, and others have more than their share of it."""
+        limits, share = self._limits, 2 * (len(queue.flows) + 1)
+        if not queue.num_queued:
+            return
+        beyond_rows = max(0, queue.num_open + num_choices - queue.num_rows)
+        place_s = queue.num_tokens / queue.num_open / (self._throughput.tokens_per_s or queue.num_tokens)
+        num, limit = min(queue.num_queued + num_choices, beyond_rows), limits.max_queued_requests
+        if num > limit and mine.num_queued + num_choices > limit // share:
+            raise _full(f"{queue.num_queued} of {limit} requests", place_s)
+        num, limit = queue.num_queued_tokens + num_prompt_tokens, limits.max_queued_tokens
+        if num > limit and mine.num_queued_tokens + num_prompt_tokens > limit // share:
+            raise _full(f"{queue.num_queued_tokens} of {limit} tokens", place_s)
+
+    def admit(self, prepared: PreparedRequest) -> float | None:
+        """Let a request in, or raise EngineOverloadedError.
+
+        Returns:
+            The seconds within which its first token must come; None: it finds a free row, or may take any time.
+        """
+        num_prompt_tokens, requests = len(prepared.prompt_token_ids), prepared.engine_requests
+        self.check(requests[0].flow, len(requests), num_prompt_tokens)
+        waits = self._queue.must_wait
+        for index, request in enumerate(requests):
+            prompt = 0 if index else num_prompt_tokens  # the others find it in the cache
+            outputs = self._outputs_left(request.params.max_tokens or 0, request.params.ignore_eos)
+            self._queue.add(request.flow, prompt, outputs)
+        return self._limits.max_queue_wait if waits else None
+
+    def note(self, outputs: Sequence[EngineOutput], stats: EngineStats) -> None:
+        """Measure a step of the engine."""
+        computed = stats.num_generated_tokens_total + stats.num_prompt_tokens_total - stats.num_cached_tokens_total
+        self._throughput.note(self._clock(), computed, has_queue=stats.num_waiting > 0)
+        for output in outputs:
+            if output.finish_reason is not None:
+                length = max(1, output.start_index + len(output.new_token_ids))
+                before = length if self._typical_tokens is None else self._typical_tokens
+                self._typical_tokens = before + TYPICAL_WEIGHT * (length - before)
+
+    def engine_ready(self, num_rows: int) -> None:
+        """Count from anew: the counters of another engine begin at 0."""
+        self.num_rows = num_rows
+        self._throughput.pause()
+
+    def _forecast(self) -> "_Queue":
+        now = self._clock()
+        if now - self._forecast_at >= max(REFRESH_S, REFRESH_S_PER_CHOICE * self._queue.num_open):
+            self._forecast_at = now
+            self._queue = _Queue(self.num_rows or 1)
+            for choice in self._requests.running_choices():
+                started, request = bool(choice.token_ids), choice.request
+                prompt = 0 if started or request.choice else len(request.prompt_token_ids)
+                self._queue.add(request.flow, prompt, self._left(choice), started=started)
+        return self._queue
+
+    def _left(self, choice: Choice) -> float:
+        params = choice.request.params
+        return self._outputs_left((params.max_tokens or 0) - len(choice.token_ids), params.ignore_eos)
+
+    def _outputs_left(self, at_most: int, ignore_eos: bool) -> float:
+        """Return the tokens to be expected of a choice, however many it has had."""
+        return at_most if ignore_eos or self._typical_tokens is None else min(at_most, self._typical_tokens)
+
+
+@dataclass(slots=True)
+class _Flow:
+    """What is open of one flow: tokens to compute, and of what waits the choices and the tokens of its prompts."""
+
+    tokens: float = 0.0
+    num_queued: int = 0
+    num_queued_tokens: int = 0
+
+
+class _Queue:
+    """What is open, by flow in order of arrival."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.flows: dict[str, _Flow] = {}
+        self.num_open = self.num_queued = self.num_queued_tokens = 0
+        self.num_tokens = 0.0
+        self._rows: list[float] | None = None  # what each has to work off, a heap; made when it is asked for
+
+    @property
+    def must_wait(self) -> bool:
+        """Return whether a new request finds no free row."""
+        return self.num_open >= self.num_rows
+
+    def add(self, flow: str, prompt: int, outputs: float, *, started: bool = False) -> None:
+        """Count a choice; `started`: it has its first token."""
+        its = self.flows.setdefault(flow, _Flow())
+        its.tokens += prompt + outputs
+        its.num_queued += not started
+        its.num_queued_tokens += prompt
+        self.num_open += 1
+        self.num_queued += not started
+        self.num_queued_tokens += prompt
+        self.num_tokens += prompt + outputs
+        if self._rows is not None:
+            heapq.heapreplace(self._rows, self._rows[0] + prompt + outputs)
+
+    def tokens_ahead(self, flow: _Flow) -> float:
+        """Return the tokens that are computed before a further request of a flow begins."""
+        if flow.tokens:  # it comes after its own, at the flow's share of the rows
+            return flow.tokens * min(len(self.flows), self.num_rows)
+        if len(self.flows) < self.num_rows:
+            return 0.0  # some flow has more than one row, and gives one up
+        if self._rows is None:
+            self._rows = [0.0] * self.num_rows
+            for other in self.flows.values():
+                heapq.heapreplace(self._rows, self._rows[0] + other.tokens)
+        return self._rows[0] * self.num_rows
+
+
+class Throughput:
+    """Tokens per second, of prompts and outputs together, while requests waited: what the machine can bear."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._before: tuple[float, int] | None = None  # time and counter at the last step, if there was a queue
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Return the rate; None while there has not been a queue for long enough."""
+        return self._tokens / self._seconds if self._seconds >= MIN_MEASURED_S and self._tokens else None
+
+    def note(self, now: float, computed: int, *, has_queue: bool) -> None:
+        """Count a step that ended `now`. `computed`: tokens since the engine's start."""
+        if self._before is not None:
+            self._seconds += now - self._before[0]
+            self._tokens += computed - self._before[1]
+        if self._seconds > FORGET_S:
+            self._seconds, self._tokens = self._seconds / 2, self._tokens / 2
+        self._before = (now, computed) if has_queue else None
+
+    def pause(self) -> None:
+        """Leave out the time until the next step."""
+        self._before = None
+
+
+def _full(what: str, retry_after_s: float) -> EngineOverloadedError:
+    return EngineOverloadedError(
+        f"the queue is full: it has {what}; try again later", retry_after_s=max(1.0, retry_after_s)
+    )

@@ -1,0 +1,245 @@
+"""API keys: who may call, under which name, and how much. A file of them looks like this (TOML):
+
+    [alice]                          # the name: in the log and in /metrics, where the key never is
+    key = "sk-..."                   # at least 16 characters
+    max_concurrent_requests = 8      # the limits are optional
+    requests_per_minute = 600
+    tokens_per_minute = 100_000      # of prompts and answers; counted when a request ends
+    max_choices = 4                  # prompts times n of one call
+    max_tokens = 2048                # of one answer
+
+A limit per minute is a bucket that holds one minute's worth and fills steadily. Knows no HTTP.
+"""
+
+import hashlib
+import hmac
+import re
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from penstock.errors import EngineOverloadedError, InvalidRequestError
+from penstock.interface.sampling_params import SamplingParams
+
+MIN_KEY_LENGTH = 16
+MAX_FILE_BYTES = 1 << 20
+SOME = 1e-3  # of a token or request
+NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+Limit = Annotated[int, msgspec.Meta(ge=1, le=2**40)] | None
+
+
+class KeyRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One table of the file."""
+
+    key: str
+    max_concurrent_requests: Limit = None
+    requests_per_minute: Limit = None
+    tokens_per_minute: Limit = None
+    max_choices: Limit = None
+    max_tokens: Limit = None
+
+
+class Bucket:
+    """A limit per minute: full at first; it may be overdrawn, and then nothing is let out until it is above zero."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level, self._at = float(per_minute), clock()
+
+    def wait_s(self, amount: float = 0.0) -> float:
+        """Return the seconds until there is something, and at least `amount`; 0.0 for now."""
+        now = self._clock()
+        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
+        self._at = now
+        missing = max(amount, SOME) - self._level
+        return missing * 60 / self.per_minute if missing > SOME * 1e-3 else 0.0
+
+    def take(self, amount: float) -> None:
+        """Take tokens or requests out."""
+        self._level -= amount
+
+
+class Account:
+    """A key's name and limits, and what has been used of them. It outlives a reload that keeps the name."""
+
+    def __init__(self, name: str, rules: KeyRules, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = name
+        self.num_open = 0
+        self._clock = clock
+        self.apply(rules)
+
+    def apply(self, rules: KeyRules) -> None:
+        """Take new rules; what was used of a limit that stays is kept."""
+        before: KeyRules | None = getattr(self, "rules", None)
+        self.rules = rules
+        if before is None or before.requests_per_minute != rules.requests_per_minute:
+            self._requests = _bucket(rules.requests_per_minute, self._clock)
+        if before is None or before.tokens_per_minute != rules.tokens_per_minute:
+            self._tokens = _bucket(rules.tokens_per_minute, self._clock)
+
+    def enter(self) -> None:
+        """Begin a request; `leave` ends it. Raise EngineOverloadedError where a limit does not allow it now."""
+        rules = self.rules
+        if rules.max_concurrent_requests is not None and self.num_open >= rules.max_concurrent_requests:
+            raise self._exceeded(f"max_concurrent_requests = {rules.max_concurrent_requests}", 1.0)
+        if self._tokens is not None and (wait_s := self._tokens.wait_s()):
+            raise self._exceeded(f"tokens_per_minute = {rules.tokens_per_minute}", wait_s)
+        if self._requests is not None:
+            if wait_s := self._requests.wait_s(1):
+                raise self._exceeded(f"requests_per_minute = {rules.requests_per_minute}", wait_s)
+            self._requests.take(1)
+        self.num_open += 1
+
+    def leave(self, num_tokens: int) -> None:
+        """End a request that used so many tokens."""
+        self.num_open -= 1
+        if self._tokens is not None:
+            self._tokens.take(num_tokens)
+
+    def limited(self, params: SamplingParams, num_prompts: int) -> SamplingParams:
+        """Return the parameters of a call, with the key's max_tokens where they have none.
+
+        Raises:
+            InvalidRequestError: the key may not ask for so much in one call.
+        """
+        limits, asked = self.rules, num_prompts * params.n
+        if limits.max_choices is not None and asked > limits.max_choices:
+            message = f"n: {asked} choices in a call; the key {self.name} may ask for {limits.max_choices}"
+            raise InvalidRequestError(message, param="n", code="key_limit_exceeded")
+        if limits.max_tokens is None:
+            return params
+        if params.max_tokens is None:
+            return replace(params, max_tokens=limits.max_tokens)
+        if params.max_tokens > limits.max_tokens:
+            message = (
+                f"max_tokens: {params.max_tokens} is too large; the key {self.name} may ask for {limits.max_tokens}"
+            )
+            raise InvalidRequestError(message, param="max_tokens", code="key_limit_exceeded")
+        return params
+
+    def _exceeded(self, limit: str, retry_after_s: float) -> EngineOverloadedError:
+        return EngineOverloadedError(f"the key {self.name} has reached {limit}", retry_after_s=retry_after_s)
+
+
+def _bucket(per_minute: int | None, clock: Callable[[], float]) -> Bucket | None:
+    return None if per_minute is None else Bucket(per_minute, clock)
+
+
+class KeyRing:
+    """All keys of a server.
+
+    Args:
+        api_key: one without limits and without a name, or None.
+        file: of further keys, or None.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, or something in it is wrong; the message names file and line.
+    """
+
+    def __init__(self, api_key: str | None, file: str | None) -> None:
+        self._file = None if file is None else Path(file)
+        self._own = {} if api_key is None else {_digest(api_key): Account("", KeyRules(api_key))}
+        self._accounts: dict[bytes, Account] = {}
+        self.reload()
+
+    def __bool__(self) -> bool:
+        """Return whether a key is required."""
+        return bool(self._own) or self._file is not None
+
+    def reload(self) -> int:
+        """Read the file again; on an error nothing changes. Return the number of its keys."""
+        if self._file is None:
+            return 0
+        found = read_key_file(self._file)
+        before = {account.name: account for account in self._accounts.values()}
+        accounts = {}
+        for name, rules in found.items():
+            account = before.get(name) or Account(name, rules)
+            account.apply(rules)
+            accounts[_digest(rules.key)] = account
+        self._accounts = accounts
+        return len(accounts)
+
+    def find(self, key: bytes) -> Account | None:
+        """Return whose key this is. The time that it takes depends on the number of keys alone."""
+        digest, found = hashlib.sha256(key).digest(), None
+        for known, account in [*self._own.items(), *self._accounts.items()]:
+            if hmac.compare_digest(digest, known):
+                found = account
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def read_key_file(file: Path) -> dict[str, KeyRules]:
+    """Return the rules of each name. Raise InvalidRequestError with file and line where something is wrong."""
+    try:
+        with open(file, "rb") as opened:
+            text = opened.read(MAX_FILE_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _wrong(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise _wrong(f"{file}: it is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        tables: dict[str, Any] = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:  # its message has line and column
+        raise _wrong(f"{file}: {error}") from None
+    found: dict[str, KeyRules] = {}
+    owners: dict[str, str] = {}
+    for name, table in tables.items():
+        problem, field = _problem(name, table)
+        if problem is None:
+            found[name] = msgspec.convert(table, KeyRules)
+            other = owners.setdefault(found[name].key, name)
+            problem, field = (None, "") if other == name else (f"[{name}] has the key of [{other}]", "key")
+        if problem is not None:
+            raise _wrong(f"{file}: {problem} (at line {_line_of(text, name, field)})")
+    if not found:
+        raise _wrong(f'{file}: it has no key; add a table like [alice] with key = "..."')
+    return found
+
+
+def _problem(name: str, table: Any) -> tuple[str | None, str]:
+    """Return what is wrong with a table, and the field that it is about; never the key itself."""
+    if not NAME.fullmatch(name):
+        return f"{name!r:.80} is no name; use letters, digits and _ . @ -", ""
+    if not isinstance(table, dict):
+        return f'{name} is not a table; write [name], and below it key = "..."', ""
+    try:
+        rules = msgspec.convert(table, KeyRules)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        unknown = re.search(r"unknown field `(.*)`", what)
+        field = unknown[1] if unknown else path.rstrip("`")
+        return f"[{name}] {field + ': ' if path else ''}{what}", field
+    if len(rules.key) < MIN_KEY_LENGTH or not (rules.key.isascii() and rules.key.isprintable()) or " " in rules.key:
+        return f"[{name}] key: it must have at least {MIN_KEY_LENGTH} printable ASCII characters and no space", "key"
+    return None, ""
+
+
+def _line_of(text: str, name: str, field: str) -> int:
+    """Return the line of a field of a table, or of the table's head."""
+    head = re.compile(
+        r"\s*\[\s*[\"']?" + re.escape(name) + r"[\"']?\s*\]|\s*[\"']?" + re.escape(name) + r"[\"']?\s*[.=]"
+    )
+    start = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if start == 0 and head.match(line):
+            start = number
+        elif start and line.lstrip().startswith("["):
+            break
+        if start and field and re.match(rf"\s*[\"']?{re.escape(field)}[\"']?\s*=", line):
+            return number
+    return max(start, 1)
+
+
+def _wrong(message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"api_key_file: {message}", param="api_key_file")

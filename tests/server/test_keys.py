@@ -1,0 +1,224 @@
+"""Named API keys: the file, the limits, the reload, and what of them may be seen."""
+
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from penstock.errors import EngineOverloadedError, InvalidRequestError
+from penstock.interface.sampling_params import SamplingParams
+from penstock.server.keys import Account, Bucket, KeyRing, KeyRules, read_key_file
+from penstock.server.options import ServerOptions
+from tests.server.fakes import Behaviour, FakeEngineClient
+from tests.server.harness import QUIET, app_client, get, running, send, stream, wait_until
+
+ALICE, BOB = "sk-alice-0123456789", "sk-bob-0123456789abc"
+FILE = f"""
+[alice]
+key = "{ALICE}"
+max_concurrent_requests = 1
+max_choices = 2
+max_tokens = 9
+
+[bob]
+key = "{BOB}"
+"""
+BODY = {"prompt": "a", "max_tokens": 5}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def client(file: Path) -> TestClient:
+    return app_client(options=dataclasses.replace(QUIET, api_key_file=str(file), access_log=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "line"),
+    [
+        ('[a]\nkey = "sk-0123456789abcdef"\nmax_concurent_requests = 3\n', "unknown field `max_concurent_requests`", 3),
+        ('[a]\nkey = "sk-0123456789abcdef"\n[b]\nkey="short"\n', "at least 16", 4),
+        ('[a]\nkey = "sk-0123456789abcdef"\nmax_tokens = "many"\n', "Expected `int", 3),
+        ('[a]\nkey = "sk-0123456789abcdef"\nmax_tokens = 0\n', ">= 1", 3),
+        ('[a]\nkey = "sk-0123456789abcdef"\n[b]\n\nkey = "sk-0123456789abcdef"\n', "has the key of [a]", 5),
+        ('[a]\nmax_tokens = 3\n', "missing required field `key`", 1),
+        ('\n[a]\nkey = oops\n', "Invalid value", 3),
+        ('key = "sk-0123456789abcdef"\n', "key is not a table", 1),
+        ('# nothing\n["a b"]\nkey = "sk-0123456789abcdef"\n', "is no name", 2),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, text: str, reason: str, line: int) -> None:
+    """Guards against a limit that is misspelt and ignored, and against an error that does not say where."""
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidRequestError) as caught:
+        read_key_file(path)
+    message = str(caught.value)
+    assert reason in message
+    assert f"line {line}" in message
+    assert str(path) in message
+    assert "0123456789abcdef" not in message  # errors are logged
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", None])
+def test_a_file_without_keys_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    """Guards against a server that is open to all because its file is empty or missing."""
+    path = tmp_path / "keys.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidRequestError, match="api_key_file"):
+        ServerOptions(api_key_file=str(path))
+
+
+def test_names_are_seen_and_keys_never(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a key in the log or in /metrics, and against calls that cannot be told apart there."""
+    with caplog.at_level(logging.DEBUG):
+        assert client.post("/v1/completions", json=BODY, headers=bearer(ALICE)).status_code == 200
+        assert client.post("/v1/completions", json=BODY, headers=bearer(ALICE + "x")).status_code == 401
+        assert client.post("/v1/completions", json=BODY).status_code == 401
+    assert " key=alice " in caplog.text
+    metrics = client.get("/metrics", headers=bearer(BOB)).text
+    assert 'penstock_key_requests_total{key="alice"} 1.0' in metrics
+    assert 'penstock_key_tokens_total{key="alice",kind="completion"} 5.0' in metrics
+    assert ALICE not in caplog.text + metrics
+    assert client.get("/health").status_code == 200
+
+
+def test_a_call_beyond_its_keys_limits_is_refused(client: TestClient) -> None:
+    """Guards against limits that are read and not held, and against those of one key hitting another."""
+    for more, param in (({"n": 3}, "n"), ({"prompt": ["a", "b", "c"]}, "n"), ({"max_tokens": 10}, "max_tokens")):
+        answer = client.post("/v1/completions", json=BODY | more, headers=bearer(ALICE))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert client.post("/v1/completions", json=BODY | more, headers=bearer(BOB)).status_code == 200
+    chat = {"messages": [{"role": "user", "content": "a"}]}  # without max_tokens: as many as the key may have
+    answer = client.post("/v1/chat/completions", json=chat, headers=bearer(ALICE))
+    assert answer.json()["usage"]["completion_tokens"] == 9
+
+
+def test_concurrent_requests_are_limited(file: Path) -> None:
+    """Guards against a limit that a stream, or a client that has hung up, escapes or holds for ever."""
+    fake = FakeEngineClient(Behaviour(hang_at=1))
+    body = BODY | {"stream": True}
+    with running(fake, dataclasses.replace(QUIET, api_key_file=str(file))) as server:
+        url = f"{server.url}/v1/completions"
+        with stream("POST", url, json=body, headers=bearer(ALICE)) as response:
+            lines = response.iter_lines()
+            next(lines)
+            refused = send(url, json=BODY, headers=bearer(ALICE))
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+            assert int(refused.headers["Retry-After"]) >= 1
+            assert get(f"{server.url}/status", headers=bearer(ALICE)).status_code == 200
+            fake.behaviour = Behaviour()
+            assert send(url, json=BODY, headers=bearer(BOB)).status_code == 200
+        wait_until(lambda: send(url, json=BODY, headers=bearer(ALICE)).status_code == 200)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_limits_per_minute_fill_steadily() -> None:
+    """Guards against a window that lets through twice the limit around its edge, and a Retry-After that is not true."""
+    clock = Clock()
+    account = Account("a", KeyRules(ALICE, requests_per_minute=60, tokens_per_minute=600), clock)
+    for _ in range(60):
+        account.enter()
+        account.leave(0)
+    with pytest.raises(EngineOverloadedError) as caught:
+        account.enter()
+    assert caught.value.retry_after_s == pytest.approx(1.0)
+    clock.now = 1.0
+    account.enter()
+    account.leave(1200)  # known only now: overdrawn by a minute
+    clock.now = 59.0
+    with pytest.raises(EngineOverloadedError, match="tokens_per_minute = 600") as caught:
+        account.enter()
+    clock.now += caught.value.retry_after_s
+    account.enter()
+
+
+@pytest.mark.parametrize("amount", [0.0, 1.0])
+def test_the_wait_that_is_named_suffices(amount: float) -> None:
+    """Guards against a client that waits as long as it was told, and is refused again by a rounding error."""
+    clock = Clock()
+    for per_minute in (1, 7, 61, 1_000_003):
+        bucket = Bucket(per_minute, clock)
+        bucket.take(per_minute + 3.3)
+        clock.now += bucket.wait_s(amount)
+        assert bucket.wait_s(amount) == 0.0
+
+
+def test_a_reload_takes_new_keys_and_keeps_what_was_used(file: Path) -> None:
+    """Guards against a reload that forgets what runs, and against a bad file that locks everybody out."""
+    ring = KeyRing(None, str(file))
+    alice = ring.find(ALICE.encode())
+    assert alice is not None
+    alice.enter()
+    new_key = ALICE[::-1]
+    file.write_text(FILE.replace(ALICE, new_key))
+    assert ring.reload() == 2
+    assert ring.find(ALICE.encode()) is None
+    assert ring.find(new_key.encode()) is alice
+    with pytest.raises(EngineOverloadedError):
+        alice.enter()
+    file.write_text("[alice]\n")
+    with pytest.raises(InvalidRequestError):
+        ring.reload()
+    assert ring.find(new_key.encode()) is alice
+
+
+def test_unlimited_parameters_stay_as_they_are() -> None:
+    params = SamplingParams(max_tokens=None)
+    assert Account("a", KeyRules(ALICE)).limited(params, 4) is params
+
+
+PROGRAM = """
+import sys
+from penstock.server.options import ServerOptions
+from penstock.server.serve import run
+from tests.server.fakes import FakeEngineClient
+sys.exit(run(FakeEngineClient(), ServerOptions(port=0, api_key_file=sys.argv[1])))
+"""
+
+
+def test_sighup_reads_the_file_again(file: Path) -> None:
+    """Guards against SIGHUP's default, which is to end the process, and against a bad file that does so."""
+    program = [sys.executable, "-c", PROGRAM, str(file)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            url = next(word for word in process.stdout.readline().split() if word.startswith("http"))
+            lines = iter(process.stderr.readline, "")
+            file.write_text("[alice]\nkey = 5\n")
+            os.kill(process.pid, signal.SIGHUP)
+            wrong = next(line for line in lines if "stay as they were" in line)
+            assert f"{file}: [alice] key: Expected `str`, got `int` (at line 2)" in wrong
+            assert get(f"{url}/status", headers=bearer(ALICE)).status_code == 200
+            file.write_text(FILE.replace(ALICE, ALICE[::-1]))
+            os.kill(process.pid, signal.SIGHUP)
+            assert next(line for line in lines if "API keys read" in line)
+            assert get(f"{url}/status", headers=bearer(ALICE)).status_code == 401
+            assert get(f"{url}/status", headers=bearer(ALICE[::-1])).status_code == 200
+        finally:
+            process.kill()
