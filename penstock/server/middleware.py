@@ -166,12 +166,12 @@ class KeyMiddleware:
         await error.response()(scope, receive, send)
 
     def _is_right(self, headers: list[str]) -> bool:
-        given = _sent_key(headers[0]) if len(headers) == 1 else b""
+        given = sent_key(headers[0]) if len(headers) == 1 else b""
         return hmac.compare_digest(given, self._key)
 
 
-def _sent_key(header: str) -> bytes:
-    """Return the key in an Authorization header, b"" where it has none."""
+def sent_key(header: str) -> bytes:
+    """Return the key in an Authorization header; b"" if it has none."""
     scheme, _, value = header.partition(" ")
     sent = value.strip().encode("latin-1", "replace")
     if scheme.lower() == "bearer":

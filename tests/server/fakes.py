@@ -109,8 +109,16 @@ class FakeEngineClient:
         stats = EngineStats(len(self.open), 0, 8, 7, 3, num_generated_tokens_total=self.num_tokens)
         return EngineStatus(self.state, 4321, 2, 0.01, self.making_progress, stats, len(self.open), 5)
 
+    def assign_seed(self) -> int:
+        return next(self._arrivals) + 1000
+
     async def generate(
-        self, prompt: Any, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        output_token_ids: Sequence[list[int]] = (),
     ) -> AsyncIterator[RequestOutput]:
         params = params or SamplingParams()
         request_id = request_id or f"request-{next(self._arrivals)}"
