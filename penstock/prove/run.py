@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from penstock import validation as check
 from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
+from penstock.prove.server_deaths import ServerDeaths
 
-PROOFS: tuple[Proof, ...] = (MemoryPlanProof(),)
+PROOFS: tuple[Proof, ...] = (ServerDeaths(), MemoryPlanProof())
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (name, goal) -> advance(number)
 
 
