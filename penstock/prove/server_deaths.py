@@ -257,8 +257,12 @@ def _some_request(trials: Trials) -> Request:
         )
     body = {**common, "max_tokens": num_tokens, "return_token_ids": True, "resumable": True, "n": draw.choice([1, 3])}
     extras: list[dict[str, Any]] = [
-        {}, {"frequency_penalty": 0.5, "presence_penalty": 0.3}, {"stop": ["the"]}, {"logprobs": 2}, {"ignore_eos": True},
-    ]  # fmt: skip
+        {},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.3},
+        {"stop": ["the"]},
+        {"logprobs": 2},
+        {"ignore_eos": True},
+    ]
     extra = draw.choice(extras)
     if draw.random() < 0.5:
         return Request("/v1/completions", {**body, **extra, "prompt": prompt})

@@ -117,7 +117,11 @@ class Journal:
         self._writer: asyncio.Task[None] | None = None
         try:
             self._file = _open_locked(self.path)
-            self.found = self._load()
+            try:
+                self.found = self._load()
+            except BaseException:
+                os.close(self._file)
+                raise
         except OSError as error:
             raise InvalidRequestError(f"journal: {self.path}: {error.strerror or error}", param="journal") from error
 

@@ -116,11 +116,9 @@ class KeptCalls:
             call.on_disk = True
             self.journal.append(partial(encode, begun))
             try:
-                await self.journal.synced()
-            except BaseException as error:  # the client may have left meanwhile
+                await self._synced()
+            except BaseException:  # the client may have left meanwhile
                 self.remove(call)
-                if isinstance(error, JournalError):
-                    raise unavailable(str(error)) from None
                 raise
         return call
 
@@ -194,6 +192,7 @@ class KeptCalls:
         if not call.ended:
             call.end(None, None if call.source is None else call.source.result(status="cancelled"))
             self._note_end(call)
+            await self._synced()
 
     async def _stop(self, call: KeptCall) -> None:
         if call.task is not None:
@@ -204,6 +203,15 @@ class KeptCalls:
         """Stop and forget a call."""
         self.remove(call)
         await self._stop(call)
+        await self._synced()
+
+    async def _synced(self) -> None:
+        """Wait until the disk has all that happened. Raise ApiError (503) if it does not take it."""
+        try:
+            if self.journal is not None:
+                await self.journal.synced()
+        except JournalError as error:
+            raise unavailable(str(error)) from None
 
     def remove(self, call: KeptCall) -> None:
         """Forget a call; if it runs, it is stopped."""
