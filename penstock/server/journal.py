@@ -176,12 +176,15 @@ class Journal:
         self._urgent.set()
         if self._writer is not None:
             await self._writer
+        self._answer(self._waiting, "the journal is closed")
         os.close(self._file)
 
     async def _write(self) -> None:
         while not self._closing or (self._pending and self.error is None):
             await self._work.wait()
-            if not self._waiting:
+            if self.error is not None:
+                await asyncio.sleep(RETRY_S)
+            elif not self._waiting:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._urgent.wait(), GROUP_S)
             self._work.clear()
@@ -203,18 +206,20 @@ class Journal:
             LOGGER.error("%s cannot be written: %s; requests that need it are refused", self.path, reason)
         self.error = f"the journal cannot be written: {reason}"
         self._rewrite_next = True
-        for future in waiting:
-            if not future.done():
-                future.set_exception(JournalError(self.error))
-        asyncio.get_running_loop().call_later(RETRY_S, self._work.set)
+        self._work.set()
+        self._answer(waiting, self.error)
 
     def _note_success(self, waiting: list["asyncio.Future[None]"]) -> None:
         if self.error is not None:
             LOGGER.warning("%s is written again", self.path)
         self.error, self._rewrite_next = None, False
+        self._answer(waiting, None)
+
+    @staticmethod
+    def _answer(waiting: list["asyncio.Future[None]"], error: str | None) -> None:
         for future in waiting:
             if not future.done():
-                future.set_result(None)
+                future.set_result(None) if error is None else future.set_exception(JournalError(error))
 
     # --- in a thread, one call at a time ---------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from penstock.interface.outputs import RequestOutput
 from penstock.server.api_errors import ApiError, from_exception, not_found, unavailable
 from penstock.server.journal import Journal, JournalError
 from penstock.server.kept_calls import KeptCall, Source
-from penstock.server.records import Begun, Deleted, Ended, Failure, Record, Tokens, decode, encode, failure_of
+from penstock.server.records import Begun, Deleted, Ended, Failure, Tokens, decode, encode, failure_of
 
 MAX_UNFINISHED = 4096  # kept calls that wait or run
 FIRST_READER_S = 5.0  # a call whose client left before it read anything ends so late at the latest
@@ -173,7 +173,7 @@ class KeptCalls:
         if not call.on_disk:
             self.journal.append(partial(encode, call.begun))
             call.on_disk = True
-        self.journal.append(partial(encode, call.end_record()))
+        self.journal.append(lambda: encode(call.end_record()))
 
     def keep_ended(self) -> None:
         """Count the time of the calls that a journal remembers as ended from now on."""
@@ -292,10 +292,11 @@ class KeptCalls:
         """Return the records of all that the journal has to hold, as functions that give their bytes."""
         self._unwritten.clear()
         on_disk = [call for call in self._calls.values() if call.on_disk]
-        return [partial(encode, record) for call in on_disk for record in _records(call)]
+        return [make_body for call in on_disk for make_body in _records(call)]
 
 
-def _records(call: KeptCall) -> list[Record]:
+def _records(call: KeptCall) -> list[Callable[[], bytes]]:
     if call.ended and not call.is_lost:
-        return [call.begun, call.end_record()]
-    return [call.begun, *(Tokens(call.begun.id, *key, 0, list(ids)) for key, ids in call.tokens.items())]
+        return [partial(encode, call.begun), lambda: encode(call.end_record())]
+    tokens = [Tokens(call.begun.id, *key, 0, list(ids)) for key, ids in call.tokens.items()]
+    return [partial(encode, record) for record in (call.begun, *tokens)]

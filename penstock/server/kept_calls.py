@@ -66,7 +66,7 @@ class KeptCall:
         self.on_disk = False
         self.num_readers = 0
         self._frames: list[Frame] = []
-        self._packed = b""  # the frames, once it has ended
+        self._packed = b""  # takes the place of the frames, once a journal has them
         self._num_frame_bytes = 0
         self._grown = asyncio.Event()
 
@@ -103,8 +103,6 @@ class KeptCall:
         """Note that nothing more comes."""
         self.failure, self.result = failure, result
         self.ended, self.ended_at = True, time.time()
-        self._packed = zlib.compress(_pack(self._frames), 1)
-        self._frames, self._num_frame_bytes = [], 0
         self._wake()
 
     def restore(self, ended: Ended) -> None:
@@ -118,12 +116,7 @@ class KeptCall:
         grown.set()
 
     def _all_frames(self) -> list[Frame]:
-        return _unpack(zlib.decompress(self._packed)) if self.ended else self._frames
-
-    @property
-    def has_begun(self) -> bool:
-        """Return whether there is a piece of the stream."""
-        return bool(self._frames or self._packed)
+        return _unpack(zlib.decompress(self._packed)) if self._packed else self._frames
 
     async def read(self, after: Sequence[int], keep_alive_s: float) -> AsyncGenerator[bytes | None, None]:
         """Yield the stream's events; None after each silent keep-alive interval.
@@ -165,7 +158,10 @@ class KeptCall:
         return f"id: {event_id(self.begun.id, position)}\n".encode() + frame
 
     def end_record(self) -> Ended:
-        """Return what a journal has to hold of its end."""
+        """Return what a journal has to hold of its end. For a thread: packing a long stream takes a while."""
+        if not self._packed:
+            self._packed = zlib.compress(_pack(self._frames), 1)
+            self._frames, self._num_frame_bytes = [], 0
         return Ended(self.begun.id, self.ended_at, self._packed, self.result, self.failure)
 
 
