@@ -3,6 +3,7 @@
 import contextlib
 import json
 import statistics
+import subprocess
 import tempfile
 import threading
 import time
@@ -15,11 +16,12 @@ import httpx
 
 from penstock.errors import EngineError
 from penstock.prove.proof import Trials
-from penstock.prove.servers import CLIENT_TIMEOUT_S, Server, serve, wait_until
+from penstock.prove.servers import CLIENT_TIMEOUT_S, Server, command_line, serve, wait_until
 
 STREAMS = 10  # that run at each kill
 MAX_KILLS_OF_A_STREAM = 3
 LATEST_KILL_S = 1.2  # after the streams have begun, or the server is back
+LATEST_KILL_AT_START_S = 3.0
 PATIENCE_S = 300.0
 RETRY_S = 0.05
 PROMPTS = ("Once upon a time", "The little robot", "A story about a ship:", "What is 3 + 4?")
@@ -202,17 +204,28 @@ class _Cycle:
             follower.start()
         for follower in followed[: self._trials.random.randrange(len(followed) + 1)]:
             follower.has_begun.wait(PATIENCE_S)
-        num_kills = self._trials.random.randint(1, MAX_KILLS_OF_A_STREAM)
-        for _ in range(num_kills):
+        num_kills = 0
+        port = int(url.rpartition(":")[2])
+        for _ in range(self._trials.random.randint(1, MAX_KILLS_OF_A_STREAM)):
             time.sleep(self._trials.random.uniform(0.0, LATEST_KILL_S))
             self._server.process.kill()
             self._server.process.wait()
-            port = int(url.rpartition(":")[2])
+            num_kills += 1 + self._kill_at_start(port)
             self._server = stack.enter_context(serve(self._trials.subject, self._journal, port=port))
         problems = [self._problem(follower) for follower in followed]
         problems += [self._background_problem(request, call_id) for request, call_id in in_background]
         self._report(num_kills, [problem for problem in problems if problem])
         return len(problems)
+
+    def _kill_at_start(self, port: int) -> int:
+        """Kill as many servers as chance will have it while they start. Returns how many."""
+        num_kills = self._trials.random.choice([0, 0, 1, 2])
+        for _ in range(num_kills):
+            command = command_line(self._trials.subject, self._journal, port=port)
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+                time.sleep(self._trials.random.uniform(0.0, LATEST_KILL_AT_START_S))
+                process.kill()
+        return num_kills
 
     def _report(self, num_kills: int, problems: list[str]) -> None:
         for problem in problems[:num_kills]:  # a kill counts as broken once
