@@ -98,7 +98,6 @@ class Journal:
             run in a thread.
 
     Attributes:
-        found: the bodies of the records that the file held when it was opened.
         error: why the file cannot be written at the moment; None while it can.
 
     Raises:
@@ -118,7 +117,7 @@ class Journal:
         try:
             self._file = _open_locked(self.path)
             try:
-                self.found = self._load()
+                self._found = self._load()
             except BaseException:
                 os.close(self._file)
                 raise
@@ -147,6 +146,11 @@ class Journal:
             os.fdatasync(self._file)
         self._size = self._rewritten_size = os.fstat(self._file).st_size
         return content.bodies
+
+    def take_found(self) -> list[bytes]:
+        """Return, once, the bodies of the records that the file held when it was opened."""
+        found, self._found = self._found, []
+        return found
 
     def append(self, make_body: Callable[[], bytes]) -> None:
         """Add a record; `make_body` is called in a thread, soon. `synced` waits until it is on the disk."""

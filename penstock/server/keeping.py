@@ -43,8 +43,9 @@ class KeptCalls:
         self._max_bytes = max_bytes
         self._unwritten: dict[tuple[str, int, int], int] = {}  # first token that is not on its way to the journal
         self.journal = None if journal is None else Journal(journal, self._snapshot)
-        for body in () if self.journal is None else self.journal.found:
+        for body in () if self.journal is None else self.journal.take_found():
             self._restore(body)
+        self._to_resume = self.unfinished
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -71,7 +72,7 @@ class KeptCalls:
             del self._calls[record.id]
         elif isinstance(record, Ended):
             call.restore(record)
-        else:
+        elif not call.ended:
             with contextlib.suppress(ValueError):  # a gap: what comes after it is computed again
                 call.note(record.prompt, record.choice, record.start, record.token_ids)
 
@@ -175,11 +176,13 @@ class KeptCalls:
             call.on_disk = True
         self.journal.append(lambda: encode(call.end_record()))
 
-    def keep_ended(self) -> None:
-        """Count the time of the calls that a journal remembers as ended from now on."""
+    def take_restored(self) -> list[KeptCall]:
+        """Return, once, the unfinished calls that the journal remembers. The time of the ended ones counts from now."""
+        restored, self._to_resume = self._to_resume, []
         for call in list(self._calls.values()):
             if call.ended and call.timer is None:
                 self._schedule_removal(call)
+        return [call for call in restored if not call.ended]
 
     def fail(self, call: KeptCall, error: ApiError, source: Source) -> None:
         """End a call that cannot be computed any more."""

@@ -76,9 +76,10 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
     param: str | None
     code: str | None
+    headers: dict[str, str] | None = None
 
     def as_error(self) -> ApiError:
-        return ApiError(self.status, self.message, param=self.param, code=self.code)
+        return ApiError(self.status, self.message, param=self.param, code=self.code, headers=self.headers)
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
@@ -109,4 +110,4 @@ decode: Any = msgspec.msgpack.Decoder(Record).decode
 
 
 def failure_of(error: ApiError) -> Failure:
-    return Failure(error.status, error.message, error.param, error.code)
+    return Failure(error.status, error.message, error.param, error.code, dict(error.headers or {}))

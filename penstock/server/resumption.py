@@ -127,10 +127,8 @@ def _known(call: KeptCall, prompt: int) -> list[list[int]] | None:
 def resume(context: ServerContext) -> None:
     """Go on with the calls that a journal remembers as unfinished; called when the engine is ready."""
     info = context.known_info()
-    context.kept.keep_ended()
-    for call in context.kept.unfinished:
-        if call.task is None:
-            _resume_one(context, call, info)
+    for call in context.kept.take_restored():
+        _resume_one(context, call, info)
 
 
 def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo) -> None:

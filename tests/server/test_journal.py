@@ -25,7 +25,8 @@ class Log:
         self.wanted: list[bytes] = []
         self.keep = keep
         self.journal = Journal(str(path), lambda: [partial(bytes, body) for body in self.wanted])
-        self.wanted += self.journal.found
+        self.found = self.journal.take_found()
+        self.wanted += self.found
 
     def append(self, body: bytes) -> None:
         self.wanted = [*self.wanted, body][-self.keep :]
@@ -50,7 +51,7 @@ def written(path, bodies, keep=10**9):
 def found(path):
     log = Log(path)
     os.close(log.journal._file)
-    return log.journal.found
+    return log.found
 
 
 @settings(max_examples=50, deadline=None)

@@ -192,8 +192,9 @@ def test_failures(client: openai.OpenAI, server: RunningServer, failure: Excepti
 def test_a_full_queue(client: openai.OpenAI, server: RunningServer) -> None:
     """Guards against a background response that fails because it came at a bad moment; in the foreground it is 429."""
     server.client.behaviour = Behaviour(failure=EngineOverloadedError("full", retry_after_s=0.02))
-    with pytest.raises(openai.RateLimitError):
+    with pytest.raises(openai.RateLimitError) as caught:
         client.responses.create(**WHOLE)
+    assert caught.value.response.headers["retry-after"] == "1"
     begun = client.responses.create(**WHOLE, background=True)
     wait_until(lambda: sum(begun.id in request_id for _, _, request_id in server.client.seen) > 2)
     assert client.responses.retrieve(begun.id).status == "queued"
