@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "generate text from prompts",
     "chat": "talk to a model in the terminal",
     "serve": "serve a model over the OpenAI API",
+    "run-batch": "answer a file of OpenAI's batch requests",
     "bench": "measure throughput and latency",
     "convert": "write a checkpoint in another form: packed, merged, separate",
     "check": "compare a model with Transformers, layer by layer",
@@ -57,7 +58,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     for name, help_text in COMMANDS.items():
         command = commands.add_parser(name, help=help_text, formatter_class=raw)
         if name == chosen:
-            module = importlib.import_module(f"penstock.cli.{name}")
+            module = importlib.import_module(f"penstock.cli.{name.replace('-', '_')}")
             command.description, command.epilog = module.DESCRIPTION, module.EXAMPLES
             command.set_defaults(run=module.run)
             module.configure(command)

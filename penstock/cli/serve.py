@@ -33,6 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allowed-host", action="append", metavar="NAME", help=help_text)
     help_text = "web origin, like https://app.example, whose pages may call the API (repeatable)"
     group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=help_text)
+    help_text = "file that remembers background responses and resumable streams, so that they survive a kill"
+    group.add_argument("--journal", metavar="FILE", help=help_text)
     help_text = "seconds that open requests get after SIGTERM (default: 30)"
     group.add_argument("--drain-timeout", type=float, default=UNSET, metavar="S", help=help_text)
     _add_load_options(parser)
@@ -64,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         served_model_names=tuple(args.served_model_name) if args.served_model_name else None,
         allowed_hosts=None if args.allowed_host is None else tuple(args.allowed_host),
         allowed_origins=tuple(args.allowed_origin),
+        journal=args.journal,
         started_at=started_at,
         api_key_file=args.api_key_file,
         **times,

@@ -41,7 +41,6 @@ class Choice:
         self._logprobs: list[LogprobsAt] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
         self._num_sent = 0  # tokens returned in DELTA mode
-        self.add_tokens(EngineOutput(request.request_id, 0, request.output_token_ids))
 
     def add_tokens(self, output: EngineOutput, start: int = 0) -> None:
         """Take the output's tokens from index `start` on, up to the one that completes a stop string."""

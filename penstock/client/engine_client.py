@@ -4,7 +4,7 @@ Text lives on this side: prompts are tokenised, ids become text and stop strings
 lost with an engine that dies.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -65,6 +65,9 @@ class EngineClient(Protocol):
     def check_admission(self, flow: str | None = None) -> None:
         """Raise what `generate` would raise for any request of the flow: EngineDeadError or EngineOverloadedError."""
 
+    def assign_seed(self) -> int:
+        """Return the seed that a request without one would get now. Raises what model_info raises."""
+
     def generate(
         self,
         prompt: Prompt,
@@ -72,12 +75,17 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         *,
         flow: str | None = None,
+        output_token_ids: Sequence[list[int]] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the request's outputs as SamplingParams.output_kind says; leaving the loop aborts the request.
 
-        `flow` names what the engine is fair to: all requests of one flow share its turns. None: this request.
+        The request is validated and sent at the first `anext`. Each `anext` may come from another task. A delta has at
+        most one token of each choice.
 
-        The request is validated and sent at the first `anext`. Each `anext` may come from another task.
+        Args:
+            flow: names what the engine is fair to: all requests of one flow share its turns. None: this request.
+            output_token_ids: tokens that an earlier computation of the request gave, one list per choice. They come
+                first, and the engine continues after them, with the seed of `params`.
 
         Raises (inside the iteration):
             InvalidRequestError: the prompt or a parameter is wrong.

@@ -7,8 +7,8 @@ a while.
 """
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -86,6 +86,10 @@ class InputProcessor:
         return PreparedRequest(
             request_id, text, ids, params, _choices(unique, ids, params, unique if flow is None else flow)
         )
+
+    def assign_seed(self) -> int:
+        """Return the seed that a request without one would get now."""
+        return assigned_seed(self._seed, next(self._arrivals))
 
     # --- the prompt ------------------------------------------------------------------------------------------------
 
@@ -167,6 +171,27 @@ def _choices(prefix: str, ids: list[int], params: SamplingParams, flow: str) -> 
         EngineRequest(f"{prefix}-{choice}", ids, later if choice else first, choice, flow=flow)
         for choice in range(params.n)
     )
+
+
+def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) -> PreparedRequest:
+    """Return the request with the tokens that its choices have got before, one list per choice; none: as it is.
+
+    Raises:
+        InvalidRequestError: the lists do not fit the choices, or log-probabilities are requested: they are not kept.
+    """
+    if not output_token_ids:
+        return prepared
+    params = prepared.params
+    num_tokens = [len(ids) for ids in output_token_ids]
+    if len(num_tokens) != params.n or max(num_tokens) >= (params.max_tokens or 0):
+        allowed = f"one list per choice, each shorter than max_tokens = {params.max_tokens}"
+        raise InvalidRequestError(f"output_token_ids: must be {allowed}", param="output_token_ids")
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        message = "output_token_ids: not with log-probabilities; compute the request from its beginning"
+        raise InvalidRequestError(message, param="output_token_ids")
+    pairs = zip(prepared.engine_requests, output_token_ids, strict=True)
+    continued = tuple(replace(request, output_token_ids=list(ids)) for request, ids in pairs)
+    return replace(prepared, engine_requests=continued)
 
 
 def assigned_seed(engine_seed: int, arrival: int) -> int:

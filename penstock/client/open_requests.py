@@ -83,6 +83,7 @@ class OpenRequests:
             raise InvalidRequestError(f"request_id: {prepared.request_id!r} is in use", param="request_id")
         request = self._requests[prepared.request_id] = OpenRequest(prepared, self._tokenizer)
         self._running |= {choice.request.request_id: (request, choice) for choice in request.choices}
+        request.take_what_it_came_with()
         return request
 
     def owner(self, engine_request_id: str) -> "OpenRequest | None":
@@ -130,6 +131,23 @@ class OpenRequests:
         return self.cancel(request)
 
 
+def token_by_token(outputs: Iterable[EngineOutput]) -> Iterator[EngineOutput]:
+    """Yield the same outputs with at most one token each, so that the pieces of a stream depend on its tokens alone."""
+    for output in outputs:
+        count = len(output.new_token_ids)
+        if count <= 1:
+            yield output
+            continue
+        for k, token_id in enumerate(output.new_token_ids):
+            part = replace(output, start_index=output.start_index + k, new_token_ids=[token_id])
+            part.logprobs = None if output.logprobs is None else output.logprobs[k : k + 1]
+            if k > 0:
+                part.prompt_logprobs = None
+            if k < count - 1:
+                part.finish_reason = part.stop_reason = part.error = None
+            yield part
+
+
 class OpenRequest:
     """A user's request: its choices, what they share, and the mailbox of its reader.
 
@@ -147,6 +165,16 @@ class OpenRequest:
         self._num_cached_tokens: int | None = None
         self._prompt_logprobs: list[LogprobsAt | None] = [None]  # the first token has none
         self._prompt_logprobs_sent = prepared.params.prompt_logprobs is None
+
+    def take_what_it_came_with(self) -> None:
+        """Add the tokens of an earlier computation, one by one, so that a stream shows them as it did then."""
+        for choice in self.choices:
+            for position, token_id in enumerate(choice.request.output_token_ids):
+                choice.add_tokens(EngineOutput(choice.request.request_id, position, [token_id]))
+                if self.prepared.params.output_kind is RequestOutputKind.DELTA:
+                    output = self.make_output()
+                    if output is not None:
+                        self.mailbox.put(output)
 
     def add(self, choice: Choice, output: EngineOutput) -> None:
         """Take an engine output. What was received before is skipped; a gap ends the choice with an error."""

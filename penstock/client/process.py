@@ -14,8 +14,8 @@ from typing import Any
 from penstock.client import frames
 from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
-from penstock.client.input_processor import InputProcessor, PreparedRequest
-from penstock.client.open_requests import OpenRequest, OpenRequests
+from penstock.client.input_processor import InputProcessor, PreparedRequest, resumed
+from penstock.client.open_requests import OpenRequest, OpenRequests, token_by_token
 from penstock.client.recovery import DEATHS_BEFORE_TRIAL, Recovery
 from penstock.client.supervisor import EngineSupervisor
 from penstock.errors import (
@@ -132,6 +132,7 @@ class ProcessClient:
         request_id: str | None = None,
         *,
         flow: str | None = None,
+        output_token_ids: Sequence[list[int]] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request's outputs. See EngineClient.generate for what it raises.
 
@@ -140,7 +141,7 @@ class ProcessClient:
         """
         await self.start()
         self.check_admission(flow)
-        prepared = await self._prepare(prompt, params, request_id, flow)
+        prepared = resumed(await self._prepare(prompt, params, request_id, flow), output_token_ids)
         self._check_serving()  # the engine may have failed while the prompt was tokenised
         patience_s = self._admission.admit(prepared)
         request = self._requests.open(prepared)
@@ -165,12 +166,11 @@ class ProcessClient:
     async def _prepare(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, flow: str | None
     ) -> PreparedRequest:
-        if self._inputs is None:
-            self._inputs = InputProcessor(self._tokenizer, self.model_info, seed=self._seed)
+        inputs = self._input_processor()
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > SLOW_PROMPT_CHARS:
-            return await asyncio.to_thread(self._inputs.process, prompt, params, request_id, flow)
-        return self._inputs.process(prompt, params, request_id, flow)
+            return await asyncio.to_thread(inputs.process, prompt, params, request_id, flow)
+        return inputs.process(prompt, params, request_id, flow)
 
     async def _first(self, request: OpenRequest, patience_s: float) -> RequestOutput:
         """Return a request's first output; refuse it if that takes longer, unless an engine has died meanwhile."""
@@ -183,6 +183,14 @@ class ProcessClient:
                 message = f"no token came within the {patience_s:g} s that a request may wait; try again later"
                 raise EngineOverloadedError(message) from None
         return await request.mailbox.get()
+
+    def _input_processor(self) -> InputProcessor:
+        if self._inputs is None:
+            self._inputs = InputProcessor(self._tokenizer, self.model_info, seed=self._seed)
+        return self._inputs
+
+    def assign_seed(self) -> int:
+        return self._input_processor().assign_seed()
 
     async def drain(self, timeout_s: float) -> None:
         self._draining = True
@@ -234,18 +242,25 @@ class ProcessClient:
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         for request, its_outputs in self._requests.by_request(outputs).items():
             try:
-                output, abort_ids = self._requests.take(request, its_outputs)
+                self._take(request, its_outputs)
             except NOT_OURS:
                 raise
             except BaseException as error:  # a panic in the tokenizer's library is not an Exception
                 LOGGER.exception("request %s: its output could not be turned into text", request.prepared.request_id)
                 self._end(request, RequestFailedError(f"its output could not be turned into text: {error!r}"))
-                continue
+        self._recovery.received([o.request_id for o in outputs if o.new_token_ids or o.finish_reason is not None])
+
+    def _take(self, request: OpenRequest, outputs: Sequence[EngineOutput]) -> None:
+        """Hand a request's outputs of a step to its reader; a step of several tokens gives several outputs."""
+        steps = [outputs]
+        if any(len(output.new_token_ids) > 1 for output in outputs):
+            steps = [[output] for output in token_by_token(outputs)]
+        for step in steps:
+            output, abort_ids = self._requests.take(request, step)
             self._recovery.abort(abort_ids)
             if output is not None:
                 request.mailbox.put(output)
                 self._recovery.pause_if_unread(request)
-        self._recovery.received([o.request_id for o in outputs if o.new_token_ids or o.finish_reason is not None])
 
     def _end(self, request: OpenRequest, error: PenstockError) -> None:
         """End a request with this error, unless it has ended."""

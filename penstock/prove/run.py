@@ -9,9 +9,11 @@ from penstock.prove.hostile import GeneratedInput, HostileRequests
 from penstock.prove.long_run import LongRun
 from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
+from penstock.prove.server_deaths import ServerDeaths
 from penstock.prove.shutdown import Drains
 
 PROOFS: tuple[Proof, ...] = (
+    ServerDeaths(),
     Drains(),
     HostileRequests(),
     GeneratedInput(),

@@ -5,6 +5,7 @@ scheduler, blocks, stop strings, answers. A request costs a millisecond, so that
 """
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
@@ -104,6 +105,7 @@ class ScriptedClient:
         )
         self._client = InProcessClient(self.engine, self.model_info, tokenizer)
         self._mailboxes: dict[str, Mailbox] = {}
+        self._seeds = itertools.count()
         self._pump: asyncio.Task[None] | None = None
 
     async def attach(self) -> None:
@@ -113,9 +115,23 @@ class ScriptedClient:
         stats, running = self.engine.stats(), len(self._mailboxes)
         return EngineStatus(EngineState.READY, os.getpid(), 0, 0.0, True, stats, journal_requests=running)
 
+    def check_admission(self, flow: str | None = None) -> None:
+        """Admit everything: the proofs that use this are not about overload."""
+
+    def assign_seed(self) -> int:
+        return next(self._seeds)
+
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        flow: str | None = None,
+        output_token_ids: Sequence[list[int]] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
+        if any(output_token_ids):
+            raise NotImplementedError("no engine dies here, so nothing is resumed")
         params = params or SamplingParams()
         request_id = self._client.add_request(request_id, prompt, params)
         mailbox = self._mailboxes[request_id] = Mailbox(params.output_kind)

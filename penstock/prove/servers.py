@@ -49,6 +49,12 @@ class Server:
         return pid
 
 
+def command_line(subject: Subject, *flags: str, port: int = 0) -> list[str]:
+    """Return the words that start `penstock serve`."""
+    options = (f"--{name.replace('_', '-')}={value}" for name, value in subject.options.items())
+    return [sys.executable, "-m", "penstock", "serve", subject.model, f"--port={port}", *options, *flags]
+
+
 @contextmanager
 def serve(subject: Subject, *flags: str, port: int = 0) -> Iterator[Server]:
     """Run `penstock serve` on loopback; yield it when it is ready, and kill it at the end if it still runs.
@@ -60,8 +66,7 @@ def serve(subject: Subject, *flags: str, port: int = 0) -> Iterator[Server]:
     Raises:
         EngineError: it did not start.
     """
-    options = (f"--{name.replace('_', '-')}={value}" for name, value in subject.options.items())
-    command = [sys.executable, "-m", "penstock", "serve", subject.model, f"--port={port}", *options, *flags]
+    command = command_line(subject, *flags, port=port)
     with (
         tempfile.TemporaryFile("w+") as stderr,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,

@@ -23,16 +23,21 @@ from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.authentication import KeyMiddleware
-from penstock.server.completions import create_chat_completion, create_completion
+from penstock.server.completions import create_chat_completion, create_completion, source_of
 from penstock.server.context import Metrics, ServerContext, context_of, json_response, read_body
 from penstock.server.inputs import decode, tokenize
+from penstock.server.keeping import KeptCalls
 from penstock.server.keys import KeyRing
 from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, SiteMiddleware
 from penstock.server.openai_requests import DetokenizeRequest, TokenizeRequest
 from penstock.server.options import ServerOptions
+from penstock.server.responses import cancel_response, create_response, delete_response, retrieve_response
+from penstock.server.responses_events import ResponseSource
+from penstock.server.resumption import continue_chat_completion, continue_completion
 from penstock.server.unsupported import UNSUPPORTED_ROUTES
 from penstock.tokenizer.tokenizer import MAX_CHARS_PER_TOKEN
 
+SOURCES = {"completions": source_of, "chat": source_of, "responses": ResponseSource}
 PAGE = Path(__file__).parent / "static" / "index.html"
 # The page loads nothing but itself and this server's answers; no other page may frame it.
 PAGE_POLICY = (
@@ -44,7 +49,10 @@ PAGE_POLICY = (
 def create_app(client: EngineClient, options: ServerOptions | None = None) -> Starlette:
     """Return the application over an engine client; it neither starts nor ends the engine.
 
-    `app.state.context.draining = True` makes it refuse new requests.
+    `app.state.context.draining = True` makes it refuse new requests. With a journal, `app.state.context.kept` has to be
+    started and closed.
+
+    Raises InvalidRequestError where the journal cannot be used.
     """
     options = options or ServerOptions()
     metrics, keys = Metrics(client), KeyRing(options.api_key, options.api_key_file)
@@ -54,7 +62,8 @@ def create_app(client: EngineClient, options: ServerOptions | None = None) -> St
         exception_handlers={HTTPException: handle, ApiError: handle, PenstockError: handle},
     )
     app.router.redirect_slashes = False
-    app.state.context = ServerContext(client, options, metrics, keys)
+    kept = KeptCalls(options.journal, max_bytes=options.max_kept_bytes)
+    app.state.context = ServerContext(client, options, metrics, keys, kept=kept, sources=SOURCES)
     return app
 
 
@@ -63,6 +72,12 @@ def _routes() -> list[Route]:
         Route("/", page),
         Route("/v1/completions", create_completion, methods=["POST"]),
         Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+        Route("/v1/completions/{id}", continue_completion),
+        Route("/v1/chat/completions/{id}", continue_chat_completion),
+        Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/responses/{id}", retrieve_response),
+        Route("/v1/responses/{id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
         Route("/v1/models", list_models),
         Route("/v1/models/{model:path}", retrieve_model),
         Route("/tokenize", create_tokens, methods=["POST"]),
@@ -82,7 +97,10 @@ def _middleware(options: ServerOptions, metrics: Metrics, keys: KeyRing) -> list
     """Return the layers from the outside in. CORS comes before the key: a browser's preflight carries none."""
     layers = [Middleware(BoundaryMiddleware, options=options, metrics=metrics)]
     if options.allowed_origins:
-        methods, headers = ["GET", "POST"], ["Authorization", "Content-Type", "X-Request-Id"]
+        methods, headers = (
+            ["GET", "POST", "DELETE"],
+            ["Authorization", "Content-Type", "Last-Event-ID", "X-Request-Id"],
+        )
         origins = options.allowed_origins
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
         layers.append(cors)
@@ -150,7 +168,7 @@ async def status(request: Request) -> Response:
             "peak_bytes": now.peak_memory_bytes,
             "planned": now.planned_memory,
         },
-        "journal": {"requests": now.journal_requests, "tokens": now.journal_tokens},
+        "journal": {"requests": now.journal_requests, "tokens": now.journal_tokens, "file": context.kept.status()},
         "prompt_tokens_total": stats.num_prompt_tokens_total,
         "cached_tokens_total": stats.num_cached_tokens_total,
         "generated_tokens_total": stats.num_generated_tokens_total,

@@ -33,7 +33,7 @@ class KeyMiddleware:
         if scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
         sent = Headers(scope=scope).getlist("authorization")
-        account = self._keys.find(_sent_key(sent[0]) if len(sent) == 1 else b"")
+        account = self._keys.find(sent_key(sent[0]) if len(sent) == 1 else b"")
         if account is None:
             return await _wrong_key(scope["path"]).response()(scope, receive, send)
         log: RequestLog = scope["state"]["log"]
@@ -67,7 +67,7 @@ def _wrong_key(path: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
 
 
-def _sent_key(header: str) -> bytes:
+def sent_key(header: str) -> bytes:
     """Return the key in an Authorization header, b"" where it has none."""
     scheme, _, value = header.partition(" ")
     sent = value.strip().encode("latin-1", "replace")

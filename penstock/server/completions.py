@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,47 +19,69 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.server import openai_responses as shapes
 from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
 from penstock.server.generation import EventStream, Generation, until_disconnect
-from penstock.server.inputs import EncodedPrompt, chat_params, chat_prompts, completion_params, completion_prompts
+from penstock.server.inputs import chat_params, chat_prompts, completion_params, completion_prompts
+from penstock.server.kept_calls import KeptCall, Source
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
+from penstock.server.records import EncodedPrompt
+from penstock.server.resumption import ChunkSource, continued, keep, stream_of
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
 
 async def create_completion(request: Request) -> Response:
-    return await _answer(request, CompletionRequest, completion_params, completion_prompts, CompletionShape)
+    return await _answer(request, "completions", CompletionRequest, completion_params, completion_prompts)
 
 
 async def create_chat_completion(request: Request) -> Response:
-    return await _answer(request, ChatRequest, chat_params, chat_prompts, ChatShape)
+    return await _answer(request, "chat", ChatRequest, chat_params, chat_prompts)
 
 
 async def _answer(
     request: Request,
-    kind: type[Body],
+    kind: str,
+    body_type: type[Body],
     params_of: Callable[[Body, ModelInfo], SamplingParams],
     prompts_of: Callable[[ServerContext, Body, ModelInfo], Awaitable[list[EncodedPrompt]]],
-    shape: "type[Shape[Body]]",
 ) -> Response:
     """Validate the request, run it and send the answer, whole or as a stream."""
     context, log = context_of(request), log_of(request)
-    body = await read_body(request, kind)
+    body = await read_body(request, body_type)
     body.check()
     info = context.info()
-    context.client.check_admission(log.flow)  # before anything is spent on the prompt
     envelope = {"model": context.check_model(body.model), "system_fingerprint": info.system_fingerprint}
+    if (rest := continued(request, kind, body)) is not None:
+        return rest
+    context.client.check_admission(log.flow)  # before anything is spent on the prompt
     params = params_of(body, info)
     prompts = await prompts_of(context, body, info)
     account = account_of(request)
     if account is not None:
         params = account.limited(params, len(prompts))
-    generation = Generation(context, f"{shape.id_prefix}-{uuid4().hex}", prompts, params, log)
+    answer_id = f"{SHAPES[kind].id_prefix}-{uuid4().hex}"
+    if body.resumable:
+        grace_s = context.options.resume_grace_s
+        call = await keep(request, answer_id, kind, body, params, prompts, grace_s=grace_s, keep_s=grace_s)
+        return stream_of(context, call, [])
+    generation = Generation(context, answer_id, prompts, params, log)
+    shape = _shape(kind, body, generation, {"created": int(time.time()), **envelope})
+    if body.stream:
+        return EventStream(shape.chunks(), stall_timeout_s=context.options.stall_timeout_s)
+    return json_response(await until_disconnect(request.receive, shape.whole()))
+
+
+def source_of(context: ServerContext, call: KeptCall, generation: Generation) -> Source:
+    """Return what computes the stream of a kept call."""
+    begun = call.begun
+    body = msgspec.json.decode(begun.body, type=CompletionRequest if begun.kind == "completions" else ChatRequest)
+    envelope = {"created": begun.created, "model": begun.model, "system_fingerprint": begun.fingerprint}
+    return ChunkSource(_shape(begun.kind, body, generation, envelope))
+
+
+def _shape(kind: str, body: Any, generation: Generation, envelope: dict[str, Any]) -> "Shape[Any]":
     names = None
     if body.logprobs is not None or body.prompt_logprobs is not None:
-        names = shapes.TokenNames(context.tokenizer(), as_ids=bool(body.return_tokens_as_token_ids))
-    shaped = shape(body, generation, names, {"id": generation.id, "created": int(time.time()), **envelope})
-    if body.stream:
-        return EventStream(shaped.chunks(), stall_timeout_s=context.options.stall_timeout_s)
-    return json_response(await until_disconnect(request.receive, shaped.whole()))
+        names = shapes.TokenNames(generation.context.tokenizer(), as_ids=bool(body.return_tokens_as_token_ids))
+    return SHAPES[kind](body, generation, names, {"id": generation.id, **envelope})
 
 
 @dataclass(slots=True)
@@ -241,3 +264,6 @@ class CompletionShape(Shape[CompletionRequest]):
         places = output.prompt_logprobs or self._prompt_logprobs.get(prompt_index, [])
         prompt_lists = writer.write(ids, shapes.cut(ids, places, self.body.logprobs))
         return shapes.joined(prompt_lists, writer.write(choice.token_ids, choice.logprobs or []))
+
+
+SHAPES: dict[str, type[Shape[Any]]] = {"completions": CompletionShape, "chat": ChatShape}

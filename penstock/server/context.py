@@ -6,7 +6,7 @@ one registry of metrics: two servers in one process do not share counts.
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import ModelInfo
 from penstock.server.api_errors import ApiError, not_found, unavailable
+from penstock.server.keeping import KeptCalls
+from penstock.server.kept_calls import Source
 from penstock.server.keys import Account, KeyRing
 from penstock.server.openai_requests import Body, label_text, parse, to_request
 from penstock.server.options import ServerOptions
@@ -49,9 +51,18 @@ COUNTERS = (
 )
 
 
+SourceOf = Callable[..., Source]
+
+
 @dataclass(slots=True)
 class ServerContext:
-    """The state of one app. `draining` is set once, when the server stops accepting requests."""
+    """The state of one app.
+
+    Attributes:
+        draining: set once, when the server stops accepting requests.
+        kept: the calls that outlive their connection.
+        sources: per kind of kept call, what makes its stream of the context, the call and its generation.
+    """
 
     client: EngineClient
     options: ServerOptions
@@ -59,6 +70,8 @@ class ServerContext:
     keys: KeyRing
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    kept: KeptCalls = field(default_factory=KeptCalls)
+    sources: Mapping[str, SourceOf] = field(default_factory=dict)
     tokenizing: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:

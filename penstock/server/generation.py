@@ -16,16 +16,16 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.errors import PenstockError, RequestFailedError
+from penstock.errors import EngineOverloadedError, PenstockError, RequestFailedError
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, unavailable
 from penstock.server.context import RequestLog, ServerContext
-from penstock.server.inputs import EncodedPrompt
 from penstock.server.openai_responses import PromptTokensDetails, Seed, Usage
+from penstock.server.records import EncodedPrompt
 
 Indexed = tuple[int, RequestOutput]  # a prompt's index, and an output of it
-Events = AsyncGenerator[msgspec.Struct | None, None]  # None: nothing came for the keep-alive interval
+Events = AsyncGenerator[msgspec.Struct | bytes | None, None]  # bytes: as sent; None: silent for the keep-alive interval
 T = TypeVar("T")
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -41,6 +41,8 @@ class Generation:
 
     Attributes:
         id: the answer's id; never the caller's X-Request-Id.
+        on_output: called with each output of a prompt.
+        is_patient: where the queue is full, it waits and tries again.
     """
 
     context: ServerContext
@@ -48,6 +50,8 @@ class Generation:
     prompts: Sequence[EncodedPrompt]
     params: SamplingParams
     log: RequestLog
+    on_output: Callable[[int, RequestOutput], None] | None = None
+    is_patient: bool = False
     _latest: list[RequestOutput | None] = field(init=False)  # per prompt
     _last_token_at: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -63,6 +67,8 @@ class Generation:
                 self._check_deadline()
                 if item is not None:
                     self._note(*item)
+                    if self.on_output is not None:
+                        self.on_output(*item)
                 yield item
         self.context.metrics.request.observe(self.log.age_s())
 
@@ -103,9 +109,24 @@ class Generation:
         seeds = [None if output is None else output.seed for output in self._latest]
         return seeds[0] if len(seeds) == 1 else seeds
 
-    def _generate(self, index: int) -> AsyncIterator[RequestOutput]:
-        prompt = {"prompt_token_ids": self.prompts[index].token_ids}
-        return self.context.client.generate(prompt, self.params, f"{self.id}-{index}", flow=self.log.flow or self.id)
+    async def _generate(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        prompt = self.prompts[index]
+        params = self.params if prompt.seed is None else self.params.settled(seed=prompt.seed)
+        given = {"prompt_token_ids": prompt.token_ids}
+        before, flow = prompt.output_token_ids or (), self.log.flow or self.id
+        while True:
+            outputs = self.context.client.generate(
+                given, params, f"{self.id}-{index}", flow=flow, output_token_ids=before
+            )
+            try:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        yield output
+                return
+            except EngineOverloadedError as error:  # comes before the first output
+                if not self.is_patient:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
 
     def _note(self, index: int, output: RequestOutput) -> None:
         _raise_failure(output)
@@ -208,10 +229,11 @@ class EventStream(Response):
     After the keep-alive interval the status is 200, and a later failure is sent as `data: {"error": ...}`.
     """
 
-    def __init__(self, events: Events, *, stall_timeout_s: float) -> None:
+    def __init__(self, events: Events, *, stall_timeout_s: float, done: bytes = DONE) -> None:
         super().__init__()
         self._events = events
         self._stall_timeout_s = stall_timeout_s
+        self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await until_disconnect(receive, self._run(send))
@@ -223,12 +245,14 @@ class EventStream(Response):
             encode = msgspec.json.Encoder().encode
             try:
                 while event is not _END:
-                    await self._send(send, KEEP_ALIVE if event is None else sse_data(encode(event)))
+                    if not isinstance(event, bytes):
+                        event = KEEP_ALIVE if event is None else sse_data(encode(event))
+                    await self._send(send, event)
                     event = await anext(events, _END)
             except (PenstockError, ApiError) as exc:
                 await self._send(send, sse_data(from_exception(exc).body))
             else:
-                await self._send(send, DONE)
+                await self._send(send, self._done)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, body: bytes) -> None:

@@ -24,6 +24,7 @@ from penstock.server.openai_requests import (
     Message,
     TokenizeRequest,
 )
+from penstock.server.records import EncodedPrompt
 from penstock.server.unsupported import MAX_MESSAGES
 from penstock.tokenizer.chat_template import text_of_content
 from penstock.tokenizer.conversation import RenderedChat, render_chat
@@ -33,14 +34,6 @@ T = TypeVar("T")
 LONG_TEXT = 4096  # characters or ids above which tokenising leaves the event loop's thread
 # Body fields that are fields of SamplingParams under the same name.
 COPIED = tuple({field.name for field in dataclasses.fields(SamplingParams)} & {*GenerationRequest.__struct_fields__})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """A prompt as the engine takes it; the text only where the answer may repeat it."""
-
-    token_ids: list[int]
-    text: str | None = None
 
 
 # --- tokenising ------------------------------------------------------------------------------------------------------

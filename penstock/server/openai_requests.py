@@ -61,6 +61,7 @@ class GenerationRequest(Strict, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    resumable: bool | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -72,6 +73,8 @@ class GenerationRequest(Strict, kw_only=True, frozen=True):
         """Raise InvalidRequestError for parameters that contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
+        if self.resumable and not self.stream:
+            raise InvalidRequestError("resumable: only allowed with stream: true", param="resumable")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs: not available with stream: true", param="prompt_logprobs")
 

@@ -37,6 +37,11 @@ class ServerOptions:
             listens on loopback and has no key, because then a web page could reach it under a name of its own.
         allowed_origins: web origins whose pages may call the API; none by default.
         access_log: write one line per request to the logger `penstock.access`.
+        journal: a file that remembers responses in the background and streams to be continued, so that they survive
+            a kill of the server.
+        max_kept_bytes: of memory for stored responses and streams to be continued; the oldest ended ones make room.
+        resume_grace_s: how long a stream to be continued waits for its client, and is kept after its end.
+        response_retention_s: how long a stored response may be fetched.
         started_at: time.monotonic() when the process began, for the "ready in" of the start-up line.
     """
 
@@ -57,6 +62,10 @@ class ServerOptions:
     allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     access_log: bool = True
+    journal: str | None = None
+    max_kept_bytes: int = 256 * MIB
+    resume_grace_s: float = 60.0
+    response_retention_s: float = 86400.0
     started_at: float | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +76,10 @@ class ServerOptions:
         check.check_int("max_inflight_body_bytes", self.max_inflight_body_bytes, 0, 2**50)
         check.check_int("max_choices", self.max_choices, 1, 65536)
         check.check_int("max_parallel_tokenizations", self.max_parallel_tokenizations, 1, 256)
+        check.check_str("journal", self.journal, optional=True)
+        check.check_int("max_kept_bytes", self.max_kept_bytes, 0, 2**50)
+        for name in ("resume_grace_s", "response_retention_s"):
+            check.check_float(name, getattr(self, name), 0.0, 1e9, low_open=True)
         for name in ("receive_timeout_s", "keep_alive_s", "stall_timeout_s"):
             check.check_float(name, getattr(self, name), 0.0, 86400.0, low_open=True)
         if self.request_timeout_s is not None:

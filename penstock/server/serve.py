@@ -27,6 +27,7 @@ from penstock.server import systemd
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.server.protocol import GuardedProtocol
+from penstock.server.resumption import resume
 
 EXIT_OK = 0
 EXIT_CANNOT_LISTEN = 1
@@ -71,7 +72,12 @@ async def run_server(client: EngineClient, options: ServerOptions) -> int:
         await client.shutdown()
         return EXIT_CANNOT_LISTEN
     with sock:
-        return await Serving(client, options, sock, started_at).run()
+        try:
+            serving = Serving(client, options, sock, started_at)
+        except PenstockError:  # the journal cannot be used
+            await client.shutdown()
+            raise
+        return await serving.run()
 
 
 def run(client: EngineClient, options: ServerOptions) -> int:
@@ -120,6 +126,8 @@ class Serving:
         _log_to_stderr()
         with self._signals():
             await self._client.attach()
+            kept = self._app.state.context.kept
+            kept.start()
             watcher = asyncio.create_task(self._watch_engine())
             stopper = asyncio.create_task(self._stop_on_request())
             try:
@@ -128,6 +136,7 @@ class Serving:
                 watcher.cancel()
                 stopper.cancel()
                 await asyncio.gather(watcher, stopper, return_exceptions=True)
+                await kept.close()
                 await self._client.shutdown()
         if isinstance(self._failure, InvalidRequestError | ModelLoadError):
             raise self._failure
@@ -195,6 +204,7 @@ class Serving:
                 self._server.should_exit = True
                 return
             if state is EngineState.READY and not announced:
+                resume(self._app.state.context)
                 self._announce()
                 announced = True
             if watchdog_s is not None and time.monotonic() - told_at >= watchdog_s / 2:
@@ -226,6 +236,7 @@ class Serving:
         await self._stop.wait()
         self._app.state.context.draining = True
         systemd.notify("STOPPING=1\nSTATUS=open requests finish")
+        await self._app.state.context.kept.suspend()
         drain = asyncio.create_task(self._client.drain(self._options.drain_timeout_s))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.client.input_processor import InputProcessor
-from penstock.client.open_requests import OpenRequests
+from penstock.client.input_processor import InputProcessor, resumed
+from penstock.client.open_requests import OpenRequests, token_by_token
 from penstock.errors import EngineDeadError, InvalidRequestError
 from penstock.interface.messages import EngineOutput
 from penstock.interface.outputs import FinishReason
@@ -450,3 +450,44 @@ class TestJournal:
         assert [request.request_id for request in session.resumable()] == [names[2]]
         session.close("r")
         assert session.resumable() == []
+
+
+class TestContinuation:
+    """A stream that is computed again, or goes on from known tokens, comes in the same pieces."""
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        text=st.text(alphabet="ab \n🙂é", min_size=1, max_size=20),
+        stops=st.lists(st.text(alphabet="ab \n🙂", min_size=1, max_size=3), max_size=2),
+        known=st.integers(0, 40),
+        places=st.lists(st.integers(0, 60), max_size=5),
+    )
+    def test_pieces_depend_on_the_tokens_alone(self, text, stops, known, places):
+        """Guards against a position in a stream that means another place after a restart."""
+        ids = ids_of(text)
+        undisturbed = self.pieces(ids, stops, 0, [])
+        assert self.pieces(ids, stops, 0, places) == undisturbed  # several tokens in one step
+        known = min(known, sum(len(token_ids) for _, token_ids, _ in undisturbed) - 1)
+        assert self.pieces(ids, stops, known, places) == undisturbed
+
+    def pieces(self, ids, stops, known, places):
+        """What the reader gets of each token; the first `known` ones come with the request."""
+        session = Session()
+        params = SamplingParams(max_tokens=None, stop=stops, output_kind=DELTA, seed=1)
+        prepared = resumed(session.inputs.process("The fox", params, "r"), [ids[:known]])
+        request = session.requests.open(prepared)
+        told = list(request.mailbox._items)
+        (engine_request,) = prepared.engine_requests
+        for start, chunk in cut(ids[known:], places):
+            finish = LENGTH if start + len(chunk) == len(ids) - known else None
+            for part in token_by_token([out(engine_request.request_id, known + start, chunk, finish_reason=finish)]):
+                told += session.step(part).outputs
+        return [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in told]
+
+    def test_what_does_not_fit_is_refused(self):
+        """Guards against known tokens that belong to another request, and log-probabilities that would be missing."""
+        inputs = Session().inputs
+        for params, known in (({"n": 2}, [[5]]), ({"max_tokens": 2}, [[5, 6]]), ({"logprobs": 1}, [[5]])):
+            prepared = inputs.process("The fox", SamplingParams(**{"max_tokens": 9, **params}), "r")
+            with pytest.raises(InvalidRequestError, match="output_token_ids"):
+                resumed(prepared, known)

@@ -93,6 +93,7 @@ class FakeEngineClient:
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.seen: list[tuple[list[int], SamplingParams, str]] = []
+        self.resumed: dict[str, list[list[int]]] = {}  # by request id, the tokens that it came with
         self.num_tokens = 0
         self._arrivals = itertools.count()
         self._was_ready = False
@@ -114,6 +115,9 @@ class FakeEngineClient:
         if self.overload is not None:
             raise self.overload
 
+    def assign_seed(self) -> int:
+        return next(self._arrivals) + 1000
+
     async def generate(
         self,
         prompt: Any,
@@ -121,11 +125,13 @@ class FakeEngineClient:
         request_id: str | None = None,
         *,
         flow: str | None = None,
+        output_token_ids: Sequence[list[int]] = (),
     ) -> AsyncIterator[RequestOutput]:
         params = params or SamplingParams()
         request_id = request_id or f"request-{next(self._arrivals)}"
         ids = prompt["prompt_token_ids"]
         self.seen.append((ids, params, request_id))
+        self.resumed[request_id] = [list(known) for known in output_token_ids]
         if self.state is not EngineState.READY:
             raise EngineDeadError("there is no engine")
         self.open.add(request_id)

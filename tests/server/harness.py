@@ -9,6 +9,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import uvloop
@@ -55,6 +56,11 @@ class RunningServer:
             self._serving = Serving(self.client, self.options, self._sock, time.monotonic())
             self._ready.set()
             self.exit_code = await self._serving.run()
+
+    @property
+    def kept(self) -> Any:
+        """The server's kept calls; to be looked at, not used, from this thread."""
+        return self._serving._app.state.context.kept
 
     def start(self) -> None:
         self._thread.start()

@@ -1,0 +1,221 @@
+"""Runs a file of OpenAI's batch requests through the application, as if each line were an HTTP request to the server.
+
+A line of the output is a finished request, so the output file is all that a run needs to go on after a kill: ids that
+it has are not computed again, and a last line that a kill has cut off is removed. A request without a seed gets one
+from the engine's seed and its line, so that it has the same answer in every run.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+from uuid import uuid4
+
+import httpx
+import msgspec
+
+from penstock.client.engine_client import EngineClient, EngineState
+from penstock.client.input_processor import assigned_seed
+from penstock.errors import EngineDeadError, InvalidRequestError
+from penstock.server.app import create_app
+from penstock.server.options import ServerOptions
+
+URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+MAX_SHOWN = 3  # wrong lines that an error names
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A line of the input."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    method: str = "POST"
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a run has done.
+
+    Attributes:
+        skipped: requests that the output file had already.
+        failed: requests whose answer is an error.
+    """
+
+    total: int = 0
+    skipped: int = 0
+    done: int = 0
+    failed: int = 0
+
+
+def read_input(path: str) -> list[Line]:
+    """Return the lines of an input file. Raise InvalidRequestError if one is malformed, or an id comes twice."""
+    lines: list[Line] = []
+    wrong: list[str] = []
+    seen: set[str] = set()
+    decoder = msgspec.json.Decoder(Line)
+    with _reading(path, "input_file") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                line = decoder.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                wrong.append(f"line {number}: {error}")
+                continue
+            if line.custom_id in seen:
+                wrong.append(f"line {number}: the custom_id {ascii(line.custom_id)[:60]} came before")
+            seen.add(line.custom_id)
+            lines.append(line)
+    if wrong:
+        shown = "; ".join(wrong[:MAX_SHOWN]) + ("; ..." if len(wrong) > MAX_SHOWN else "")
+        raise InvalidRequestError(f"input_file: {path}: {shown}", param="input_file")
+    if not lines:
+        raise InvalidRequestError(f"input_file: {path} has no requests", param="input_file")
+    return lines
+
+
+@contextlib.contextmanager
+def _reading(path: str, param: str) -> Iterator[IO[bytes]]:
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise InvalidRequestError(f"{param}: {path}: {error.strerror}", param=param) from error
+
+
+class Output:
+    """The output file. Raises InvalidRequestError where it is not one of a batch.
+
+    Attributes:
+        done: by custom_id, whether the request succeeded, of the answers that it had when it was opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.done: dict[str, bool] = {}
+        try:
+            self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115  # open as long as the run
+        except OSError as error:
+            raise InvalidRequestError(f"output_file: {path}: {error.strerror}", param="output_file") from error
+        try:
+            self._lock(path)
+            end = self._read(path)
+            self._file.truncate(end)  # of a line that a kill has cut off
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self, path: str) -> None:
+        import fcntl  # not on Windows
+
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidRequestError(f"output_file: {path}: another run writes it", param="output_file") from None
+
+    def _read(self, path: str) -> int:
+        """Note the ids of the whole lines. Returns where the last of them ends."""
+        end = 0
+        self._file.seek(0)
+        for text in self._file:
+            if not text.endswith(b"\n"):
+                break
+            try:
+                line = json.loads(text)
+                self.done[line["custom_id"]] = line["response"]["status_code"] == 200
+            except (ValueError, KeyError, TypeError):
+                message = f"output_file: {path} exists, and is not the output of a batch; give another name"
+                raise InvalidRequestError(message, param="output_file") from None
+            end += len(text)
+        return end
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line, and hand it to the operating system."""
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Put the file on the disk and close it."""
+        with self._file:
+            os.fsync(self._file.fileno())
+
+
+async def run_batch(
+    client: EngineClient, lines: list[Line], output: Output, *, seed: int, max_concurrency: int,
+    advance: Callable[[int], None],
+) -> Counts:  # fmt: skip
+    """Compute the requests that the output lacks, and write their answers as they come.
+
+    Args:
+        seed: of the engine, for requests without one.
+        max_concurrency: requests that are open at the same time.
+        advance: called with the number of finished requests.
+
+    Raises:
+        EngineDeadError: the engine cannot be restarted; what is finished is in the output.
+        OSError: the output cannot be written.
+    """
+    todo = [(number, line) for number, line in enumerate(lines) if line.custom_id not in output.done]
+    failed = [line for line in lines if output.done.get(line.custom_id) is False]
+    counts = Counts(total=len(lines), skipped=len(lines) - len(todo), failed=len(failed))
+    advance(counts.skipped)
+    app = create_app(client, ServerOptions(access_log=False, max_body_bytes=2**30, max_inflight_body_bytes=2**40))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as http:
+        queue = iter(todo)
+
+        async def work() -> None:
+            for number, line in queue:  # shared: each takes the next one
+                status, answer = await _answer(http, client, line, assigned_seed(seed, number))
+                output.write({"id": f"batch_req_{uuid4().hex}", "custom_id": line.custom_id, **answer})
+                counts.done += 1
+                counts.failed += status != 200
+                advance(1)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(max_concurrency, len(todo))):
+                    group.create_task(work())
+        except BaseExceptionGroup as errors:  # the first one has ended the others
+            raise errors.exceptions[0] from None
+    return counts
+
+
+async def _answer(http: httpx.AsyncClient, client: EngineClient, line: Line, seed: int) -> tuple[int, dict[str, Any]]:
+    """Return the status of a request and its part of the output line."""
+    problem = _problem(line)
+    if problem is not None:
+        error = {"message": problem, "type": "invalid_request_error", "param": None, "code": "invalid_batch_line"}
+        return 400, _response(400, "", {"error": error})
+    body = msgspec.json.encode(_settled(line, seed))
+    while True:
+        answer = await http.post(line.url, content=body, headers={"Content-Type": "application/json"})
+        if answer.status_code == 503 and client.status().state is EngineState.FAILED:
+            raise EngineDeadError("the engine has failed; run the command again to go on with the rest")
+        if answer.status_code not in (429, 503):
+            return answer.status_code, _response(answer.status_code, answer.headers["x-request-id"], answer.json())
+        await asyncio.sleep(float(answer.headers.get("retry-after", 1)))
+
+
+def _problem(line: Line) -> str | None:
+    if line.method != "POST" or line.url not in URLS:
+        return f"{ascii(line.method)[:20]} {ascii(line.url)[:100]}: a batch may have POST to {', '.join(URLS)}"
+    for name in ("stream", "background"):
+        if line.body.get(name):
+            return f"{name}: not allowed in a batch"
+    return None
+
+
+def _settled(line: Line, seed: int) -> dict[str, Any]:
+    """Return the body with a seed; several prompts of one line get different seeds from the engine, as elsewhere."""
+    prompt = line.body.get("prompt")
+    is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+    body = line.body if line.body.get("seed") is not None or is_list else {**line.body, "seed": seed}
+    return {"store": False, **body} if line.url == "/v1/responses" else body
+
+
+def _response(status: int, request_id: str, body: Any) -> dict[str, Any]:
+    return {"response": {"status_code": status, "request_id": request_id, "body": body}, "error": None}

@@ -1,0 +1,129 @@
+"""The routes of /v1/responses. A response is always a kept call: it is stored unless `store` is false, runs on without
+a connection where `background` is true, and its stream can be read again from any sequence_number.
+"""
+
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.errors import InvalidRequestError
+from penstock.server.api_errors import ApiError
+from penstock.server.context import ServerContext, account_of, context_of, json_response, read_body
+from penstock.server.generation import until_disconnect
+from penstock.server.kept_calls import KeptCall
+from penstock.server.responses_input import ResponseRequest, continuing, messages_of, response_params, response_prompts
+from penstock.server.resumption import keep, owner_of, resume, stream_of
+
+KIND = "responses"
+TRUE, FALSE = ("true", "True", "1"), ("false", "False", "0")
+
+
+async def create_response(request: Request) -> Response:
+    """Handle POST /v1/responses."""
+    context = context_of(request)
+    body = await read_body(request, ResponseRequest)
+    body.check()
+    info = context.info()
+    context.check_model(body.model)
+    body = msgspec.structs.replace(_with_previous(request, body), model=context.check_model(body.model))
+    params = response_params(body, info)
+    prompts = await response_prompts(context, body, info)
+    account = account_of(request)
+    if account is not None:
+        params = account.limited(params, len(prompts))
+    call = await keep(
+        request, f"resp_{uuid4().hex}", KIND, body, params, prompts,
+        grace_s=None if body.background else 0.0,
+        keep_s=0.0 if body.store is False else context.options.response_retention_s,
+    )  # fmt: skip
+    if body.stream:
+        return stream_of(context, call, [], done=b"")
+    if not body.background:
+        await until_disconnect(request.receive, _finished(context, call))
+        if call.failure is not None:
+            raise call.failure.as_error()
+    return _json(call)
+
+
+def _with_previous(request: Request, body: ResponseRequest) -> ResponseRequest:
+    """Return the body with the whole conversation as its input."""
+    if body.previous_response_id is None:
+        return msgspec.structs.replace(body, input=messages_of(body.input))
+    try:
+        call = context_of(request).kept.get(body.previous_response_id, KIND, owner_of(request))
+    except ApiError as error:
+        message = f"previous_response_id: {error.message}"
+        raise InvalidRequestError(message, param="previous_response_id", code="previous_response_not_found") from None
+    answer = msgspec.json.decode(call.result) if call.ended and call.result else {}
+    if answer.get("status") not in ("completed", "incomplete"):
+        message = "previous_response_id: that response has no answer to go on from"
+        raise InvalidRequestError(message, param="previous_response_id")
+    previous = msgspec.json.decode(call.begun.body, type=ResponseRequest)
+    return continuing(body, previous, answer["output"][0]["content"][0]["text"])
+
+
+async def _finished(context: ServerContext, call: KeptCall) -> None:
+    async for _ in context.kept.read(call, [], context.options.keep_alive_s):
+        pass
+
+
+def _json(call: KeptCall) -> Response:
+    body = call.result if call.ended else None if call.source is None else call.source.result()
+    if body is None:
+        raise ApiError(
+            503, "the response is not available yet", code="engine_unavailable", headers={"Retry-After": "1"}
+        )
+    return Response(body, media_type="application/json")
+
+
+def _fetch(request: Request) -> KeptCall:
+    context = context_of(request)
+    context.info()
+    resume(context)  # does nothing but in the first moments of a server with a journal
+    return context.kept.get(request.path_params["id"], KIND, owner_of(request))
+
+
+async def retrieve_response(request: Request) -> Response:
+    """Handle GET /v1/responses/{id}: the response as it is now, or with ?stream=true its events."""
+    given = _query(request)
+    call = _fetch(request)
+    if not given["stream"]:
+        return _json(call)
+    return stream_of(context_of(request), call, [given["starting_after"] + 1], done=b"")
+
+
+def _query(request: Request) -> dict[str, Any]:
+    """Return `stream` and `starting_after`; raise ApiError for any other parameter that asks for something."""
+    query = dict(request.query_params)
+    stream = query.pop("stream", "false")
+    if stream not in TRUE + FALSE:
+        raise ApiError(400, f"stream: {ascii(stream)[:60]} must be true or false", param="stream", code="invalid_value")
+    after = query.pop("starting_after", None)
+    if after is not None and (stream in FALSE or not after.isascii() or not after.isdigit() or len(after) > 9):
+        message = "starting_after: must be the sequence_number of an event, with stream=true"
+        raise ApiError(400, message, param="starting_after", code="invalid_value")
+    if query.get("include_obfuscation") in FALSE:
+        del query["include_obfuscation"]
+    for name in query:
+        shown = ascii(name)[1:-1][:60]
+        raise ApiError(400, f"{shown}: not supported; this is not built yet", param=shown, code="not_implemented")
+    return {"stream": stream in TRUE, "starting_after": -1 if after is None else int(after)}
+
+
+async def cancel_response(request: Request) -> Response:
+    """Handle POST /v1/responses/{id}/cancel. A response that has ended is returned as it is."""
+    call = _fetch(request)
+    if call.begun.grace_s is not None:
+        raise ApiError(400, "Only a response in the background can be cancelled.", code="not_in_background")
+    await context_of(request).kept.cancel(call)
+    return _json(call)
+
+
+async def delete_response(request: Request) -> Response:
+    """Handle DELETE /v1/responses/{id}; a response that runs is stopped."""
+    call = _fetch(request)
+    await context_of(request).kept.delete(call)
+    return json_response({"id": call.begun.id, "object": "response", "deleted": True})

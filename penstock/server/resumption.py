@@ -1,0 +1,190 @@
+"""Streams that a client can continue after it has lost the connection, and kept calls that a new server goes on with.
+
+A client that asks for it (`resumable: true`) finds an id at each event. It sends the last one back as Last-Event-ID,
+with the same POST or to GET /v1/completions/{id}?stream=true, and gets what comes after it.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from typing import Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.errors import InvalidRequestError
+from penstock.interface.messages import ModelInfo
+from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.server.api_errors import ApiError
+from penstock.server.authentication import sent_key
+from penstock.server.context import RequestLog, ServerContext, context_of, log_of
+from penstock.server.generation import DONE, EventStream, Generation, sse_data
+from penstock.server.kept_calls import MAX_LANES, Frame, KeptCall, position_of
+from penstock.server.openai_requests import Strict
+from penstock.server.openai_responses import Answer
+from penstock.server.records import Begun, EncodedPrompt, Failure
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Chunks(Protocol):
+    """A shape of server/completions.py."""
+
+    generation: Generation
+
+    def chunks(self) -> AsyncGenerator[Answer | None, None]:
+        """Yield the chunks of the answer."""
+
+
+@dataclass(slots=True)
+class ChunkSource:
+    """The chunks of a completion as frames: a lane for each choice, and one for the usage at the end."""
+
+    shape: Chunks
+
+    async def frames(self) -> AsyncGenerator[Frame | None, None]:
+        generation = self.shape.generation
+        num_choices = len(generation.prompts) * generation.params.n
+        async with aclosing(self.shape.chunks()) as chunks:
+            async for chunk in chunks:
+                if chunk is None:
+                    yield None
+                else:
+                    yield chunk.choices[0].index if chunk.choices else num_choices, sse_data(_encode(chunk))
+
+    def last_frames(self, failure: Failure | None) -> list[Frame]:
+        return []
+
+    def result(self, failure: Failure | None = None, status: str | None = None) -> bytes | None:
+        return None
+
+
+def owner_of(request: Request) -> str:
+    """Return what tells clients apart: a hash of the key that they send."""
+    keys = request.headers.getlist("authorization")
+    return blake2b(sent_key(keys[0]) if keys else b"", digest_size=16, person=b"penstock owner").hexdigest()
+
+
+async def keep(
+    request: Request, call_id: str, kind: str, body: Strict, params: SamplingParams, prompts: Sequence[EncodedPrompt],
+    *, grace_s: float | None, keep_s: float,
+) -> KeptCall:  # fmt: skip
+    """Accept a call that is kept, settle its seeds and compute it. See Begun for the arguments."""
+    context = context_of(request)
+    info = context.info()
+    if len(prompts) * params.n >= MAX_LANES:
+        message = f"resumable: at most {MAX_LANES - 1} choices, prompts times n, can be continued"
+        raise InvalidRequestError(message, param="resumable")
+    begun = Begun(
+        id=call_id,
+        kind=kind,
+        owner=owner_of(request),
+        created=int(time.time()),
+        body=_encode(body),
+        model=context.check_model(getattr(body, "model", None)),
+        fingerprint=info.system_fingerprint,
+        params=params.settled(output_kind=RequestOutputKind.DELTA),
+        prompts=[_settled(context, prompt, params) for prompt in prompts],
+        grace_s=grace_s,
+        keep_s=keep_s,
+    )
+    call = await context.kept.begin(begun)
+    generation = _generation(context, call, log_of(request))
+    context.kept.run(call, context.sources[kind](context, call, generation))
+    return call
+
+
+def _settled(context: ServerContext, prompt: EncodedPrompt, params: SamplingParams) -> EncodedPrompt:
+    return replace(prompt, seed=context.client.assign_seed() if params.seed is None else params.seed)
+
+
+def _generation(context: ServerContext, call: KeptCall, log: RequestLog) -> Generation:
+    """Return the computation of a call, which begins with the tokens that are known."""
+    begun = call.begun
+    prompts = [replace(prompt, output_token_ids=_known(call, index)) for index, prompt in enumerate(begun.prompts)]
+    generation = Generation(context, begun.id, prompts, begun.params, log)
+    generation.is_patient = begun.grace_s is None
+    generation.on_output = partial(context.kept.note_output, call, {})
+    return generation
+
+
+def _known(call: KeptCall, prompt: int) -> list[list[int]] | None:
+    """Return the known tokens of each choice but the last one, which is computed again to learn whether it is the end.
+
+    Log-probabilities are not known, so a call that has them is computed from its beginning.
+    """
+    params = call.begun.params
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        return None
+    known = [call.tokens.get((prompt, choice), [])[:-1] for choice in range(params.n)]
+    return known if any(known) else None
+
+
+def resume(context: ServerContext) -> None:
+    """Go on with the calls that a journal remembers as unfinished; called when the engine is ready."""
+    info = context.known_info()
+    for call in context.kept.take_restored():
+        _resume_one(context, call, info)
+
+
+def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo) -> None:
+    generation = _generation(context, call, RequestLog(call.begun.id))
+    generation.is_patient = True
+    source = context.sources[call.begun.kind](context, call, generation)
+    if call.begun.fingerprint == info.system_fingerprint:
+        context.kept.run(call, source)
+        return
+    change = f"{call.begun.fingerprint} became {info.system_fingerprint}"
+    error = ApiError(500, f"the new engine computes otherwise: {change}; send the request again", code="model_changed")
+    context.kept.fail(call, error, source)
+
+
+def stream_of(context: ServerContext, call: KeptCall, after: Sequence[int], *, done: bytes = DONE) -> EventStream:
+    """Return the events of a call after a position."""
+    options = context.options
+    events = context.kept.read(call, after, options.keep_alive_s)
+    return EventStream(events, stall_timeout_s=options.stall_timeout_s, done=done)
+
+
+def continued(request: Request, kind: str, body: Strict) -> Response | None:
+    """Return the rest of the stream that a POST names with Last-Event-ID; None if it names none.
+
+    Raises ApiError: there is no such stream, or it has another body.
+    """
+    last = request.headers.get("last-event-id")
+    if last is None:
+        return None
+    context = context_of(request)
+    call_id, after = position_of(last)
+    call = context.kept.get(call_id, kind, owner_of(request))
+    if call.begun.body != _encode(body):
+        message = "Last-Event-ID: the body differs from that of the stream to be continued"
+        raise ApiError(400, message, code="invalid_value")
+    return stream_of(context, call, after)
+
+
+async def continue_completion(request: Request) -> Response:
+    return _continue(request, "completions")
+
+
+async def continue_chat_completion(request: Request) -> Response:
+    return _continue(request, "chat")
+
+
+def _continue(request: Request, kind: str) -> Response:
+    """Handle GET /v1/completions/{id}?stream=true, from the beginning or after Last-Event-ID."""
+    if request.query_params.get("stream") not in ("true", "True", "1"):
+        message = "stream: only ?stream=true is built: whole completions are not stored"
+        raise ApiError(400, message, param="stream", code="not_implemented")
+    context = context_of(request)
+    context.info()
+    resume(context)  # does nothing but in the first moments of a server with a journal
+    call = context.kept.get(request.path_params["id"], kind, owner_of(request))
+    call_id, after = position_of(request.headers.get("last-event-id", f"{call.begun.id}:"))
+    if call_id != call.begun.id:
+        raise ApiError(400, "Last-Event-ID: it is of another stream", code="invalid_value")
+    return stream_of(context, call, after)
