@@ -32,6 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=help_text)
     help_text = "seconds that open requests get after SIGTERM"
     group.add_argument("--drain-timeout", type=float, default=UNSET, metavar="S", help=help_text)
+    help_text = "keep a second engine process loaded, which takes over at once when the first dies"
+    group.add_argument("--standby", action="store_true", help=help_text)
     add_engine_options(parser)
 
 
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         started_at=started_at,
         **drain,
     )
-    llm = AsyncLLM(**engine_options(args))  # the engine loads while the server's own imports run
+    llm = AsyncLLM(**engine_options(args), standby=args.standby)  # the engine loads while the server's own imports run
     from penstock.server import serve
 
     return serve.run(llm, options)

@@ -23,10 +23,15 @@ HEADER_BYTES = _LENGTH.size
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first frame. `options` are for EngineConfig.from_options."""
+    """The first frame. `options` are for EngineConfig.from_options.
+
+    cache_bytes: size of the cache of the engine that this one takes over from, as a Ready frame told it; its memory is
+        free by then. None for the first engine, which plans it.
+    """
 
     epoch: int
     options: dict[str, Any]
+    cache_bytes: int | None = None
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True):
@@ -41,6 +46,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     epoch: int
     info: ModelInfo
     stats: EngineStats
+    cache_bytes: int = 0
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -42,15 +42,18 @@ class ProcessClient:
     Args:
         options: for EngineConfig.from_options, checked already.
         seed: of the engine, for requests without one.
+        standby: keep a second engine process ready to take over.
     """
 
-    def __init__(self, options: dict[str, Any], tokenizer: Tokenizer | None, *, seed: int = 0) -> None:
+    def __init__(
+        self, options: dict[str, Any], tokenizer: Tokenizer | None, *, seed: int = 0, standby: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
         self._inputs: InputProcessor | None = None  # made when the model is known
         self._requests = OpenRequests(tokenizer)
         self._recovery = Recovery(self._requests, lambda frame: self._supervisor.child.send(frame))
-        self._supervisor = EngineSupervisor(options, self)
+        self._supervisor = EngineSupervisor(options, self, standby=standby)
         self._fingerprint: str | None = None  # of the engine that computed the tokens so far
         self._watch: asyncio.Task[None] | None = None
         self._draining = False
@@ -82,6 +85,7 @@ class ProcessClient:
             num_aborted_total=self._num_aborted,
             planned_memory={} if engine.model_info is None else engine.model_info.memory,
             peak_memory_bytes=engine.child.peak_memory_bytes(),
+            standby=engine.standby_status(),
         )
 
     @property
@@ -163,7 +167,7 @@ class ProcessClient:
         self._supervisor.stop()
         if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
             await asyncio.wait([self._watch])
-        await self._supervisor.child.wait()
+        await self._supervisor.wait()
 
     # --- what the supervisor calls ---------------------------------------------------------------------------------
 
@@ -184,6 +188,9 @@ class ProcessClient:
             message = f"the engine process died each of the {times} times that it computed this request, at last alone"
             self._end(request, RequestFailedError(message))
         return request is not None
+
+    def recovered(self) -> bool:
+        return self._recovery.recovered
 
     def engine_failed(self, error: EngineDeadError) -> None:
         for request in self._requests:

@@ -54,6 +54,14 @@ class Recovery:
             self._sent.difference_update(known)
             self._end_trial(known)
 
+    @property
+    def recovered(self) -> bool:
+        """Return whether every running choice that was interrupted by a death has received a token since."""
+        running = self._requests.running()
+        interrupted = (key for key in self._deaths if key in running)
+        waiting = any(self._requests.num_tokens_of(key) == self._deaths[key].num_tokens for key in interrupted)
+        return self._ready and not waiting
+
     def engine_ready(self) -> None:
         """Give a new engine all running choices, or the first of those that have to be tried alone."""
         self._ready = True

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from penstock import validation as check
 from penstock.client.process import ProcessClient
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
@@ -19,22 +20,29 @@ class AsyncLLM(ProcessClient):
     The engine process starts at once; the first `generate` waits for it. If it dies, a new one starts, and goes on
     with the open requests where they were. Implements client.engine_client.EngineClient.
 
+    Args:
+        standby: keep a second engine process loaded, which takes over at once. Mapped weights (of a converted or packed
+            model) are shared; others are in memory twice.
+
     Raises:
         InvalidRequestError: an option is unknown or wrong.
         NotSupportedError: `model` is an object.
         ModelLoadError: there is no such model, or its tokenizer is broken.
     """
 
-    def __init__(self, model: str = "demo", *, tokenizer: Tokenizer | str | Any = None, **options: Any) -> None:
+    def __init__(
+        self, model: str = "demo", *, tokenizer: Tokenizer | str | Any = None, standby: bool = False, **options: Any
+    ) -> None:
         if not isinstance(model, str):
             raise NotSupportedError(
                 "model: the engine runs in another process, which a model object cannot be sent to; pass the object "
                 "to LLM, or save it (save_pretrained) and pass the directory",
                 param="model",
             )
+        check.check_bool("standby", standby)
         config = EngineConfig.from_options(model=model, **options)
         found = choose_tokenizer(tokenizer, model)
-        super().__init__({"model": model, **options}, found, seed=config.numerics.seed)
+        super().__init__({"model": model, **options}, found, seed=config.numerics.seed, standby=standby)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from penstock.client import frames, supervisor
+from penstock.client import frames, liveness, supervisor, watched
 from penstock.client.engine_client import EngineState
 from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats
@@ -59,7 +59,7 @@ class Watched:
             self.children.append(ScriptedChild(script(next(epochs)), first))
             return self.children[-1]
 
-        monkeypatch.setattr(supervisor, "EngineChild", start)
+        monkeypatch.setattr(watched, "EngineChild", start)
         monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.0)
         self.supervisor = supervisor.EngineSupervisor({}, self)
         asyncio.run(asyncio.wait_for(self.supervisor.run(), 10))
@@ -76,6 +76,9 @@ class Watched:
 
     def received(self, frame):
         self.frames.append(frame)
+
+    def recovered(self):
+        return True
 
 
 def test_an_engine_that_dies_again_and_again_is_given_up(monkeypatch, caplog):
@@ -155,40 +158,43 @@ class Clock:
 @pytest.mark.parametrize(
     ("frames_seen", "patience"),
     [
-        ([], supervisor.START_STALL_S),  # it starts
-        ([frames.Ready(0, INFO, EngineStats())], supervisor.IDLE_STALL_S),
-        ([frames.Ready(0, INFO, EngineStats(num_waiting=1))], supervisor.FIRST_STEP_STALL_S),
+        ([], liveness.START_STALL_S),  # it starts
+        ([frames.Ready(0, INFO, EngineStats())], liveness.IDLE_STALL_S),
+        ([frames.Ready(0, INFO, EngineStats(num_waiting=1))], liveness.FIRST_STEP_STALL_S),
     ],
 )
 def test_how_long_an_engine_may_be_silent(monkeypatch, frames_seen, patience):
     """Guards against an engine that hangs and is never replaced, and one that is killed in a long first step."""
     clock = Clock()
-    monkeypatch.setattr(supervisor, "time", clock)
-    liveness = supervisor.Liveness()
-    assert not liveness.stuck  # nothing was heard yet: importing may take long
-    for frame in [frames.Heartbeat(0, EngineStats()), *frames_seen]:
-        liveness.note(frame)
-    clock.now += patience - 0.1
-    assert not liveness.stuck
-    liveness.excuse()
-    clock.now += patience - 0.1
-    assert not liveness.stuck
+    monkeypatch.setattr(liveness, "time", clock)
+    engine = liveness.Liveness()
+    clock.now += liveness.FIRST_FRAME_STALL_S - 0.1  # nothing was heard yet: importing may take long
+    assert not engine.stuck
     clock.now += 0.2
-    assert liveness.stuck
-    assert not liveness.making_progress
-    liveness.engine_ended()
-    assert not liveness.stuck
+    assert engine.stuck
+    for frame in [frames.Heartbeat(0, EngineStats()), *frames_seen]:
+        engine.note(frame)
+    clock.now += patience - 0.1
+    assert not engine.stuck
+    engine.excuse()
+    clock.now += patience - 0.1
+    assert not engine.stuck
+    clock.now += 0.2
+    assert engine.stuck
+    assert not engine.making_progress
+    engine.engine_ended()
+    assert not engine.stuck
 
 
 def test_a_busy_engine_may_take_as_long_as_many_of_its_steps(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(supervisor, "time", clock)
-    liveness = supervisor.Liveness()
-    liveness.note(frames.Ready(0, INFO, EngineStats(num_running=1)))
+    monkeypatch.setattr(liveness, "time", clock)
+    engine = liveness.Liveness()
+    engine.note(frames.Ready(0, INFO, EngineStats(num_running=1)))
     for _ in range(3):
         clock.now += 2.0
-        liveness.note(frames.Outputs(0, [], EngineStats(num_running=1)))
-    clock.now += 2.0 * supervisor.STALL_STEPS - 0.1
-    assert liveness.making_progress
+        engine.note(frames.Outputs(0, [], EngineStats(num_running=1)))
+    clock.now += 2.0 * liveness.STALL_STEPS - 0.1
+    assert engine.making_progress
     clock.now += 0.2
-    assert liveness.stuck
+    assert engine.stuck
