@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "server": {"__init__", "client", "errors", "interface", "tokenizer", "validation"},
     "check": {"__init__", "build", "config", "engine", "errors", "interface", "kernels", "layers", "models",
               "planner", "spec", "validation", "weights"},
-    "prove": {"build", "config", "errors", "interface", "planner", "validation"},
+    "prove": {"build", "client", "config", "entrypoints", "errors", "interface", "planner", "validation"},
     "cli": {"__init__", "bench", "check", "client", "config", "entrypoints", "errors", "interface", "kernels",
             "planner", "plugins", "prove", "server", "validation", "weights"},
     "__main__": {"cli"},

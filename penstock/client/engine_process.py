@@ -1,5 +1,5 @@
-"""The engine process: build an engine, then serve it. client/child.py starts it, through client/engine_main.py, with one
-end of a socket pair.
+"""The engine process: build an engine, then serve it. Started by client/child.py, through client/engine_main.py, with
+one end of a socket pair.
 
     reader thread: frames -> inbox; at the end of the connection the process exits at once, whatever it is doing,
                    so that no engine outlives its client
@@ -11,8 +11,8 @@ Once the engine is built, the step loop itself sends the heartbeats, so that a h
 import contextlib
 import os
 import queue
-import signal
 import resource
+import signal
 import socket
 import threading
 import time
@@ -28,7 +28,9 @@ from penstock.interface.messages import EngineStats
 HEARTBEAT_S = 0.5
 HEARTBEATS_TO_CHECK = 4
 START_PROGRESS_S = 0.005  # of computing between two heartbeats of a start; a deadlock has none
+STDERR = 2
 EXIT_CANNOT_START = 2
+EXIT_NO_MEMORY = 3
 
 
 class EngineServer:
@@ -163,7 +165,11 @@ def main(argv: list[str]) -> int:
     sock = socket.socket(fileno=int(argv[0]))
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), name="frames", daemon=True).start()
-    server = _start(sock, inbox)
-    if server is not None:
-        server.run()
+    try:
+        server = _start(sock, inbox)
+        if server is not None:
+            server.run()
+    except MemoryError:
+        os.write(STDERR, b"penstock: the engine process has no memory left\n")
+        return EXIT_NO_MEMORY
     return EXIT_CANNOT_START

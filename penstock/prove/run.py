@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from penstock import validation as check
+from penstock.prove.engine_deaths import EngineDeaths, StandbyDeaths
 from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
 
-PROOFS: tuple[Proof, ...] = (MemoryPlanProof(),)
+PROOFS: tuple[Proof, ...] = (EngineDeaths(), StandbyDeaths(), MemoryPlanProof())
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (name, goal) -> advance(number)
 
 
