@@ -202,7 +202,7 @@ class Crowd:
             if difference is not None:
                 what = f"{', '.join(stream.features)} after {self._way}: {difference[:2000]}; {stream.params}"
                 self._trials.wrong(what)
-                return
+                continue
             self.num_streams += 1
             self.num_tokens += answer.num_tokens
 

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from penstock import validation as check
 from penstock.prove.engine_deaths import EngineDeaths, StandbyDeaths
 from penstock.prove.memory import MemoryPlanProof
+from penstock.prove.parent_deaths import ParentDeaths
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
 
-PROOFS: tuple[Proof, ...] = (EngineDeaths(), StandbyDeaths(), MemoryPlanProof())
+PROOFS: tuple[Proof, ...] = (EngineDeaths(), StandbyDeaths(), ParentDeaths(), MemoryPlanProof())
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (name, goal) -> advance(number)
 
 
