@@ -124,21 +124,38 @@ class ProcessClient:
         Leaving the loop aborts the request as soon as nothing refers to the stream any more; a program that keeps it
         in a variable closes it itself (`contextlib.aclosing`).
         """
+        request = await self.open(prompt, params, request_id)
+        try:
+            finished = False
+            while not finished:
+                output = await self.next_output(request)
+                finished = output.finished
+                yield output
+        finally:  # the request has finished, or its reader has left
+            self.close(request)
+
+    async def open(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None) -> OpenRequest:
+        """Check a request and give it to the engine. Its reader calls `next_output` up to the end, and then `close`.
+
+        Raises:
+            InvalidRequestError, EngineDeadError, EngineOverloadedError: as EngineClient.generate.
+        """
         await self.start()
         self._check_serving()
         prepared = await self._prepare(prompt, params, request_id)
         self._check_serving()  # the engine may have failed while the prompt was tokenised
         request = self._requests.open(prepared)
-        try:
-            self._recovery.submit([engine_request.request_id for engine_request in prepared.engine_requests])
-            finished = False
-            while not finished:
-                output = await request.mailbox.get()
-                finished = output.finished
-                yield output
-        finally:  # the request has finished, or its reader has left
-            self._num_aborted += not request.mailbox.ended
-            self._recovery.abort(self._requests.close(request))
+        self._recovery.submit([engine_request.request_id for engine_request in prepared.engine_requests])
+        return request
+
+    async def next_output(self, request: OpenRequest) -> RequestOutput:
+        """Wait for the next output of an open request. Raise the error that ended it."""
+        return await request.mailbox.get()
+
+    def close(self, request: OpenRequest) -> None:
+        """End an open request, which may still run; its id is free from now on."""
+        self._num_aborted += not request.mailbox.ended
+        self._recovery.abort(self._requests.close(request))
 
     def _check_serving(self) -> None:
         if self._supervisor.failure is not None:

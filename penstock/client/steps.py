@@ -6,7 +6,7 @@ engine as they do there. Used by `LLM(engine_in_process=False)`.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,12 +28,7 @@ class _Stream:
     """An open request, and the task that waits for its next output."""
 
     request: OpenRequest
-    outputs: AsyncGenerator[RequestOutput, None]
     next: "asyncio.Task[RequestOutput]"
-
-    @classmethod
-    def of(cls, request: OpenRequest, outputs: AsyncGenerator[RequestOutput, None]) -> "_Stream":
-        return cls(request, outputs, _next_of(outputs))
 
 
 class StepClient:
@@ -115,37 +110,41 @@ class StepClient:
 
     async def _add(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None) -> str:
         request = await self._client.open(prompt, params, request_id)
-        name = request.prepared.request_id
-        self._streams[name] = _Stream.of(request, self._client.outputs(request))
-        return name
+        self._streams[request.prepared.request_id] = _Stream(request, self._next_of(request))
+        return request.prepared.request_id
+
+    def _next_of(self, request: OpenRequest) -> "asyncio.Task[RequestOutput]":
+        return self._loop.create_task(self._client.next_output(request))
 
     async def _step(self) -> list[RequestOutput]:
         await asyncio.wait([stream.next for stream in self._streams.values()], return_when=asyncio.FIRST_COMPLETED)
-        return [self._take(name, stream) for name, stream in list(self._streams.items()) if stream.next.done()]
+        return [self._take(stream) for stream in list(self._streams.values()) if stream.next.done()]
 
-    def _take(self, name: str, stream: _Stream) -> RequestOutput:
+    def _take(self, stream: _Stream) -> RequestOutput:
+        """Return the output that has arrived, and wait for the next one, unless it was the last."""
         try:
             output = stream.next.result()
         except RequestFailedError as error:
             output = _failed(stream.request, error)
         except BaseException:
-            del self._streams[name]
+            self._close(stream)
             raise
         if output.finished:
-            del self._streams[name]
-            self._loop.create_task(stream.outputs.aclose())
+            self._close(stream)
         else:
-            stream.next = _next_of(stream.outputs)
+            stream.next = self._next_of(stream.request)
         return output
 
-    async def _abort(self, request_id: str) -> bool:
-        stream = self._streams.pop(request_id, None)
-        if stream is None:
-            return False
+    def _close(self, stream: _Stream) -> None:
         stream.next.cancel()
-        await asyncio.wait([stream.next])
-        await stream.outputs.aclose()
-        return True
+        del self._streams[stream.request.prepared.request_id]
+        self._client.close(stream.request)
+
+    async def _abort(self, request_id: str) -> bool:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._close(stream)
+        return stream is not None
 
     async def _shutdown(self) -> None:
         for request_id in list(self._streams):
@@ -174,13 +173,6 @@ class StepClient:
 
 async def _made(make: Callable[[], ProcessClient]) -> ProcessClient:
     return make()
-
-
-def _next_of(outputs: AsyncGenerator[RequestOutput, None]) -> "asyncio.Task[RequestOutput]":
-    async def wait() -> RequestOutput:
-        return await anext(outputs)
-
-    return asyncio.create_task(wait())
 
 
 def _failed(request: OpenRequest, error: RequestFailedError) -> RequestOutput:
