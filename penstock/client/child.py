@@ -8,7 +8,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache
 
 from penstock.client import frames
 
@@ -30,7 +29,7 @@ class EngineChild:
         # -P keeps the current directory off the path: a queue.py there must not become the engine's.
         command = [sys.executable, "-P", "-m", "penstock.client.engine_main", str(os.getpid()), str(theirs.fileno())]
         try:
-            self._process = _starter(os.getpid()).submit(_run, command, theirs.fileno()).result()
+            self._process = _starter().submit(_run, command, theirs.fileno()).result()
         except OSError:
             self._sock.close()
             raise
@@ -95,11 +94,13 @@ class EngineChild:
         return code
 
 
-@lru_cache(maxsize=1)
-def _starter(client_pid: int) -> ThreadPoolExecutor:
+_starters: dict[int, ThreadPoolExecutor] = {}  # by process id: a process that was forked needs a thread of its own
+
+
+def _starter() -> ThreadPoolExecutor:
     """Return the thread that starts engine processes, and lives as long as this process: they die with the thread that
-    started them, and a user's may end early. A process that was forked has another one."""
-    return ThreadPoolExecutor(1, thread_name_prefix="starter of engines")
+    started them, and a user's may end early."""
+    return _starters.setdefault(os.getpid(), ThreadPoolExecutor(1, thread_name_prefix="starter of engines"))
 
 
 def _run(command: list[str], fd: int) -> "subprocess.Popen[bytes]":

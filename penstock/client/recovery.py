@@ -56,11 +56,10 @@ class Recovery:
 
     @property
     def recovered(self) -> bool:
-        """Return whether every running choice that was interrupted by a death has received a token since."""
+        """Return whether every choice that a death interrupted after its first token has received another one."""
         running = self._requests.running()
-        interrupted = (key for key in self._deaths if key in running)
-        waiting = any(self._requests.num_tokens_of(key) == self._deaths[key].num_tokens for key in interrupted)
-        return self._ready and not waiting
+        begun = {key: deaths.num_tokens for key, deaths in self._deaths.items() if deaths.num_tokens and key in running}
+        return self._ready and all(self._requests.num_tokens_of(key) > count for key, count in begun.items())
 
     def engine_ready(self) -> None:
         """Give a new engine all running choices, or the first of those that have to be tried alone."""

@@ -51,6 +51,7 @@ class Standby:
         self._limit = limit
         self._engine: WatchedEngine | None = None
         self._running: Running | None = None
+        self._private_bytes: int | None = None
 
     def keep(self) -> None:
         """Start one if there is none. Called again and again while the first engine is at work."""
@@ -79,7 +80,7 @@ class Standby:
             return StandbyStatus(EngineState.FAILED, None, None)
         if engine is None or engine.ready is None:
             return StandbyStatus(EngineState.STARTING, None if engine is None else engine.child.pid, None)
-        return StandbyStatus(EngineState.READY, engine.child.pid, private_bytes(engine.child.pid))
+        return StandbyStatus(EngineState.READY, engine.child.pid, self._private_bytes)
 
     def hang_up(self) -> None:
         """End the process."""
@@ -93,7 +94,7 @@ class Standby:
 
     def _take(self, frame: frames.FromEngine) -> None:
         if isinstance(frame, frames.Ready) and self._engine is not None:
-            memory = private_bytes(self._engine.child.pid)
+            memory = self._private_bytes = private_bytes(self._engine.child.pid)
             size = "" if memory is None else f"; it holds {memory / 2**20:.0f} MiB of memory of its own"
             LOGGER.info("a standby engine is ready%s", size)
         elif isinstance(frame, frames.Failed):

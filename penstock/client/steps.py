@@ -70,7 +70,7 @@ class StepClient:
 
     def status(self) -> EngineStatus:
         """Return a snapshot: the process, its restarts, what runs and waits."""
-        return self._client.status()
+        return self._run(self._status())
 
     def add_request(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None) -> str:
         """Queue a request and return its id (a new one for None). Without params the model's own defaults apply.
@@ -145,6 +145,9 @@ class StepClient:
         if stream is not None:
             self._close(stream)
         return stream is not None
+
+    async def _status(self) -> EngineStatus:
+        return self._client.status()
 
     async def _shutdown(self) -> None:
         for request_id in list(self._streams):

@@ -70,6 +70,7 @@ class EngineSupervisor:
         self._listener = listener
         self._deaths = RestartLimit(MAX_DEATHS, DEATHS_WINDOW_S)
         self._failed_starts = 0  # in a row
+        self._start_error: PenstockError | None = None  # why the last one that failed could not be built
         self._engine = self._start()
         self._running: Running | None = None
         self._standby = Standby(self._start, RestartLimit(MAX_DEATHS, DEATHS_WINDOW_S)) if standby else None
@@ -147,13 +148,16 @@ class EngineSupervisor:
         match frame:
             case frames.Ready(info=info, cache_bytes=cache_bytes):
                 self._start_frame = structs.replace(self._start_frame, cache_bytes=cache_bytes or None)
-                self.model_info = info
+                self.model_info, self._start_error = info, None
                 self.settled.set()
                 self._listener.engine_ready(info)
             case frames.Outputs() | frames.Rejected():
                 self._listener.received(frame)
-            case frames.Failed():
+            case frames.Failed() if self.model_info is None:
                 self._fail(frame.as_error())
+            case frames.Failed():  # it could be built before, so memory may be short for the moment
+                self._start_error = frame.as_error()
+                LOGGER.error("the engine cannot be built: %s", frame.message)
 
     async def _replace(self, code: int, was_ready: bool) -> None:
         """Report a death and put another engine process in its place, unless deaths are too many."""
@@ -163,7 +167,8 @@ class EngineSupervisor:
         deaths = 0 if explained else self._deaths.count()
         self._failed_starts = 0 if was_ready else self._failed_starts + 1
         if self._failed_starts >= MAX_FAILED_STARTS:
-            self._fail(EngineDeadError(f"the engine process died {self._failed_starts} times before it was ready"))
+            died = EngineDeadError(f"the engine process died {self._failed_starts} times before it was ready")
+            self._fail(self._start_error or died)
         elif deaths >= MAX_DEATHS:
             self._fail(EngineDeadError(f"the engine process died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s"))
         else:

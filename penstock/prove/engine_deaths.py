@@ -7,14 +7,12 @@ one takes its turn.
 """
 
 import asyncio
-import logging
-import os
 import resource
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import ClassVar
@@ -23,6 +21,7 @@ from penstock.client.engine_client import EngineState
 from penstock.client.supervisor import MAX_DEATHS
 from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import EngineError, ModelLoadError
+from penstock.prove.processes import no_core_dumps, no_log, send_signal
 from penstock.prove.proof import Trials
 from penstock.prove.streams import Answer, Stream, read
 
@@ -75,7 +74,7 @@ class EngineDeaths:
     standby: ClassVar[bool] = False
 
     def run(self, trials: Trials) -> None:
-        with _no_core_dumps(), _no_log():
+        with no_core_dumps(), no_log():
             asyncio.run(self._run(trials))
 
     async def _run(self, trials: Trials) -> None:
@@ -85,6 +84,9 @@ class EngineDeaths:
         while trials.go_on():
             number = trials.random.randrange(NUM_CROWDS)
             async with AsyncLLM(trials.subject.model, standby=self.standby, **trials.subject.options) as llm:
+                if "-cpu." not in llm.model_info.system_fingerprint:
+                    trials.skip("only the native kernels promise the same bits")
+                    return
                 if number not in crowds:
                     crowds[number] = await _undisturbed(llm, trials.random)
                 crowd = Crowd(llm, trials, crowds[number], pauses)
@@ -153,11 +155,11 @@ class Crowd:
         if self._way == OUT_OF_MEMORY:
             await self._take_memory(status.pid)
         else:
-            _kill(status.pid, signal.Signals[self._way])
+            send_signal(status.pid, signal.Signals[self._way])
 
     async def _end_standby(self) -> None:
         standby = self._llm.status().standby
-        _kill(None if standby is None else standby.pid, signal.SIGKILL)
+        send_signal(None if standby is None else standby.pid, signal.SIGKILL)
         await self._until(lambda: self._llm.status().standby != standby, "the standby's death to be noticed")
         await self._until(self._has_standby, "another standby")
 
@@ -170,7 +172,7 @@ class Crowd:
         while self._llm.status().restarts == self._restarts:
             if time.monotonic() > deadline:
                 self._died_at = time.monotonic()
-                _kill(pid, signal.SIGKILL)
+                send_signal(pid, signal.SIGKILL)
             await asyncio.sleep(POLL_S)
 
     def _recovered(self) -> bool:
@@ -225,33 +227,3 @@ async def _undisturbed(llm: AsyncLLM, random: Random) -> list[Case]:
     reading = (read(its, stream, lambda: None) for its, stream in zip(outputs, streams, strict=True))
     answers = await asyncio.gather(*reading)
     return [Case(stream, answer) for stream, answer in zip(streams, answers, strict=True)]
-
-
-def _kill(pid: int | None, number: signal.Signals) -> None:
-    """Send a signal to a process, unless it has ended."""
-    if pid is not None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-@contextmanager
-def _no_log() -> Iterator[None]:
-    """Keep the client's warnings of deaths, which are wanted here, from the terminal."""
-    logger = logging.getLogger("penstock")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-@contextmanager
-def _no_core_dumps() -> Iterator[None]:
-    """Let processes started meanwhile leave no core file: it would hold the whole model."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))

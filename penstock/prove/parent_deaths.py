@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock.errors import EngineError
+from penstock.prove.processes import send_signal
 from penstock.prove.proof import Trials
 from penstock.prove.servers import stream
 
@@ -77,7 +78,7 @@ class Owner:
 
     def __exit__(self, *exc_info: object) -> None:
         for pid in self.processes():
-            _send(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         self._process.communicate()
 
     def url(self) -> str:
@@ -100,7 +101,7 @@ class Owner:
     def stop_engines(self) -> None:
         for pid in self.processes():
             if pid != self._process.pid:
-                _send(pid, signal.SIGSTOP)
+                send_signal(pid, signal.SIGSTOP)
 
     def kill(self) -> float:
         """Kill the server; return the seconds until none of its processes was left."""
@@ -145,8 +146,3 @@ def _stopped(owner: Owner, trials: Trials) -> None:
 def _busy_and_stopped(owner: Owner, trials: Trials) -> None:
     _busy(owner, trials)
     owner.stop_engines()
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)

@@ -107,10 +107,21 @@ def outputs(epoch):
 
 def test_an_invalid_frame_ends_its_engine_only(monkeypatch, caplog):
     """Guards against a supervisor that ends with an exception, so that no engine comes any more."""
-    failed = frames.Failed(1, "no such model", None, None, False)
-    watched = Watched(monkeypatch, lambda epoch: [ready(0), EngineError("a frame of 9 TB")] if epoch == 0 else [failed])
+    script = lambda epoch: [ready(0), EngineError("a frame of 9 TB")] if epoch == 0 else []  # noqa: E731
+    watched = Watched(monkeypatch, script)
     assert "invalid frame from the engine process; terminating it: a frame of 9 TB" in caplog.messages
-    assert watched.supervisor.restarts == 1
+    assert watched.supervisor.restarts == 3
+
+
+def test_what_could_be_built_before_is_tried_again(monkeypatch):
+    """Guards against streams that are given up because memory is short in the moment after a death."""
+
+    def script(epoch):
+        return [frames.Failed(epoch, "no memory", None, None, False)] if epoch in (1, 2, 4, 5, 6) else [ready(epoch)]
+
+    monkeypatch.setattr(supervisor, "MAX_DEATHS", 100)
+    watched = Watched(monkeypatch, script)
+    assert (watched.supervisor.restarts, len(watched.infos)) == (6, 2)
     assert isinstance(watched.supervisor.failure, ModelLoadError)
 
 
