@@ -34,7 +34,7 @@ class StandbyStatus:
 
     Attributes:
         state: STARTING, also while it has to wait to be started; READY, or FAILED where there will be none any more.
-        private_bytes: memory that it shares with no other process.
+        private_bytes: memory that only it has, and no file: mapped weights do not count. Measured when it was ready.
     """
 
     state: EngineState

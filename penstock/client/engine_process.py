@@ -108,7 +108,8 @@ def _heartbeats(sock: socket.socket, epoch: int) -> Iterator[None]:
         while not built.wait(HEARTBEAT_S):
             now = _Effort.so_far()
             if now.exceeds(seen):
-                sock.sendall(frames.pack(frames.Heartbeat(epoch, EngineStats())))
+                with contextlib.suppress(OSError):  # the client is gone, and the reader thread ends this process
+                    sock.sendall(frames.pack(frames.Heartbeat(epoch, EngineStats())))
                 seen = now
 
     thread = threading.Thread(target=send, name="heartbeats", daemon=True)

@@ -112,8 +112,8 @@ class Standby:
 
 
 def private_bytes(pid: int | None) -> int | None:
-    """Return the memory that a process shares with no other, in bytes; None where it cannot be read."""
+    """Return the memory that only this process has, and no file, in bytes; None where it cannot be read."""
     with suppress(OSError, ValueError), open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
         rows = (line.split() for line in file)
-        return 1024 * sum(int(row[1]) for row in rows if row[0].startswith("Private_"))
+        return 1024 * next(int(row[1]) for row in rows if row[0] == "Private_Dirty:")
     return None
