@@ -147,9 +147,7 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
             from penstock.build import build_engine  # not at the top, so that the reader thread runs meanwhile
             from penstock.config import EngineConfig
 
-            takes_over = first.cache_bytes is not None
-            options = first.options | ({"kv_cache_memory_bytes": first.cache_bytes} if takes_over else {})
-            built = build_engine(EngineConfig.from_options(**options), takes_over=takes_over)
+            built = build_engine(EngineConfig.from_options(**first.options), takes_over=first.takes_over)
     except PenstockError as error:
         param, code = getattr(error, "param", None), getattr(error, "code", None)
         user_error = isinstance(error, InvalidRequestError)

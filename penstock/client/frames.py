@@ -25,13 +25,12 @@ HEADER_BYTES = _LENGTH.size
 class Start(msgspec.Struct, tag=True, frozen=True):
     """The first frame. `options` are for EngineConfig.from_options.
 
-    cache_bytes: size of the cache of the engine that this one takes over from, as a Ready frame told it; its memory is
-        free by then. None for the first engine, which plans it.
+    takes_over: they are what another engine had, whose memory will be free by then.
     """
 
     epoch: int
     options: dict[str, Any]
-    cache_bytes: int | None = None
+    takes_over: bool = False
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True):

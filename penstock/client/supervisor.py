@@ -147,7 +147,7 @@ class EngineSupervisor:
     def _take(self, frame: frames.FromEngine) -> None:
         match frame:
             case frames.Ready(info=info, cache_bytes=cache_bytes):
-                self._start_frame = structs.replace(self._start_frame, cache_bytes=cache_bytes or None)
+                self._start_frame = taking_over(self._start_frame, info.max_model_len, cache_bytes)
                 self.model_info, self._start_error = info, None
                 self.settled.set()
                 self._listener.engine_ready(info)
@@ -198,3 +198,11 @@ class EngineSupervisor:
         self.failure = error
         self._listener.engine_failed(error if isinstance(error, EngineDeadError) else EngineDeadError(str(error)))
         self.settled.set()
+
+
+def taking_over(first: frames.Start, max_model_len: int, cache_bytes: int) -> frames.Start:
+    """Return the first frame of the engines that will take over: they take what this one takes, however much memory is
+    free while they start, so that every request that it has accepted fits them."""
+    options = {name: value for name, value in first.options.items() if name != "memory"}
+    options |= {"max_model_len": max_model_len, "kv_cache_memory_bytes": cache_bytes}
+    return structs.replace(first, options=options, takes_over=True)

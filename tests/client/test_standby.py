@@ -17,6 +17,7 @@ from tests.fakes_engine import model_info
 
 INFO = model_info(64, 100)
 CACHE_BYTES = 4096
+OPTIONS = {"max_num_seqs": 3, "memory": 2**30}
 
 
 class Child:
@@ -66,7 +67,7 @@ class World:
         monkeypatch.setattr(watched, "EngineChild", start)
         monkeypatch.setattr(supervisor, "STANDBY_CHECK_S", 0.001)
         monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.0)
-        self.supervisor = supervisor.EngineSupervisor({}, self, standby=True)
+        self.supervisor = supervisor.EngineSupervisor(OPTIONS, self, standby=True)
 
     async def __aenter__(self):
         self.task = asyncio.create_task(self.supervisor.run())
@@ -111,7 +112,9 @@ def test_the_standby_takes_over_and_is_replaced(monkeypatch):
     async def scenario():
         async with World(monkeypatch) as world:
             first, second = await world.pair()
-            assert [child.start.cache_bytes for child in (first, second)] == [None, CACHE_BYTES]
+            taken = {"max_model_len": INFO.max_model_len, "kv_cache_memory_bytes": CACHE_BYTES}
+            assert first.start == frames.Start(0, OPTIONS)
+            assert second.start == frames.Start(1, {"max_num_seqs": 3} | taken, takes_over=True)
             first.say(outputs(first))
             second.say(outputs(second))  # from a standby, which was given nothing
             await until(lambda: 0 in world.told)
