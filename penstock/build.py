@@ -48,6 +48,7 @@ from penstock.weights.sizes import model_sizes
 from penstock.weights.sources import read_parameters
 
 Weights = Path | InstanceWeights
+UNLIMITED = 2**62  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,13 @@ class BuiltEngine:
     ops: Ops
 
 
-def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltEngine:
+def build_engine(config: EngineConfig, instance: object | None = None, *, takes_over: bool = False) -> BuiltEngine:
     """Load the model and make its engine.
 
     Args:
         instance: a model object of Transformers, served instead of the model that config.model names. Its weights are
             copied and not read again.
+        takes_over: config.cache.kv_cache_memory_bytes is what an engine had whose end frees it, so it is not refused.
 
     Raises:
         ModelLoadError: the model directory, or the object, cannot be served.
@@ -82,7 +84,8 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     config = _resolve(config, model_config, weights)
     kv_scales = _read_kv_scales(config, model_config)
     ops = _load_ops(config, model_config)
-    config, memory = _plan_memory(config, model_config, ops)
+    free = UNLIMITED if takes_over else free_memory_bytes()
+    config, memory = _plan_memory(config, model_config, ops, free)
     numerics, scheduler = config.numerics, config.scheduler
     model = load_model(
         weights,
@@ -94,7 +97,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
         head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
         free_memory=free_memory_bytes,
     )
-    plan = plan_kv_cache(config, model_config, free_memory_bytes()) if memory is None else memory.cache
+    plan = plan_kv_cache(config, model_config, free) if memory is None else memory.cache
     runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
@@ -130,7 +133,9 @@ def _load_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
     return load_ops(numerics.kernels, dtype, threads=threads, cores=cores)
 
 
-def _plan_memory(config: EngineConfig, model_config: ModelConfig, ops: Ops) -> tuple[EngineConfig, MemoryPlan | None]:
+def _plan_memory(
+    config: EngineConfig, model_config: ModelConfig, ops: Ops, free_bytes: int
+) -> tuple[EngineConfig, MemoryPlan | None]:
     """Return the ledger of an engine before its model is loaded; None where torch computes, whose memory is its own.
 
     Raises:
@@ -142,7 +147,7 @@ def _plan_memory(config: EngineConfig, model_config: ModelConfig, ops: Ops) -> t
         return config, None
     layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
     sizes = cache(lambda scheme: model_sizes(model_config, ops, scheme, layout))
-    ledger = Ledger(model_config, sizes, resident_bytes(), free_memory_bytes())
+    ledger = Ledger(model_config, sizes, resident_bytes(), free_bytes)
     return ledger.fit(config)
 
 

@@ -1,9 +1,14 @@
-"""Measure start-up: `penstock --version`, and `penstock serve demo` until /health answers 200.
+"""Measure start-up: `penstock --version`, `penstock serve demo` until /health answers 200, and how long a stream waits
+for its next token when its engine is killed, with and without a standby.
 
 python -m penstock.bench.startup
 """
 
+import asyncio
 import contextlib
+import logging
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -12,8 +17,17 @@ import urllib.request
 from collections.abc import Iterator
 from typing import IO, cast
 
+from penstock.client import frames
+from penstock.client.engine_client import EngineState
+from penstock.client.process import ProcessClient
+from penstock.interface.messages import ModelInfo
+from penstock.interface.sampling_params import SamplingParams
+
 REPEATS = 5
 TIMEOUT_S = 60.0
+NUM_KILLS = 4  # more within a minute would end the service
+NUM_TOKENS_BEFORE_KILL = 200
+PARTS = ("death noticed", "engine ready", "next token")
 
 
 @contextlib.contextmanager
@@ -50,10 +64,58 @@ def time_health() -> float:
         raise TimeoutError(f"the server did not become healthy; the first line it printed was {line!r}")
 
 
+class TimedClient(ProcessClient):
+    """Notes when a death is noticed, when the next engine is ready, and when its first token arrives."""
+
+    times: dict[str, float]
+
+    def engine_lost(self) -> bool:
+        self.times = {"death noticed": time.perf_counter()}
+        return super().engine_lost()
+
+    def engine_ready(self, info: ModelInfo) -> None:
+        if self.status().restarts:
+            self.times["engine ready"] = time.perf_counter()
+        super().engine_ready(info)
+
+    def received(self, frame: frames.Outputs | frames.Rejected) -> None:
+        if self.status().restarts:
+            self.times.setdefault("next token", time.perf_counter())
+        super().received(frame)
+
+
+async def time_deaths(*, standby: bool) -> dict[str, list[float]]:
+    """Return the seconds from a kill to each of PARTS, for NUM_KILLS kills of the demo model's engine in a stream."""
+    client = TimedClient({"model": "demo"}, None, standby=standby)
+    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    params = SamplingParams(max_tokens=2 * NUM_TOKENS_BEFORE_KILL, ignore_eos=True, seed=1)
+    try:
+        for _ in range(NUM_KILLS):
+            while (second := client.status().standby) is not None and second.state is not EngineState.READY:
+                await client.start()
+                await asyncio.sleep(0.01)
+            killed_at = 0.0
+            async for output in client.generate([1], params):
+                pid = client.status().pid
+                if len(output.outputs[0].token_ids) >= NUM_TOKENS_BEFORE_KILL and not killed_at and pid is not None:
+                    killed_at = time.perf_counter()
+                    os.kill(pid, signal.SIGKILL)
+            for part in PARTS:
+                found[part].append(client.times[part] - killed_at)
+    finally:
+        await client.shutdown()
+    return found
+
+
 def main() -> int:
+    logging.getLogger("penstock").setLevel(logging.CRITICAL)  # the deaths are wanted
     for name, measure in (("penstock --version", time_version), ("serve demo until /health is 200", time_health)):
         times = [measure() for _ in range(REPEATS)]
         print(f"{name}: median {statistics.median(times):.3f} s, best {min(times):.3f} s of {REPEATS}")
+    for standby in (False, True):
+        for part, times in asyncio.run(time_deaths(standby=standby)).items():
+            name = f"from a kill, {'with' if standby else 'without'} a standby: {part}"
+            print(f"{name}: median {statistics.median(times):.3f} s, best {min(times):.3f} s of {NUM_KILLS}")
     return 0
 
 

@@ -37,6 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--journal", metavar="FILE", help=help_text)
     help_text = "seconds that open requests get after SIGTERM (default: 30)"
     group.add_argument("--drain-timeout", type=float, default=UNSET, metavar="S", help=help_text)
+    help_text = "keep a second engine process loaded, which takes over at once when the first dies"
+    group.add_argument("--standby", action="store_true", help=help_text)
     _add_load_options(parser)
     add_engine_options(parser)
 
@@ -72,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         **times,
     )
     limits = {name: getattr(args, name) for name in LIMITS if hasattr(args, name)}
-    llm = AsyncLLM(**engine_options(args), **limits)  # the engine loads while the server's own imports run
+    # The engine loads while the server's own imports run.
+    llm = AsyncLLM(**engine_options(args), **limits, standby=args.standby)
     from penstock.server import serve
 
     return serve.run(llm, options)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from penstock.client import frames
@@ -26,11 +27,9 @@ class EngineChild:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         # -P keeps the current directory off the path: a queue.py there must not become the engine's.
-        command = [sys.executable, "-P", "-m", "penstock.client.engine_process", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "penstock.client.engine_main", str(os.getpid()), str(theirs.fileno())]
         try:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=STDERR, env=_environment()
-            )
+            self._process = _starter().submit(_run, command, theirs.fileno()).result()
         except OSError:
             self._sock.close()
             raise
@@ -97,6 +96,20 @@ class EngineChild:
                 self.kill()
             await asyncio.sleep(0.005)
         return code
+
+
+_starters: dict[int, ThreadPoolExecutor] = {}  # by process id: a process that was forked needs a thread of its own
+
+
+def _starter() -> ThreadPoolExecutor:
+    """Return the thread that starts engine processes, and lives as long as this process: they die with the thread that
+    started them, and a user's may end early."""
+    return _starters.setdefault(os.getpid(), ThreadPoolExecutor(1, thread_name_prefix="starter of engines"))
+
+
+def _run(command: list[str], fd: int) -> "subprocess.Popen[bytes]":
+    """Start a process that inherits a file descriptor."""
+    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=STDERR, env=_environment())
 
 
 def _environment() -> dict[str, str]:

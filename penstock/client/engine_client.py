@@ -29,6 +29,20 @@ class EngineState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class StandbyStatus:
+    """A snapshot of a second engine process that waits to take over.
+
+    Attributes:
+        state: STARTING, also while it has to wait to be started; READY, or FAILED where there will be none any more.
+        private_bytes: memory that only it has, and no file: mapped weights do not count. Measured when it was ready.
+    """
+
+    state: EngineState
+    pid: int | None
+    private_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot for /status, /health and /metrics."""
 
@@ -43,6 +57,7 @@ class EngineStatus:
     num_aborted_total: int = 0  # requests that ended because their caller left
     planned_memory: dict[str, int] = field(default_factory=dict)  # bytes by what they are for (planner/ledger.py)
     peak_memory_bytes: int | None = None  # the most physical memory that the engine process ever had
+    standby: StandbyStatus | None = None  # None where none is wanted
 
 
 class EngineClient(Protocol):

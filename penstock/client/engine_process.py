@@ -1,4 +1,5 @@
-"""The engine process: build an engine, then serve it. Started by client/child.py with one end of a socket pair.
+"""The engine process: build an engine, then serve it. Started by client/child.py, through client/engine_main.py, with
+one end of a socket pair.
 
     reader thread: frames -> inbox; at the end of the connection the process exits at once, whatever it is doing,
                    so that no engine outlives its client
@@ -10,23 +11,27 @@ Once the engine is built, the step loop itself sends the heartbeats, so that a h
 import contextlib
 import os
 import queue
+import resource
 import signal
 import socket
-import sys
 import threading
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from penstock.client import frames
+from penstock.client.engine_main import EXIT_CLIENT_GONE
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats
 
 HEARTBEAT_S = 0.5
 HEARTBEATS_TO_CHECK = 4
-EXIT_CLIENT_GONE = 0
+START_PROGRESS_S = 0.005  # of computing between two heartbeats of a start; a deadlock has none
+STDERR = 2
 EXIT_CANNOT_START = 2
 EXIT_INVALID_FRAME = 3
+EXIT_NO_MEMORY = 4
 
 
 class EngineServer:
@@ -121,12 +126,18 @@ def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
 
 @contextlib.contextmanager
 def _heartbeats(sock: socket.socket, epoch: int) -> Iterator[None]:
-    """Send heartbeats from a thread while the engine is built: loading may take minutes, but is no silence."""
+    """Send heartbeats from a thread while the engine is built, as long as that computes or reads: loading may take
+    minutes, but a deadlock must not look like it."""
     built = threading.Event()
 
     def send() -> None:
+        seen = _Effort.so_far()
         while not built.wait(HEARTBEAT_S):
-            sock.sendall(frames.pack(frames.Heartbeat(epoch, EngineStats())))
+            now = _Effort.so_far()
+            if now.exceeds(seen):
+                with contextlib.suppress(OSError):  # the client is gone, and the reader thread ends this process
+                    sock.sendall(frames.pack(frames.Heartbeat(epoch, EngineStats())))
+                seen = now
 
     thread = threading.Thread(target=send, name="heartbeats", daemon=True)
     thread.start()
@@ -137,23 +148,39 @@ def _heartbeats(sock: socket.socket, epoch: int) -> Iterator[None]:
         thread.join()
 
 
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """What this process has done so far: seconds of processor time, and reads from files."""
+
+    cpu_s: float
+    reads: int
+
+    @classmethod
+    def so_far(cls) -> "_Effort":
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(time.process_time(), usage.ru_inblock + usage.ru_majflt)
+
+    def exceeds(self, other: "_Effort") -> bool:
+        return self.cpu_s - other.cpu_s > START_PROGRESS_S or self.reads > other.reads
+
+
 def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServer | None:
     """Build the engine that the first frame asks for; if it cannot be built, send the reason and return None."""
     first = frames.unpack_to_engine(inbox.get())
     if not isinstance(first, frames.Start):
         raise PenstockError("the first frame is not Start")
-    from penstock.build import build_engine  # not at the top, so that the reader thread runs meanwhile
-    from penstock.config import EngineConfig
-
     try:
         with _heartbeats(sock, first.epoch):
-            built = build_engine(EngineConfig.from_options(**first.options))
+            from penstock.build import build_engine  # not at the top, so that the reader thread runs meanwhile
+            from penstock.config import EngineConfig
+
+            built = build_engine(EngineConfig.from_options(**first.options), takes_over=first.takes_over)
     except PenstockError as error:
         param, code = getattr(error, "param", None), getattr(error, "code", None)
         user_error = isinstance(error, InvalidRequestError)
         sock.sendall(frames.pack(frames.Failed(first.epoch, str(error), param, code, user_error)))
         return None
-    sock.sendall(frames.pack(frames.Ready(first.epoch, built.info, built.engine.stats())))
+    sock.sendall(frames.pack(frames.Ready(first.epoch, built.info, built.engine.stats(), built.cache_bytes)))
     return EngineServer(built.engine, first.epoch, sock, inbox)
 
 
@@ -164,11 +191,11 @@ def main(argv: list[str]) -> int:
     sock = socket.socket(fileno=int(argv[0]))
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), name="frames", daemon=True).start()
-    server = _start(sock, inbox)
-    if server is not None:
-        server.run()
+    try:
+        server = _start(sock, inbox)
+        if server is not None:
+            server.run()
+    except MemoryError:
+        os.write(STDERR, b"penstock: the engine process has no memory left\n")
+        return EXIT_NO_MEMORY
     return EXIT_CANNOT_START
-
-
-if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))  # no clean-up: the client holds all state that matters

@@ -28,10 +28,14 @@ class InvalidFrameError(EngineError):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first frame. `options` are for EngineConfig.from_options."""
+    """The first frame. `options` are for EngineConfig.from_options.
+
+    takes_over: they are what another engine had, whose memory will be free by then.
+    """
 
     epoch: int
     options: dict[str, Any]
+    takes_over: bool = False
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True):
@@ -46,6 +50,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     epoch: int
     info: ModelInfo
     stats: EngineStats
+    cache_bytes: int = 0
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

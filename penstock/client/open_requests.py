@@ -160,6 +160,7 @@ class OpenRequest:
         self.choices = [Choice(engine_request, prepared, tokenizer) for engine_request in prepared.engine_requests]
         self.mailbox = Mailbox(prepared.params.output_kind)
         self.paused = False
+        self.patience_s: float | None = None  # for the first output; None: any time
         self._tokenizer = tokenizer if prepared.params.detokenize else None
         self._error: str | None = None
         self._num_cached_tokens: int | None = None

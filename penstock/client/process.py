@@ -43,6 +43,7 @@ class ProcessClient:
         options: for EngineConfig.from_options, checked already.
         seed: of the engine, for requests without one.
         limits: of what may wait.
+        standby: keep a second engine process ready to take over.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ProcessClient:
         *,
         seed: int = 0,
         limits: AdmissionLimits | None = None,
+        standby: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
@@ -59,7 +61,7 @@ class ProcessClient:
         self._requests = OpenRequests(tokenizer)
         self._admission = Admission(limits or AdmissionLimits(), self._requests)
         self._recovery = Recovery(self._requests, lambda frame: self._supervisor.child.send(frame))
-        self._supervisor = EngineSupervisor(options, self)
+        self._supervisor = EngineSupervisor(options, self, standby=standby)
         self._fingerprint: str | None = None  # of the engine that computed the tokens so far
         self._watch: asyncio.Task[None] | None = None
         self._draining = False
@@ -91,6 +93,7 @@ class ProcessClient:
             num_aborted_total=self._num_aborted,
             planned_memory={} if engine.model_info is None else engine.model_info.memory,
             peak_memory_bytes=engine.child.peak_memory_bytes(),
+            standby=engine.standby_status(),
         )
 
     @property
@@ -139,23 +142,51 @@ class ProcessClient:
         Leaving the loop aborts the request as soon as nothing refers to the stream any more; a program that keeps it
         in a variable closes it itself (`contextlib.aclosing`).
         """
+        request = await self.open(prompt, params, request_id, flow=flow, output_token_ids=output_token_ids)
+        try:
+            finished = False
+            while not finished:
+                output = await self.next_output(request)
+                finished = output.finished
+                yield output
+        finally:  # the request has finished, or its reader has left
+            self.close(request)
+
+    async def open(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        *,
+        flow: str | None = None,
+        output_token_ids: Sequence[list[int]] = (),
+    ) -> OpenRequest:
+        """Check a request and give it to the engine. Its reader calls `next_output` up to the end, and then `close`.
+
+        Raises:
+            InvalidRequestError, EngineDeadError, EngineOverloadedError: as EngineClient.generate.
+        """
         await self.start()
         self.check_admission(flow)
         prepared = resumed(await self._prepare(prompt, params, request_id, flow), output_token_ids)
         self._check_serving()  # the engine may have failed while the prompt was tokenised
         patience_s = self._admission.admit(prepared)
         request = self._requests.open(prepared)
-        try:
-            self._recovery.submit([engine_request.request_id for engine_request in prepared.engine_requests])
-            finished = False
-            while not finished:
-                output = await (request.mailbox.get() if patience_s is None else self._first(request, patience_s))
-                self._recovery.resume_if_read(request)
-                finished, patience_s = output.finished, None
-                yield output
-        finally:  # the request has finished, or its reader has left
-            self._num_aborted += not request.mailbox.ended
-            self._recovery.abort(self._requests.close(request))
+        request.patience_s = patience_s
+        self._recovery.submit([engine_request.request_id for engine_request in prepared.engine_requests])
+        return request
+
+    async def next_output(self, request: OpenRequest) -> RequestOutput:
+        """Wait for the next output of an open request. Raise the error that ended it."""
+        output = await (request.mailbox.get() if request.patience_s is None else self._first(request))
+        request.patience_s = None
+        self._recovery.resume_if_read(request)
+        return output
+
+    def close(self, request: OpenRequest) -> None:
+        """End an open request, which may still run; its id is free from now on."""
+        self._num_aborted += not request.mailbox.ended
+        self._recovery.abort(self._requests.close(request))
 
     def _check_serving(self) -> None:
         if self._supervisor.failure is not None:
@@ -172,15 +203,15 @@ class ProcessClient:
             return await asyncio.to_thread(inputs.process, prompt, params, request_id, flow)
         return inputs.process(prompt, params, request_id, flow)
 
-    async def _first(self, request: OpenRequest, patience_s: float) -> RequestOutput:
-        """Return a request's first output; refuse it if that takes longer, unless an engine has died meanwhile."""
+    async def _first(self, request: OpenRequest) -> RequestOutput:
+        """Return a request's first output; refuse it if its patience ends, unless an engine has died meanwhile."""
         restarts = self._supervisor.restarts
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(request.patience_s):
                 return await request.mailbox.get()
         except TimeoutError:
             if restarts == self._supervisor.restarts and self._supervisor.state is EngineState.READY:
-                message = f"no token came within the {patience_s:g} s that a request may wait; try again later"
+                message = f"no token came within the {request.patience_s:g} s that a request may wait; try again later"
                 raise EngineOverloadedError(message) from None
         return await request.mailbox.get()
 
@@ -203,7 +234,7 @@ class ProcessClient:
         self._supervisor.stop()
         if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
             await asyncio.wait([self._watch])
-        await self._supervisor.child.wait()
+        await self._supervisor.wait()
 
     # --- what the supervisor calls ---------------------------------------------------------------------------------
 
@@ -225,6 +256,9 @@ class ProcessClient:
             message = f"the engine process died each of the {times} times that it computed this request, at last alone"
             self._end(request, RequestFailedError(message))
         return request is not None
+
+    def recovered(self) -> bool:
+        return self._recovery.recovered
 
     def engine_failed(self, error: EngineDeadError) -> None:
         for request in self._requests:

@@ -76,6 +76,13 @@ class Recovery:
             request.paused = False
             self.submit(self._requests.running_of(request))
 
+    @property
+    def recovered(self) -> bool:
+        """Return whether every choice that a death interrupted after its first token has received another one."""
+        running = self._requests.running()
+        begun = {key: deaths.num_tokens for key, deaths in self._deaths.items() if deaths.num_tokens and key in running}
+        return self._ready and all(self._requests.num_tokens_of(key) > count for key, count in begun.items())
+
     def engine_ready(self) -> None:
         """Give a new engine all running choices, or the first of those that have to be tried alone."""
         self._ready = True

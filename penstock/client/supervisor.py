@@ -1,33 +1,30 @@
-"""EngineSupervisor: starts the engine process, watches it, and starts another one when it dies. Knows no request.
+"""EngineSupervisor: starts the engine process, and another one when it dies. Knows no request.
 
-The end of the connection is the death of the process, noticed at once; an engine that is silent for too long is killed.
-The next process has the next epoch. Whoever sends it requests is told of all this as an EngineListener.
+The end of the connection is the death of the process, noticed at once; an engine that is silent for too long is killed
+(client/watched.py). The next process, a standby if there is one, has another epoch. Whoever sends it requests is told
+of all this as an EngineListener.
 """
 
 import asyncio
 import logging
-import time
-from collections import deque
-from dataclasses import fields, replace
 from typing import Any, Protocol
+
+from msgspec import structs
 
 from penstock.client import frames
 from penstock.client.child import EngineChild
-from penstock.client.engine_client import EngineState
-from penstock.errors import EngineDeadError, EngineError, PenstockError
-from penstock.interface.messages import EngineStats, ModelInfo
+from penstock.client.engine_client import EngineState, StandbyStatus
+from penstock.client.liveness import Liveness
+from penstock.client.standby import RestartLimit, Running, Standby
+from penstock.client.watched import WatchedEngine
+from penstock.errors import EngineDeadError, PenstockError
+from penstock.interface.messages import ModelInfo
 
 LOGGER = logging.getLogger("penstock")
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 60.0
 MAX_FAILED_STARTS = 3  # in a row, however long each took: the model may not fit
 BACK_OFF_S = 0.2  # times the number of failed starts, before the next one
-IDLE_STALL_S = 5.0  # an idle engine sends a heartbeat every half second
-FIRST_STEP_STALL_S = 60.0  # until a step has shown how long steps take
-STALL_STEPS = 20
-NUM_GAPS = 128  # pauses between frames that are remembered, to know how long a step takes
-START_STALL_S = 30.0  # a process that starts sends a heartbeat every half second too
-CHECK_S = 0.25  # between two looks at whether the engine makes progress
-COUNTERS = [item.name for item in fields(EngineStats) if item.name.startswith("num_") and item.name.endswith("_total")]
+STANDBY_CHECK_S = 0.25  # between two looks at whether a standby is needed, and would not be in the way
 
 
 class EngineListener(Protocol):
@@ -45,6 +42,9 @@ class EngineListener(Protocol):
     def received(self, frame: frames.Outputs | frames.Rejected) -> None:
         """Handle what the engine says of its requests."""
 
+    def recovered(self) -> bool:
+        """Return whether every request that the last death interrupted has gone on."""
+
 
 class EngineSupervisor:
     """Keeps an engine process running. The first one is started by the constructor; `run` watches it.
@@ -52,114 +52,146 @@ class EngineSupervisor:
     Args:
         options: for EngineConfig.from_options in the engine process.
         listener: is told of deaths, new engines and their outputs.
+        standby: whether a second process is kept ready.
 
     Attributes:
-        child: the current engine process.
-        restarts: processes started after the first; also the epoch of the current one.
+        restarts: processes that took over after the first.
         model_info: of the last engine that was ready.
         failure: why there will be no engine any more; None while there is hope.
         settled: set once an engine has been ready, or there is a failure.
     """
 
-    def __init__(self, options: dict[str, Any], listener: EngineListener) -> None:
+    def __init__(self, options: dict[str, Any], listener: EngineListener, *, standby: bool = False) -> None:
         self.restarts = 0
-        self.child = EngineChild(frames.Start(self.restarts, options))
-        self.liveness = Liveness()
         self.model_info: ModelInfo | None = None
         self.failure: PenstockError | None = None
         self.settled = asyncio.Event()
-        self._options = options
+        self._start_frame = frames.Start(-1, options)  # of the process started last
         self._listener = listener
-        self._deaths: list[float] = []  # within the last DEATHS_WINDOW_S
+        self._deaths = RestartLimit(MAX_DEATHS, DEATHS_WINDOW_S)
         self._failed_starts = 0  # in a row
-        self._ready = False
+        self._start_error: PenstockError | None = None  # why the last one that failed could not be built
+        self._engine = self._start()
+        self._running: Running | None = None
+        self._standby = Standby(self._start, RestartLimit(MAX_DEATHS, DEATHS_WINDOW_S)) if standby else None
+
+    @property
+    def child(self) -> EngineChild:
+        """Return the current engine process."""
+        return self._engine.child
+
+    @property
+    def liveness(self) -> Liveness:
+        return self._engine.liveness
 
     @property
     def state(self) -> EngineState:
         if self.failure is not None:
             return EngineState.FAILED
-        if self._ready:
+        if self._engine.ready is not None:
             return EngineState.READY
         return EngineState.STARTING if self.model_info is None else EngineState.RECOVERING
+
+    def standby_status(self) -> StandbyStatus | None:
+        """Return the state of the standby; None if none is wanted."""
+        return None if self._standby is None else self._standby.status()
 
     async def run(self) -> None:
         """Serve one engine process after another until stopped or failed."""
         try:
+            self._running = asyncio.create_task(self._engine.run(), name="engine")
             while self.failure is None:
-                was_ready = await self._talk()
-                code = await self.child.wait()
+                code, was_ready = await self._end_of_engine()
                 if self.failure is None:
-                    await self._restart_after(code, was_ready)
+                    await self._replace(code, was_ready)
         except Exception as error:
             LOGGER.exception("the supervisor of the engine process failed")
             self._fail(EngineDeadError(f"the engine's supervisor failed: {error!r}"))
-            self.child.hang_up()
+        finally:
+            self._hang_up()
 
     def stop(self) -> None:
         """End the engine process and start no other. A second call does nothing."""
         if self.failure is None:
             self._fail(EngineDeadError("the engine was shut down"))
+        self._hang_up()
+
+    async def wait(self) -> None:
+        """Wait for the processes to end, after `stop`."""
+        await self.child.wait()
+        if self._standby is not None:
+            await self._standby.wait()
+
+    def _hang_up(self) -> None:
         self.child.hang_up()
+        if self._standby is not None:
+            self._standby.hang_up()
 
-    async def _talk(self) -> bool:
-        """Receive frames until the connection ends. Returns whether the engine was ready."""
-        watch = asyncio.create_task(self._kill_if_stuck(), name="watch for a stuck engine")
-        try:
-            await self.child.connect()
-            while (frame := await self.child.receive()) is not None:
-                if frame.epoch == self.restarts:  # else it comes from an engine that was replaced
-                    self._take(frame)
-        except EngineError as error:
-            LOGGER.error("invalid frame from the engine process; terminating it: %s", error)
-        finally:
-            watch.cancel()
-            was_ready, self._ready = self._ready, False
-            self.liveness.engine_ended()
-            self.child.hang_up()
-        return was_ready
+    def _start(self) -> WatchedEngine:
+        """Start an engine process under a new epoch."""
+        self._start_frame = structs.replace(self._start_frame, epoch=self._start_frame.epoch + 1)
+        return WatchedEngine(self._start_frame, self._take)
 
-    async def _kill_if_stuck(self) -> None:
-        """Kill the engine process once it has made no progress for too long: stopped, in a deadlock, or swapped out."""
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(CHECK_S)
-            if time.monotonic() - before > 4 * CHECK_S:
-                self.liveness.excuse()  # this process stood still too, so nobody can tell
-            elif self.liveness.stuck:
-                LOGGER.error("the engine process has been silent for %.1f s; killing it", self.liveness.age_s)
-                self.child.kill()
-                return
+    async def _end_of_engine(self) -> tuple[int, bool]:
+        """Wait until the engine process has ended, and keep a standby meanwhile, whose start must not slow a recovery
+        down. Returns the exit code, and whether the engine was ready."""
+        running = self._running
+        if running is None:
+            raise EngineDeadError("no engine process was started")
+        while not running.done():
+            await asyncio.wait([running], timeout=None if self._standby is None else STANDBY_CHECK_S)
+            if self._standby is not None and self.state is EngineState.READY and self._listener.recovered():
+                self._standby.keep()
+        return running.result()
 
     def _take(self, frame: frames.FromEngine) -> None:
-        self.liveness.note(frame)
         match frame:
-            case frames.Ready(info=info):
-                self.model_info, self._ready = info, True
+            case frames.Ready(info=info, cache_bytes=cache_bytes):
+                self._start_frame = taking_over(self._start_frame, info.max_model_len, cache_bytes)
+                self.model_info, self._start_error = info, None
                 self.settled.set()
                 self._listener.engine_ready(info)
             case frames.Outputs() | frames.Rejected():
                 self._listener.received(frame)
-            case frames.Failed():
+            case frames.Failed() if self.model_info is None:
                 self._fail(frame.as_error())
+            case frames.Failed():  # it could be built before, so memory may be short for the moment
+                self._start_error = frame.as_error()
+                LOGGER.error("the engine cannot be built: %s", frame.message)
 
-    async def _restart_after(self, code: int, was_ready: bool) -> None:
-        """Report a death and start a new engine process, unless deaths are too many."""
+    async def _replace(self, code: int, was_ready: bool) -> None:
+        """Report a death and put another engine process in its place, unless deaths are too many."""
         reason = f"exit code {code}" if code >= 0 else f"signal {-code}"
         LOGGER.warning("the engine process died (%s); its requests go on in a new one", reason)
         explained = self._listener.engine_lost()
-        now = time.monotonic()
-        self._deaths = [death for death in self._deaths if now - death < DEATHS_WINDOW_S] + [now] * (not explained)
+        deaths = 0 if explained else self._deaths.count()
         self._failed_starts = 0 if was_ready else self._failed_starts + 1
         if self._failed_starts >= MAX_FAILED_STARTS:
-            self._fail(EngineDeadError(f"the engine process died {self._failed_starts} times before it was ready"))
-        elif len(self._deaths) >= MAX_DEATHS:
+            died = EngineDeadError(f"the engine process died {self._failed_starts} times before it was ready")
+            self._fail(self._start_error or died)
+        elif deaths >= MAX_DEATHS:
             self._fail(EngineDeadError(f"the engine process died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s"))
         else:
             await asyncio.sleep(BACK_OFF_S * self._failed_starts)
         if self.failure is None:  # neither given up nor stopped meanwhile
-            self.restarts += 1
-            LOGGER.warning("restarting the engine process (restart %d of %d)", len(self._deaths), MAX_DEATHS - 1)
-            self.child = EngineChild(frames.Start(self.restarts, self._options))
+            self._go_on(deaths)
+
+    def _go_on(self, deaths: int) -> None:
+        """Let the standby take over, or a new process."""
+        before = self._engine
+        self.restarts += 1
+        reserve = None if self._standby is None else self._standby.hand_over()
+        if reserve is None:
+            LOGGER.warning("restarting the engine process (restart %d of %d)", deaths, MAX_DEATHS - 1)
+            self._engine = self._start()
+            self._running = asyncio.create_task(self._engine.run(), name="engine")
+        else:
+            LOGGER.warning("the standby engine takes over (restart %d of %d)", deaths, MAX_DEATHS - 1)
+            self._engine, self._running = reserve
+        self._engine.liveness.follow(before.liveness)
+        self._engine.take = self._take
+        if self._engine.ready is not None:
+            self._take(self._engine.ready)
 
     def _fail(self, error: PenstockError) -> None:
         """Give up: there will be no engine any more."""
@@ -168,59 +200,9 @@ class EngineSupervisor:
         self.settled.set()
 
 
-class Liveness:
-    """When the engine was last heard from, whether it makes progress, and the newest of its statistics.
-
-    Attributes:
-        last_heard: time.monotonic() of its last frame; None without an engine.
-    """
-
-    def __init__(self) -> None:
-        self.last_heard: float | None = None
-        self._stats = EngineStats()
-        self._before = dict.fromkeys(COUNTERS, 0)  # counted by the engines that died
-        self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
-        self._ready = False
-
-    @property
-    def stats(self) -> EngineStats:
-        """Return the gauges of this engine, and the counters of all engines so far: they never fall."""
-        return replace(self._stats, **{name: self._before[name] + getattr(self._stats, name) for name in COUNTERS})
-
-    def note(self, frame: frames.FromEngine) -> None:
-        now = time.monotonic()
-        if self.last_heard is not None and self._stats.num_running:
-            self._gaps.append(now - self.last_heard)
-        self.last_heard = now
-        self._ready = self._ready or isinstance(frame, frames.Ready)
-        if isinstance(frame, frames.Ready | frames.Outputs | frames.Heartbeat):
-            self._stats = frame.stats
-
-    def engine_ended(self) -> None:
-        """Forget the engine, and keep what it counted."""
-        self._before = {name: getattr(self.stats, name) for name in COUNTERS}
-        self._stats, self.last_heard, self._ready = EngineStats(), None, False
-
-    def excuse(self) -> None:
-        """Count the engine's silence from now on."""
-        if self.last_heard is not None:
-            self.last_heard = time.monotonic()
-
-    @property
-    def age_s(self) -> float | None:
-        """Return the seconds since the last frame; None without an engine."""
-        return None if self.last_heard is None else time.monotonic() - self.last_heard
-
-    @property
-    def making_progress(self) -> bool:
-        """Return whether an engine is ready, and has not been silent for too long."""
-        return self._ready and self.last_heard is not None and not self.stuck
-
-    @property
-    def stuck(self) -> bool:
-        """Return whether an engine has been silent for too long: when busy, for STALL_STEPS of its longest steps."""
-        allowed = IDLE_STALL_S if self._ready else START_STALL_S
-        if self._stats.num_running or self._stats.num_waiting:
-            allowed = max(IDLE_STALL_S, STALL_STEPS * max(self._gaps)) if self._gaps else FIRST_STEP_STALL_S
-        age = self.age_s
-        return age is not None and age >= allowed
+def taking_over(first: frames.Start, max_model_len: int, cache_bytes: int) -> frames.Start:
+    """Return the first frame of the engines that will take over: they take what this one takes, however much memory is
+    free while they start, so that every request that it has accepted fits them."""
+    options = {name: value for name, value in first.options.items() if name != "memory"}
+    options |= {"max_model_len": max_model_len, "kv_cache_memory_bytes": cache_bytes}
+    return structs.replace(first, options=options, takes_over=True)

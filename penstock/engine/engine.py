@@ -101,6 +101,7 @@ class Engine:
 
         Raises:
             EngineError: MAX_FAILED_STEPS steps in a row failed as a whole.
+            MemoryError: a step found no memory; the requests are as before it, and another engine may go on with them.
         """
         outputs, self._early_outputs = self._early_outputs, []
         if not self.scheduler.has_work:
@@ -108,6 +109,8 @@ class Engine:
         plan = self.scheduler.schedule()
         try:
             results = self.executor.collect(self.executor.submit(plan)).results
+        except MemoryError:  # no request's fault, and what this process would do next needs memory too
+            raise
         except Exception as error:  # must not reach the other requests
             self._num_failed_steps += 1
             self._failed_in_a_row += 1

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from penstock import validation as check
 from penstock.client.admission import AdmissionLimits
 from penstock.client.process import ProcessClient
 from penstock.client.tokenizers import choose_tokenizer
@@ -23,6 +24,10 @@ class AsyncLLM(ProcessClient):
     The engine process starts at once; the first `generate` waits for it. If it dies, a new one starts, and goes on
     with the open requests where they were. Implements client.engine_client.EngineClient.
 
+    Args:
+        standby: keep a second engine process loaded, which takes over at once. Mapped weights (of a converted or packed
+            model) are shared; others are in memory twice.
+
     Raises:
         InvalidRequestError: an option is unknown or wrong.
         NotSupportedError: `model` is an object.
@@ -34,6 +39,7 @@ class AsyncLLM(ProcessClient):
         model: str = "demo",
         *,
         tokenizer: Tokenizer | str | Any = None,
+        standby: bool = False,
         max_queued_requests: int = AdmissionLimits.max_queued_requests,
         max_queued_tokens: int = AdmissionLimits.max_queued_tokens,
         max_queue_wait: float | None = None,
@@ -45,12 +51,14 @@ class AsyncLLM(ProcessClient):
                 "to LLM, or save it (save_pretrained) and pass the directory",
                 param="model",
             )
+        check.check_bool("standby", standby)
         limits = AdmissionLimits(
             max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens, max_queue_wait=max_queue_wait
         )
         config = EngineConfig.from_options(model=model, **options)
         found = choose_tokenizer(tokenizer, model)
-        super().__init__({"model": model, **options}, found, seed=config.numerics.seed, limits=limits)
+        seed = config.numerics.seed
+        super().__init__({"model": model, **options}, found, seed=seed, limits=limits, standby=standby)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:

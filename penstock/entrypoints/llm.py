@@ -1,4 +1,4 @@
-"""LLM: the offline Python API, on an engine in this process."""
+"""LLM: the offline Python API, on an engine in this process or in one of its own."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,9 +9,11 @@ from penstock import validation as check
 from penstock.build import build_engine
 from penstock.client.engine_client import Prompt
 from penstock.client.in_process import InProcessClient
+from penstock.client.process import ProcessClient
+from penstock.client.steps import StepClient
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, RequestFailedError
+from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.chat_template import text_of_content
@@ -33,32 +35,57 @@ class LLM:
             here and not read again.
         tokenizer: replaces the one in the model's directory: another directory, or an object, ours or of Transformers.
             A model object has none: without this argument it takes token ids and gives no text.
+        engine_in_process: False computes in a process of its own, which may crash or run out of memory without harm:
+            another one goes on with the next token, as with AsyncLLM. Not for model objects, nor for logits processors
+            that this process has registered: a file in `imports` registers them there.
+        standby: keep a second process loaded, which takes over at once; with engine_in_process=False only.
         options: of EngineConfig.from_options: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
             kv_cache_dtype, kv_cache_scales, kv_cache_memory_bytes, enable_prefix_caching, kernels, threads (default:
             all cores, or 1 for a small model), seed, ...
 
     Attributes:
         client: the lower level: add_request, step, abort. Also found as `engine`.
-        config: the options, with every automatic choice made.
+        config: the options; with the engine in this process, with every automatic choice made.
 
     Raises:
         InvalidRequestError: an option is unknown, wrong or does not fit the model.
         ModelLoadError: the model cannot be served.
     """
 
-    def __init__(self, model: str | Any = "demo", *, tokenizer: Tokenizer | str | Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Any = "demo",
+        *,
+        tokenizer: Tokenizer | str | Any = None,
+        engine_in_process: bool = True,
+        standby: bool = False,
+        **options: Any,
+    ) -> None:
         if model is None:
             raise check.fail("model", model, "a directory, a hub name, demo, or a model object of Transformers")
+        check.check_bool("engine_in_process", engine_in_process)
+        check.check_bool("standby", standby)
         name = model if isinstance(model, str) else type(model).__name__
-        config = EngineConfig.from_options(model=name, **options)
+        self.config = EngineConfig.from_options(model=name, **options)
         found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None)
-        built = build_engine(config, None if isinstance(model, str) else model)
-        self.config = built.config
-        self.client = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)
         self._lock = threading.Lock()
+        self.client: InProcessClient | StepClient
+        if engine_in_process:
+            if standby:
+                raise check.fail("standby", standby, "False: an engine in this process cannot be replaced")
+            built = build_engine(self.config, None if isinstance(model, str) else model)
+            self.config = built.config
+            self.client = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)
+        elif isinstance(model, str):
+            sent, seed = {"model": model, **options}, self.config.numerics.seed
+            self.client = StepClient(lambda: ProcessClient(sent, found, seed=seed, standby=standby), found)
+        else:
+            raise NotSupportedError(
+                "engine_in_process: a model object needs an engine in its own process", param="model"
+            )
 
     @property
-    def engine(self) -> InProcessClient:
+    def engine(self) -> InProcessClient | StepClient:
         """Return the client, under the name that scripts use: llm.engine.add_request, .step and .abort."""
         return self.client
 

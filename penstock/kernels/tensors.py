@@ -54,7 +54,7 @@ def empty(shape: tuple[int, ...], dtype: Dtype) -> Tensor:
 
     A large array gets pages of its own, huge ones where the system has them: products read weights page after page. And
     on the heap, large arrays leave holes when they are freed: small ones settle there, and the next large one no longer
-    fits.
+    fits. Raise MemoryError where there is none left.
     """
     if is_torch(dtype):
         return as_torch(empty(shape, array_type(dtype)))
@@ -63,7 +63,10 @@ def empty(shape: tuple[int, ...], dtype: Dtype) -> Tensor:
         memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)
         start = -address_of(memory) % ALIGNMENT
         return memory[start : start + num_bytes].view(dtype).reshape(shape)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for an array of {num_bytes} bytes") from error
     with contextlib.suppress(AttributeError, OSError):  # a system without huge pages provides small ones
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=dtype).reshape(shape)  # the array keeps the mapping alive

@@ -4,6 +4,7 @@ Knows nothing of sockets or processes.
 """
 
 import asyncio
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,7 @@ async def status(request: Request) -> Response:
         "state": EngineState.DRAINING.value if draining else now.state.value,
         "restarts": now.restarts,
         "heartbeat_age_s": now.heartbeat_age_s,
+        "standby": None if now.standby is None else asdict(now.standby),
     }
     answer = {
         "engine": engine,

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -19,7 +21,7 @@ from penstock import (
     RequestFailedError,
     SamplingParams,
 )
-from penstock.client import child, supervisor
+from penstock.client import child, liveness, supervisor
 from penstock.client.engine_client import EngineState
 from penstock.client.open_requests import OpenRequests
 from penstock.kernels.cpu.library import load_library
@@ -331,7 +333,7 @@ async def stream_all(llm, num_tokens, *, output_kind="delta"):
 def test_no_stream_notices_that_engines_die(monkeypatch, fault):
     """Whatever ends an engine, or only stops it: every stream goes on with the next token, none lost or changed."""
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 100)
-    monkeypatch.setattr(supervisor, "IDLE_STALL_S", 1.0)
+    monkeypatch.setattr(liveness, "IDLE_STALL_S", 1.0)
 
     async def scenario():
         async with AsyncLLM(model="demo", max_num_seqs=12) as llm:
@@ -413,7 +415,7 @@ def test_a_request_that_kills_engines_fails_alone(tmp_path):
 
 def test_health_follows_the_engine_not_the_wish(monkeypatch):
     """A stopped engine is not healthy, idle as it is, and a new request does not change that; the next engine is."""
-    monkeypatch.setattr(supervisor, "IDLE_STALL_S", 1.0)
+    monkeypatch.setattr(liveness, "IDLE_STALL_S", 1.0)
 
     async def scenario():
         async with AsyncLLM(model="demo") as llm:
@@ -463,6 +465,77 @@ def test_what_cannot_start_says_why(options, error):
 
     with pytest.raises(error):
         asyncio.run(scenario())
+
+
+STUCK = "import threading\nthreading.Event().wait()\n"
+
+
+def test_an_engine_that_stands_still_while_it_starts_is_given_up(tmp_path, monkeypatch):
+    """Guards against heartbeats that a deadlock in the loading of a model would not stop: a server waited for ever."""
+    monkeypatch.setattr(liveness, "START_STALL_S", 1.5)
+    plugin = tmp_path / "stuck.py"
+    plugin.write_text(STUCK)
+
+    async def scenario():
+        llm = AsyncLLM(model="demo", imports=[str(plugin)])
+        try:
+            with pytest.raises(EngineDeadError, match="died 3 times before it was ready"):
+                await llm.start()
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_stopped_before_its_first_word_is_replaced(monkeypatch):
+    """Guards against a process that nobody watches until it has been heard from once."""
+    monkeypatch.setattr(liveness, "FIRST_FRAME_STALL_S", 0.5)
+
+    async def scenario():
+        llm = AsyncLLM(model="demo")
+        os.kill(llm.status().pid, signal.SIGSTOP)
+        try:
+            await llm.attach()
+            await until(lambda: llm.status().restarts > 0)
+            monkeypatch.setattr(liveness, "FIRST_FRAME_STALL_S", 60.0)
+            await llm.start()
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_outlives_the_thread_that_made_its_client():
+    """Guards against an engine that the kernel ends with a user's thread, instead of with the user's process."""
+
+    async def scenario():
+        made = []
+        thread = threading.Thread(target=lambda: made.append(AsyncLLM(model="demo")))
+        thread.start()
+        thread.join()
+        async with made[0] as llm:
+            assert (await final(llm)).finished
+            assert llm.status().restarts == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")
+def test_an_engine_without_memory_gives_its_requests_to_the_next_one():
+    """Guards against streams that end with an error when a step finds no memory, as all of its requests did once."""
+
+    async def scenario():
+        async with AsyncLLM(model="demo", max_num_seqs=12) as llm:
+            undisturbed = await stream_all(llm, 120)
+            disturbed = asyncio.create_task(stream_all(llm, 120))
+            await until(lambda: llm.status().stats.num_running > 6)
+            resource.prlimit(llm.status().pid, resource.RLIMIT_AS, (0, resource.RLIM_INFINITY))
+            # What has its memory already may need no more: new work does.
+            await asyncio.gather(final(llm), final(llm, prompt=list(range(9, 900))))
+            assert await disturbed == undisturbed
+            assert llm.status().restarts == 1
+
+    asyncio.run(scenario())
 
 
 PARENT = """

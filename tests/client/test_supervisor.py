@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from penstock.client import frames, supervisor
+from penstock.client import frames, liveness, supervisor, watched
 from penstock.client.engine_client import EngineState
 from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats
@@ -59,7 +59,7 @@ class Watched:
             self.children.append(ScriptedChild(script(next(epochs)), first))
             return self.children[-1]
 
-        monkeypatch.setattr(supervisor, "EngineChild", start)
+        monkeypatch.setattr(watched, "EngineChild", start)
         monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.0)
         self.supervisor = supervisor.EngineSupervisor({}, self)
         asyncio.run(asyncio.wait_for(self.supervisor.run(), 10))
@@ -77,6 +77,9 @@ class Watched:
     def received(self, frame):
         self.frames.append(frame)
 
+    def recovered(self):
+        return True
+
 
 def test_an_engine_that_dies_again_and_again_is_given_up(monkeypatch, caplog):
     """Guards against an engine that is started for ever, and against requests that wait for it."""
@@ -84,7 +87,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up(monkeypatch, caplog):
     assert watched.supervisor.state is EngineState.FAILED
     assert str(watched.supervisor.failure) == "the engine process died 5 times in 60 s"
     assert watched.supervisor.restarts == 4
-    assert [child.sent for child in watched.children] == [[frames.Start(epoch, {})] for epoch in range(5)]
+    assert [child.sent[0].epoch for child in watched.children] == [0, 1, 2, 3, 4]
     assert (watched.losses, watched.infos) == (5, [INFO] * 5)
     assert [type(error) for error in watched.failures] == [EngineDeadError]
     assert "restarting the engine process (restart 4 of 4)" in caplog.messages
@@ -104,10 +107,21 @@ def outputs(epoch):
 
 def test_an_invalid_frame_ends_its_engine_only(monkeypatch, caplog):
     """Guards against a supervisor that ends with an exception, so that no engine comes any more."""
-    failed = frames.Failed(1, "no such model", None, None, False)
-    watched = Watched(monkeypatch, lambda epoch: [ready(0), EngineError("a frame of 9 TB")] if epoch == 0 else [failed])
+    script = lambda epoch: [ready(0), EngineError("a frame of 9 TB")] if epoch == 0 else []  # noqa: E731
+    watched = Watched(monkeypatch, script)
     assert "invalid frame from the engine process; terminating it: a frame of 9 TB" in caplog.messages
-    assert watched.supervisor.restarts == 1
+    assert watched.supervisor.restarts == 3
+
+
+def test_what_could_be_built_before_is_tried_again(monkeypatch):
+    """Guards against streams that are given up because memory is short in the moment after a death."""
+
+    def script(epoch):
+        return [frames.Failed(epoch, "no memory", None, None, False)] if epoch in (1, 2, 4, 5, 6) else [ready(epoch)]
+
+    monkeypatch.setattr(supervisor, "MAX_DEATHS", 100)
+    watched = Watched(monkeypatch, script)
+    assert (watched.supervisor.restarts, len(watched.infos)) == (6, 2)
     assert isinstance(watched.supervisor.failure, ModelLoadError)
 
 
@@ -155,40 +169,43 @@ class Clock:
 @pytest.mark.parametrize(
     ("frames_seen", "patience"),
     [
-        ([], supervisor.START_STALL_S),  # it starts
-        ([frames.Ready(0, INFO, EngineStats())], supervisor.IDLE_STALL_S),
-        ([frames.Ready(0, INFO, EngineStats(num_waiting=1))], supervisor.FIRST_STEP_STALL_S),
+        ([], liveness.START_STALL_S),  # it starts
+        ([frames.Ready(0, INFO, EngineStats())], liveness.IDLE_STALL_S),
+        ([frames.Ready(0, INFO, EngineStats(num_waiting=1))], liveness.FIRST_STEP_STALL_S),
     ],
 )
 def test_how_long_an_engine_may_be_silent(monkeypatch, frames_seen, patience):
     """Guards against an engine that hangs and is never replaced, and one that is killed in a long first step."""
     clock = Clock()
-    monkeypatch.setattr(supervisor, "time", clock)
-    liveness = supervisor.Liveness()
-    assert not liveness.stuck  # nothing was heard yet: importing may take long
-    for frame in [frames.Heartbeat(0, EngineStats()), *frames_seen]:
-        liveness.note(frame)
-    clock.now += patience - 0.1
-    assert not liveness.stuck
-    liveness.excuse()
-    clock.now += patience - 0.1
-    assert not liveness.stuck
+    monkeypatch.setattr(liveness, "time", clock)
+    engine = liveness.Liveness()
+    clock.now += liveness.FIRST_FRAME_STALL_S - 0.1  # nothing was heard yet: importing may take long
+    assert not engine.stuck
     clock.now += 0.2
-    assert liveness.stuck
-    assert not liveness.making_progress
-    liveness.engine_ended()
-    assert not liveness.stuck
+    assert engine.stuck
+    for frame in [frames.Heartbeat(0, EngineStats()), *frames_seen]:
+        engine.note(frame)
+    clock.now += patience - 0.1
+    assert not engine.stuck
+    engine.excuse()
+    clock.now += patience - 0.1
+    assert not engine.stuck
+    clock.now += 0.2
+    assert engine.stuck
+    assert not engine.making_progress
+    engine.engine_ended()
+    assert not engine.stuck
 
 
 def test_a_busy_engine_may_take_as_long_as_many_of_its_steps(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(supervisor, "time", clock)
-    liveness = supervisor.Liveness()
-    liveness.note(frames.Ready(0, INFO, EngineStats(num_running=1)))
+    monkeypatch.setattr(liveness, "time", clock)
+    engine = liveness.Liveness()
+    engine.note(frames.Ready(0, INFO, EngineStats(num_running=1)))
     for _ in range(3):
         clock.now += 2.0
-        liveness.note(frames.Outputs(0, [], EngineStats(num_running=1)))
-    clock.now += 2.0 * supervisor.STALL_STEPS - 0.1
-    assert liveness.making_progress
+        engine.note(frames.Outputs(0, [], EngineStats(num_running=1)))
+    clock.now += 2.0 * liveness.STALL_STEPS - 0.1
+    assert engine.making_progress
     clock.now += 0.2
-    assert liveness.stuck
+    assert engine.stuck

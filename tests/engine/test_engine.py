@@ -341,6 +341,23 @@ def test_a_failed_step_ends_its_own_requests_only():
     assert engine.stats().num_failed_steps_total == 1
 
 
+def test_a_step_without_memory_costs_no_request():
+    """Guards against answers that end with an error because memory was short for a moment: they can go on elsewhere."""
+    engine = make_engine()
+
+    def fail(step):
+        raise MemoryError
+
+    scripted(engine).fail = fail
+    engine.add_request(request("a", prompt_of(40), max_tokens=6))
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert engine.has_work
+    assert engine.abort("a")
+    engine.check_integrity()
+    assert engine.stats().kv_blocks_free == engine.stats().kv_blocks_total
+
+
 def test_an_engine_that_fails_every_step_says_so():
     engine = make_engine()
 

@@ -58,7 +58,8 @@ def test_two_servers_do_not_share_metrics() -> None:
 def test_status_is_exact() -> None:
     """Guards against scripts of users breaking on a renamed field."""
     status = app_client().get("/status").json()
-    assert status["engine"] == {"pid": 4321, "state": "ready", "restarts": 2, "heartbeat_age_s": 0.01}
+    engine = {"pid": 4321, "state": "ready", "restarts": 2, "heartbeat_age_s": 0.01, "standby": None}
+    assert status["engine"] == engine
     assert (status["running"], status["waiting"]) == (0, 0)
     assert status["kv_blocks"] == {"total": 8, "free": 7, "cached": 3}
     assert status["journal"] == {"requests": 0, "tokens": 5}

@@ -1,0 +1,187 @@
+"""StepClient: an engine in another process, used one step at a time, for programs without an event loop.
+
+The calls of InProcessClient over a ProcessClient, whose event loop runs in a thread of its own: streams outlive the
+engine as they do there. Used by `LLM(engine_in_process=False)`.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from penstock.client.engine_client import EngineStatus, Prompt
+from penstock.client.open_requests import OpenRequest
+from penstock.client.process import ProcessClient
+from penstock.errors import EngineDeadError, NotSupportedError, RequestFailedError
+from penstock.interface.messages import ModelInfo
+from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
+from penstock.interface.sampling_params import SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Stream:
+    """An open request, and the task that waits for its next output."""
+
+    request: OpenRequest
+    next: "asyncio.Task[RequestOutput]"
+
+
+class StepClient:
+    """A client of an engine in another process. The constructor waits until the engine is ready.
+
+    Args:
+        make: makes the client, in the thread of its event loop.
+
+    Raises:
+        ModelLoadError, InvalidRequestError, EngineError: as ProcessClient.start.
+    """
+
+    def __init__(self, make: Callable[[], ProcessClient], tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self._streams: dict[str, _Stream] = {}
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine client", daemon=True)
+        self._thread.start()
+        try:
+            self._client = self._run(_made(make))
+        except BaseException:
+            self._end_loop()
+            raise
+        try:
+            self._run(self._client.start())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def engine(self) -> Any:
+        """Raise NotSupportedError: the engine itself is in another process."""
+        raise NotSupportedError("engine: it is in another process; use engine_in_process=True to reach it")
+
+    @property
+    def model_info(self) -> ModelInfo:
+        return self._client.model_info
+
+    def status(self) -> EngineStatus:
+        """Return a snapshot: the process, its restarts, what runs and waits."""
+        return self._run(self._status())
+
+    def add_request(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None) -> str:
+        """Queue a request and return its id (a new one for None). Without params the model's own defaults apply.
+
+        Raises:
+            InvalidRequestError: prompt or parameters are wrong, or the id is in use.
+            EngineDeadError: there is no engine any more.
+        """
+        return self._run(self._add(request_id, prompt, params))
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether `step` has anything to wait for."""
+        return bool(self._streams)
+
+    def step(self) -> list[RequestOutput]:
+        """Wait until there is an output. Return one for each request that has one; finished ones have finished=True.
+
+        A request whose computation failed ends with its error; one that its engines died of, too.
+
+        Raises:
+            EngineDeadError: the engine died too often; all requests have ended.
+        """
+        return self._run(self._step()) if self._streams else []
+
+    def abort(self, request_id: str) -> bool:
+        """End a request without another output. False if it is not open."""
+        return not self._closed and self._run(self._abort(request_id))
+
+    def shutdown(self) -> None:
+        """End the engine process. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._run(self._shutdown())
+            self._end_loop()
+
+    # --- in the thread of the event loop ---------------------------------------------------------------------------
+
+    async def _add(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None) -> str:
+        request = await self._client.open(prompt, params, request_id)
+        self._streams[request.prepared.request_id] = _Stream(request, self._next_of(request))
+        return request.prepared.request_id
+
+    def _next_of(self, request: OpenRequest) -> "asyncio.Task[RequestOutput]":
+        return self._loop.create_task(self._client.next_output(request))
+
+    async def _step(self) -> list[RequestOutput]:
+        await asyncio.wait([stream.next for stream in self._streams.values()], return_when=asyncio.FIRST_COMPLETED)
+        return [self._take(stream) for stream in list(self._streams.values()) if stream.next.done()]
+
+    def _take(self, stream: _Stream) -> RequestOutput:
+        """Return the output that has arrived, and wait for the next one, unless it was the last."""
+        try:
+            output = stream.next.result()
+        except RequestFailedError as error:
+            output = _failed(stream.request, error)
+        except BaseException:
+            self._close(stream)
+            raise
+        if output.finished:
+            self._close(stream)
+        else:
+            stream.next = self._next_of(stream.request)
+        return output
+
+    def _close(self, stream: _Stream) -> None:
+        stream.next.cancel()
+        del self._streams[stream.request.prepared.request_id]
+        self._client.close(stream.request)
+
+    async def _abort(self, request_id: str) -> bool:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._close(stream)
+        return stream is not None
+
+    async def _status(self) -> EngineStatus:
+        return self._client.status()
+
+    async def _shutdown(self) -> None:
+        for request_id in list(self._streams):
+            await self._abort(request_id)
+        await self._client.shutdown()
+
+    # --- in the caller's thread ------------------------------------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the event loop and wait for its result; Ctrl-C ends the wait, and cancels it."""
+        if self._loop.is_closed():
+            work.close()
+            raise EngineDeadError("the engine was shut down")
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _made(make: Callable[[], ProcessClient]) -> ProcessClient:
+    return make()
+
+
+def _failed(request: OpenRequest, error: RequestFailedError) -> RequestOutput:
+    """Return the last output of a request whose computation failed."""
+    prepared = request.prepared
+    ended = [CompletionOutput(n, "", [], finish_reason=FinishReason.ERROR) for n in range(prepared.params.n)]
+    return RequestOutput(
+        prepared.request_id, prepared.prompt, prepared.prompt_token_ids, ended, finished=True, error=str(error)
+    )

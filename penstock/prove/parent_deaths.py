@@ -1,0 +1,148 @@
+"""The proof that no engine outlives its server.
+
+A real `penstock serve` is killed at a random moment: while it starts, idle, in the middle of a stream, or with its
+engines stopped, which then cannot notice anything by themselves. All its processes carry a mark in their environment,
+and a second later none of them may be left.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from penstock.errors import EngineError
+from penstock.prove.processes import send_signal
+from penstock.prove.proof import Trials
+from penstock.prove.servers import stream
+
+MARK = "PENSTOCK_PROOF"  # environment variable
+ALLOWED_S = 1.0
+START_S = 1.5  # in which a server that starts is killed
+SHARE_WITH_STANDBY = 0.3
+PATIENCE_S = 120.0  # for what is left to end after all, so that the proof leaves nothing behind
+LONG_STREAM = {"prompt": [1, 2, 3], "max_tokens": 10**6, "ignore_eos": True, "temperature": 0}
+
+
+class ParentDeaths:
+    """Kills servers and counts what is left of them."""
+
+    name: ClassVar[str] = "parent-deaths"
+    promise: ClassVar[str] = "A server's death takes its engines with it within a second"
+    unit: ClassVar[str] = "kills"
+    goal: ClassVar[int] = 200
+    weight: ClassVar[float] = 1.0
+
+    def run(self, trials: Trials) -> None:
+        if sys.platform != "linux":
+            trials.skip("only Linux kills a process that is stopped with its parent")
+            return
+        slowest = 0.0
+        moments: dict[str, Callable[[Owner, Trials], None]] = {
+            "starting": _starting, "starting and stopped": _starting_and_stopped,
+            "idle": _idle, "busy": _busy, "stopped": _stopped, "busy and stopped": _busy_and_stopped,
+        }  # fmt: skip
+        while trials.go_on():
+            moment = trials.random.choice([*moments])
+            flags = ["--standby"] if trials.random.random() < SHARE_WITH_STANDBY else []
+            with Owner(trials, flags) as owner:
+                moments[moment](owner, trials)
+                seconds = owner.kill()
+            slowest = max(slowest, seconds)
+            trials.tried()
+            if seconds > ALLOWED_S:
+                trials.wrong(f"{moment} {' '.join(flags)}: an engine was left for {seconds:.1f} s")
+        trials.figure("slowest_s", slowest)
+
+
+class Owner:
+    """A server with its engine processes."""
+
+    def __init__(self, trials: Trials, flags: list[str]) -> None:
+        options = (f"--{name.replace('_', '-')}={value}" for name, value in trials.subject.options.items())
+        command = [sys.executable, "-m", "penstock", "serve", trials.subject.model, "--port=0", *options, *flags]
+        self._mark = f"{MARK}={uuid.uuid4().hex}"
+        name, value = self._mark.split("=")
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, name: value}, text=True
+        )
+        self._stream: Any = None
+
+    def __enter__(self) -> "Owner":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for pid in self.processes():
+            send_signal(pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def url(self) -> str:
+        """Wait until the server is ready and return its address."""
+        line = "" if self._process.stdout is None else self._process.stdout.readline()
+        found = next((word for word in line.split() if word.startswith("http://")), None)
+        if found is None:
+            raise EngineError(f"the server did not start: {line!r}")
+        return found
+
+    def begin_stream(self) -> None:
+        """Let the engine compute a stream that ends only with the context."""
+        self._stream = stream(self.url(), LONG_STREAM)
+        next(self._stream)
+
+    def processes(self) -> list[int]:
+        """Return the ids of the server's process and of all that it started, as far as they live."""
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_ours(pid)]
+
+    def stop_engines(self) -> None:
+        for pid in self.processes():
+            if pid != self._process.pid:
+                send_signal(pid, signal.SIGSTOP)
+
+    def kill(self) -> float:
+        """Kill the server; return the seconds until none of its processes was left."""
+        self._process.kill()
+        started = time.monotonic()
+        while self.processes():
+            if time.monotonic() - started > PATIENCE_S:
+                break
+            time.sleep(0.005)
+        return time.monotonic() - started
+
+    def _is_ours(self, pid: int) -> bool:
+        with suppress(OSError):  # it has ended, or is somebody else's
+            return self._mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return False
+
+
+def _starting(owner: Owner, trials: Trials) -> None:
+    time.sleep(trials.random.uniform(0, START_S))
+
+
+def _starting_and_stopped(owner: Owner, trials: Trials) -> None:
+    _starting(owner, trials)
+    owner.stop_engines()
+
+
+def _idle(owner: Owner, trials: Trials) -> None:
+    owner.url()
+    time.sleep(trials.random.uniform(0, 0.2))
+
+
+def _busy(owner: Owner, trials: Trials) -> None:
+    owner.begin_stream()
+    time.sleep(trials.random.uniform(0, 0.2))
+
+
+def _stopped(owner: Owner, trials: Trials) -> None:
+    _idle(owner, trials)
+    owner.stop_engines()
+
+
+def _busy_and_stopped(owner: Owner, trials: Trials) -> None:
+    _busy(owner, trials)
+    owner.stop_engines()
