@@ -5,13 +5,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from penstock import validation as check
+from penstock.prove.faults import Faults
 from penstock.prove.hostile import GeneratedInput, HostileRequests
 from penstock.prove.long_run import LongRun
 from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
+from penstock.prove.same_bits import SameBits
 from penstock.prove.shutdown import Drains
 
 PROOFS: tuple[Proof, ...] = (
+    SameBits(),
+    Faults(),
     Drains(),
     HostileRequests(),
     GeneratedInput(),

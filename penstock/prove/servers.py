@@ -60,7 +60,7 @@ def serve(subject: Subject, *flags: str, port: int = 0) -> Iterator[Server]:
     Raises:
         EngineError: it did not start.
     """
-    options = (f"--{name.replace('_', '-')}={value}" for name, value in subject.options.items())
+    options = (_flag(name.replace("_", "-"), value) for name, value in subject.options.items())
     command = [sys.executable, "-m", "penstock", "serve", subject.model, f"--port={port}", *options, *flags]
     with (
         tempfile.TemporaryFile("w+") as stderr,
@@ -75,6 +75,10 @@ def serve(subject: Subject, *flags: str, port: int = 0) -> Iterator[Server]:
             yield server
         finally:
             process.kill()
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name}={value}" if not isinstance(value, bool) else f"--{name}" if value else f"--no-{name}"
 
 
 def stream(url: str, body: dict[str, Any], *, path: str = "/v1/completions") -> Iterator[dict[str, Any]]:
