@@ -29,9 +29,10 @@ from penstock.kernels.ops import NUMERICS_VERSION, Ops
 from penstock.kernels.tensors import is_torch
 from penstock.layers.context import CausalLM
 from penstock.layers.lm_head import HeadLayout
+from penstock.layers.rotary import rotary_fingerprint
 from penstock.models.certificate import find_basis, read_certificate
 from penstock.models.config_json import load_model_config
-from penstock.models.registry import find_model
+from penstock.models.registry import ModelVersion, find_model
 from penstock.planner.ledger import Ledger, MemoryPlan
 from penstock.planner.memory import CachePlan, free_memory_bytes, mib, plan_kv_cache, resident_bytes
 from penstock.plugins.user_files import files_fingerprint, import_files
@@ -221,22 +222,44 @@ def _with_memory(info: ModelInfo, plan: MemoryPlan | None) -> ModelInfo:
 
 
 def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights: str) -> str:
-    """Name everything that can change a bit of an answer; `weights` is their fingerprint."""
+    """Name everything that can change a bit of an answer; `weights` is their fingerprint.
+
+    tests/test_fingerprint.py holds it against every option of the engine.
+    """
     numerics, kv_scales = config.numerics, config.cache.kv_cache_scales
+    entry = find_model(model_config.architecture, model_config.model_impl)
     kernels = f"cpu.{chosen_level()}" if numerics.kernels == "cpu" else numerics.kernels
+    ropes = [rope for rope in (model_config.rope, model_config.local_rope) if rope is not None]
     parts = [
         weights,
-        repr(model_config),
+        repr(replace(model_config, model_impl="")),
+        _code_fingerprint(entry),
+        *(rotary_fingerprint(rope, model_config.head_dim, config.scheduler.max_model_len or 0) for rope in ropes),
         numerics.dtype,
         config.cache.kv_cache_dtype,
         "" if kv_scales is None else kv_scales_fingerprint(Path(kv_scales)),
         repr(numerics.scheme),
         kernels,
+        *(_torch_version() if numerics.kernels != "cpu" or entry.needs_torch else ()),
         *([files_fingerprint(config.imports)] if config.imports else []),
     ]
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()
     quantization = [] if numerics.quantization is None else [numerics.quantization]
     return "-".join(["penstock", str(NUMERICS_VERSION), kernels, numerics.dtype, *quantization, digest])
+
+
+def _code_fingerprint(entry: ModelVersion) -> str:
+    """Name the implementation; NUMERICS_VERSION stands for the code of a built-in one."""
+    if isinstance(entry.source, str):
+        return f"{entry.source} {entry.table_file.name}"
+    return f"{entry.source.__qualname__} {files_fingerprint([inspect.getfile(entry.source), str(entry.table_file)])}"
+
+
+def _torch_version() -> tuple[str, ...]:
+    """Return what decides how plain torch rounds, as far as it is known: its version and its number of threads."""
+    import torch
+
+    return torch.__version__, str(torch.get_num_threads())
 
 
 def _certificate(model_config: ModelConfig, place: Weights, weights: str) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ import queue
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from penstock.client.engine_main import EXIT_CLIENT_GONE
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats
+from penstock.plugins import time_limit
 
 HEARTBEAT_S = 0.5
 HEARTBEATS_TO_CHECK = 4
@@ -188,6 +190,7 @@ def main(argv: list[str]) -> int:
     """Serve on the inherited socket whose file descriptor is argv[0]. Returns only if the engine cannot be built."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole process group, they are for the client, which drains
+    time_limit.install()
     sock = socket.socket(fileno=int(argv[0]))
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), name="frames", daemon=True).start()

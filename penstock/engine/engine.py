@@ -1,7 +1,8 @@
 """Engine: add, abort, step. The Scheduler plans a step, an Executor computes it, and the engine commits the results.
 
 Token ids only, no text; without torch, so that tests drive it with a scripted executor in milliseconds. State changes
-only with the results of a step: a step that fails as a whole ends its own requests with an error and no others.
+only with the results of a step, so a failed step can be repeated: each of its requests is computed alone, and one that
+fails alone ends with the error. What broke off half-way in the bookkeeping is dropped, and all is computed anew.
 """
 
 from penstock import validation as check
@@ -14,7 +15,7 @@ from penstock.interface.outputs import FinishReason
 from penstock.interface.step import CacheGroup, Executor, RequestStepOutput, ScheduledRequest
 from penstock.plugins.logits_processors import check_registered
 
-MAX_FAILED_STEPS = 3  # in a row: then the engine is broken, not a request
+MAX_FAILED_STEPS = 3  # in a row that blame a request, or could not be planned: then the engine is broken
 
 
 class Engine:
@@ -106,37 +107,61 @@ class Engine:
         outputs, self._early_outputs = self._early_outputs, []
         if not self.scheduler.has_work:
             return outputs
-        plan = self.scheduler.schedule()
+        try:
+            plan = self.scheduler.schedule()
+        except Exception as error:
+            self._note_failure(error)
+            self.scheduler.reset(self._requests.values())
+            return outputs
         try:
             results = self.executor.collect(self.executor.submit(plan)).results
         except MemoryError:  # no request's fault, and what this process would do next needs memory too
             raise
         except Exception as error:  # must not reach the other requests
-            self._num_failed_steps += 1
-            self._failed_in_a_row += 1
-            if self._failed_in_a_row >= MAX_FAILED_STEPS:
-                raise EngineError(f"{MAX_FAILED_STEPS} steps in a row failed; the last: {error}") from error
-            failure = RequestStepOutput([], error=f"{type(error).__name__}: {error}")
-            results = {item.request_id: failure for item in plan.scheduled}
+            self._num_steps += 1
+            if not self.scheduler.is_trying:
+                self._num_failed_steps += 1
+                self.scheduler.isolate(plan)
+                return outputs
+            self._note_failure(error)
+            results = {item.request_id: _failure(error) for item in plan.scheduled}
         else:
+            self._num_steps += 1
             self._failed_in_a_row = 0
-        self._num_steps += 1
-        committed = (self._commit(item, results[item.request_id]) for item in plan.scheduled)
-        return outputs + [output for output in committed if output is not None]
+        return outputs + self._commit_all(plan.scheduled, results)
 
-    def _commit(self, item: ScheduledRequest, result: RequestStepOutput) -> EngineOutput | None:
-        request = self._requests[item.request_id]
-        start, cached = request.num_output_tokens, request.num_cached_tokens or 0
+    def _note_failure(self, error: Exception) -> None:
+        self._num_failed_steps += 1
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= MAX_FAILED_STEPS:
+            raise EngineError(f"{MAX_FAILED_STEPS} steps in a row failed; the last: {error}") from error
+
+    def _commit_all(
+        self, scheduled: list[ScheduledRequest], results: dict[str, RequestStepOutput]
+    ) -> list[EngineOutput]:
+        """Commit each request's results; one whose results cannot be committed fails alone."""
+        outputs: list[EngineOutput] = []
+        is_broken = False
+        for item in scheduled:
+            request = self._requests[item.request_id]
+            start = request.num_output_tokens
+            try:
+                output = self._commit(request, item, results[item.request_id])
+            except Exception as error:
+                is_broken = True
+                self._requests.pop(item.request_id, None)
+                output = _ended(request, start, _failure(error).error)
+            if output is not None:
+                outputs.append(output)
+        if is_broken:
+            self.scheduler.reset(self._requests.values())
+        return outputs
+
+    def _commit(self, request: Request, item: ScheduledRequest, result: RequestStepOutput) -> EngineOutput | None:
+        start = request.num_output_tokens
         if result.error is not None:
             self._finish(request)
-            return EngineOutput(
-                item.request_id,
-                start,
-                [],
-                finish_reason=FinishReason.ERROR,
-                num_cached_tokens=cached,
-                error=result.error,
-            )
+            return _ended(request, start, result.error)
         request.num_computed_tokens += item.num_new_tokens
         reason: FinishReason | None = None
         stop_token: int | None = None
@@ -155,6 +180,8 @@ class Engine:
             return None
         if reason is not None:
             self._finish(request)
+        elif new_ids:
+            self.scheduler.acquit(request)
         return EngineOutput(
             request_id=request.request_id,
             start_index=start,
@@ -164,7 +191,7 @@ class Engine:
             prompt_logprobs_start=prompt_logprobs_start,
             finish_reason=reason,
             stop_reason=stop_token,
-            num_cached_tokens=cached,
+            num_cached_tokens=request.num_cached_tokens or 0,
         )
 
     def _finish(self, request: Request) -> None:
@@ -192,3 +219,15 @@ class Engine:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+
+
+def _failure(error: Exception) -> RequestStepOutput:
+    return RequestStepOutput([], error=f"{type(error).__name__}: {error}")
+
+
+def _ended(request: Request, start: int, error: str | None) -> EngineOutput:
+    """Return the last output of a request that failed with `start` outputs."""
+    cached = request.num_cached_tokens or 0
+    return EngineOutput(
+        request.request_id, start, [], finish_reason=FinishReason.ERROR, num_cached_tokens=cached, error=error
+    )

@@ -228,6 +228,12 @@ class KVCacheManager:
         self._end_progress(request, 0, len(request.block_hashes))
         request.num_computed_tokens = 0
 
+    def reset(self) -> None:
+        """Forget every table and all content: the bookkeeping broke off half-way, so nothing of it can be relied on."""
+        self.pools = [BlockPool(group.num_blocks) for group in self.groups]
+        self._tables.clear()
+        self._in_progress.clear()
+
     # --- counts ----------------------------------------------------------------------------------------------------
 
     @property

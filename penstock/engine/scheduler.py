@@ -14,9 +14,13 @@ One that waits without a row takes one from the flow that has the most, so that 
 alone still has the whole machine. Requests without a flow, as those of a batch, are taken in order of arrival. Nothing
 starves: the oldest request can take every block, a flow keeps its last row, and within a flow a waiting request is
 overtaken only while it waits for a prefix that another request computes.
+
+When a step fails, nobody knows which of its requests is to blame. Each of them is then computed alone for one token, so
+that only the one to blame pays for it.
 """
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.engine.kv_cache_manager import KVCacheManager
@@ -52,6 +56,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = self.num_prompt_tokens = self.num_cached_tokens = 0
+        self._alone: deque[Request] = deque()  # to be computed alone; the first one is
         self._removed: list[str] = []  # since the last step; the executor frees their rows
         self._short_of_blocks = False  # the last step had none for a waiting request
         self._next_step_id = 0
@@ -66,6 +71,47 @@ class Scheduler:
             self._free(request)
         else:
             self.waiting.remove(request)
+        if request in self._alone:
+            is_first = request is self._alone[0]
+            self._alone.remove(request)
+            if is_first:
+                self._gather()
+
+    @property
+    def is_trying(self) -> bool:
+        """Return whether a request is computed alone, because a step with it has failed."""
+        return bool(self._alone)
+
+    def isolate(self, failed: SchedulerOutput) -> None:
+        """Compute each request of a failed step alone, until it has a token, fails or ends; the others wait."""
+        self._removed = [*failed.removed_request_ids, *self._removed]  # the executor may not have seen them
+        ids = {item.request_id for item in failed.scheduled}
+        self._alone = deque(sorted((r for r in self.running if r.request_id in ids), key=lambda item: item.arrival))
+        self._gather()
+
+    def acquit(self, request: Request) -> None:
+        """Note that a request has a token: if it was computed alone, the next one is."""
+        if self._alone and self._alone[0] is request:
+            self._alone.popleft()
+            self._gather()
+
+    def _gather(self) -> None:
+        """Preempt everybody, and put the next request to be computed alone at the head of the queue."""
+        for request in sorted(self.running, key=lambda item: item.arrival, reverse=True):
+            self.preempt(request)
+        if self._alone:
+            self.waiting.remove(self._alone[0])
+            self.waiting.appendleft(self._alone[0])
+
+    def reset(self, requests: Iterable[Request]) -> None:
+        """Let all requests wait again, with nothing computed: a plan broke off half-way, or could not be committed."""
+        self.kv_cache.reset()
+        self._removed += [request.request_id for request in self.running]
+        self.waiting = deque(sorted(requests, key=lambda item: item.arrival))
+        for request in self.waiting:
+            request.num_computed_tokens = 0
+        self.running.clear()
+        self._alone.clear()
 
     @property
     def has_work(self) -> bool:
@@ -89,7 +135,7 @@ class Scheduler:
 
         One in a step: each flow that arrives costs the others at most a few rows to recompute.
         """
-        if not self.waiting or not (self._short_of_blocks or len(self.running) == self.max_num_seqs):
+        if self._alone or not self.waiting or not (self._short_of_blocks or len(self.running) == self.max_num_seqs):
             return
         rows = self._rows()
         flow, most = max(rows.items(), key=lambda item: item[1], default=("", 0))
@@ -122,8 +168,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _free(self, request: Request) -> None:
-        self.kv_cache.free(request)
         self._removed.append(request.request_id)
+        self.kv_cache.free(request)
 
     def _schedule_waiting(self, plan: _Plan) -> None:
         """Start waiting requests in turn; none in a step that had to preempt, for lack of blocks."""
@@ -132,9 +178,10 @@ class Scheduler:
             return
         rows = self._rows()
         held_back: list[Request] = []
+        max_num_seqs = 1 if self._alone else self.max_num_seqs
         held_hashes: set[bytes] = set()  # of whole prompts that wait, so that equal ones are not looked up again
-        while self.waiting and plan.budget and len(self.running) < self.max_num_seqs and len(held_back) < MAX_HELD_BACK:
-            request = self._next_in_turn(rows)
+        while self.waiting and plan.budget and len(self.running) < max_num_seqs and len(held_back) < MAX_HELD_BACK:
+            request = self.waiting.popleft() if self._alone else self._next_in_turn(rows)
             if request.block_hashes and request.block_hashes[-1] in held_hashes:
                 held_back.append(request)
                 continue

@@ -1,5 +1,6 @@
 """Rotary position embedding (Su et al., "RoFormer", 2021): the table of cosines and sines, shared by all layers."""
 
+import hashlib
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import FLOAT32, FLOAT64, Array, empty
 from penstock.spec.rope_config import RopeConfig
 
+SAMPLED_POSITIONS = np.arange(0, 2**17, 509, dtype=FLOAT64)
 BLOCK = 4096  # positions at once, so that the float64 values of a long context are never all in memory
 
 
@@ -31,10 +33,24 @@ class Rotary:
         table = empty((num_positions, dim + dim % 2), FLOAT32)
         for start in range(0, num_positions, BLOCK):
             stop = min(start + BLOCK, num_positions)
-            positions = np.arange(start, stop, dtype=FLOAT64)[:, None]
-            angles = positions * inverse_frequencies(rope, dim, positions, is_long=is_long)
-            table[start:stop] = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * rope.attention_factor
+            table[start:stop] = _rows(rope, dim, np.arange(start, stop, dtype=FLOAT64), is_long=is_long)
         self.cos_sin = ops.tensor(table)
+
+
+def rotary_fingerprint(rope: RopeConfig, head_dim: int, num_positions: int) -> str:
+    """Return a hash of some entries as this machine computes them, at the same positions whatever num_positions is.
+
+    Cosines, sines and powers come from the C library and from numpy, which may round them otherwise elsewhere.
+    """
+    is_long = num_positions > rope.original_max_position_embeddings
+    rows = _rows(rope, rope.rotary_dim(head_dim), SAMPLED_POSITIONS, is_long=is_long).astype(FLOAT32)
+    return hashlib.blake2b(rows.tobytes(), digest_size=16).hexdigest()
+
+
+def _rows(rope: RopeConfig, dim: int, positions: Array, *, is_long: bool) -> Array:
+    """Return the cosines and sines at positions [n] float64: [n, D] float64."""
+    angles = positions[:, None] * inverse_frequencies(rope, dim, positions[:, None], is_long=is_long)
+    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * rope.attention_factor
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int, positions: Array, *, is_long: bool) -> Array:

@@ -9,7 +9,8 @@
 
 A function with a third parameter also gets the token ids so far, prompt and answer. It runs on one row at a time,
 before masks, bias, penalties and temperature; log-probabilities are those of the unchanged logits. It must keep no
-state between calls: otherwise the answer of one request could depend on the others.
+state between calls: otherwise the answer of one request could depend on the others. It gets copies, and whatever it
+does with a row (an exception, a wrong result, more than 2 seconds for a token) ends the request of that row alone.
 
 The engine of AsyncLLM and `penstock serve` is another process, which gets the file by the engine option `imports`.
 """

@@ -31,6 +31,7 @@ class Outcome:
         num_wrong: trials in which the promise was broken.
         wrong: what went wrong in the first of them, with all that it takes to repeat it.
         figures: measurements by name, with their unit in the name: "median_s", "tokens".
+        details: what is too long for a table, by name; plain values, for --json.
         skipped: why the proof could not be made here; None if it was.
     """
 
@@ -41,6 +42,7 @@ class Outcome:
     num_wrong: int = 0
     wrong: list[str] = field(default_factory=list)
     figures: dict[str, float | int | str] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     skipped: str | None = None
 
@@ -59,6 +61,7 @@ class Trials:
         advance: called with the number of new trials.
 
     Attributes:
+        seed: of the run.
         random: seeded; a proof takes every choice from it, so that the seed repeats the run.
     """
 
@@ -69,6 +72,7 @@ class Trials:
         self.subject = subject
         self.outcome = outcome
         self.goal = goal
+        self.seed = seed
         self.random = random.Random(f"{outcome.name} {seed}")
         self._deadline = time.monotonic() + seconds
         self._advance = advance
@@ -98,6 +102,10 @@ class Trials:
     def figure(self, name: str, value: float | int | str) -> None:
         """Report a measurement."""
         self.outcome.figures[name] = value
+
+    def detail(self, name: str, value: Any) -> None:
+        """Report what is too long for a table."""
+        self.outcome.details[name] = value
 
     def skip(self, why: str) -> None:
         """Report that the proof cannot be made here."""

@@ -6,19 +6,23 @@ from contextlib import AbstractContextManager, nullcontext
 
 from penstock import validation as check
 from penstock.prove.engine_deaths import EngineDeaths, StandbyDeaths
+from penstock.prove.faults import Faults
 from penstock.prove.hostile import GeneratedInput, HostileRequests
 from penstock.prove.long_run import LongRun
 from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.parent_deaths import ParentDeaths
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
+from penstock.prove.same_bits import SameBits
 from penstock.prove.server_deaths import ServerDeaths
 from penstock.prove.shutdown import Drains
 
 PROOFS: tuple[Proof, ...] = (
+    SameBits(),
     EngineDeaths(),
     StandbyDeaths(),
     ServerDeaths(),
     ParentDeaths(),
+    Faults(),
     Drains(),
     HostileRequests(),
     GeneratedInput(),

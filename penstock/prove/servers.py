@@ -51,7 +51,7 @@ class Server:
 
 def command_line(subject: Subject, *flags: str, port: int = 0) -> list[str]:
     """Return the words that start `penstock serve`."""
-    options = (f"--{name.replace('_', '-')}={value}" for name, value in subject.options.items())
+    options = (_flag(name.replace("_", "-"), value) for name, value in subject.options.items())
     return [sys.executable, "-m", "penstock", "serve", subject.model, f"--port={port}", *options, *flags]
 
 
@@ -80,6 +80,10 @@ def serve(subject: Subject, *flags: str, port: int = 0) -> Iterator[Server]:
             yield server
         finally:
             process.kill()
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name}={value}" if not isinstance(value, bool) else f"--{name}" if value else f"--no-{name}"
 
 
 def stream(url: str, body: dict[str, Any], *, path: str = "/v1/completions") -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ greater log-probability, so tied tokens share a rank.
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +21,13 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.tensors import Array, Tensor, as_array, as_torch
 from penstock.plugins.logits_processors import PROCESSORS, takes_ids
+from penstock.plugins.time_limit import TimeLimitError, call_limited
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.sampling_rows import Float32, Int64
 
 _Part = tuple[int, Int64, Float32]  # a row of the step, ids [P], their values [P] or none
 NO_VALUES: Float32 = np.zeros(0, dtype=np.float32)
+PROCESSOR_LIMIT_S = 2.0  # for one call of a custom logits processor, while which everybody waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +211,31 @@ def _process_row(logits: Array, wanted: dict[str, Any], token_ids: list[int]) ->
 
     Every function gets a torch.Tensor and lists of its own, so that it cannot change what others see.
     """
-    import torch
-
     for name, args in wanted.items():
         function = PROCESSORS[name]
         more = (list(token_ids),) if takes_ids(function) else ()
         try:
-            found = function(as_torch(logits.copy()), args, *more)
-        except Exception as error:
+            found = call_limited(function, as_torch(logits.copy()), deepcopy(args), *more, seconds=PROCESSOR_LIMIT_S)
+        except KeyboardInterrupt:
+            raise
+        except TimeLimitError:
+            return f"logits_processors: {name}: it took longer than {PROCESSOR_LIMIT_S:g} s for one token"
+        except BaseException as error:  # sys.exit() in a user's function must not end the engine either
             text = " ".join(str(error).split())
             return f"logits_processors: {name}: {type(error).__name__}: {text}"
-        if not isinstance(found, torch.Tensor) or found.shape != logits.shape:
-            shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
-            return f"logits_processors: {name}: returned {shape}; it must be a tensor {list(logits.shape)}"
-        logits = as_array(found.float().contiguous())
+        wrong = _wrong_result(found, logits.shape)
+        if wrong is not None:
+            return f"logits_processors: {name}: returned {wrong}; it must be a tensor {list(logits.shape)} of floats"
+        logits = as_array(found.detach().to("cpu").float().contiguous())
     return logits
+
+
+def _wrong_result(found: Any, shape: tuple[int, ...]) -> str | None:
+    """Return what a processor returned in place of a tensor of this shape; None if it returned one."""
+    import torch
+
+    if not isinstance(found, torch.Tensor):
+        return type(found).__name__
+    if tuple(found.shape) != tuple(shape):
+        return str(list(found.shape))
+    return None if found.is_floating_point() and found.layout == torch.strided else str(found.dtype)

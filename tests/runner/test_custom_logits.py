@@ -123,7 +123,7 @@ def test_a_mistake_costs_its_own_request(llm: LLM) -> None:
     free = tokens(llm, greedy())
     for asked, message in (
         (["raises"], "logits_processors: raises: ValueError: no way"),
-        (["shape"], r"logits_processors: shape: returned [1, 198]; it must be a tensor [1, 199]"),
+        (["shape"], r"logits_processors: shape: returned [1, 198]; it must be a tensor [1, 199] of floats"),
         ({"fills": "nan"}, "logits_processors: fills: NaN, +inf, or nothing to choose"),
         ({"fills": "inf"}, "logits_processors: fills: NaN, +inf, or nothing to choose"),
         ({"fills": "-inf"}, "logits_processors: fills: NaN, +inf, or nothing to choose"),

@@ -1,0 +1,96 @@
+"""The axes of the proof that nothing but the request decides its bits. A new feature adds its axis here, by one entry.
+
+Each axis maps its values, as reports call them, to options of EngineConfig or to fields of SamplingParams.
+"""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+Axis = dict[str, dict[str, Any]]
+
+MAX_MODEL_LEN = 144
+ROOM = "room"  # in LAYOUTS: for how many of the longest requests the cache has room, in place of a size in bytes
+
+# What an answer depends on: each combination has answers of its own, to which all others are compared.
+FORMS: dict[str, Axis] = {
+    "weights": {
+        "bfloat16": {"dtype": "bfloat16"},
+        "float32": {"dtype": "float32"},
+        "int8": {"dtype": "bfloat16", "quantization": "int8"},
+        "int8-x2": {"dtype": "bfloat16", "quantization": "int8-x2"},
+        "int8-x3 of float32": {"dtype": "float32", "quantization": "int8-x3"},
+        "int4": {"dtype": "bfloat16", "quantization": "int4"},
+        "int4 in groups of 32": {"dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 32},
+        "int4-a16": {"dtype": "bfloat16", "quantization": "int4-a16"},
+    },
+    "cache": {"as the weights": {}, "int8": {"kv_cache_dtype": "int8"}},
+}
+
+# What must not change a bit: how an engine cuts, stores and shares the work.
+LAYOUTS: dict[str, Axis] = {
+    "chunk": {
+        "1": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
+        "7": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
+        "13": {"max_num_batched_tokens": 13, "max_num_seqs": 13},
+        "64": {"max_num_batched_tokens": 64},
+        "whole": {"max_num_batched_tokens": 2048},
+    },
+    "threads": {"1": {"threads": 1}, "2": {"threads": 2}, "4": {"threads": 4}},
+    "prefixes": {"kept": {"enable_prefix_caching": True}, "dropped": {"enable_prefix_caching": False}},
+    "blocks": {
+        "of 16": {"block_size": 16},
+        "of 64": {"block_size": 64},
+        "one per request": {"block_size": MAX_MODEL_LEN, "enable_prefix_caching": False},
+    },
+    "room": {"for all": {ROOM: 33}, "for 2": {ROOM: 2}},
+    "head": {"whole": {}, "in 3 pieces, padded": {"lm_head_pieces": 3, "pad_vocab_multiple": 128}},
+}
+UNCUT: dict[str, Any] = {  # the undisturbed engine: each request alone, in one piece, on one thread, nothing cached
+    "max_num_batched_tokens": 2048, "threads": 1, "enable_prefix_caching": False, "max_num_seqs": 1,
+}  # fmt: skip
+
+# What a request asks for; every kind reports log-probabilities.
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "ignore_eos": True},
+    "temperature 1": {"temperature": 1.0, "ignore_eos": True},
+    "nucleus": {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "ignore_eos": True},
+    "greedy with penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+    "sampled with penalties": {
+        "temperature": 0.8,
+        "frequency_penalty": 0.7,
+        "repetition_penalty": 1.1,
+        "min_tokens": 3,
+    },
+    "bias and stop tokens": {"temperature": 0.7, "logit_bias": {5: 2.0, 9: -3.0}, "stop_token_ids": [7, 11]},
+    "prompt log-probabilities": {"temperature": 0.8, "prompt_logprobs": 1, "ignore_eos": True},
+}
+
+# How requests meet in an engine, and what befalls them there.
+CROWDS = (1, 2, 3, 4, 7, 8, 16, 33)
+CHOICES = {1: 4, 4: 1}  # n -> how often it is taken
+ARRIVALS = ("together", "at random steps")
+PREEMPTED, RESUMED, KILLED = "preempted at random steps", "resumed after a random token", "engine killed"
+DISTURBANCES = ("none", PREEMPTED, RESUMED)  # the last two only where the proof holds the engine in its hands
+OF_THE_ENGINE = (PREEMPTED, KILLED)
+VIA = {"offline": 10, "AsyncLLM": 1, "HTTP": 1}  # way to the engine (askers.OPEN) -> how often it is taken
+OF_CROWDS: dict[str, Sequence[str]] = {  # every value that a comparison may have, beside those above
+    "crowd": [*map(str, CROWDS)],
+    "position": ("first", "between", "last"),
+    "n": [*map(str, CHOICES)],
+    "arrival": ARRIVALS,
+    "disturbance": (*DISTURBANCES, KILLED),
+    "preempted": ("no", "yes"),
+    "prefix": ("cold", "partial", "warm"),
+    "via": [*VIA],
+    "request": [*KINDS],
+}
+
+
+def choose(random: Random, axes: dict[str, Axis]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return a value of each axis, at random, and the options that they stand for; of two the later axis decides."""
+    point = {name: random.choice(list(axis)) for name, axis in axes.items()}
+    options: dict[str, Any] = {}
+    for name, value in point.items():
+        options |= axes[name][value]
+    return point, options

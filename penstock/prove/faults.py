@@ -1,0 +1,180 @@
+"""The proof that no single fault costs more than the request that it concerns: each call at a seam fails in turn.
+
+A trial asks crowds of requests until the N-th call of one kind has failed. Every answer must then be what it is alone,
+but for at most one that ends with the fault as its error; every block must be accounted for, and nothing may hang.
+Calls are made to fail from outside, by a wrapper around the method, so that the engine has no code for it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from penstock.build import build_engine
+from penstock.client import supervisor
+from penstock.client.child import EngineChild
+from penstock.config import EngineConfig
+from penstock.engine.block_pool import BlockPool
+from penstock.engine.scheduler import Scheduler
+from penstock.planner.memory import plan_kv_cache
+from penstock.prove import axes
+from penstock.prove.answers import Answer, Key, Member, Query, ask_alone
+from penstock.prove.askers import OFFLINE, OPEN, STREAMING, Asker
+from penstock.prove.proof import Trials
+from penstock.runner.model_runner import LocalExecutor, ModelRunner
+
+NUM_CALLS = 500  # the first of each kind; each fails in one trial
+ANY_MEMORY = 2**50
+MAX_CROWDS = 200  # of a trial, by when the call must have come
+CAUSE = "InjectedFault: injected by the proof"
+
+
+class InjectedFault(RuntimeError):
+    """The fault, where it is an exception."""
+
+
+def _raise(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    raise InjectedFault("injected by the proof")
+
+
+def _hang_up(original: Callable[..., Any], child: EngineChild, frame: Any) -> Any:
+    child.hang_up()
+
+
+def _kill(original: Callable[..., Any], child: EngineChild) -> Any:
+    child.kill()
+    return original(child)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A kind of call that may fail.
+
+    Attributes:
+        owner, method: which call; the method of a class.
+        effect: is called in its place, with the method and its arguments.
+        via: the way to the engine on which the call lies.
+    """
+
+    owner: type
+    method: str
+    effect: Callable[..., Any] = _raise
+    via: str = OFFLINE
+
+    @contextmanager
+    def at(self, number: int) -> Iterator[Callable[[], bool]]:
+        """Let the call of this number, from 1, fail; yield a function that tells whether it has."""
+        original, calls = getattr(self.owner, self.method), 0
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return self.effect(original, *args, **kwargs) if calls == number else original(*args, **kwargs)
+
+        setattr(self.owner, self.method, call)
+        try:
+            yield lambda: calls >= number
+        finally:
+            setattr(self.owner, self.method, original)
+
+
+# A file that the engine or its client writes adds its entry here.
+FAULTS: dict[str, Fault] = {
+    "block allocations": Fault(BlockPool, "allocate"),
+    "block look-ups": Fault(BlockPool, "lookup"),
+    "block registrations": Fault(BlockPool, "register"),
+    "block releases": Fault(BlockPool, "release"),
+    "plans": Fault(Scheduler, "schedule"),
+    "steps begun": Fault(LocalExecutor, "submit"),
+    "steps computed": Fault(ModelRunner, "execute"),
+    "frames sent": Fault(EngineChild, "send", _hang_up, STREAMING),
+    "frames received": Fault(EngineChild, "receive", _kill, STREAMING),
+}
+
+
+class Faults:
+    """Sweeps over the calls of every kind."""
+
+    name: ClassVar[str] = "faults"
+    promise: ClassVar[str] = "a fault anywhere costs at most the request that it concerns"
+    unit: ClassVar[str] = "faults"
+    goal: ClassVar[int] = NUM_CALLS * len(FAULTS)
+    weight: ClassVar[float] = 1.0
+
+    def run(self, trials: Trials) -> None:
+        options = trials.subject.options | {"model": trials.subject.model, "max_model_len": axes.MAX_MODEL_LEN}
+        queries = make_queries(trials.random)
+        undisturbed = build_engine(EngineConfig.from_options(**options | axes.UNCUT))
+        wanted = [(query, choice) for query in range(len(queries)) for choice in range(2)]
+        expected = ask_alone(undisturbed.engine, queries, wanted)
+        undisturbed.engine.shutdown()
+        busy = options | {"max_num_batched_tokens": 24, "max_num_seqs": 2}
+        plan = plan_kv_cache(
+            EngineConfig.from_options(**busy).resolve(undisturbed.model_config), undisturbed.model_config, ANY_MEMORY
+        )
+        busy |= {"max_num_seqs": 6, "kv_cache_memory_bytes": plan.num_bytes}  # so that requests are preempted too
+        last = dict.fromkeys(FAULTS, 0)
+        with ExitStack() as stack:
+            askers: dict[str, Asker] = {}
+            for number in range(1, NUM_CALLS + 1):
+                for name, fault in FAULTS.items():
+                    if not trials.go_on():
+                        break
+                    if fault.via not in askers:
+                        askers[fault.via] = OPEN[fault.via](stack, busy, queries, expected)
+                    with _many_restarts():
+                        wrong = try_fault(fault, number, askers[fault.via], queries, expected, trials.random)
+                    last[name] = number
+                    trials.tried()
+                    if wrong is not None:
+                        trials.wrong(f"{name}, number {number}: {wrong}")
+                        del askers[fault.via]  # the next trial begins with a new one
+        trials.detail("calls that failed in turn", {name: f"1 to {number}" for name, number in last.items()})
+        trials.figure("calls_of_each_kind", min(last.values()))
+
+
+@contextmanager
+def _many_restarts() -> Iterator[None]:
+    """Lift the limit on deaths of the engine process: here they are wanted."""
+    limit = supervisor.MAX_DEATHS
+    supervisor.MAX_DEATHS = 10**9
+    try:
+        yield
+    finally:
+        supervisor.MAX_DEATHS = limit
+
+
+def make_queries(random: Random) -> list[Query]:
+    """Return short and long prompts, two of which begin alike, greedy and sampled."""
+    prompts = [random.choices(range(3, 1000), k=length) for length in (3, 17, 40, 110, 120, 70)]
+    prompts.append(prompts[-1][:48] + prompts[0])
+    common = {"max_tokens": 6, "logprobs": 1, "ignore_eos": True}
+    return [
+        Query(prompt, {**common, "temperature": 0.9 * (index % 2), "seed": index})
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def try_fault(
+    fault: Fault, number: int, asker: Asker, queries: list[Query], expected: dict[Key, Answer], random: Random
+) -> str | None:
+    """Ask crowds until the call of this number has failed. Return what went wrong; None if nothing did."""
+    failed = 0
+    with fault.at(number) as has_failed:
+        for _ in range(MAX_CROWDS):
+            crowd = [Member(index, 1 + index % 2, delay=random.randint(0, 6)) for index in range(len(queries))]
+            try:
+                found = asker.ask(crowd, random, disturbed=False)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            for (index, choice), answer in found.items():
+                if answer.error == CAUSE:
+                    failed += 1
+                elif (wrong := answer.difference(expected[crowd[index].query, choice])) is not None:
+                    return f"query {index}, choice {choice}: {wrong}"
+            if failed > 1:
+                return f"{failed} answers failed"
+            if has_failed():
+                return None
+    return f"there were fewer than {number} such calls in {MAX_CROWDS} crowds"
