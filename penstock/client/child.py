@@ -29,7 +29,7 @@ class EngineChild:
         command = [sys.executable, "-P", "-m", "penstock.client.engine_process", str(theirs.fileno())]
         try:
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=STDERR, env=_environment()
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=STDERR, env=environment()
             )
         except OSError:
             self._sock.close()
@@ -89,6 +89,12 @@ class EngineChild:
         if self._process.poll() is None:
             self._process.kill()
 
+    def end(self) -> None:
+        """End the process at once, and wait until it has ended; for use without an event loop."""
+        self.hang_up()
+        self.kill()
+        self._process.wait()
+
     async def wait(self) -> int:
         """Wait for the process and return its exit code; it is killed after EXIT_WAIT_S."""
         deadline = time.monotonic() + EXIT_WAIT_S
@@ -99,7 +105,7 @@ class EngineChild:
         return code
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return our environment, with PYTHONPATH set where the package is not installed (a checkout)."""
     installed = any(os.path.basename(part) in ("site-packages", "dist-packages") for part in PACKAGE_ROOT.split(os.sep))
     if installed:

@@ -32,7 +32,6 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("penstock")
-SLOW_PROMPT_CHARS = 20_000  # longer texts are tokenised in a thread, so that streams go on meanwhile
 NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -168,7 +167,7 @@ class ProcessClient:
         if self._inputs is None:
             self._inputs = InputProcessor(self._tokenizer, self.model_info, seed=self._seed)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > SLOW_PROMPT_CHARS:
+        if isinstance(text, str) or getattr(params, "bad_words", None):  # texts to tokenise: streams go on meanwhile
             return await asyncio.to_thread(self._inputs.process, prompt, params, request_id, flow)
         return self._inputs.process(prompt, params, request_id, flow)
 
