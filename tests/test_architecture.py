@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
                "validation"},
     "__init__": {"config", "entrypoints", "errors", "interface", "models", "plugins"},
     "server": {"__init__", "client", "errors", "interface", "tokenizer", "validation"},
-    "check": {"__init__", "build", "config", "engine", "errors", "interface", "kernels", "layers", "models",
+    "check": {"__init__", "build", "client", "config", "engine", "errors", "interface", "kernels", "layers", "models",
               "planner", "spec", "validation", "weights"},
     "prove": {"build", "client", "config", "engine", "errors", "interface", "planner", "server", "tokenizer",
               "validation"},

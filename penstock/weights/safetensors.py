@@ -180,7 +180,7 @@ def _shards(index: Path) -> list[Path]:
 def read_entries(file: Path) -> dict[str, TensorEntry]:
     """Return every tensor of a file, by name. Raise ModelLoadError if it is not a sound safetensors file."""
     text = read_header(file)
-    header = _parse(file, text)
+    header = parse_header(file, text)
     try:
         safe_open(file, framework="np")  # checks sizes and offsets; reads no tensor
     except (SafetensorError, OSError) as error:
@@ -195,7 +195,7 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
 
 def read_metadata(file: Path) -> dict[str, Any]:
     """Return the metadata in a file's header. Raise ModelLoadError if the header cannot be read."""
-    metadata = _parse(file, read_header(file)).get("__metadata__", {})
+    metadata = parse_header(file, read_header(file)).get("__metadata__", {})
     return metadata if isinstance(metadata, dict) else {}
 
 
@@ -219,7 +219,8 @@ def pack_header(header: Mapping[str, Any], alignment: int) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _parse(file: Path, text: bytes) -> dict[str, Any]:
+def parse_header(file: Path, text: bytes) -> dict[str, Any]:
+    """Return a header's JSON object. Raise ModelLoadError if it is none, or repeats a key."""
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
