@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from penstock import validation as check
 from penstock.prove.hostile import GeneratedInput, HostileRequests
+from penstock.prove.hostile_files import HostileFiles
 from penstock.prove.long_run import LongRun
 from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
@@ -15,6 +16,7 @@ PROOFS: tuple[Proof, ...] = (
     Drains(),
     HostileRequests(),
     GeneratedInput(),
+    HostileFiles(),
     LongRun(),
     MemoryPlanProof(),
 )

@@ -12,11 +12,11 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.validation import shown
+from penstock.validation import one_line, shown
 
 LOGGER = logging.getLogger("penstock")
 MAX_BYTES = 2**28  # of a file; the largest in use have 35 MB
-SLOW_BYTES = 2**25  # of a file that takes long enough to load for a line in the log
+SLOW_CHARS = 2**25  # of a file that takes long enough to load for a line in the log
 MAX_GROWTH = 1000  # how much longer a text may become; those in use make it three times as long
 MAX_CHARSMAP = 2**24  # characters of base64; the largest in use have 400,000
 PROBE = "a A1. \t\n\u00e9\ufb01\u2460\u4f60\U0001f642"  # letters, spaces, and characters that normalizers change
@@ -32,7 +32,7 @@ def read_backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelLoadError(_missing_message(folder))
-    text = _read_limited(path)
+    text = _read_announced(path)
     try:
         _check_charsmaps(text)
         backend = Backend.from_str(text)
@@ -52,11 +52,6 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def one_line(error: BaseException) -> str:
-    """Return an error of the library in one line of at most 300 characters."""
-    return " ".join(str(error).split())[:300]
-
-
 @contextlib.contextmanager
 def library_errors(param: str, what: str) -> Iterator[None]:
     """Turn what the library raises, plain Exceptions and panics, into an InvalidRequestError that names `param`."""
@@ -69,13 +64,11 @@ def library_errors(param: str, what: str) -> Iterator[None]:
         raise
 
 
-def _read_limited(path: Path) -> str:
-    size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise ModelLoadError(f"{path}: has {size} bytes; at most {MAX_BYTES} are allowed")
-    if size > SLOW_BYTES:
-        LOGGER.warning("loading %s: %d MB, which may take a while", path, size // 10**6)
-    return read_text(path)
+def _read_announced(path: Path) -> str:
+    text = read_text(path)
+    if len(text) > SLOW_CHARS:
+        LOGGER.warning("loading %s: %d MB, which may take a while", path, len(text) // 10**6)
+    return text
 
 
 def _check_growth(what: str, component: Any) -> None:
@@ -148,8 +141,10 @@ def _missing_message(folder: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file; raise ModelLoadError if it cannot be read as UTF-8."""
+    """Return the text of a file; raise ModelLoadError if it is too large or cannot be read as UTF-8."""
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes; at most {MAX_BYTES} are allowed")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: cannot be read: {error}") from error

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from penstock.errors import ModelLoadError
 from penstock.kernels.tensors import NAMES, UINT8, Array, empty
 from penstock.spec.config_file import OTHER_KINDS, read_json
-from penstock.validation import shown
+from penstock.validation import one_line, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -184,7 +184,7 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
     try:
         safe_open(file, framework="np")  # checks sizes and offsets; reads no tensor
     except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{file}: not a sound safetensors file: {error}") from None
+        raise ModelLoadError(f"{file}: not a sound safetensors file: {one_line(error)}") from None
     entries = {}
     for name, item in header.items():
         if name != "__metadata__":
@@ -224,7 +224,7 @@ def parse_header(file: Path, text: bytes) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{file}: its header cannot be read as JSON: {error}") from None
+        raise ModelLoadError(f"{file}: its header cannot be read as JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file}: its header must hold an object")
     return value
