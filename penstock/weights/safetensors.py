@@ -31,6 +31,7 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 LENGTH_BYTES = 8  # before the header: its length
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
+MAX_NAME = 512  # characters of a tensor's name
 SAMPLES = 16  # places in each file that a fingerprint reads
 SAMPLE_BYTES = 4096
 
@@ -162,6 +163,8 @@ def _shards(index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index}: weight_map = {shown(weight_map)} must map tensors to files")
+    for name in weight_map:
+        _check_name(index, name)
     for name in weight_map.values():
         plain = isinstance(name, str) and name == os.path.basename(name) and "\\" not in name
         if not plain or not name.endswith(".safetensors"):
@@ -188,9 +191,16 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
     entries = {}
     for name, item in header.items():
         if name != "__metadata__":
+            _check_name(file, name)
             offset = LENGTH_BYTES + len(text) + item["data_offsets"][0]
             entries[name] = TensorEntry(file, tuple(item["shape"]), str(item["dtype"]), offset)
     return entries
+
+
+def _check_name(file: Path, name: str) -> None:
+    """Raise ModelLoadError for the name of a tensor that no error message could show."""
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise ModelLoadError(f"{file}: {shown(name)} cannot be the name of a tensor")
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
