@@ -27,7 +27,7 @@ class IsolatedTokenizer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._short = TextWorker(folder)
-        self._long: TextWorker | None = None
+        self._long = TextWorker(folder, at_once=False)
 
     def load(self) -> None:
         """Load the files, here too.
@@ -78,16 +78,13 @@ class IsolatedTokenizer:
 
     def call(self, function: str, args: list[Any], options: dict[str, Any], *, num_chars: int) -> Any:
         """Call a function in the process for texts of this length; see TextWorker.call."""
-        if num_chars > LONG_TEXT and self._long is None:
-            self._long = TextWorker(self._folder)
-        worker = self._short if num_chars <= LONG_TEXT or self._long is None else self._long
+        worker = self._short if num_chars <= LONG_TEXT else self._long
         return worker.call(function, args, options, num_chars=num_chars)
 
     def close(self) -> None:
         """End the text processes. A second call does nothing."""
-        for worker in (self._short, self._long):
-            if worker is not None:
-                worker.close()
+        self._short.close()
+        self._long.close()
 
 
 class _IsolatedTemplate:

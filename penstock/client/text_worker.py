@@ -4,6 +4,7 @@ A call that takes too long or too much ends its process, and so only the request
 a new process has loaded the same files. The functions block: call them in a thread.
 """
 
+import logging
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from penstock.client.child import environment
 from penstock.client.text_process import LOAD_CPU_S, Call, Reply, unpack_reply
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, RequestFailedError
 
+LOGGER = logging.getLogger("penstock")
 CALL_CPU_S, CPU_S_PER_CHAR = 1.0, 1e-5  # processor time; a million letters take 0.5 to 1.7 s
 CALL_MEMORY, MEMORY_PER_CHAR = 2**29, 2**11  # bytes; a million letters take 700 MB
 PATIENCE, PATIENCE_S = 10.0, 30.0  # by the clock a call may take so often its time, and this: the machine may be busy
@@ -32,14 +34,17 @@ SUBJECTS = {
 
 
 class TextWorker:
-    """One text process at a time for the model in `folder`; the first starts at once. Thread-safe; calls take turns."""
+    """One text process at a time for the model in `folder`. Thread-safe; calls take turns.
 
-    def __init__(self, folder: Path) -> None:
+    at_once: whether the first process starts now, or with the first call.
+    """
+
+    def __init__(self, folder: Path, *, at_once: bool = True) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         self._closed = False
         self._files: Any = None  # files_state() of the first process
-        self._child: _Child | None = _Child(folder)
+        self._child: _Child | None = _Child(folder) if at_once else None
 
     def load(self) -> None:
         """Wait until the files are loaded.
@@ -90,11 +95,17 @@ class TextWorker:
         try:
             return self._loaded()
         except (ModelLoadError, OSError) as error:
-            raise RequestFailedError(f"the process that tokenises cannot be started again: {error}") from None
+            LOGGER.error("the process that tokenises cannot be started again: %s", error)
+            text = "the process that tokenises cannot be started again; the server's log says why"
+            raise RequestFailedError(text) from None
 
     def _loaded(self) -> "_Child":
         if self._closed:
             raise ModelLoadError("the server shuts down")
+        if self._child is not None and self._child.loaded and self._child.ended:  # by the system, for no call's sake
+            LOGGER.warning("the process that tokenises has ended; starting another")
+            self._child.end()
+            self._child = None
         child = self._child = self._child or _Child(self._folder)
         if child.loaded:
             return child
@@ -133,6 +144,10 @@ class _Child:
             raise
         finally:
             theirs.close()
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
 
     def ask(self, call: bytes, cpu_s: float) -> Reply | None:
         """Send a call and return its reply; None once the process has ended, or is ended here because it is stuck."""
