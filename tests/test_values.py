@@ -74,6 +74,7 @@ BAD_OPTIONS = {
     "max_num_seqs": [0, -1, 2**20, "8", None, 1.0],
     "max_num_batched_tokens": [0, -1, 2**40, "1"],
     "block_size": [0, 8, 17, -16, 16.0, "16"],
+    "memory": [0, -1, 2**60, "2GiB", 1.5],
     "kv_cache_memory_bytes": [0, -1, 2**60, "2GiB", 1.5],
     "enable_prefix_caching": [1, None, "yes"],
     "tensor_parallel_size": [0, -1, 2, "1", None],
