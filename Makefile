@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find penstock/kernels/cpu/native -type f)
 SOURCES := penstock tests tools examples benchmarks
 
-.PHONY: demo test check format readme matrix structure docs bench compare clean
+.PHONY: demo test check format readme matrix structure docs bench compare clean sanitize
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m penstock.cli.demo
@@ -49,6 +49,21 @@ compare: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks $(if $(PEERS),--peers "$(PEERS)") $(if $(SHAPE),--shape "$(SHAPE)") \
 		$(if $(WORKLOADS),--workloads "$(WORKLOADS)") $(if $(OUT),--out "$(OUT)") \
 		$(if $(TIME_LIMIT),--time-limit $(TIME_LIMIT)) $(if $(ROUNDS),--rounds $(ROUNDS))
+
+# The native library under address and undefined-behaviour sanitizers, in a build folder of its own. Python has no
+# sanitizer, so that its library is loaded first, its leaks are not reported, and it allocates with malloc.
+SANITIZED := build/sanitize/penstock_cpu.so
+SANITIZER = LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PENSTOCK_CPU_LIBRARY=$(SANITIZED)
+
+sanitize: $(VENV)/.installed-test
+	@cmake -S . -B build/sanitize -DPENSTOCK_SANITIZE=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
+	@cmake --build build/sanitize --parallel 2 | tail -1
+	@$(SANITIZER) $(BIN)/python tools/fuzz_native.py $(FUZZ)
+	@$(SANITIZER) $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_native_rows.py \
+		tests/kernels/test_native_linear.py tests/kernels/test_native_pack.py tests/kernels/test_native_attend.py \
+		tests/kernels/test_native_sampler.py tests/kernels/test_native_experts.py tests/kernels/test_native_int8.py \
+		tests/kernels/test_native_int4.py tests/kernels/test_native_finish.py tests/kernels/test_native_pool.py
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,7 +39,9 @@ from penstock.plugins.user_files import files_fingerprint, import_files
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.sharding_map import ShardingMap
+from penstock.validation import fail
 from penstock.weights import packed
+from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import InstanceWeights, ModelInstance
 from penstock.weights.kv_scales import kv_scales_fingerprint, read_kv_scales
@@ -171,8 +173,12 @@ def _find(config: EngineConfig, instance: object | None) -> tuple[ModelConfig, W
 def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights) -> EngineConfig:
     """Choose every option that was left open: from a packed directory, the model and the machine."""
     numerics, reasons = config.numerics, dict[str, str]()
+    if numerics.verify_files and not isinstance(weights, Path):
+        raise fail("verify_files", True, "false: a model object has no files")
     if isinstance(weights, Path):
         numerics, reasons = packed.fit(numerics, weights)
+        if numerics.verify_files and numerics.load_format == "auto":
+            reasons["verify_files"] = f"on: {verify(weights)}"
     config = replace(config, numerics=numerics).resolve(model)
     return replace(config, reasons=config.reasons | reasons | _check_sharding(config, model))
 

@@ -35,6 +35,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
+def one_line(error: object, limit: int = 300) -> str:
+    """Return the text of another library's error in one line of at most `limit` characters."""
+    return " ".join(str(error).split())[:limit]
+
+
 def fail(name: str, value: Any, allowed: str) -> InvalidRequestError:
     """Return the error for a value that is out of range or of the wrong type."""
     return InvalidRequestError(f"{name}: {shown(value)} is not allowed; it must be {allowed}", param=name)

@@ -68,11 +68,13 @@ BAD_OPTIONS = {
     "kv_cache_scales": ["", 5, "scales.safetensors"],  # the last: without an int8 cache
     "model_impl": ["", None, 5, "x" * 100],
     "load_format": ["gguf", None],
+    "verify_files": [1, None, "yes"],
     "kernels": ["cuda", "triton", None],
     "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],
     "max_num_seqs": [0, -1, 2**20, "8", None, 1.0],
     "max_num_batched_tokens": [0, -1, 2**40, "1"],
     "block_size": [0, 8, 17, -16, 16.0, "16"],
+    "memory": [0, -1, 2**60, "2GiB", 1.5],
     "kv_cache_memory_bytes": [0, -1, 2**60, "2GiB", 1.5],
     "enable_prefix_caching": [1, None, "yes"],
     "tensor_parallel_size": [0, -1, 2, "1", None],

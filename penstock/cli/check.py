@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.options import add_imports, add_model
 from penstock.cli.terminal import handle_signals, note
 from penstock.config import DTYPES, KERNELS
+from penstock.errors import InvalidRequestError
 from penstock.plugins.user_files import import_files
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ EXAMPLES = """examples:
   penstock check /models/llama --tiny             its config, shrunk, with random weights: seconds
   penstock check LlamaForCausalLM                 an architecture
   penstock check /models/a --against /models/b    which layer of b is the first that differs from a
+  penstock check /models/llama --files            only its files: structure, checksums, config, tokenizer
   penstock check /models/llama --verify           the native kernels beside the reference; needs no Transformers
 
 Exit code 0: everything agrees. 1: something differs; the first differing layer is named. 2: bad input.
@@ -36,6 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_imports(parser)
     parser.add_argument("--against", metavar="DIR", help="compare with Transformers' model of another directory")
     parser.add_argument("--tiny", action="store_true", help="small sizes and random weights even if there are weights")
+    help_text = "only check the files: structure, checksums, config, tokenizer; needs no Transformers"
+    parser.add_argument("--files", action="store_true", help=help_text)
     parser.add_argument("--verify", action="store_true", help="only compare the native kernels with the reference")
     help_text = "type in which the guarantees are tested"
     parser.add_argument("--dtype", default="auto", metavar="{" + ",".join(DTYPES) + "}", help=help_text)
@@ -46,9 +50,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import_files(getattr(args, "import", ()))
+    if args.files:
+        return _run_files(args)
     from penstock.check.run import Options, check_model
 
-    import_files(getattr(args, "import", ()))
     options = Options(**{item.name: getattr(args, item.name) for item in fields(Options)})
     handle_signals(terminate=True)
     report = check_model(options, lambda line: note(f"penstock: {line}"))
@@ -56,6 +62,21 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.as_dict()))
     else:
         _print_report(report)
+    return 0 if report.passed else 1
+
+
+def _run_files(args: argparse.Namespace) -> int:
+    if args.against or args.tiny or args.verify:
+        raise InvalidRequestError("files: --against, --tiny and --verify compute, --files only reads; give one of them")
+    from penstock.check.files import check_files
+
+    handle_signals(terminate=True)
+    report = check_files(args.model)
+    if args.json:
+        print(json.dumps(report.as_dict()))
+        return 0 if report.passed else 1
+    for finding in report.findings:
+        print(f"{'ok' if finding.passed else 'BROKEN':<8}{finding.name:<29}{finding.what}")
     return 0 if report.passed else 1
 
 

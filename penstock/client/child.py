@@ -88,6 +88,12 @@ class EngineChild:
         if self._process.poll() is None:
             self._process.kill()
 
+    def end(self) -> None:
+        """End the process at once, and wait until it has ended; for use without an event loop."""
+        self.hang_up()
+        self.kill()
+        self._process.wait()
+
     async def wait(self) -> int:
         """Wait for the process and return its exit code; it is killed after EXIT_WAIT_S."""
         deadline = time.monotonic() + EXIT_WAIT_S
@@ -109,10 +115,10 @@ def _starter() -> ThreadPoolExecutor:
 
 def _run(command: list[str], fd: int) -> "subprocess.Popen[bytes]":
     """Start a process that inherits a file descriptor."""
-    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=STDERR, env=_environment())
+    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=STDERR, env=environment())
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return our environment, with PYTHONPATH set where the package is not installed (a checkout)."""
     installed = any(os.path.basename(part) in ("site-packages", "dist-packages") for part in PACKAGE_ROOT.split(os.sep))
     if installed:

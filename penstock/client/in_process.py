@@ -7,7 +7,7 @@ from penstock.client.engine_client import Prompt
 from penstock.client.input_processor import InputProcessor
 from penstock.client.open_requests import OpenRequests
 from penstock.engine.engine import Engine
-from penstock.errors import EngineDeadError
+from penstock.errors import EngineDeadError, InvalidRequestError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -52,7 +52,10 @@ class InProcessClient:
         """Compute one step. Return an output for each request with new tokens; finished ones have finished=True."""
         made = []
         for request, outputs in self._requests.by_request(self.engine.step()).items():
-            output, abort_ids = self._requests.take(request, outputs)
+            try:
+                output, abort_ids = self._requests.take(request, outputs)
+            except InvalidRequestError as error:  # the tokenizer's library refuses its tokens: it fails alone
+                output, abort_ids = request.failed(str(error)), self._requests.cancel(request)
             for engine_request_id in abort_ids:
                 self.engine.abort(engine_request_id)
             if output is not None:

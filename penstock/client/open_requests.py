@@ -208,18 +208,29 @@ class OpenRequest:
         changed = [choice for choice in self.choices if choice.changed]
         if not changed or (kind is RequestOutputKind.FINAL_ONLY and not finished):
             return None
-        shown = changed if kind is RequestOutputKind.DELTA else self.choices
+        return self._make_output(changed if kind is RequestOutputKind.DELTA else self.choices)
+
+    def _make_output(self, shown: "list[Choice]") -> RequestOutput:
+        kind = self.prepared.params.output_kind
         return RequestOutput(
             request_id=self.prepared.request_id,
             prompt=self.prepared.prompt,
             prompt_token_ids=self.prepared.prompt_token_ids,
             outputs=[choice.make_output(kind) for choice in shown],
-            finished=finished,
+            finished=all(choice.finish_reason is not None for choice in self.choices),
             prompt_logprobs=self._take_prompt_logprobs(kind),
             num_cached_tokens=self._num_cached_tokens or 0,
             seed=self.prepared.params.seed,
             error=self._error,
         )
+
+    def failed(self, error: str) -> RequestOutput:
+        """End every choice with an error, with the text so far, and return what the reader gets."""
+        self._error = error
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.finish_reason, choice.changed = FinishReason.ERROR, True
+        return self._make_output(self.choices)
 
     def _take_prompt_logprobs(self, kind: RequestOutputKind) -> list[LogprobsAt | None] | None:
         """Return all of them once they are complete; sent once in DELTA mode."""

@@ -32,7 +32,6 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("penstock")
-SLOW_PROMPT_CHARS = 20_000  # longer texts are tokenised in a thread, so that streams go on meanwhile
 NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -199,7 +198,7 @@ class ProcessClient:
     ) -> PreparedRequest:
         inputs = self._input_processor()
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > SLOW_PROMPT_CHARS:
+        if isinstance(text, str) or getattr(params, "bad_words", None):  # texts to tokenise: streams go on meanwhile
             return await asyncio.to_thread(inputs.process, prompt, params, request_id, flow)
         return inputs.process(prompt, params, request_id, flow)
 

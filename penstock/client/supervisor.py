@@ -7,6 +7,7 @@ of all this as an EngineListener.
 
 import asyncio
 import logging
+import signal
 from typing import Any, Protocol
 
 from msgspec import structs
@@ -162,6 +163,8 @@ class EngineSupervisor:
     async def _replace(self, code: int, was_ready: bool) -> None:
         """Report a death and put another engine process in its place, unless deaths are too many."""
         reason = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        if code == -signal.SIGBUS:
+            reason += ": a file that is mapped has become shorter, or its disk fails"
         LOGGER.warning("the engine process died (%s); its requests go on in a new one", reason)
         explained = self._listener.engine_lost()
         deaths = 0 if explained else self._deaths.count()
@@ -196,7 +199,11 @@ class EngineSupervisor:
     def _fail(self, error: PenstockError) -> None:
         """Give up: there will be no engine any more."""
         self.failure = error
-        self._listener.engine_failed(error if isinstance(error, EngineDeadError) else EngineDeadError(str(error)))
+        if isinstance(error, EngineDeadError):
+            self._listener.engine_failed(error)
+        else:  # its text may name files, which is nothing for the readers of streams
+            LOGGER.error("no engine can be started: %s", error)
+            self._listener.engine_failed(EngineDeadError("no engine can be started again; the server's log says why"))
         self.settled.set()
 
 

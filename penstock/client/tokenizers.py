@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from penstock.client.isolation import IsolatedTokenizer
 from penstock.tokenizer.hf import adopt_tokenizer, load_tokenizer
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.weights.hub import resolve_model
@@ -10,12 +11,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
                    "special_tokens_map.json")  # fmt: skip
 
 
-def choose_tokenizer(given: Any, model: str | None) -> Tokenizer | None:
+def choose_tokenizer(given: Any, model: str | None, *, isolated: bool = False) -> Tokenizer | None:
     """Return the tokenizer that a user gave, or the model's own; None if there is none, so prompts must be token ids.
 
     Args:
         given: an object (ours or of Transformers), a directory, a hub name, "demo", or None for the model's own.
         model: a directory, a hub name or "demo"; None for a model object, which has no tokenizer.
+        isolated: whether a tokenizer of files works on texts in processes of its own (client/isolation.py); it
+            must be loaded before it is used.
 
     Raises:
         ModelLoadError, InvalidRequestError: it does not exist or cannot be used.
@@ -28,4 +31,4 @@ def choose_tokenizer(given: Any, model: str | None) -> Tokenizer | None:
     directory = resolve_model(source)
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
-    return load_tokenizer(directory)
+    return IsolatedTokenizer(directory) if isolated else load_tokenizer(directory)

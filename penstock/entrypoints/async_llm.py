@@ -4,6 +4,7 @@ from typing import Any
 
 from penstock import validation as check
 from penstock.client.admission import AdmissionLimits
+from penstock.client.isolation import IsolatedTokenizer
 from penstock.client.process import ProcessClient
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
@@ -56,9 +57,17 @@ class AsyncLLM(ProcessClient):
             max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens, max_queue_wait=max_queue_wait
         )
         config = EngineConfig.from_options(model=model, **options)
-        found = choose_tokenizer(tokenizer, model)
+        found = choose_tokenizer(tokenizer, model, isolated=True)
         seed = config.numerics.seed
         super().__init__({"model": model, **options}, found, seed=seed, limits=limits, standby=standby)
+        if isinstance(found, IsolatedTokenizer):
+            try:
+                found.load()  # while the engine starts
+            except BaseException:
+                self._supervisor.stop()
+                self._supervisor.child.end()
+                found.close()
+                raise
 
     async def __aenter__(self) -> "AsyncLLM":
         try:
@@ -67,6 +76,12 @@ class AsyncLLM(ProcessClient):
             await self.shutdown()
             raise
         return self
+
+    async def shutdown(self) -> None:
+        """End the engine and what it has started. A second call only waits for the process."""
+        await super().shutdown()
+        if isinstance(self._tokenizer, IsolatedTokenizer):
+            self._tokenizer.close()
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.shutdown()

@@ -8,6 +8,7 @@ from penstock import validation as check
 from penstock.prove.engine_deaths import EngineDeaths, StandbyDeaths
 from penstock.prove.faults import Faults
 from penstock.prove.hostile import GeneratedInput, HostileRequests
+from penstock.prove.hostile_files import HostileFiles
 from penstock.prove.long_run import LongRun
 from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.parent_deaths import ParentDeaths
@@ -26,6 +27,7 @@ PROOFS: tuple[Proof, ...] = (
     Drains(),
     HostileRequests(),
     GeneratedInput(),
+    HostileFiles(),
     LongRun(),
     MemoryPlanProof(),
 )

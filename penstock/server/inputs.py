@@ -31,7 +31,7 @@ from penstock.tokenizer.conversation import RenderedChat, render_chat
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
-LONG_TEXT = 4096  # characters or ids above which tokenising leaves the event loop's thread
+LONG_TEXT = 4096  # characters or ids above which only few texts are tokenised at the same time
 # Body fields that are fields of SamplingParams under the same name.
 COPIED = tuple({field.name for field in dataclasses.fields(SamplingParams)} & {*GenerationRequest.__struct_fields__})
 
@@ -58,9 +58,9 @@ async def decode(context: ServerContext, ids: list[int], *, skip_special_tokens:
 
 
 async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) -> T:
-    """Run tokenizer work, in a thread where `size` (characters or ids) is large, so that streams continue."""
+    """Run tokenizer work in a thread, so that streams continue; `size` (characters or ids): few large ones at once."""
     if size <= LONG_TEXT:
-        return work()
+        return await asyncio.to_thread(work)
     async with context.tokenizing:
         return await asyncio.to_thread(work)
 
@@ -118,7 +118,7 @@ async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInf
     """Return the conversation, rendered by the model's own template, as the call's only prompt."""
     continue_final = bool(body.continue_final_message)
     add_generation = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
-    chat = _render(context, body.messages, info, add_generation=add_generation, continue_final=continue_final)
+    chat = await _render(context, body.messages, info, add_generation=add_generation, continue_final=continue_final)
     ids = await _encode(context, chat, info, "messages", add_special_tokens=bool(body.add_special_tokens))
     return [EncodedPrompt(ids)]
 
@@ -131,7 +131,7 @@ async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInf
         check_prompt_length(body.prompt or "", info.max_model_len)
         return await encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     add_generation = body.add_generation_prompt is not False
-    chat = _render(context, body.messages, info, add_generation=add_generation, continue_final=False)
+    chat = await _render(context, body.messages, info, add_generation=add_generation, continue_final=False)
     check_prompt_length(chat.text, info.max_model_len, param="messages")
     return await encode(context, chat, add_special_tokens=bool(body.add_special_tokens))
 
@@ -165,7 +165,7 @@ def _too_long(param: str, length: int, info: ModelInfo) -> InvalidRequestError:
     return InvalidRequestError(message, param=param, code="context_length_exceeded")
 
 
-def _render(
+async def _render(
     context: ServerContext, messages: list[Message], info: ModelInfo, *, add_generation: bool, continue_final: bool
 ) -> RenderedChat:
     """Return a conversation as the model's own template renders it; errors name `messages`."""
@@ -173,10 +173,10 @@ def _render(
         message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
         raise InvalidRequestError(message, param="messages")
     turns = [_turn(message) for message in messages]
-    check_prompt_length("".join(turn["content"] for turn in turns), info.max_model_len, param="messages")
-    return render_chat(
-        context.tokenizer(), turns, add_generation_prompt=add_generation, continue_final_message=continue_final
-    )
+    text = "".join(turn["content"] for turn in turns)
+    check_prompt_length(text, info.max_model_len, param="messages")
+    options = {"add_generation_prompt": add_generation, "continue_final_message": continue_final}
+    return await _tokenizing(context, partial(render_chat, context.tokenizer(), turns, **options), len(text))
 
 
 def _turn(message: Message) -> dict[str, str]:

@@ -215,7 +215,9 @@ class Serving:
     def _reason(self) -> PenstockError:
         """Return why: an engine that was never ready has no model_info, and reading it raises the reason."""
         try:
-            return EngineDeadError(f"the engine of {self._client.model_info.model} died too often to be restarted")
+            return EngineDeadError(
+                f"the engine of {self._client.model_info.model} cannot be restarted; the log says why"
+            )
         except PenstockError as exc:
             return exc
 

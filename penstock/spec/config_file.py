@@ -8,9 +8,10 @@ from penstock.errors import ModelLoadError
 from penstock.spec import params_json
 from penstock.spec.refined_web import modern_falcon
 from penstock.spec.unsupported import SUPPORTED
-from penstock.validation import shown
+from penstock.validation import one_line, shown
 
 CONFIG = "config.json"
+MAX_BYTES = 2**27  # of a file; the largest, indexes of many shards, have a few million
 # Files that a directory of another kind has instead of config.json.
 OTHER_KINDS = {
     "model_index.json": f"a diffusion pipeline; {SUPPORTED}",
@@ -43,12 +44,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object that a file holds. Raise ModelLoadError if there is none."""
+    if path.exists() and not path.is_file():
+        raise ModelLoadError(f"{path}: is no file")  # a pipe, which would be read for ever
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes; at most {MAX_BYTES} are allowed")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelLoadError(f"{path}: no such file; a model directory needs it") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path}: cannot be read as JSON: {error}") from None
+        raise ModelLoadError(f"{path}: cannot be read as JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: holds {shown(value)}; it must be an object")
     return value

@@ -45,7 +45,7 @@ import yaml
 
 from penstock.errors import ModelLoadError
 from penstock.spec.model_config import ModelConfig
-from penstock.validation import shown
+from penstock.validation import one_line, shown
 
 SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "vocab": lambda config: config.vocab_size,
@@ -58,6 +58,8 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "expert_intermediate": lambda config: config.moe_intermediate_size,
     "positions": lambda config: config.max_position_embeddings,
 }
+MAX_YAML = 2**20  # characters; tables and maps have a few thousand
+MAX_DEPTH = 64  # of brackets
 FIELDS = ("shape", "from", "or", "shard", "unit", "quant", "leaves", "tied_to", "when")
 UNIT_SIZES: dict[str | None, Callable[[ModelConfig], int]] = {
     None: lambda config: 1,
@@ -115,6 +117,8 @@ def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...],
 
 def read_text(file: Path) -> str:
     """Read a text file. Raise ModelLoadError if it cannot be read."""
+    if file.exists() and not file.is_file():
+        raise ModelLoadError(f"{file}: is no file")  # a pipe, which would be read for ever
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -123,20 +127,40 @@ def read_text(file: Path) -> str:
 
 def read_yaml(text: str, where: str) -> Any:
     """Parse YAML, refusing duplicate keys. Raise ModelLoadError if it is not YAML, or a key is repeated."""
+    if len(text) > MAX_YAML:
+        raise ModelLoadError(f"{where}: has {len(text)} characters; at most {MAX_YAML} are allowed")
     try:
+        _check_depth(text)
         return yaml.load(text, _UniqueKeys)
-    except yaml.YAMLError as error:
-        raise ModelLoadError(f"{where}: not YAML: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ModelLoadError(f"{where}: not YAML: {place}{one_line(error.problem or error.context)}") from None
+    except RecursionError:
+        raise ModelLoadError(f"{where}: not YAML that can be read: it is nested too deep") from None
+    except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ModelLoadError(f"{where}: not YAML: {one_line(error)}") from None  # of values: dates, base64, keys
+
+
+def _check_depth(text: str) -> None:
+    """Raise RecursionError for brackets nested too deep, for which the scanner takes quadratic time."""
+    depth = 0
+    for char in text:
+        depth = max(0, depth + (char in "[{") - (char in "]}"))
+        if depth > MAX_DEPTH:
+            raise RecursionError
 
 
 class _UniqueKeys(yaml.SafeLoader):
     """The safe loader, which would let the second of two equal keys win, made to refuse them."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+            raise yaml.YAMLError("a key must be a word")
         names = Counter(key.value for key, _ in node.value)
         name, count = names.most_common(1)[0] if names else ("", 0)
         if count > 1:
-            raise yaml.YAMLError(f"duplicate key {name}")
+            raise yaml.YAMLError(f"duplicate key {shown(name)}")
         return super().construct_mapping(node, deep)
 
 

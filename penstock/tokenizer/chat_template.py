@@ -1,8 +1,8 @@
 """Render chat messages to the prompt text that a model was trained on, with the model's own Jinja template.
 
 A template is a program that comes with the weights, never with a request. It runs in Jinja's immutable sandbox, sees
-only plain JSON values, and renders what Transformers' apply_chat_template renders, character for character. Its time
-and memory are not limited. This module knows no tokens.
+only plain JSON values, and renders what Transformers' apply_chat_template renders, character for character. Time and
+memory are limited where it is called for requests (client/isolation.py), not here. This module knows no tokens.
 """
 
 import json
@@ -215,7 +215,10 @@ def _mark_end(message: dict[str, Any]) -> str:
 def _make_environment() -> ImmutableSandboxedEnvironment:
     """Return Jinja with the settings, filters and functions that chat templates expect."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, loopcontrols],
+        optimized=False,  # would compute constants, 'a' * 10**9 for instance, when the template is loaded
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {

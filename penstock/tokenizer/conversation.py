@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InvalidRequestError
-from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.tokenizer.tokenizer import Tokenizer, encode_all
 
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode's noncharacters, which no text has
 
@@ -24,7 +24,7 @@ class RenderedChat:
 
     def token_ids(self, tokenizer: Tokenizer, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of the prompt. Templates write BOS themselves, so no special tokens are added by default."""
-        first, *others = (tokenizer.encode(part, add_special_tokens=False) for part in self.parts)
+        first, *others = encode_all(tokenizer, self.parts)
         ids = [*first, *(token_id for other in others for token_id in other)]
         if not add_special_tokens:
             return ids

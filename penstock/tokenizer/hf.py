@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.tokenizer import Tokenizer, check_unicode
-from penstock.tokenizer.tokenizer_json import read_backend, read_text
+from penstock.tokenizer.tokenizer_json import library_errors, read_backend, read_text
 from penstock.tokenizer.vocabulary import TokenBytes
 from penstock.validation import shown
 
@@ -71,17 +71,19 @@ class HFTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         check_unicode(text)
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        with library_errors("prompt", "this text cannot be tokenised"):
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        if spaces_between_special_tokens or skip_special_tokens:
-            text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        else:
-            tokens = self._tokens_with_joined_specials(ids)
-            decoder = self._backend.decoder
-            text = " ".join(tokens) if decoder is None else decoder.decode(tokens)
+        with library_errors("tokens", "these tokens cannot be turned into text"):
+            if spaces_between_special_tokens or skip_special_tokens:
+                text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            else:
+                tokens = self._tokens_with_joined_specials(ids)
+                decoder = self._backend.decoder
+                text = " ".join(tokens) if decoder is None else decoder.decode(tokens)
         return clean_up_spaces(text) if self._clean_up else str(text)
 
     def _tokens_with_joined_specials(self, ids: Sequence[int]) -> list[str]:
@@ -92,6 +94,12 @@ class HFTokenizer:
             strings = [token for _, token in group]
             tokens += ["".join(strings)] if is_added else strings
         return tokens
+
+    def check_token_lengths(self, limit: int) -> None:
+        """Raise ModelLoadError if a token has more characters than `limit`."""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
+        if longest > limit:
+            raise ModelLoadError(f"tokenizer.json: a token has {longest} characters; at most {limit} are allowed")
 
     def token_to_text(self, token_id: int) -> str:
         return self.token_to_bytes(token_id).decode("utf-8", errors="replace")

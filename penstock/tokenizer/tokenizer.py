@@ -59,6 +59,14 @@ class Tokenizer(Protocol):
         """Return the bytes of one token, perhaps an incomplete character; b"" for an id outside the vocabulary."""
 
 
+def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the ids of each text, without special tokens; in one call where the tokenizer has one for it."""
+    at_once = getattr(tokenizer, "encode_all", None)
+    if at_once is not None:
+        return list(at_once(texts, add_special_tokens=False))
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
 def check_prompt_length(text: str, max_model_len: int, *, param: str = "prompt") -> None:
     """Check that a text can fit into the context, before tokenising it costs time and memory.
 

@@ -3,15 +3,21 @@
 import base64
 import contextlib
 import json
+import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from penstock.errors import ModelLoadError
-from penstock.validation import shown
+from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.validation import one_line, shown
 
+LOGGER = logging.getLogger("penstock")
+MAX_BYTES = 2**28  # of a file; the largest in use have 35 MB
+SLOW_CHARS = 2**25  # of a file that takes long enough to load for a line in the log
+MAX_GROWTH = 1000  # how much longer a text may become; those in use make it three times as long
 MAX_CHARSMAP = 2**24  # characters of base64; the largest in use have 400,000
 PROBE = "a A1. \t\n\u00e9\ufb01\u2460\u4f60\U0001f642"  # letters, spaces, and characters that normalizers change
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt")
@@ -26,17 +32,70 @@ def read_backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelLoadError(_missing_message(folder))
-    text = read_text(path)
+    text = _read_announced(path)
     try:
         _check_charsmaps(text)
         backend = Backend.from_str(text)
+        _check_growth("normalizer", backend.normalizer)
+        _check_growth("decoder", backend.decoder)
         with contextlib.suppress(Exception):  # an unknown word, for instance: an error of the text, not of the file
             backend.encode(PROBE)  # a table with entries that point outside it panics here
-    except BaseException as error:  # the library raises plain Exceptions; its panics are not Exceptions, only named so
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ModelLoadError(f"{path}: is not a valid tokenizer: {error}") from error
+    except BaseException as error:
+        if isinstance(error, Exception) or is_panic(error):
+            raise ModelLoadError(f"{path}: is not a valid tokenizer: {one_line(error)}") from error
         raise
     return backend
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an exception is a panic of the library: not an Exception, only named so."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def library_errors(param: str, what: str) -> Iterator[None]:
+    """Turn what the library raises, plain Exceptions and panics, into an InvalidRequestError that names `param`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or is_panic(error):
+            message = f"{param}: {what} with the model's tokenizer: {one_line(error)}"
+            raise InvalidRequestError(message, param=param) from error
+        raise
+
+
+def _read_announced(path: Path) -> str:
+    text = read_text(path)
+    if len(text) > SLOW_CHARS:
+        LOGGER.warning("loading %s: %d MB, which may take a while", path, len(text) // 10**6)
+    return text
+
+
+def _check_growth(what: str, component: Any) -> None:
+    """Raise ValueError for replacements that, one after the other, make a text more than MAX_GROWTH times as long.
+
+    A decoder runs in the serving process, for every token of a stream, so it may have no regular expression either.
+    """
+    if component is None:
+        return
+    growth = 1.0
+    for step in _steps(json.loads(component.__getstate__())):
+        pattern, content = step.get("pattern"), step.get("content")
+        if isinstance(pattern, dict) and isinstance(content, str):
+            if what == "decoder" and "Regex" in pattern:
+                raise ValueError(f"decoder: a replacement by a regular expression, {shown(pattern)}, is not supported")
+            shortest = len(pattern.get("String", "")) or 1
+            growth *= max(1.0, (len(content) + ("Regex" in pattern)) / shortest)
+    if growth > MAX_GROWTH:
+        raise ValueError(f"{what}: its replacements make a text up to {growth:.0e} times as long")
+
+
+def _steps(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object in a component, however it nests them."""
+    if isinstance(value, dict):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _steps(item)
 
 
 def _check_charsmaps(text: str) -> None:
@@ -82,8 +141,10 @@ def _missing_message(folder: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file; raise ModelLoadError if it cannot be read as UTF-8."""
+    """Return the text of a file; raise ModelLoadError if it is too large or cannot be read as UTF-8."""
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelLoadError(f"{path}: has {path.stat().st_size} bytes; at most {MAX_BYTES} are allowed")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: cannot be read: {error}") from error

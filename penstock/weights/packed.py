@@ -3,12 +3,14 @@
 The file is in the safetensors format and takes the place of a checkpoint in a model directory. Its tensors are what
 PackedLinear.state() returns, named `layer.values` for instance, and the parameters of all other layers in the type in
 which they are computed. Each begins at a multiple of ALIGNMENT bytes; tensors named FILLER.. fill the gaps. A process
-that loads the file reads the header and maps the rest: nothing is copied, and processes share the pages.
+that loads the file reads the header and maps the rest: nothing is copied, and processes share the pages. The
+header has checksums of the data (weights/checksums.py), which are compared only when asked: that reads every byte.
 """
 
 import math
 import mmap
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import ALIGNMENT, BFLOAT16, FLOAT32, INT16, UINT8, Array, Tensor, array_type, as_array
 from penstock.layers.weights import WeightLayer
 from penstock.quant.scheme import Scheme
+from penstock.weights.checksums import with_checksums
 from penstock.weights.safetensors import LENGTH_BYTES, PACKED, TensorEntry, pack_header, read_entries, read_metadata
 
 FORMAT = "penstock-packed"
@@ -194,10 +197,11 @@ class PackedWriter:
     def __init__(self, stream: BinaryIO, info: PackedInfo, num_layers: int) -> None:
         """Reserve space for the header. num_layers: calls of `write`, at most."""
         self._stream = stream
-        self._header: dict[str, object] = {"__metadata__": info.metadata()}
+        self._header: dict[str, Any] = {"__metadata__": info.metadata()}
         room = LENGTH_BYTES + NAME_BYTES * (2 + TENSORS_PER_LAYER * num_layers)
         self._start = -(-room // mmap.PAGESIZE) * mmap.PAGESIZE
         self._end = 0  # of the tensors written so far, counted from _start
+        self._sums: list[int] = []  # of their bytes
         stream.seek(self._start)
 
     def write(self, prefix: str, tensors: Mapping[str, Tensor]) -> None:
@@ -209,7 +213,7 @@ class PackedWriter:
 
     def finish(self) -> int:
         """Write the header, and wait until everything is on the disk. Return the bytes of the file."""
-        header = pack_header(self._header, self._start)
+        header = pack_header(with_checksums(self._header, self._sums), self._start)
         if len(header) > self._start:
             raise ValueError("more tensors than the reserved header has room for")
         self._stream.seek(0)
@@ -223,4 +227,5 @@ class PackedWriter:
         begin, self._end = self._end, self._end + content.nbytes
         entry = {"dtype": CODES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, self._end]}
         self._header[name] = entry
+        self._sums.append(zlib.crc32(content))
         self._stream.write(content)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from penstock.errors import ModelLoadError
 from penstock.kernels.tensors import NAMES, UINT8, Array, empty
 from penstock.spec.config_file import OTHER_KINDS, read_json
-from penstock.validation import shown
+from penstock.validation import one_line, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,6 +31,7 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 LENGTH_BYTES = 8  # before the header: its length
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
+MAX_NAME = 512  # characters of a tensor's name
 SAMPLES = 16  # places in each file that a fingerprint reads
 SAMPLE_BYTES = 4096
 
@@ -162,6 +163,8 @@ def _shards(index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index}: weight_map = {shown(weight_map)} must map tensors to files")
+    for name in weight_map:
+        _check_name(index, name)
     for name in weight_map.values():
         plain = isinstance(name, str) and name == os.path.basename(name) and "\\" not in name
         if not plain or not name.endswith(".safetensors"):
@@ -180,22 +183,29 @@ def _shards(index: Path) -> list[Path]:
 def read_entries(file: Path) -> dict[str, TensorEntry]:
     """Return every tensor of a file, by name. Raise ModelLoadError if it is not a sound safetensors file."""
     text = read_header(file)
-    header = _parse(file, text)
+    header = parse_header(file, text)
     try:
         safe_open(file, framework="np")  # checks sizes and offsets; reads no tensor
     except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"{file}: not a sound safetensors file: {error}") from None
+        raise ModelLoadError(f"{file}: not a sound safetensors file: {one_line(error)}") from None
     entries = {}
     for name, item in header.items():
         if name != "__metadata__":
+            _check_name(file, name)
             offset = LENGTH_BYTES + len(text) + item["data_offsets"][0]
             entries[name] = TensorEntry(file, tuple(item["shape"]), str(item["dtype"]), offset)
     return entries
 
 
+def _check_name(file: Path, name: str) -> None:
+    """Raise ModelLoadError for the name of a tensor that no error message could show."""
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise ModelLoadError(f"{file}: {shown(name)} cannot be the name of a tensor")
+
+
 def read_metadata(file: Path) -> dict[str, Any]:
     """Return the metadata in a file's header. Raise ModelLoadError if the header cannot be read."""
-    metadata = _parse(file, read_header(file)).get("__metadata__", {})
+    metadata = parse_header(file, read_header(file)).get("__metadata__", {})
     return metadata if isinstance(metadata, dict) else {}
 
 
@@ -219,11 +229,12 @@ def pack_header(header: Mapping[str, Any], alignment: int) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _parse(file: Path, text: bytes) -> dict[str, Any]:
+def parse_header(file: Path, text: bytes) -> dict[str, Any]:
+    """Return a header's JSON object. Raise ModelLoadError if it is none, or repeats a key."""
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{file}: its header cannot be read as JSON: {error}") from None
+        raise ModelLoadError(f"{file}: its header cannot be read as JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{file}: its header must hold an object")
     return value

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.build import build_engine
+from penstock.check.files import check_files
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.kernels.backends import load_ops
@@ -15,6 +17,7 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.tensors import as_torch
 from penstock.models.config_json import load_model_config
 from penstock.quant.scheme import Scheme
+from penstock.weights.checksums import verify
 from penstock.weights.convert import convert_model
 from penstock.weights.loader import load_model, weight_layers
 from penstock.weights.packed import fit, read_info
@@ -235,3 +238,53 @@ def test_dummy_weights_can_be_packed(tmp_path: Path) -> None:
     expected = state_of(load(tmp_path / "bare", load_format="dummy"))
     found = state_of(load(tmp_path / "packed"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def rewrite_header(file: Path, change: Any) -> None:
+    """Change the header of a file of packed weights in place; its length stays."""
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    change(header)
+    file.write_bytes(content[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(size) + content[8 + size :])
+
+
+@pytest.mark.parametrize("place", [0.3, 0.6, 0.999])
+def test_damaged_data_are_found(place: float, int8_directory: Path) -> None:
+    """Guards against a bit that a disk has turned: without checksums it is a slightly other model, and nobody knows."""
+    assert "tensors have the checksums" in verify(int8_directory)
+    content = bytearray((int8_directory / PACKED).read_bytes())
+    content[int(place * len(content))] ^= 1
+    (int8_directory / PACKED).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"penstock.safetensors: \S+ is damaged: its checksum differs"):
+        verify(int8_directory)
+    with pytest.raises(ModelLoadError, match="is damaged"):
+        build_engine(EngineConfig.from_options(model=str(int8_directory), verify_files=True))
+    report = check_files(str(int8_directory))
+    assert [finding.passed for finding in report.findings][:3] == [True, True, False]
+
+
+def test_a_damaged_header_is_found(int8_directory: Path) -> None:
+    """Guards against two tensors of one shape that have changed places, which the data's checksums cannot see."""
+
+    def swap(header: dict[str, Any]) -> None:
+        one, other = (f"model.layers.{layer}.mlp.down_proj.values" for layer in (0, 1))
+        header[one], header[other] = header[other], header[one]
+
+    rewrite_header(int8_directory / PACKED, swap)
+    with pytest.raises(ModelLoadError, match="its header is damaged"):
+        verify(int8_directory)
+
+
+def test_files_without_checksums_are_served(int8_directory: Path, tmp_path: Path) -> None:
+    """Guards against files that an older version has written, and checkpoints, which have none."""
+    rewrite_header(int8_directory / PACKED, lambda header: header["__metadata__"].pop("crc32"))
+    assert verify(int8_directory) == f"{PACKED}: no checksums in it, only its structure is verified"
+    load(int8_directory, scheme=Scheme.parse("int8"))
+
+
+@pytest.mark.parametrize("options", [{"load_format": "dummy"}])
+def test_nothing_to_verify_is_said(options: dict[str, Any]) -> None:
+    """Guards against an option that is accepted and ignored."""
+    with pytest.raises(InvalidRequestError, match="verify_files"):
+        EngineConfig.from_options(verify_files=True, **options)

@@ -1,6 +1,7 @@
 """Find the native library, if the package was installed with a compiler, and declare its functions. No torch.
 
 PENSTOCK_CPU_LEVEL=portable, avx2, avx512 or amx selects a lower instruction level than the best one of the machine.
+PENSTOCK_CPU_LIBRARY=FILE loads another build of the library: `make sanitize` does.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from penstock.validation import shown
 ABI_VERSION = ABI.constants["ABI_VERSION"]
 LEVELS = tuple(name.removeprefix("LEVEL_").lower() for name in ABI.enums["Level"])
 LEVEL_VARIABLE = "PENSTOCK_CPU_LEVEL"
+LIBRARY_VARIABLE = "PENSTOCK_CPU_LIBRARY"
 MAX_LEAVES = ABI.constants["MAX_LEAVES"]
 MAX_ARGUMENTS = ABI.constants["MAX_CALL_ARGUMENTS"]
 RECORDABLE = tuple("penstock_" + name.removeprefix("RECORD_").lower() for name in ABI.enums["Recordable"])
@@ -80,7 +82,8 @@ def why_missing() -> str:
 def _find_library() -> tuple[ctypes.CDLL | None, str]:
     """Return the library with its functions declared, or None and the reason."""
     files = (Path(folder) / "penstock_cpu.so" for folder in penstock.kernels.cpu.__path__)
-    path = next((file for file in files if file.exists()), None)
+    given = os.environ.get(LIBRARY_VARIABLE)
+    path = Path(given) if given else next((file for file in files if file.exists()), None)
     if path is None:
         return None, NOT_BUILT
     try:

@@ -1,0 +1,98 @@
+"""A tokenizer whose work on texts of requests runs in text processes, so that none can hold up or end the server.
+
+Tokens of streams become text in this process: streams outlive a text process, and the decoders that a tokenizer.json
+may have are bounded when it is loaded. The process loads the files first: what cannot be loaded within its limits
+never reaches the server.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.client.text_worker import TextWorker
+from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.hf import load_tokenizer
+from penstock.tokenizer.tokenizer import check_unicode
+
+LONG_TEXT = 4096  # characters; longer texts have a process of their own, so that short ones do not wait for them
+MANY_IDS = 64  # decoded in the text process: the text is long
+
+
+class IsolatedTokenizer:
+    """The tokenizer of a model directory: a thread-safe `Tokenizer` whose calls may block, each for a limited time.
+
+    The constructor starts the first process; nothing else may be called before `load`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._short = TextWorker(folder)
+        self._long = TextWorker(folder, at_once=False)
+
+    def load(self) -> None:
+        """Load the files, here too.
+
+        Raises:
+            ModelLoadError: one is missing or damaged, or takes too much time or memory.
+        """
+        self._short.load()
+        local = self._local = load_tokenizer(self._folder)
+        self.bos_token_id, self.eos_token_id = local.bos_token_id, local.eos_token_id
+        self.special_ids = local.special_ids
+        self.joins_bytes = local.joins_bytes
+        self.byte_fallback_ids = local.byte_fallback_ids
+        template = None if local.chat_template is None else _IsolatedTemplate(self)
+        self.chat_template = cast(ChatTemplate | None, template)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._local.vocab_size
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the ids of each text, in one call."""
+        for text in texts:
+            check_unicode(text)
+        options = {"add_special_tokens": add_special_tokens}
+        found: list[list[int]] = self.call("encode_all", [list(texts)], options, num_chars=sum(map(len, texts)))
+        return found
+
+    def decode(
+        self, ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        options = {
+            "skip_special_tokens": skip_special_tokens,
+            "spaces_between_special_tokens": spaces_between_special_tokens,
+        }
+        if len(ids) <= MANY_IDS:
+            return self._local.decode(ids, **options)
+        return str(self.call("decode", [list(ids)], options, num_chars=8 * len(ids)))
+
+    def token_to_text(self, token_id: int) -> str:
+        return self._local.token_to_text(token_id)
+
+    def token_to_bytes(self, token_id: int) -> bytes:
+        return self._local.token_to_bytes(token_id)
+
+    def call(self, function: str, args: list[Any], options: dict[str, Any], *, num_chars: int) -> Any:
+        """Call a function in the process for texts of this length; see TextWorker.call."""
+        worker = self._short if num_chars <= LONG_TEXT else self._long
+        return worker.call(function, args, options, num_chars=num_chars)
+
+    def close(self) -> None:
+        """End the text processes. A second call does nothing."""
+        self._short.close()
+        self._long.close()
+
+
+class _IsolatedTemplate:
+    """Renders as ChatTemplate does, in a text process."""
+
+    def __init__(self, tokenizer: IsolatedTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        num_chars = len(repr(messages))
+        return str(self._tokenizer.call("render", [list(messages)], options, num_chars=num_chars))

@@ -1,0 +1,149 @@
+"""The text process: a model's tokenizer and chat template, under limits of time and memory.
+
+Files of a model may hold a regular expression that backtracks for ever, a normalizer that makes gigabytes of a letter,
+or a template that loops. This process loads them and runs them, one call after the other; text_worker.py starts it and
+sends the calls. Before each call it limits its own processor time and memory: beyond the time the kernel ends it with
+SIGPROF; beyond the memory a call fails, or ends it. It holds no state, so the next one takes its place.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.client import frames
+from penstock.errors import InvalidRequestError, PenstockError
+from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
+
+LOAD_CPU_S = 120.0
+MAX_REPLY = 2**26  # bytes; no prompt that fits into a context has as many
+LOAD_MEMORY = 2**30  # bytes, and LOAD_MEMORY_PER_BYTE for each byte of the file
+LOAD_MEMORY_PER_BYTE = 32
+MAX_TOKEN_CHARS = 2**16  # the serving process turns tokens into text itself
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A function of FUNCTIONS to be called; cpu_s and memory, in seconds and bytes, are what it may take."""
+
+    function: str
+    args: list[Any]
+    options: dict[str, Any]
+    cpu_s: float
+    memory: int
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What a call returned, or the error that it raised; `value` of the first one, once loaded, is files_state()."""
+
+    value: Any = None
+    error: str | None = None
+    param: str | None = None
+    code: str | None = None
+    from_request: bool = True  # whether the request is wrong; otherwise the model's files are
+
+
+TOO_LARGE = Reply(None, "needs more memory than it may take", code="out_of_memory")
+unpack_call: Callable[[bytes], Call] = msgspec.msgpack.Decoder(Call).decode
+unpack_reply: Callable[[bytes], Reply] = msgspec.msgpack.Decoder(Reply).decode
+
+
+def encode_all(tokenizer: HFTokenizer, texts: list[str], **options: Any) -> list[list[int]]:
+    """Return the ids of each text."""
+    return [tokenizer.encode(text, **options) for text in texts]
+
+
+def decode(tokenizer: HFTokenizer, ids: list[int], **options: Any) -> str:
+    """Return the text of the ids."""
+    return tokenizer.decode(ids, **options)
+
+
+def render(tokenizer: HFTokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
+    """Return the conversation as the model's template renders it; it has one."""
+    if tokenizer.chat_template is None:
+        raise InvalidRequestError("messages: the model has no chat template", param="messages")
+    return tokenizer.chat_template.render(messages, **options)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"encode_all": encode_all, "decode": decode, "render": render}
+
+
+def files_state(folder: Path) -> list[list[Any]]:
+    """Return name, size and time of change of the files that make a tokenizer: another one would give other tokens."""
+    files = sorted(file for pattern in ("*.json", "*.jinja", "*/*.jinja") for file in folder.glob(pattern))
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+@contextlib.contextmanager
+def limited(cpu_s: float, memory: int) -> Iterator[None]:
+    """Limit the processor time of this process, and the memory that it takes beside what it has."""
+    with contextlib.suppress(OSError, ValueError):  # no /proc: a system without this limit
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory, hard))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _load(folder: Path) -> HFTokenizer:
+    file = folder / "tokenizer.json"
+    size = file.stat().st_size if file.is_file() else 0
+    with limited(LOAD_CPU_S, LOAD_MEMORY + LOAD_MEMORY_PER_BYTE * size):
+        tokenizer = load_tokenizer(folder)
+        tokenizer.check_token_lengths(MAX_TOKEN_CHARS)
+    return tokenizer
+
+
+def _answer(work: Callable[[], Any]) -> Reply:
+    try:
+        return Reply(work())
+    except PenstockError as error:
+        from_request = isinstance(error, InvalidRequestError)
+        param, code = getattr(error, "param", None), getattr(error, "code", None)
+        return Reply(None, str(error), param, code, from_request)
+    except MemoryError:
+        return TOO_LARGE
+
+
+def _encoded(reply: Reply) -> bytes:
+    with contextlib.suppress(MemoryError):
+        body = msgspec.msgpack.encode(reply)
+        if len(body) <= MAX_REPLY:
+            return body
+    return msgspec.msgpack.encode(TOO_LARGE)
+
+
+def main(argv: list[str]) -> int:
+    """Load the tokenizer of the directory argv[1], then answer calls on the inherited socket of descriptor argv[0]."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole process group, they are for the server, which drains
+    sock, folder = socket.socket(fileno=int(argv[0])), Path(argv[1])
+    loaded: list[HFTokenizer] = []
+
+    def load() -> list[list[Any]]:
+        loaded.append(_load(folder))
+        return files_state(folder)
+
+    sock.sendall(frames.with_header(msgspec.msgpack.encode(_answer(load))))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library prints each panic; the reply tells of it once
+    while loaded and (body := frames.receive(sock)) is not None:
+        call = unpack_call(body)
+        with limited(call.cpu_s, call.memory):
+            reply = _answer(partial(FUNCTIONS[call.function], loaded[0], *call.args, **call.options))
+            body = _encoded(reply)
+        sock.sendall(frames.with_header(body))
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))
