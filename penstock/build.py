@@ -21,6 +21,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.cores import pinned_cores
 from penstock.kernels.cpu.library import chosen_level
@@ -33,7 +34,7 @@ from penstock.models.certificate import find_basis, read_certificate
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.planner.ledger import Ledger, MemoryPlan
-from penstock.planner.memory import CachePlan, free_memory_bytes, mib, plan_kv_cache, resident_bytes
+from penstock.planner.memory import CachePlan, free_memory_bytes, mib, plan_given_cache, plan_kv_cache, resident_bytes
 from penstock.plugins.user_files import files_fingerprint, import_files
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
@@ -66,12 +67,13 @@ class BuiltEngine:
     ops: Ops
 
 
-def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltEngine:
+def build_engine(config: EngineConfig, instance: Any = None, *, groups: list[CacheGroup] | None = None) -> BuiltEngine:
     """Load the model and make its engine.
 
     Args:
         instance: a model object of Transformers, served instead of the model that config.model names. Its weights are
             copied and not read again.
+        groups: of the cache, with their blocks; None plans them.
 
     Raises:
         ModelLoadError: the model directory, or the object, cannot be served.
@@ -82,7 +84,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
     config = _resolve(config, model_config, weights)
     kv_scales = _read_kv_scales(config, model_config)
     ops = _load_ops(config, model_config)
-    config, memory = _plan_memory(config, model_config, ops)
+    config, memory = _plan_memory(config, model_config, ops) if groups is None else (config, None)
     numerics, scheduler = config.numerics, config.scheduler
     model = load_model(
         weights,
@@ -94,7 +96,7 @@ def build_engine(config: EngineConfig, instance: object | None = None) -> BuiltE
         head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
         free_memory=free_memory_bytes,
     )
-    plan = plan_kv_cache(config, model_config, free_memory_bytes()) if memory is None else memory.cache
+    plan = _plan_cache(config, model_config, memory, groups)
     runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
@@ -120,6 +122,14 @@ def _read_kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales,
     if file is None:
         return None
     return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
+
+
+def _plan_cache(
+    config: EngineConfig, model_config: ModelConfig, memory: MemoryPlan | None, groups: list[CacheGroup] | None
+) -> CachePlan:
+    if groups is not None:
+        return plan_given_cache(config, model_config, free_memory_bytes(), groups)
+    return plan_kv_cache(config, model_config, free_memory_bytes()) if memory is None else memory.cache
 
 
 def _load_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:

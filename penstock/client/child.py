@@ -27,9 +27,10 @@ class EngineChild:
         self._writer: asyncio.StreamWriter | None = None
         # -P keeps the current directory off the path: a queue.py there must not become the engine's.
         command = [sys.executable, "-P", "-m", "penstock.client.engine_process", str(theirs.fileno())]
+        inherited = [theirs.fileno()] if start.ring is None else [theirs.fileno(), start.ring]
         try:
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=STDERR, env=_environment()
+                command, pass_fds=inherited, stdin=subprocess.DEVNULL, stdout=STDERR, env=_environment()
             )
         except OSError:
             self._sock.close()

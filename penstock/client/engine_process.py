@@ -14,13 +14,20 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from penstock.client import frames
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats
+from penstock.recorder.recorder import RecordedExecutor, Recorder
+from penstock.recorder.ring import Ring
+
+if TYPE_CHECKING:
+    from penstock.build import BuiltEngine
 
 HEARTBEAT_S = 0.5
 HEARTBEATS_TO_CHECK = 4
@@ -32,8 +39,16 @@ EXIT_INVALID_FRAME = 3
 class EngineServer:
     """Serves one engine to one client over one socket."""
 
-    def __init__(self, engine: Engine, epoch: int, sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        epoch: int,
+        sock: socket.socket,
+        inbox: "queue.SimpleQueue[bytes]",
+        recorder: Recorder | None = None,
+    ) -> None:
         self.engine = engine
+        self.recorder = recorder
         self.epoch = epoch
         self.sock = sock
         self.inbox = inbox
@@ -83,12 +98,16 @@ class EngineServer:
             case frames.AddRequest(request):
                 try:
                     self.engine.add_request(request)
+                    if self.recorder is not None:
+                        self.recorder.arrived(request)
                 except InvalidRequestError as error:
                     rejected = frames.Rejected(self.epoch, request.request_id, error.message, error.param, error.code)
                     self._send(rejected)
             case frames.Abort(request_ids):
                 for request_id in request_ids:
                     self.engine.abort(request_id)
+                    if self.recorder is not None:
+                        self.recorder.aborted(request_id)
 
     def _drop(self, body: bytes, error: frames.InvalidFrameError) -> None:
         """Count an invalid frame. If it was to add a request, nobody may wait for it."""
@@ -153,8 +172,18 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
         user_error = isinstance(error, InvalidRequestError)
         sock.sendall(frames.pack(frames.Failed(first.epoch, str(error), param, code, user_error)))
         return None
+    recorder = None if first.ring is None else _record(built, first.ring, first.epoch)
     sock.sendall(frames.pack(frames.Ready(first.epoch, built.info, built.engine.stats())))
-    return EngineServer(built.engine, first.epoch, sock, inbox)
+    return EngineServer(built.engine, first.epoch, sock, inbox, recorder)
+
+
+def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:
+    """Record everything that the engine computes, in the ring of this descriptor."""
+    from penstock.recorder.description import describe
+
+    recorder = Recorder(Ring(ring), describe(built.engine, built.config, built.info), epoch)
+    built.engine.executor = RecordedExecutor(built.engine.executor, recorder)
+    return recorder
 
 
 def main(argv: list[str]) -> int:
@@ -166,7 +195,12 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=_read, args=(sock, inbox), name="frames", daemon=True).start()
     server = _start(sock, inbox)
     if server is not None:
-        server.run()
+        try:
+            server.run()
+        except Exception as error:
+            if server.recorder is not None:
+                server.recorder.engine_failed("".join(traceback.format_exception(error)))
+            raise
     return EXIT_CANNOT_START
 
 

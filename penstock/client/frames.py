@@ -28,10 +28,12 @@ class InvalidFrameError(EngineError):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """The first frame. `options` are for EngineConfig.from_options."""
+    """The first frame. `options` are for EngineConfig.from_options; `ring` is the descriptor of the flight recorder's
+    memory, which the process inherits."""
 
     epoch: int
     options: dict[str, Any]
+    ring: int | None = None
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True):

@@ -16,6 +16,7 @@ from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.input_processor import InputProcessor, PreparedRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests
+from penstock.client.records import RecordKeeper, RecordOptions, SavedRecord
 from penstock.client.recovery import DEATHS_BEFORE_TRIAL, Recovery
 from penstock.client.supervisor import EngineSupervisor
 from penstock.errors import (
@@ -43,6 +44,7 @@ class ProcessClient:
         options: for EngineConfig.from_options, checked already.
         seed: of the engine, for requests without one.
         limits: of what may wait.
+        record: what the flight recorder keeps.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ProcessClient:
         *,
         seed: int = 0,
         limits: AdmissionLimits | None = None,
+        record: RecordOptions | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
@@ -59,7 +62,8 @@ class ProcessClient:
         self._requests = OpenRequests(tokenizer)
         self._admission = Admission(limits or AdmissionLimits(), self._requests)
         self._recovery = Recovery(self._requests, lambda frame: self._supervisor.child.send(frame))
-        self._supervisor = EngineSupervisor(options, self)
+        self._records = RecordKeeper(record or RecordOptions())
+        self._supervisor = EngineSupervisor(options, self, self._records.descriptor)
         self._fingerprint: str | None = None  # of the engine that computed the tokens so far
         self._watch: asyncio.Task[None] | None = None
         self._draining = False
@@ -196,6 +200,10 @@ class ProcessClient:
         if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
             await asyncio.wait([self._watch])
         await self._supervisor.child.wait()
+        await asyncio.to_thread(self._records.close)
+
+    async def record(self) -> SavedRecord:
+        return await asyncio.wrap_future(self._records.save())
 
     # --- what the supervisor calls ---------------------------------------------------------------------------------
 
@@ -210,6 +218,7 @@ class ProcessClient:
         self._recovery.engine_ready()
 
     def engine_lost(self) -> bool:
+        self._records.engine_died(self._supervisor.last_death)
         to_blame = self._recovery.engine_lost()
         request = None if to_blame is None else self._requests.owner(to_blame)
         if request is not None:
@@ -232,6 +241,9 @@ class ProcessClient:
             self._end(request, frame.as_error())
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        failed = next((output for output in outputs if output.error is not None), None)
+        if failed is not None:
+            self._records.request_failed(failed.request_id)
         for request, its_outputs in self._requests.by_request(outputs).items():
             try:
                 output, abort_ids = self._requests.take(request, its_outputs)

@@ -52,18 +52,22 @@ class EngineSupervisor:
     Args:
         options: for EngineConfig.from_options in the engine process.
         listener: is told of deaths, new engines and their outputs.
+        ring: descriptor of the flight recorder's memory, which every engine process inherits.
 
     Attributes:
         child: the current engine process.
         restarts: processes started after the first; also the epoch of the current one.
         model_info: of the last engine that was ready.
         failure: why there will be no engine any more; None while there is hope.
+        last_death: why the last engine process ended: its exit code or signal.
         settled: set once an engine has been ready, or there is a failure.
     """
 
-    def __init__(self, options: dict[str, Any], listener: EngineListener) -> None:
+    def __init__(self, options: dict[str, Any], listener: EngineListener, ring: int | None = None) -> None:
         self.restarts = 0
-        self.child = EngineChild(frames.Start(self.restarts, options))
+        self.child = EngineChild(frames.Start(self.restarts, options, ring))
+        self.last_death = ""
+        self._ring = ring
         self.liveness = Liveness()
         self.model_info: ModelInfo | None = None
         self.failure: PenstockError | None = None
@@ -146,6 +150,7 @@ class EngineSupervisor:
         """Report a death and start a new engine process, unless deaths are too many."""
         reason = f"exit code {code}" if code >= 0 else f"signal {-code}"
         LOGGER.warning("the engine process died (%s); its requests go on in a new one", reason)
+        self.last_death = reason
         explained = self._listener.engine_lost()
         now = time.monotonic()
         self._deaths = [death for death in self._deaths if now - death < DEATHS_WINDOW_S] + [now] * (not explained)
@@ -159,7 +164,7 @@ class EngineSupervisor:
         if self.failure is None:  # neither given up nor stopped meanwhile
             self.restarts += 1
             LOGGER.warning("restarting the engine process (restart %d of %d)", len(self._deaths), MAX_DEATHS - 1)
-            self.child = EngineChild(frames.Start(self.restarts, self._options))
+            self.child = EngineChild(frames.Start(self.restarts, self._options, self._ring))
 
     def _fail(self, error: PenstockError) -> None:
         """Give up: there will be no engine any more."""

@@ -4,6 +4,7 @@ from typing import Any
 
 from penstock.client.admission import AdmissionLimits
 from penstock.client.process import ProcessClient
+from penstock.client.records import DEFAULT_BYTES, RecordOptions
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.errors import NotSupportedError
@@ -23,6 +24,11 @@ class AsyncLLM(ProcessClient):
     The engine process starts at once; the first `generate` waits for it. If it dies, a new one starts, and goes on
     with the open requests where they were. Implements client.engine_client.EngineClient.
 
+    Args:
+        flight_recorder: bytes of memory for what the engine did in its last minutes; 0 for none.
+        record_dir: a directory for records of these minutes, when an engine dies or a request fails.
+        record_text: whether these records hold the token ids of prompts and answers.
+
     Raises:
         InvalidRequestError: an option is unknown or wrong.
         NotSupportedError: `model` is an object.
@@ -37,6 +43,9 @@ class AsyncLLM(ProcessClient):
         max_queued_requests: int = AdmissionLimits.max_queued_requests,
         max_queued_tokens: int = AdmissionLimits.max_queued_tokens,
         max_queue_wait: float | None = None,
+        flight_recorder: int = DEFAULT_BYTES,
+        record_dir: str | None = None,
+        record_text: bool = True,
         **options: Any,
     ) -> None:
         if not isinstance(model, str):
@@ -50,7 +59,9 @@ class AsyncLLM(ProcessClient):
         )
         config = EngineConfig.from_options(model=model, **options)
         found = choose_tokenizer(tokenizer, model)
-        super().__init__({"model": model, **options}, found, seed=config.numerics.seed, limits=limits)
+        record = RecordOptions(flight_recorder, record_dir, record_text)
+        seed = config.numerics.seed
+        super().__init__({"model": model, **options}, found, seed=seed, limits=limits, record=record)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:

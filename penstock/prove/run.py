@@ -9,6 +9,7 @@ from penstock.prove.hostile import GeneratedInput, HostileRequests
 from penstock.prove.long_run import LongRun
 from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
+from penstock.prove.records import Replays
 from penstock.prove.shutdown import Drains
 
 PROOFS: tuple[Proof, ...] = (
@@ -17,6 +18,7 @@ PROOFS: tuple[Proof, ...] = (
     GeneratedInput(),
     LongRun(),
     MemoryPlanProof(),
+    Replays(),
 )
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (name, goal) -> advance(number)
 
