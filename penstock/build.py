@@ -21,6 +21,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.cores import pinned_cores
 from penstock.kernels.cpu.library import chosen_level
@@ -34,7 +35,7 @@ from penstock.models.certificate import find_basis, read_certificate
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import ModelVersion, find_model
 from penstock.planner.ledger import Ledger, MemoryPlan
-from penstock.planner.memory import CachePlan, free_memory_bytes, mib, plan_kv_cache, resident_bytes
+from penstock.planner.memory import CachePlan, free_memory_bytes, mib, plan_given_cache, plan_kv_cache, resident_bytes
 from penstock.plugins.user_files import files_fingerprint, import_files
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
@@ -70,13 +71,20 @@ class BuiltEngine:
     ops: Ops
 
 
-def build_engine(config: EngineConfig, instance: object | None = None, *, takes_over: bool = False) -> BuiltEngine:
+def build_engine(
+    config: EngineConfig,
+    instance: object | None = None,
+    *,
+    takes_over: bool = False,
+    groups: list[CacheGroup] | None = None,
+) -> BuiltEngine:
     """Load the model and make its engine.
 
     Args:
         instance: a model object of Transformers, served instead of the model that config.model names. Its weights are
             copied and not read again.
         takes_over: config.cache.kv_cache_memory_bytes is what an engine had whose end frees it, so it is not refused.
+        groups: of the cache, with their blocks; None plans them.
 
     Raises:
         ModelLoadError: the model directory, or the object, cannot be served.
@@ -88,7 +96,7 @@ def build_engine(config: EngineConfig, instance: object | None = None, *, takes_
     kv_scales = _read_kv_scales(config, model_config)
     ops = _load_ops(config, model_config)
     free = UNLIMITED if takes_over else free_memory_bytes()
-    config, memory = _plan_memory(config, model_config, ops, free)
+    config, memory = _plan_memory(config, model_config, ops, free) if groups is None else (config, None)
     numerics, scheduler = config.numerics, config.scheduler
     model = load_model(
         weights,
@@ -100,7 +108,7 @@ def build_engine(config: EngineConfig, instance: object | None = None, *, takes_
         head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
         free_memory=free_memory_bytes,
     )
-    plan = plan_kv_cache(config, model_config, free) if memory is None else memory.cache
+    plan = memory.cache if memory is not None else _plan_cache(config, model_config, free, groups)
     runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
@@ -126,6 +134,15 @@ def _read_kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales,
     if file is None:
         return None
     return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
+
+
+def _plan_cache(
+    config: EngineConfig, model_config: ModelConfig, free: int, groups: list[CacheGroup] | None
+) -> CachePlan:
+    """Plan the cache of an engine that has no ledger."""
+    if groups is not None:
+        return plan_given_cache(config, model_config, free, groups)
+    return plan_kv_cache(config, model_config, free)
 
 
 def _load_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:

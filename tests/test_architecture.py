@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"errors", "interface", "plugins", "validation"},
     "spec": {"errors", "interface", "validation"},
     "config": {"errors", "kernels", "quant", "spec", "validation"},
+    "recorder": {"config", "engine", "errors", "interface"},
     "layers": {"errors", "kernels", "quant", "spec"},
     "conventions": {"errors", "kernels", "layers", "quant", "spec"},
     "planner": {"config", "engine", "errors", "interface", "kernels", "quant", "spec", "validation"},
@@ -34,10 +35,11 @@ ALLOWED: dict[str, set[str]] = {
                 "quant", "spec", "validation"},
     "build": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "planner", "plugins",
               "runner", "spec", "validation", "weights"},
-    "client": {"build", "config", "engine", "errors", "interface", "plugins", "tokenizer", "validation", "weights"},
+    "client": {"build", "config", "engine", "errors", "interface", "plugins", "recorder", "tokenizer", "validation",
+               "weights"},
     "entrypoints": {"build", "client", "config", "errors", "interface", "tokenizer", "validation"},
     "bench": {"build", "client", "config", "errors", "interface", "kernels", "layers", "models", "planner", "quant",
-              "spec", "validation", "weights"},
+              "recorder", "runner", "spec", "validation", "weights"},
     "compat": {"config", "conventions", "entrypoints", "errors", "interface", "models", "plugins", "spec",
                "validation"},
     "__init__": {"config", "entrypoints", "errors", "interface", "models", "plugins"},
@@ -45,15 +47,16 @@ ALLOWED: dict[str, set[str]] = {
     "check": {"__init__", "build", "client", "config", "engine", "errors", "interface", "kernels", "layers", "models",
               "planner", "spec", "validation", "weights"},
     "prove": {"build", "client", "config", "demo", "engine", "entrypoints", "errors", "interface", "kernels", "models",
-              "planner", "runner", "server", "spec", "tokenizer", "validation", "weights"},
+              "planner", "plugins", "recorder", "runner", "server", "spec", "tokenizer", "validation", "weights"},
     "cli": {"__init__", "bench", "check", "client", "config", "entrypoints", "errors", "interface", "kernels",
-            "planner", "plugins", "prove", "server", "validation", "weights"},
+            "planner", "plugins", "prove", "recorder", "server", "validation", "weights"},
     "__main__": {"cli"},
 }  # fmt: skip
-MAX_ROOMS, MAX_ARROWS = 28, 170
+MAX_ROOMS, MAX_ARROWS = 29, 180
 OF_A_DOCUMENT = "penstock/conventions/"  # argument lists that other projects' documents prescribe
 STANDARD_LIBRARY_ONLY = ("errors", "validation", "interface", "config", "engine", "quant/scheme.py")
-TORCH_FREE = ("client", "cli", "config", "engine", "interface", "planner", "plugins", "server", "spec", "tokenizer")
+TORCH_FREE = ("client", "cli", "config", "engine", "interface", "planner", "plugins", "recorder", "server", "spec",
+              "tokenizer")  # fmt: skip
 IMPORTED_WITHOUT_TORCH = [
     "penstock",
     "penstock.config",

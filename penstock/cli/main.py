@@ -24,6 +24,7 @@ COMMANDS = {
     "convert": "write a checkpoint in another form: packed, merged, separate",
     "check": "compare a model with Transformers, layer by layer",
     "prove": "prove on this machine what is promised: same bits, no stream dropped",
+    "replay": "compute a record of an engine's last minutes again, and compare the bits",
     "table": "print a model's parameter table, or a template for a new one",
 }
 PLANNED = {

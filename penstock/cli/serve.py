@@ -6,6 +6,7 @@ import time
 
 from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options, parse_size
 
+RECORD_OPTIONS = ("flight_recorder", "record_dir", "record_text")
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 LIMITS = ("max_queued_requests", "max_queued_tokens", "max_queue_wait")
 DESCRIPTION = "Serve a model over the OpenAI API. SIGTERM lets open requests finish."
@@ -39,6 +40,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--drain-timeout", type=float, default=UNSET, metavar="S", help=help_text)
     help_text = "keep a second engine process loaded, which takes over at once when the first dies"
     group.add_argument("--standby", action="store_true", help=help_text)
+    help_text = "memory for what the engine did in its last minutes; 0 for none (default: 32MiB)"
+    group.add_argument("--flight-recorder", type=parse_size, default=UNSET, metavar="SIZE", help=help_text)
+    help_text = "directory for records of these minutes, when an engine dies or a request fails (default: none)"
+    group.add_argument("--record-dir", default=UNSET, metavar="DIR", help=help_text)
+    help_text = "keep the token ids of prompts and answers in these records (default: on)"
+    group.add_argument("--record-text", action=argparse.BooleanOptionalAction, default=UNSET, help=help_text)
     _add_load_options(parser)
     add_engine_options(parser)
 
@@ -74,8 +81,9 @@ def run(args: argparse.Namespace) -> int:
         **times,
     )
     limits = {name: getattr(args, name) for name in LIMITS if hasattr(args, name)}
+    records = {name: getattr(args, name) for name in RECORD_OPTIONS if hasattr(args, name)}
     # The engine loads while the server's own imports run.
-    llm = AsyncLLM(**engine_options(args), **limits, standby=args.standby)
+    llm = AsyncLLM(**engine_options(args), **limits, **records, standby=args.standby)
     from penstock.server import serve
 
     return serve.run(llm, options)

@@ -28,8 +28,9 @@ class EngineChild:
         self._writer: asyncio.StreamWriter | None = None
         # -P keeps the current directory off the path: a queue.py there must not become the engine's.
         command = [sys.executable, "-P", "-m", "penstock.client.engine_main", str(os.getpid()), str(theirs.fileno())]
+        inherited = [theirs.fileno()] if start.ring is None else [theirs.fileno(), start.ring]
         try:
-            self._process = _starter().submit(_run, command, theirs.fileno()).result()
+            self._process = _starter().submit(_run, command, inherited).result()
         except OSError:
             self._sock.close()
             raise
@@ -113,9 +114,9 @@ def _starter() -> ThreadPoolExecutor:
     return _starters.setdefault(os.getpid(), ThreadPoolExecutor(1, thread_name_prefix="starter of engines"))
 
 
-def _run(command: list[str], fd: int) -> "subprocess.Popen[bytes]":
-    """Start a process that inherits a file descriptor."""
-    return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=STDERR, env=environment())
+def _run(command: list[str], inherited: list[int]) -> "subprocess.Popen[bytes]":
+    """Start a process that inherits these file descriptors."""
+    return subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, stdout=STDERR, env=environment())
 
 
 def environment() -> dict[str, str]:

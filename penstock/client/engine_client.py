@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from penstock.client.records import SavedRecord
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -107,6 +108,15 @@ class EngineClient(Protocol):
             EngineDeadError: there is no engine any more, or it takes no requests.
             EngineOverloadedError: the queue is full.
             RequestFailedError: the computation of this request failed.
+        """
+
+    async def record(self) -> SavedRecord:
+        """Make a bundle of the flight recorder: what the engine did in its last minutes.
+
+        Raises:
+            InvalidRequestError: the recorder is off or empty.
+            EngineOverloadedError: another one is being made.
+            OSError: there is a directory for bundles, which cannot be written to.
         """
 
     async def drain(self, timeout_s: float) -> None:

@@ -17,8 +17,10 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from penstock.client import frames
 from penstock.client.engine_main import EXIT_CLIENT_GONE
@@ -26,6 +28,11 @@ from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats
 from penstock.plugins import time_limit
+from penstock.recorder.recorder import RecordedExecutor, Recorder
+from penstock.recorder.ring import Ring
+
+if TYPE_CHECKING:
+    from penstock.build import BuiltEngine
 
 HEARTBEAT_S = 0.5
 HEARTBEATS_TO_CHECK = 4
@@ -39,8 +46,16 @@ EXIT_NO_MEMORY = 4
 class EngineServer:
     """Serves one engine to one client over one socket."""
 
-    def __init__(self, engine: Engine, epoch: int, sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        epoch: int,
+        sock: socket.socket,
+        inbox: "queue.SimpleQueue[bytes]",
+        recorder: Recorder | None = None,
+    ) -> None:
         self.engine = engine
+        self.recorder = recorder
         self.epoch = epoch
         self.sock = sock
         self.inbox = inbox
@@ -90,12 +105,16 @@ class EngineServer:
             case frames.AddRequest(request):
                 try:
                     self.engine.add_request(request)
+                    if self.recorder is not None:
+                        self.recorder.arrived(request)
                 except InvalidRequestError as error:
                     rejected = frames.Rejected(self.epoch, request.request_id, error.message, error.param, error.code)
                     self._send(rejected)
             case frames.Abort(request_ids):
                 for request_id in request_ids:
                     self.engine.abort(request_id)
+                    if self.recorder is not None:
+                        self.recorder.aborted(request_id)
 
     def _drop(self, body: bytes, error: frames.InvalidFrameError) -> None:
         """Count an invalid frame. If it was to add a request, nobody may wait for it."""
@@ -182,8 +201,18 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
         user_error = isinstance(error, InvalidRequestError)
         sock.sendall(frames.pack(frames.Failed(first.epoch, str(error), param, code, user_error)))
         return None
+    recorder = None if first.ring is None else _record(built, first.ring, first.epoch)
     sock.sendall(frames.pack(frames.Ready(first.epoch, built.info, built.engine.stats(), built.cache_bytes)))
-    return EngineServer(built.engine, first.epoch, sock, inbox)
+    return EngineServer(built.engine, first.epoch, sock, inbox, recorder)
+
+
+def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:
+    """Record everything that the engine computes, in the ring of this descriptor."""
+    from penstock.recorder.description import describe
+
+    recorder = Recorder(Ring(ring), describe(built.engine, built.config, built.info), epoch)
+    built.engine.executor = RecordedExecutor(built.engine.executor, recorder)
+    return recorder
 
 
 def main(argv: list[str]) -> int:
@@ -194,6 +223,7 @@ def main(argv: list[str]) -> int:
     sock = socket.socket(fileno=int(argv[0]))
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), name="frames", daemon=True).start()
+    server: EngineServer | None = None
     try:
         server = _start(sock, inbox)
         if server is not None:
@@ -201,4 +231,8 @@ def main(argv: list[str]) -> int:
     except MemoryError:
         os.write(STDERR, b"penstock: the engine process has no memory left\n")
         return EXIT_NO_MEMORY
+    except Exception as error:
+        if server is not None and server.recorder is not None:
+            server.recorder.engine_failed("".join(traceback.format_exception(error)))
+        raise
     return EXIT_CANNOT_START

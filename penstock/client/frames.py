@@ -31,11 +31,13 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     """The first frame. `options` are for EngineConfig.from_options.
 
     takes_over: they are what another engine had, whose memory will be free by then.
+    ring: descriptor of the flight recorder's memory, which the process inherits.
     """
 
     epoch: int
     options: dict[str, Any]
     takes_over: bool = False
+    ring: int | None = None
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True):

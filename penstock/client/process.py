@@ -16,6 +16,7 @@ from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.input_processor import InputProcessor, PreparedRequest, resumed
 from penstock.client.open_requests import OpenRequest, OpenRequests, token_by_token
+from penstock.client.records import RecordKeeper, RecordOptions, SavedRecord
 from penstock.client.recovery import DEATHS_BEFORE_TRIAL, Recovery
 from penstock.client.supervisor import EngineSupervisor
 from penstock.errors import (
@@ -43,6 +44,7 @@ class ProcessClient:
         seed: of the engine, for requests without one.
         limits: of what may wait.
         standby: keep a second engine process ready to take over.
+        record: what the flight recorder keeps.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ProcessClient:
         seed: int = 0,
         limits: AdmissionLimits | None = None,
         standby: bool = False,
+        record: RecordOptions | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
@@ -60,7 +63,8 @@ class ProcessClient:
         self._requests = OpenRequests(tokenizer)
         self._admission = Admission(limits or AdmissionLimits(), self._requests)
         self._recovery = Recovery(self._requests, lambda frame: self._supervisor.child.send(frame))
-        self._supervisor = EngineSupervisor(options, self, standby=standby)
+        self._records = RecordKeeper(record or RecordOptions())
+        self._supervisor = EngineSupervisor(options, self, self._records.descriptor, standby=standby)
         self._fingerprint: str | None = None  # of the engine that computed the tokens so far
         self._watch: asyncio.Task[None] | None = None
         self._draining = False
@@ -234,6 +238,10 @@ class ProcessClient:
         if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
             await asyncio.wait([self._watch])
         await self._supervisor.wait()
+        await asyncio.to_thread(self._records.close)
+
+    async def record(self) -> SavedRecord:
+        return await asyncio.wrap_future(self._records.save())
 
     # --- what the supervisor calls ---------------------------------------------------------------------------------
 
@@ -248,6 +256,7 @@ class ProcessClient:
         self._recovery.engine_ready()
 
     def engine_lost(self) -> bool:
+        self._records.engine_died(self._supervisor.last_death)
         to_blame = self._recovery.engine_lost()
         request = None if to_blame is None else self._requests.owner(to_blame)
         if request is not None:
@@ -273,6 +282,9 @@ class ProcessClient:
             self._end(request, frame.as_error())
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        failed = next((output for output in outputs if output.error is not None), None)
+        if failed is not None:
+            self._records.request_failed(failed.request_id)
         for request, its_outputs in self._requests.by_request(outputs).items():
             try:
                 self._take(request, its_outputs)

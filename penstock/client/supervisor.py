@@ -53,21 +53,26 @@ class EngineSupervisor:
     Args:
         options: for EngineConfig.from_options in the engine process.
         listener: is told of deaths, new engines and their outputs.
+        ring: descriptor of the flight recorder's memory, which every engine process inherits.
         standby: whether a second process is kept ready.
 
     Attributes:
         restarts: processes that took over after the first.
         model_info: of the last engine that was ready.
         failure: why there will be no engine any more; None while there is hope.
+        last_death: why the last engine process ended: its exit code or signal.
         settled: set once an engine has been ready, or there is a failure.
     """
 
-    def __init__(self, options: dict[str, Any], listener: EngineListener, *, standby: bool = False) -> None:
+    def __init__(
+        self, options: dict[str, Any], listener: EngineListener, ring: int | None = None, *, standby: bool = False
+    ) -> None:
         self.restarts = 0
+        self.last_death = ""
         self.model_info: ModelInfo | None = None
         self.failure: PenstockError | None = None
         self.settled = asyncio.Event()
-        self._start_frame = frames.Start(-1, options)  # of the process started last
+        self._start_frame = frames.Start(-1, options, ring=ring)  # of the process started last
         self._listener = listener
         self._deaths = RestartLimit(MAX_DEATHS, DEATHS_WINDOW_S)
         self._failed_starts = 0  # in a row
@@ -166,6 +171,7 @@ class EngineSupervisor:
         if code == -signal.SIGBUS:
             reason += ": a file that is mapped has become shorter, or its disk fails"
         LOGGER.warning("the engine process died (%s); its requests go on in a new one", reason)
+        self.last_death = reason
         explained = self._listener.engine_lost()
         deaths = 0 if explained else self._deaths.count()
         self._failed_starts = 0 if was_ready else self._failed_starts + 1

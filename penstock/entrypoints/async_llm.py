@@ -6,6 +6,7 @@ from penstock import validation as check
 from penstock.client.admission import AdmissionLimits
 from penstock.client.isolation import IsolatedTokenizer
 from penstock.client.process import ProcessClient
+from penstock.client.records import DEFAULT_BYTES, RecordOptions
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.errors import NotSupportedError
@@ -28,6 +29,9 @@ class AsyncLLM(ProcessClient):
     Args:
         standby: keep a second engine process loaded, which takes over at once. Mapped weights (of a converted or packed
             model) are shared; others are in memory twice.
+        flight_recorder: bytes of memory for what the engine did in its last minutes; 0 for none.
+        record_dir: a directory for records of these minutes, when an engine dies or a request fails.
+        record_text: whether these records hold the token ids of prompts and answers.
 
     Raises:
         InvalidRequestError: an option is unknown or wrong.
@@ -44,6 +48,9 @@ class AsyncLLM(ProcessClient):
         max_queued_requests: int = AdmissionLimits.max_queued_requests,
         max_queued_tokens: int = AdmissionLimits.max_queued_tokens,
         max_queue_wait: float | None = None,
+        flight_recorder: int = DEFAULT_BYTES,
+        record_dir: str | None = None,
+        record_text: bool = True,
         **options: Any,
     ) -> None:
         if not isinstance(model, str):
@@ -58,8 +65,9 @@ class AsyncLLM(ProcessClient):
         )
         config = EngineConfig.from_options(model=model, **options)
         found = choose_tokenizer(tokenizer, model, isolated=True)
+        record = RecordOptions(flight_recorder, record_dir, record_text)
         seed = config.numerics.seed
-        super().__init__({"model": model, **options}, found, seed=seed, limits=limits, standby=standby)
+        super().__init__({"model": model, **options}, found, seed=seed, limits=limits, record=record, standby=standby)
         if isinstance(found, IsolatedTokenizer):
             try:
                 found.load()  # while the engine starts

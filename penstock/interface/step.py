@@ -81,12 +81,14 @@ class SchedulerOutput:
         scheduled: in the order in which their tokens are packed.
         removed_request_ids: finished, aborted or preempted since the last step; their rows are free. To be removed
             before new_requests are added, so an id may be in both (preempted and admitted again).
+        checksum_logits: results carry a checksum of the logits that were sampled from.
     """
 
     step_id: int  # counts up from 0
     new_requests: list[NewRequest]
     scheduled: list[ScheduledRequest]
     removed_request_ids: list[str] = field(default_factory=list)
+    checksum_logits: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -112,12 +114,14 @@ class RequestStepOutput:
         prompt_logprobs: of the prompt tokens from num_computed_tokens + 1 on (the token after each computed position,
             if it belongs to the prompt), if requested; None if there are none in this step.
         error: why this request alone could not be computed; it has no new ids then.
+        checksum: of the logits that were sampled from, if the step asked for it and something was sampled.
     """
 
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    checksum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

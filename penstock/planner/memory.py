@@ -98,6 +98,22 @@ def smallest_cache_bytes(config: EngineConfig, model: ModelConfig) -> int:
     return sum(need.minimum * need.block_bytes for need in needs)
 
 
+def plan_given_cache(config: EngineConfig, model: ModelConfig, free_bytes: int, groups: list[CacheGroup]) -> CachePlan:
+    """Return the plan of a cache whose groups are given with their blocks.
+
+    Raises:
+        InvalidRequestError: they are not the groups of this model, or exceed the free memory.
+    """
+    needs = [_need(config, model, layers, window) for layers, window in model.cache_groups()]
+    shapes = [replace(group, num_blocks=0) for group in groups]
+    if shapes != [need.group for need in needs]:
+        raise InvalidRequestError("the cache groups are not those of this model", param="model")
+    num_bytes = sum(need.block_bytes * group.num_blocks for need, group in zip(needs, groups, strict=True))
+    if num_bytes > free_bytes:
+        raise InvalidRequestError(f"the cache takes {mib(num_bytes)}, and {mib(free_bytes)} are free")
+    return CachePlan(groups, num_bytes, f"{mib(num_bytes)}: as given")
+
+
 def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], window: int | None) -> _GroupNeed:
     """Return what the cache group of these layers needs.
 

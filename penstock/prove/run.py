@@ -13,6 +13,7 @@ from penstock.prove.long_run import LongRun
 from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.parent_deaths import ParentDeaths
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
+from penstock.prove.records import Replays
 from penstock.prove.same_bits import SameBits
 from penstock.prove.server_deaths import ServerDeaths
 from penstock.prove.shutdown import Drains
@@ -30,6 +31,7 @@ PROOFS: tuple[Proof, ...] = (
     HostileFiles(),
     LongRun(),
     MemoryPlanProof(),
+    Replays(),
 )
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]  # (name, goal) -> advance(number)
 

@@ -16,9 +16,10 @@ from starlette.types import Message
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.in_process import InProcessClient
 from penstock.client.open_requests import Mailbox
+from penstock.client.records import SavedRecord
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.engine.engine import Engine
-from penstock.errors import ModelLoadError, RequestFailedError
+from penstock.errors import InvalidRequestError, ModelLoadError, RequestFailedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -146,6 +147,9 @@ class ScriptedClient:
         finally:
             del self._mailboxes[request_id]
             self._client.abort(request_id)
+
+    async def record(self) -> SavedRecord:
+        raise InvalidRequestError("the flight recorder is off", code="recorder_off")
 
     async def drain(self, timeout_s: float) -> None:
         """End nothing: whoever uses this waits for its own requests."""

@@ -26,6 +26,7 @@ from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
 from penstock.kernels.tensors import Tensor, as_array, dtype_of, is_torch
 from penstock.layers.context import CausalLM, ForwardContext
+from penstock.runner.checksums import logits_checksums
 from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
 from penstock.runner.programs import RecordedModel
 from penstock.runner.sampler import Sampler, apply_custom_processors, token_logprobs
@@ -43,11 +44,12 @@ class _Result:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    checksum: int | None = None
 
     def finish(self) -> RequestStepOutput:
         if self.error is not None:
-            return RequestStepOutput([], error=self.error)
-        return RequestStepOutput(self.new_token_ids, self.logprobs, self.prompt_logprobs)
+            return RequestStepOutput([], error=self.error, checksum=self.checksum)
+        return RequestStepOutput(self.new_token_ids, self.logprobs, self.prompt_logprobs, checksum=self.checksum)
 
 
 class ModelRunner:
@@ -88,6 +90,7 @@ class ModelRunner:
         self._kv_caches = allocate_kv_caches(ops, groups, config, model_config, kv_scales)
         self.cache_bytes = sum(cache.num_bytes for cache in self._kv_caches)
         self._sampler = Sampler(ops)
+        self._checksum_step: int | None = None  # the step being computed, if it asks for checksums
         self.batch = InputBatch(groups, config.scheduler.max_num_seqs, max_model_len, model_config.eos_token_ids)
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
@@ -104,6 +107,7 @@ class ModelRunner:
             return self._compute(scheduler_output)
 
     def _compute(self, scheduler_output: SchedulerOutput) -> StepOutput:
+        self._checksum_step = scheduler_output.step_id if scheduler_output.checksum_logits else None
         step = self.batch.pack(scheduler_output.scheduled)
         results = [_Result() for _ in scheduler_output.scheduled]
         input_ids, ctx = self._ops.tensor(step.input_ids), self._context(step)
@@ -147,6 +151,10 @@ class ModelRunner:
     def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
         """Sample one token from logits [M, V'] for each sampled sequence without an error."""
         logits = self._without_padding(logits)
+        if self._checksum_step is not None:
+            checksums = logits_checksums(as_array(logits), self._checksum_step)
+            for b, checksum in zip(step.sampled.tolist(), checksums, strict=True):
+                results[b].checksum = checksum
         for b, healthy in zip(step.sampled.tolist(), as_array(self._ops.finite_rows(logits)).tolist(), strict=True):
             if not healthy:
                 results[b].error = NOT_FINITE

@@ -4,6 +4,7 @@ Knows nothing of sockets or processes.
 """
 
 import asyncio
+import os
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -89,6 +90,7 @@ def _routes() -> list[Route]:
         Route("/ready", ready),
         Route("/version", version),
         Route("/status", status),
+        Route("/status/record", record, methods=["POST"]),
         Route("/metrics", metrics),
         *(Route(path, not_built, methods=["GET", "POST", "DELETE"]) for path in UNSUPPORTED_ROUTES),
     ]
@@ -178,6 +180,18 @@ async def status(request: Request) -> Response:
         "aborted_total": now.num_aborted_total,
     }
     return json_response(answer)
+
+
+async def record(request: Request) -> Response:
+    """Answer with a bundle of the flight recorder, without its text: whoever may send requests may not read others'."""
+    try:
+        saved = await context_of(request).client.record()
+    except OSError as error:
+        raise ApiError(500, f"the record cannot be written: {error.strerror}", code="record_not_written") from None
+    headers = {"Content-Disposition": 'attachment; filename="penstock.record"', "Cache-Control": "no-store"}
+    if saved.file is not None:
+        headers["Penstock-Record-File"] = os.path.basename(saved.file)
+    return Response(saved.data, media_type="application/octet-stream", headers=headers)
 
 
 async def metrics(request: Request) -> Response:

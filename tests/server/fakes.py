@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.client.engine_client import EngineState, EngineStatus
+from penstock.client.records import SavedRecord
 from penstock.errors import EngineDeadError, EngineOverloadedError
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, RequestOutput
@@ -90,6 +91,7 @@ class FakeEngineClient:
         self.start_failure: Exception | None = None
         self.attached = False
         self.overload: EngineOverloadedError | None = None
+        self.record_failure: Exception | None = None
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.seen: list[tuple[list[int], SamplingParams, str]] = []
@@ -218,6 +220,11 @@ class FakeEngineClient:
 
     async def attach(self) -> None:
         self.attached = True
+
+    async def record(self) -> SavedRecord:
+        if self.record_failure is not None:
+            raise self.record_failure
+        return SavedRecord(b"a record", "/records/penstock-1.record")
 
     async def drain(self, timeout_s: float) -> None:
         self.state = EngineState.DRAINING if self.state is EngineState.READY else self.state

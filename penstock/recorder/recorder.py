@@ -1,0 +1,256 @@
+"""Recorder: writes what one engine does into a Ring. It knows every request as the executor does, so that any moment
+can begin a segment."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+from penstock.interface.messages import EngineRequest
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import NewRequest, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
+from penstock.recorder.records import (
+    Aborted,
+    Arrived,
+    Begun,
+    Computed,
+    EngineDescription,
+    EngineFailed,
+    Introduced,
+    Planned,
+    Record,
+    StepFailed,
+    encode,
+    pack_ids,
+)
+from penstock.recorder.ring import FRAME_BYTES, Ring
+
+LOGGER = logging.getLogger("penstock")
+MAX_ERROR = 2000  # characters of an error that are recorded
+RESULT_BYTES = 32  # room that is kept for each request of a step whose results are still to come
+RETRY_STEPS = 256  # between two tries, while the open requests do not fit a segment
+
+
+@dataclass(slots=True)
+class _Known:
+    """A request as the executor knows it."""
+
+    number: int
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    choice: int
+    tables: list[list[int]]
+    released: list[int]
+    num_computed_tokens: int = 0
+
+    def introduced(self) -> Introduced:
+        return Introduced(
+            self.number,
+            self.request_id,
+            pack_ids(self.token_ids),
+            self.num_prompt_tokens,
+            self.params,
+            self.choice,
+            self.tables,
+            self.num_computed_tokens,
+        )
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Records one engine. Where the ring is too small for what is open, it leaves a gap.
+
+    Args:
+        ring: nobody else writes to it.
+    """
+
+    ring: Ring
+    engine: EngineDescription
+    epoch: int = 0
+    _known: dict[str, _Known] = field(default_factory=dict)
+    _num_introduced: int = 0
+    _continued: bool = False  # whether the ring holds everything since this engine's start or its last gap
+    _steps_to_skip: int = 0
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def arrived(self, request: EngineRequest) -> None:
+        """Record a request that the engine has accepted."""
+        num_prompt, num_outputs = len(request.prompt_token_ids), len(request.output_token_ids)
+        self._write(Arrived(time.time(), request.request_id, num_prompt, num_outputs))
+
+    def aborted(self, request_id: str) -> None:
+        """Record that nobody wants a request any more."""
+        self._write(Aborted(time.time(), request_id))
+
+    def engine_failed(self, error: str) -> None:
+        """Record the exception that ends the engine process."""
+        self._write(EngineFailed(time.time(), error[-MAX_ERROR:]))
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        """Record a step before it is computed."""
+        known = self._known
+        introduced = [self._introduce(request) for request in plan.new_requests]
+        added = {item.request_id: item for item in introduced}
+        rows = [added.get(item.request_id) or known[item.request_id] for item in plan.scheduled]
+        tables = {}
+        for index, (row, item) in enumerate(zip(rows, plan.scheduled, strict=True)):
+            if any(item.new_block_ids) or item.num_released_blocks != row.released:
+                tables[index] = (item.new_block_ids, item.num_released_blocks)
+        record = Planned(
+            plan.step_id,
+            time.time(),
+            [row.introduced() for row in introduced],
+            [known[request_id].number for request_id in plan.removed_request_ids if request_id in known],
+            [row.number for row in rows],
+            [item.num_computed_tokens for item in plan.scheduled],
+            [item.num_new_tokens for item in plan.scheduled],
+            [item.num_samples for item in plan.scheduled],
+            tables,
+        )
+        self._write(record, reserve=RESULT_BYTES * (len(rows) + 8))
+        for request_id in plan.removed_request_ids:
+            known.pop(request_id, None)
+        known.update(added)
+        for index, (new_block_ids, released) in tables.items():
+            _update_tables(rows[index], new_block_ids, released)
+
+    def _introduce(self, new: NewRequest) -> _Known:
+        self._num_introduced += 1
+        tables = [list(table) for table in new.block_tables]
+        released = [0] * len(tables)
+        return _Known(
+            self._num_introduced,
+            new.request_id,
+            list(new.token_ids),
+            new.num_prompt_tokens,
+            new.params,
+            new.choice,
+            tables,
+            released,
+        )
+
+    def computed(self, plan: SchedulerOutput, output: StepOutput, duration_s: float) -> None:
+        """Record the results of the step planned last."""
+        results = [output.results[item.request_id] for item in plan.scheduled]
+        errors = {}
+        for index, (item, result) in enumerate(zip(plan.scheduled, results, strict=True)):
+            row = self._known[item.request_id]
+            row.num_computed_tokens = item.num_computed_tokens + item.num_new_tokens
+            row.token_ids += result.new_token_ids
+            if result.error is not None:
+                errors[index] = result.error[:MAX_ERROR]
+        record = Computed(
+            plan.step_id,
+            int(1e6 * duration_s),
+            [item.new_token_ids for item in results],
+            [item.checksum for item in results],
+            score_checksums(results),
+            errors,
+        )
+        self._write_result(record)
+
+    def step_failed(self, plan: SchedulerOutput, error: BaseException) -> None:
+        """Record that the step planned last failed as a whole."""
+        self._write_result(StepFailed(plan.step_id, f"{type(error).__name__}: {error}"[:MAX_ERROR]))
+
+    # --- the ring --------------------------------------------------------------------------------------------------
+
+    def _write(self, record: Record, reserve: int = 0) -> None:
+        """Append a record that may begin a new segment. reserve: bytes that must be left for the record after it."""
+        if self._steps_to_skip:
+            self._steps_to_skip -= isinstance(record, Planned)
+            return
+        data = encode(record)
+        if not (self._continued and self.ring.room >= len(data) + reserve):
+            self._start_segment(len(data) + reserve)
+        if self._steps_to_skip == 0:
+            self._continued = self.ring.append(data)
+
+    def _start_segment(self, reserve: int) -> None:
+        """Begin a segment with all that is known. If that and `reserve` bytes do not fit, there is a gap."""
+        requests = [row.introduced() for row in self._known.values()]
+        begun = encode(Begun(time.time(), self.epoch, self._continued, self.engine, requests))
+        if len(begun) + reserve + FRAME_BYTES > self.ring.longest_record:
+            self._continued, self._steps_to_skip = False, RETRY_STEPS
+        else:
+            self.ring.start_segment()
+            self.ring.append(begun)
+
+    def _write_result(self, record: Record) -> None:
+        """Append the results of a step to the segment of its plan; without room for them there is a gap."""
+        if self._continued:
+            self._continued = self.ring.append(encode(record))
+
+
+class RecordedExecutor:
+    """A `step.Executor` that records what another one computes. A mistake in the record costs no request."""
+
+    def __init__(self, executor: Any, recorder: Recorder) -> None:
+        self._executor = executor
+        self._recorder: Recorder | None = recorder
+
+    def submit(self, scheduler_output: SchedulerOutput) -> Any:
+        """Record the plan, then start the step, with checksums of its logits."""
+        self._guarded(lambda recorder: recorder.planned(scheduler_output))
+        plan = SchedulerOutput(
+            scheduler_output.step_id,
+            scheduler_output.new_requests,
+            scheduler_output.scheduled,
+            scheduler_output.removed_request_ids,
+            checksum_logits=self._recorder is not None,
+        )
+        return plan, self._executor.submit(plan)
+
+    def collect(self, handle: Any) -> StepOutput:
+        """Return the results of the step, or raise what it raised, and record which."""
+        plan, inner = handle
+        started = time.monotonic()
+        try:
+            output: StepOutput = self._executor.collect(inner)
+        except Exception as error:
+            failure = error
+            self._guarded(lambda recorder: recorder.step_failed(plan, failure))
+            raise
+        duration_s = time.monotonic() - started
+        self._guarded(lambda recorder: recorder.computed(plan, output, duration_s))
+        return output
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+
+    def _guarded(self, write: Callable[[Recorder], None]) -> None:
+        if self._recorder is None:
+            return
+        try:
+            write(self._recorder)
+        except Exception:
+            LOGGER.exception("the flight recorder failed and is off from now on; no request is affected")
+            self._recorder = None
+
+
+def _update_tables(row: _Known, new_block_ids: list[list[int]], released: list[int]) -> None:
+    for table, new, count in zip(row.tables, new_block_ids, released, strict=True):
+        table.extend(new)
+        table[:count] = [-1] * count
+    row.released = released
+
+
+def score_checksums(results: list[RequestStepOutput]) -> dict[int, int]:
+    """Return a checksum of the log-probabilities of each result that has any, by index."""
+    found = {}
+    for index, result in enumerate(results):
+        if result.logprobs or result.prompt_logprobs:
+            found[index] = _scores_checksum([*(result.logprobs or ()), *(result.prompt_logprobs or ())])
+    return found
+
+
+def _scores_checksum(entries: list[TokenLogprobs]) -> int:
+    values = ((entry.token_ids, [value.hex() for value in entry.logprobs], entry.rank) for entry in entries)
+    return crc32(repr(list(values)).encode())

@@ -1,0 +1,148 @@
+"""The records of the flight recorder, as typed msgpack: arrays without names, columns instead of objects.
+
+A step is two records: Planned before it is computed and Computed after it, so that the last record before a death names
+the step that the engine died in. A request has a number from its introduction to the executor until it is removed.
+"""
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup
+
+FORMAT = 1  # raised with every change of a record
+
+
+class EngineDescription(msgspec.Struct, frozen=True):
+    """All it takes to build the engine again.
+
+    Attributes:
+        options: for EngineConfig.from_options, with the choices that were made.
+        groups: its cache groups.
+    """
+
+    system_fingerprint: str
+    options: dict[str, Any]
+    groups: list[CacheGroup]
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class Introduced(msgspec.Struct, frozen=True, array_like=True):
+    """A request as the executor learns of it (step.NewRequest).
+
+    Attributes:
+        token_ids: prompt and outputs so far, packed by pack_ids.
+        num_computed_tokens: whose keys and values are in the cache, where a segment begins with it; else 0.
+    """
+
+    number: int
+    request_id: str
+    token_ids: bytes
+    num_prompt_tokens: int
+    params: SamplingParams
+    choice: int
+    block_tables: list[list[int]]
+    num_computed_tokens: int = 0
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The first record of a segment.
+
+    Attributes:
+        time: seconds since 1970, like all times.
+        epoch: of the engine.
+        continued: the segment before holds every record up to here; else something is missing, or the engine is new.
+        requests: all that the executor knows at this moment.
+    """
+
+    time: float
+    epoch: int
+    continued: bool
+    engine: EngineDescription
+    requests: list[Introduced]
+
+
+class Arrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    time: float
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int  # more than 0: it is resumed
+
+
+class Aborted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    time: float
+    request_id: str
+
+
+class Planned(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One step as planned (step.SchedulerOutput).
+
+    Attributes:
+        new: its new_requests.
+        removed: numbers.
+        numbers, num_computed, num_new, num_samples: of the scheduled requests, in order.
+        tables: index among them -> new_block_ids and num_released_blocks, where these change.
+    """
+
+    step_id: int
+    time: float
+    new: list[Introduced]
+    removed: list[int]
+    numbers: list[int]
+    num_computed: list[int]
+    num_new: list[int]
+    num_samples: list[int]
+    tables: dict[int, tuple[list[list[int]], list[int]]]
+
+
+class Computed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The results of the step planned last, in its order.
+
+    Attributes:
+        checksums: of the logits that the ids were sampled from; None where nothing was sampled.
+        scores: index -> checksum of the log-probabilities that the request asked for.
+        errors: index -> why the request failed.
+    """
+
+    step_id: int
+    duration_us: int
+    token_ids: list[list[int]]
+    checksums: list[int | None]
+    scores: dict[int, int]
+    errors: dict[int, str]
+
+
+class StepFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The step planned last failed as a whole."""
+
+    step_id: int
+    error: str
+
+
+class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An exception that ends the engine process."""
+
+    time: float
+    error: str
+
+
+Record = Begun | Arrived | Aborted | Planned | Computed | StepFailed | EngineFailed
+
+encode: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
+decode: Callable[[bytes], Record] = msgspec.msgpack.Decoder(Record).decode  # raises msgspec.DecodeError
+
+
+def pack_ids(ids: list[int]) -> bytes:
+    """Return token ids as 4 bytes each; two hundred times faster than a list of numbers."""
+    return array("I", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Return the token ids of pack_ids. Raises ValueError if the length is no multiple of 4."""
+    return array("I", data).tolist()
