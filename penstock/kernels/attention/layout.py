@@ -81,10 +81,10 @@ class AttentionShape:
 
     @property
     def query_row_bytes(self) -> int:
-        """Bytes of a query row as an operand: its elements, or its slices and their notes."""
+        """Bytes of a query row as an operand: its elements as the widest level has them, or its slices and their notes."""
         if self.kv_cache_dtype == "int8":
             return self.padded_dim * self.slices + INTEGER_NOTES
-        return self.padded_dim * ELEMENT_BYTES[self.kv_cache_dtype]
+        return self.padded_dim * 4
 
     @property
     def state_row_bytes(self) -> int:
