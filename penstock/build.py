@@ -23,7 +23,7 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.cores import pinned_cores
-from penstock.kernels.cpu.library import chosen_level
+from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import NUMERICS_VERSION, Ops
 from penstock.kernels.tensors import is_torch
@@ -218,7 +218,7 @@ def _with_memory(info: ModelInfo, plan: MemoryPlan | None) -> ModelInfo:
 def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights: str) -> str:
     """Name everything that can change a bit of an answer; `weights` is their fingerprint."""
     numerics, kv_scales = config.numerics, config.cache.kv_cache_scales
-    kernels = f"cpu.{chosen_level()}" if numerics.kernels == "cpu" else numerics.kernels
+    kernels = f"cpu.{level_of_bits()}" if numerics.kernels == "cpu" else numerics.kernels
     parts = [
         weights,
         repr(model_config),

@@ -12,7 +12,8 @@ namespace penstock {
 
 namespace {
 
-constexpr int TILE_ROWS = 12;                      // 12 rows x 2 registers of sums leave 8 for weights and operands
+// Rows x 2 registers of sums leave 8 for weights and operands, or 4 where widening pairs is worth more rows.
+constexpr int TILE_ROWS = Bf16Words::TERMS > 1 ? 14 : 12;
 constexpr int LANES = 16;                          // words per register
 constexpr std::int64_t WORD_BYTES = 4 * PANEL;     // one word of K of a panel
 constexpr std::int64_t AHEAD_BYTES = 8192;         // prefetch distance of a stream from memory, over all its panels
@@ -85,15 +86,15 @@ struct Sums {
     __m512 acc[COUNT];
 
     PENSTOCK_INLINE void clear() {
-#pragma GCC unroll 24
+#pragma GCC unroll 28
         for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_setzero_ps();
     }
     PENSTOCK_INLINE void load(const float* from, std::int64_t stride) {
-#pragma GCC unroll 24
+#pragma GCC unroll 28
         for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_load_ps(from + i / WIDTH * stride + i % WIDTH * LANES);
     }
     PENSTOCK_INLINE void store(float* to, std::int64_t stride) const {
-#pragma GCC unroll 24
+#pragma GCC unroll 28
         for (int i = 0; i < COUNT; ++i) _mm512_store_ps(to + i / WIDTH * stride + i % WIDTH * LANES, acc[i]);
     }
 
@@ -101,7 +102,7 @@ struct Sums {
     PENSTOCK_INLINE void add_tree(const Piece& piece, int leaf) {
         for (unsigned levels = levels_to_add(leaf, piece.leaves); levels != 0; levels &= levels - 1) {
             const float* earlier = piece.tree + __builtin_ctz(levels) * piece.tree_stride;
-#pragma GCC unroll 24
+#pragma GCC unroll 28
             for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_add_ps(_mm512_load_ps(earlier + i * LANES), acc[i]);
         }
     }
@@ -115,16 +116,16 @@ struct Sums {
     // product it would be loaded for each, and a core that multiplies two vectors in a cycle also loads only two.
     PENSTOCK_INLINE void multiply_word(const Piece& piece, const std::int32_t* operands, const char* weights,
                                        const char* ahead) {
-        if constexpr (ROWS > 8)  // those of one or two smaller tiles stay in the L2
-            _mm_prefetch(reinterpret_cast<const char*>(operands) + OPERANDS_AHEAD, _MM_HINT_T0);
 #pragma GCC unroll 8
         for (int j = 0; j < WIDTH; ++j) _mm_prefetch(ahead + offset(piece, j), _MM_HINT_T0);
 #pragma GCC unroll 2
         for (int term = 0; term < Type::TERMS; ++term) {
+            if constexpr (ROWS > 8)  // those of one or two smaller tiles stay in the L2
+                _mm_prefetch(reinterpret_cast<const char*>(operands + term * ROWS) + OPERANDS_AHEAD, _MM_HINT_T0);
             __m512i panel[WIDTH];
 #pragma GCC unroll 8
             for (int j = 0; j < WIDTH; ++j) panel[j] = Type::term(weights + offset(piece, j), term);
-#pragma GCC unroll 12
+#pragma GCC unroll 14
             for (int r = 0; r < ROWS; ++r) {
                 const __m512i row = _mm512_set1_epi32(operands[term * ROWS + r]);
 #pragma GCC unroll 8
