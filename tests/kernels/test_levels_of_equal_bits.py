@@ -58,7 +58,7 @@ def activations(rows: int, k: int, seed: int) -> np.ndarray:
 def test_products(
     pair: tuple[Native, Native], kind: str, rows: int, n: int, k: int, leaves: int, is_f32: bool, seed: int
 ) -> None:
-    """Guards against another order of a sum, a product that is fused on one side only, and other rounding of operands."""
+    """Guards against another order of a sum, a product that is fused on one side only, and other rounding."""
     packed = weight(kind, n, k, [k * (i + 1) // leaves for i in range(leaves)], seed)
     x = torch.from_numpy(activations(rows, k, seed))
     x = x if is_f32 else x.bfloat16()

@@ -2,8 +2,9 @@
 //
 // Both kinds are processed in words of four bytes, as in products/float_avx512.cpp: a pair of bfloat16 or one float32,
 // of elements of a head in q . k, of positions in P . V. In both products every output is one accumulator in a
-// register, which adds its words in ascending order. Without vdpbf16ps pairs are widened, and queries and P are float32. The number of rows is a template argument: 12 rows x 2 registers
-// of outputs leave 8 for keys, values and addresses; with few rows there are 4 registers of outputs per row.
+// register, which adds its words in ascending order. Without vdpbf16ps pairs are widened, and queries and P are
+// float32. The number of rows is a template argument: 12 rows x 2 registers of outputs leave 8 for keys, values and
+// addresses; with few rows there are 4 registers of outputs per row.
 
 #include "attention/layout_avx512.inc.h"
 
