@@ -21,10 +21,10 @@ pytestmark = pytest.mark.skipif(not PAIRS, reason="no level of this machine has 
 
 @pytest.fixture(params=PAIRS, ids=lambda pair: LEVELS[pair[0]], scope="module")
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Attention, Attention]]:
-    contexts = tuple(Attention(level) for level in request.param)
-    yield contexts
-    for context in contexts:
-        context.close()
+    first, second = (Attention(level) for level in request.param)
+    yield first, second
+    first.close()
+    second.close()
 
 
 def weight(kind: str, n: int, k: int, ends: Sequence[int], seed: int) -> Packed:
