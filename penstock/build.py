@@ -24,7 +24,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.cores import pinned_cores
-from penstock.kernels.cpu.library import chosen_level
+from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import NUMERICS_VERSION, Ops
 from penstock.kernels.tensors import is_torch
@@ -251,7 +251,7 @@ def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights
     """
     numerics, kv_scales = config.numerics, config.cache.kv_cache_scales
     entry = find_model(model_config.architecture, model_config.model_impl)
-    kernels = f"cpu.{chosen_level()}" if numerics.kernels == "cpu" else numerics.kernels
+    kernels = f"cpu.{level_of_bits()}" if numerics.kernels == "cpu" else numerics.kernels
     ropes = [rope for rope in (model_config.rope, model_config.local_rope) if rope is not None]
     parts = [
         weights,

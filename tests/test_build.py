@@ -9,7 +9,7 @@ import pytest
 from penstock.build import build_engine
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
-from penstock.kernels.cpu.library import LEVEL_VARIABLE, chosen_level
+from penstock.kernels.cpu.library import LEVEL_VARIABLE, level_of_bits
 from penstock.weights.convert import convert_model
 from tests.hf_models import make_llama
 from tests.kernels.packed import levels
@@ -35,7 +35,7 @@ def test_the_fingerprint_names_what_can_change_a_bit(tmp_path: Path, monkeypatch
     assert len(words) == 13
     best = fingerprint(tmp_path, kernels="cpu", dtype="bfloat16")
     assert best in words
-    assert f"-cpu.{chosen_level()}-" in best
+    assert f"-cpu.{level_of_bits()}-" in best
     monkeypatch.setenv(LEVEL_VARIABLE, "portable")
     assert "portable" in fingerprint(tmp_path, kernels="cpu", dtype="bfloat16")
 

@@ -21,7 +21,7 @@ from penstock.check.target import find_target
 from penstock.check.twin import ATTENTIONS, Twin, transformers
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
-from penstock.kernels.cpu.library import chosen_level
+from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.models.certificate import RANDOM_TINY, Certificate, find_basis, remove_certificate, write_certificate
 from penstock.models.config_json import load_model_config
@@ -91,7 +91,7 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
             model=options.model,
             architecture=config.architecture,
             weights=target.weights,
-            kernels=f"cpu.{chosen_level()}" if numerics.kernels == "cpu" else numerics.kernels,
+            kernels=f"cpu.{level_of_bits()}" if numerics.kernels == "cpu" else numerics.kernels,
             dtype=numerics.dtype,
             prompt_len=options.prompt_len,
         )

@@ -132,14 +132,14 @@ class Ledger:
             "weights": sizes.weights,
             "positions": sum(ROTARY_BYTES * length * rope.rotary_dim(model.head_dim) for rope in ropes),
             "results": sizes.row_bytes * (FEW_ROWS + (tokens if tokens > FEW_ROWS else 0)),
-            "operands": self._operands(config, tokens, sizes.deepest) + self._workspace(config, tokens, seqs, length),
+            "operands": self._operands(tokens, sizes.deepest) + self._workspace(config, tokens, seqs, length),
             "logits": LOGIT_BYTES * max(seqs, LOGITS_ROWS) * sizes.vocab_columns,
             "requests": seqs * length * TOKEN_OBJECT_BYTES,
         }
 
-    def _operands(self, config: EngineConfig, tokens: int, deepest: int) -> int:
-        """Return the bytes that products copy their operands to; all experts do so at once."""
-        model, element = self.model, ELEMENT_BYTES[config.numerics.dtype]
+    def _operands(self, tokens: int, deepest: int) -> int:
+        """Return the bytes that products copy their operands to, which some levels widen; all experts do so at once."""
+        model, element = self.model, ELEMENT_BYTES["float32"]
         pairs = tokens * model.num_experts_per_tok
         return max(min(tokens * deepest * element, PASS_BYTES), pairs * max(model.hidden_size, _inner(model)) * element)
 

@@ -378,7 +378,7 @@ def test_memory_of_a_step_by_hand() -> None:
     plan = Step([(20, 30)], AttentionShape(8, 2, 40, "bfloat16"), cores=1).plan()
     assert plan.staged.tolist() == [0, 3]  # granules 16..31, 32..47, 48..63
     assert plan.workspace_bytes == (3 * 2 + 1) * (16 * 2 * 64 * 2)
-    operands = (144 + 48) * 64 * 2  # 120 rows, and rows one by one
+    operands = (144 + 48) * 64 * 4  # 120 rows, and rows one by one, with room for float32
     assert plan.scratch_bytes == operands + 128 * ((64 + 2) * 4 + 36 + 4) + 4 * (16 * 2 * 64 * 2)
     assert scratch_bytes(SMALL, *(np.zeros(0, dtype=np.int64),) * 3) == 0
 

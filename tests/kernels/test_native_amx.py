@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels.cpu.library import LEVELS
 from tests.kernels.packed import Native, Packed, bf16_bits, levels, pack
 
-PORTABLE, AMX = 0, 3
+PORTABLE, AMX = 0, LEVELS.index("amx")
 LEAVES = [100, 200, 200, 340, 341, 500, 600, 650]  # lengths that fill no step of K, and an empty one
 
 pytestmark = pytest.mark.skipif(AMX not in levels(), reason="this machine has no AMX, or does not let us use it")

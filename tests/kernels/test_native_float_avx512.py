@@ -1,4 +1,4 @@
-"""Products in bfloat16 and float32 at the AVX-512 level, against float64 and against themselves."""
+"""Products in bfloat16 and float32 at the levels of AVX-512, against float64 and against themselves."""
 
 from collections.abc import Iterator
 
@@ -8,17 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels.cpu.library import LEVELS
 from tests.kernels.packed import Native, bf16_bits, levels, pack
 
-AVX512 = 2
+WITH_AVX512 = [level for level in levels() if LEVELS[level] in ("avx512f", "avx512")]
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
-pytestmark = pytest.mark.skipif(AVX512 not in levels(), reason="this machine has no AVX-512 with bf16 and VNNI")
+pytestmark = pytest.mark.skipif(not WITH_AVX512, reason="this machine has no AVX-512")
 
 
-@pytest.fixture(scope="module")
-def native() -> Iterator[Native]:
-    context = Native(AVX512)
+@pytest.fixture(params=WITH_AVX512, ids=lambda level: LEVELS[level], scope="module")
+def native(request: pytest.FixtureRequest) -> Iterator[Native]:
+    context = Native(request.param)
     yield context
     context.close()
 

@@ -87,6 +87,11 @@ class AttentionShape:
         return self.padded_dim * ELEMENT_BYTES[self.kv_cache_dtype]
 
     @property
+    def query_row_room(self) -> int:
+        """Bytes of the same on the level that needs most: some widen bfloat16 to float32."""
+        return self.query_row_bytes if self.kv_cache_dtype == "int8" else self.padded_dim * ELEMENT_BYTES["float32"]
+
+    @property
     def state_row_bytes(self) -> int:
         """Bytes of a row's state: m, l and o."""
         return (self.padded_dim + 2) * 4
@@ -118,7 +123,7 @@ def scratch_bytes(shape: AttentionShape, heads: Int64, rows: Int64, states: Int6
         return 0
     notes, operands, state = _rows_bytes(shape)
     items = notes[rows] + heads * (operands[rows] + states * state[rows])
-    one_row = ROW_CAPACITY * shape.query_row_bytes
+    one_row = ROW_CAPACITY * shape.query_row_room
     return int(items.max()) + one_row + TILE // GRANULE * shape.granule_bytes
 
 
@@ -127,7 +132,7 @@ def _rows_bytes(shape: AttentionShape) -> tuple[Int64, Int64, Int64]:
     """Return, by the rows of an item, the bytes of its notes, of a head's operand and notes, and of a head's state."""
     rows = np.arange(MAX_ITEM_ROWS + 1)
     room = _up(rows, ROW_UNIT)
-    operands = _up(rows, ROW_CAPACITY) * shape.query_row_bytes + room * HEAD_NOTES
+    operands = _up(rows, ROW_CAPACITY) * shape.query_row_room + room * HEAD_NOTES
     return room * ROW_NOTES, operands, room * shape.state_row_bytes
 
 

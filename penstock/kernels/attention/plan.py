@@ -73,7 +73,14 @@ CHOICES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "window": {"none": "", "window": "window", "sinks": "window and first tokens"},
         "prefix": {"own": "", "shared": "shared prefix"},  # shared: some spans are read once for several sequences
         # the instruction level, where the backend names it
-        "level": {"any": "", "portable": "portable", "avx2": "avx2", "avx512": "avx512", "amx": "amx"},
+        "level": {
+            "any": "",
+            "portable": "portable",
+            "avx2": "avx2",
+            "avx512f": "avx512f",
+            "avx512": "avx512",
+            "amx": "amx",
+        },
     }
 )
 

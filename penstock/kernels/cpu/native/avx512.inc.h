@@ -18,7 +18,36 @@ namespace {
 // A mask of the first `count` lanes, at most 32.
 inline __mmask32 first_lanes(std::int64_t count) { return count >= 32 ? ~0u : (1u << count) - 1; }
 
-// The first `count` (at least 1) of 32 elements as bfloat16, the others zero.
+// The first `count` (at least 1) of 16 elements as float32, the others zero.
+inline __m512i load_f32(const char* from, std::int64_t count, std::int32_t type) {
+    const __mmask16 mask = static_cast<__mmask16>(first_lanes(count));
+    if (type == TYPE_F32) return _mm512_castps_si512(_mm512_maskz_loadu_ps(mask, from));
+    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16);
+}
+
+// The types of words. A word of weights, keys or values is multiplied with a word of the other operand in TERMS steps,
+// each of them one multiply-add in all lanes:
+//     term(words, i)                  // 16 words in memory as the factors of step i
+//     multiply_add(acc, term, word)   // acc += term * word; the word is in all lanes
+// The other operand is of type Operand. In assembly, because compilers load a broadcast word into an extra register and
+// then spill, and GCC 12 copies the sums of the intrinsics.
+
+struct F32Words {
+    using Element = float;
+    using Operand = F32Words;
+    static constexpr int ELEMENTS = 1;  // per word
+    static constexpr int TERMS = 1;
+
+    static PENSTOCK_INLINE __m512i term(const void* words, int) { return _mm512_load_si512(words); }
+    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i term, __m512i word) {
+        __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(term), "v"(word));
+    }
+    static constexpr auto load = load_f32;
+};
+
+#if defined(__AVX512BF16__)
+
+// The same as load_f32 for 32 elements as bfloat16.
 inline __m512i load_bf16(const char* from, std::int64_t count, std::int32_t type) {
     const __mmask32 mask = first_lanes(count);
     if (type == TYPE_BF16) return _mm512_maskz_loadu_epi16(mask, from);
@@ -27,40 +56,53 @@ inline __m512i load_bf16(const char* from, std::int64_t count, std::int32_t type
     return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
-// The same for 16 elements as float32.
-inline __m512i load_f32(const char* from, std::int64_t count, std::int32_t type) {
-    const __mmask16 mask = static_cast<__mmask16>(first_lanes(count));
-    if (type == TYPE_F32) return _mm512_castps_si512(_mm512_maskz_loadu_ps(mask, from));
-    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16);
-}
-
-// acc += vector * word, both elements of a pair. The word is one in memory, or the same in all lanes. In assembly,
-// because compilers load the broadcast word into an extra register and then spill, and GCC 12 copies the sums.
+// Both elements of a pair at once.
 struct Bf16Words {
     using Element = std::uint16_t;
-    static constexpr int ELEMENTS = 2;  // per word
+    using Operand = Bf16Words;
+    static constexpr int ELEMENTS = 2;
+    static constexpr int TERMS = 1;
 
-    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i vector, __m512i word) {
-        __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(vector), "v"(word));
-    }
-    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i vector, const std::int32_t* word) {
-        __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(vector), "m"(*word));
+    static PENSTOCK_INLINE __m512i term(const void* words, int) { return _mm512_load_si512(words); }
+    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i term, __m512i word) {
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(term), "v"(word));
     }
     static constexpr auto load = load_bf16;
 };
 
-struct F32Words {
-    using Element = float;
-    static constexpr int ELEMENTS = 1;
+#else
 
-    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i vector, __m512i word) {
-        __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(vector), "v"(word));
+// The first `count` (at least 1) of 16 elements rounded to bfloat16, as float32, the others zero. A NaN stays a NaN.
+inline __m512i load_rounded(const char* from, std::int64_t count, std::int32_t type) {
+    const __m512i bits = load_f32(from, count, type);
+    if (type == TYPE_BF16) return bits;
+    typedef std::uint32_t Words __attribute__((vector_size(64)));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)bits, (__m512)bits, _CMP_UNORD_Q);
+    const Words rounded = round_to_bf16((Words)bits) << 16u, quiet = ((Words)bits | 0x400000u) & 0xFFFF0000u;
+    return _mm512_mask_mov_epi32((__m512i)rounded, is_nan, (__m512i)quiet);
+}
+
+// A pair of bfloat16 as two float32, the element of lower index first. The other operand is widened beforehand. This is
+// the arithmetic of AVX2, in the same order: the bits are those of that level.
+struct Bf16Words {
+    using Element = std::uint16_t;
+    struct Operand : F32Words {
+        static constexpr auto load = load_rounded;
+    };
+    static constexpr int ELEMENTS = 2;
+    static constexpr int TERMS = 2;
+
+    static PENSTOCK_INLINE __m512i term(const void* words, int i) {
+        const __m512i pairs = _mm512_load_si512(words);
+        return i == 0 ? _mm512_slli_epi32(pairs, 16)
+                      : _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<std::int32_t>(0xFFFF0000)));
     }
-    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i vector, const std::int32_t* word) {
-        __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(vector), "m"(*word));
+    static PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i term, __m512i word) {
+        F32Words::multiply_add(acc, term, word);
     }
-    static constexpr auto load = load_f32;
 };
+
+#endif
 
 // ---- Sixteen registers of sixteen words, transposed
 

@@ -19,11 +19,14 @@ constexpr std::int64_t PAGE = 4096, HUGE_PAGE = std::int64_t{2} << 20;
 
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+bool has_avx512f() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+
+bool has_vnni() { return __builtin_cpu_supports("avx512vnni"); }
+
+bool has_avx512() { return has_avx512f() && has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 
 // AMX tiles of bf16 and int8, which the system has to permit for this process.
 bool has_amx() {
@@ -41,12 +44,20 @@ bool has_amx() {
 
 #endif
 
+// Whether this processor can run the integer products of a level; if not, those of the level below it remain.
+template <Level LEVEL>
+bool multiplies_integers() {
+#if defined(PENSTOCK_HAVE_AVX512F)
+    if constexpr (LEVEL == LEVEL_AVX512F) return has_vnni();
+#endif
+    return true;
+}
+
 // Replace kernels of lower levels by those of this one.
 template <Level LEVEL>
 void use_level(Context& context) {
     if constexpr (LEVEL < LEVEL_AMX) {
         context.products[KIND_F32] = product_kernel<LEVEL, KIND_F32>();
-        context.products[KIND_INT4] = product_kernel<LEVEL, KIND_INT4>();
         context.products[KIND_INT4_A16] = product_kernel<LEVEL, KIND_INT4_A16>();
         context.caches[CACHE_F32] = cache_kernel<LEVEL, CACHE_F32>();
         context.rows = row_kernels<LEVEL>();
@@ -55,10 +66,16 @@ void use_level(Context& context) {
         context.fold = fold_kernel<LEVEL>();
     }
     context.products[KIND_BF16] = product_kernel<LEVEL, KIND_BF16>();
-    context.products[KIND_INT8] = product_kernel<LEVEL, KIND_INT8>();
     context.caches[CACHE_BF16] = cache_kernel<LEVEL, CACHE_BF16>();
-    context.caches[CACHE_INT8] = cache_kernel<LEVEL, CACHE_INT8>();
+    const LimitLoop integers = context.limits.multiply[KIND_INT8];
     set_limits<LEVEL>(context.limits);
+    if (multiplies_integers<LEVEL>()) {
+        context.products[KIND_INT8] = product_kernel<LEVEL, KIND_INT8>();
+        if constexpr (LEVEL < LEVEL_AMX) context.products[KIND_INT4] = product_kernel<LEVEL, KIND_INT4>();
+        context.caches[CACHE_INT8] = cache_kernel<LEVEL, CACHE_INT8>();
+    } else {
+        context.limits.multiply[KIND_INT8] = integers;
+    }
 }
 
 // The highest level that this build has and this processor can run.
@@ -70,6 +87,9 @@ Level best_level() {
 #endif
 #if defined(PENSTOCK_HAVE_AVX512)
     if (has_avx512()) return LEVEL_AVX512;
+#endif
+#if defined(PENSTOCK_HAVE_AVX512F)
+    if (has_avx512f()) return LEVEL_AVX512F;
 #endif
 #if defined(PENSTOCK_HAVE_AVX2)
     if (has_avx2()) return LEVEL_AVX2;
@@ -103,6 +123,9 @@ Context::Context(std::int32_t level, int threads) : pool(threads), per_thread(ne
     (void)level;
 #if defined(PENSTOCK_HAVE_AVX2)
     if (level >= LEVEL_AVX2) use_level<LEVEL_AVX2>(*this);
+#endif
+#if defined(PENSTOCK_HAVE_AVX512F)
+    if (level >= LEVEL_AVX512F) use_level<LEVEL_AVX512F>(*this);
 #endif
 #if defined(PENSTOCK_HAVE_AVX512)
     if (level >= LEVEL_AVX512) use_level<LEVEL_AVX512>(*this);

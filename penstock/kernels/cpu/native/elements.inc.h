@@ -14,8 +14,10 @@ namespace {
 // The level that a file is compiled for.
 #if defined(__AMX_TILE__)
 constexpr Level THIS_LEVEL = LEVEL_AMX;
-#elif defined(__AVX512F__)
+#elif defined(__AVX512BF16__)
 constexpr Level THIS_LEVEL = LEVEL_AVX512;
+#elif defined(__AVX512F__)
+constexpr Level THIS_LEVEL = LEVEL_AVX512F;
 #elif defined(__AVX2__)
 constexpr Level THIS_LEVEL = LEVEL_AVX2;
 #else

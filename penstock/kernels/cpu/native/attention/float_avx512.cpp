@@ -2,8 +2,9 @@
 //
 // Both kinds are processed in words of four bytes, as in products/float_avx512.cpp: a pair of bfloat16 or one float32,
 // of elements of a head in q . k, of positions in P . V. In both products every output is one accumulator in a
-// register, which adds its words in ascending order. The number of rows is a template argument: 12 rows x 2 registers
-// of outputs leave 8 for keys, values and addresses; with few rows there are 4 registers of outputs per row.
+// register, which adds its words in ascending order. Without vdpbf16ps pairs are widened, and queries and P are
+// float32. The number of rows is a template argument: 12 rows x 2 registers of outputs leave 8 for keys, values and
+// addresses; with few rows there are 4 registers of outputs per row.
 
 #include "attention/layout_avx512.inc.h"
 
@@ -19,22 +20,13 @@ constexpr int VALUE_DIMS = NARROW * LANES;  // elements of values that lie toget
 constexpr std::int64_t LINE = 64;
 static_assert(STRIP <= MAX_STRIP && ROW_CAPACITY % STRIP == 0, "operands are sized for whole strips");
 
-// acc += vector * word. In assembly, because GCC 12 copies the sums of the intrinsics.
-template <class Type>
-PENSTOCK_INLINE void multiply_add(__m512& acc, __m512i vector, __m512i word) {
-    if constexpr (Type::ELEMENTS == 2)
-        __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(vector), "v"(word));
-    else
-        __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(vector), "v"(word));
-}
-
 // One word of a row times some vectors. Zen 5 multiplies with a word in memory at 3/4 of its rate from registers.
 template <class Type, int COUNT>
 PENSTOCK_INLINE void multiply_add_row(__m512 (&acc)[COUNT], const __m512i (&vectors)[COUNT], const std::int32_t& word) {
     __m512i in_all_lanes;
     __asm__("vbroadcastss %1, %0" : "=v"(in_all_lanes) : "m"(word));
 #pragma GCC unroll 4
-    for (int i = 0; i < COUNT; ++i) multiply_add<Type>(acc[i], vectors[i], in_all_lanes);
+    for (int i = 0; i < COUNT; ++i) Type::multiply_add(acc[i], vectors[i], in_all_lanes);
 }
 
 // Prefetch line `line` of four granules in TILE_GRANULES / WIDTH steps. Granules lie anywhere in memory, and reading
@@ -50,7 +42,7 @@ PENSTOCK_INLINE void prefetch_ahead(const char* const (&ahead)[TILE_GRANULES], s
 
 // A strip's rows with some neighbouring granules.
 struct KeyPass {
-    const std::int32_t* queries;         // [words][STRIP]
+    const std::int32_t* queries;         // [words][TERMS][STRIP]
     const char* keys[TILE_GRANULES];     // of the granules
     const char* ahead[TILE_GRANULES];    // to be prefetched, from this address
     std::int64_t words;
@@ -67,13 +59,16 @@ void multiply_keys(const KeyPass& pass) {
     for (std::int64_t line = 0; line < pass.words; line += STEPS) {
 #pragma GCC unroll 4
         for (int step = 0; step < STEPS; ++step) {
-            __m512i keys[GRANULES];
-#pragma GCC unroll 4
-            for (int g = 0; g < GRANULES; ++g) keys[g] = _mm512_load_si512(pass.keys[g] + (line + step) * LINE);
             prefetch_ahead<GRANULES>(pass.ahead, line / STEPS, step);
+#pragma GCC unroll 2
+            for (int term = 0; term < Type::TERMS; ++term) {
+                __m512i keys[GRANULES];
+#pragma GCC unroll 4
+                for (int g = 0; g < GRANULES; ++g) keys[g] = Type::term(pass.keys[g] + (line + step) * LINE, term);
 #pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r) multiply_add_row<Type>(acc[r], keys, queries[r]);
-            queries += STRIP;
+                for (int r = 0; r < ROWS; ++r) multiply_add_row<Type>(acc[r], keys, queries[r]);
+                queries += STRIP;
+            }
         }
     }
 #pragma GCC unroll 12
@@ -86,7 +81,7 @@ void multiply_keys(const KeyPass& pass) {
 
 // A strip's rows with some neighbouring registers of a head's elements.
 struct ValuePass {
-    const std::int32_t* p;               // [rows][words of a tile]
+    const std::int32_t* p;               // [rows][words of a tile][TERMS]
     const char* values[TILE_GRANULES];   // at the first element
     const char* ahead[TILE_GRANULES];    // to be prefetched, from this address
     const StripFold* fold;
@@ -117,7 +112,7 @@ PENSTOCK_INLINE void fold_accumulator(const ValuePass& pass, const __m512 (&acc)
 template <class Type, int ROWS, int WIDTH>
 void multiply_values(const ValuePass& pass) {
     constexpr int WORDS = GRANULE / Type::ELEMENTS;  // of a granule
-    constexpr int ROW_WORDS = TILE_GRANULES * WORDS;
+    constexpr int ROW_WORDS = TILE_GRANULES * WORDS * Type::TERMS;
     __m512 acc[ROWS][WIDTH];
 #pragma GCC unroll 24
     for (int i = 0; i < ROWS * WIDTH; ++i) acc[i / WIDTH][i % WIDTH] = _mm512_setzero_ps();
@@ -128,14 +123,17 @@ void multiply_values(const ValuePass& pass) {
         for (int word = 0; word < WORDS; word += STEPS) {
 #pragma GCC unroll 4
             for (int step = 0; step < STEPS; ++step) {
-                __m512i values[WIDTH];
-#pragma GCC unroll 4
-                for (int i = 0; i < WIDTH; ++i)
-                    values[i] = _mm512_load_si512(from + (i / NARROW * WORDS * NARROW + i % NARROW) * LINE);
                 prefetch_ahead<WIDTH>(pass.ahead, (g * WORDS + word) / STEPS, step);
+#pragma GCC unroll 2
+                for (int term = 0; term < Type::TERMS; ++term) {
+                    __m512i values[WIDTH];
+#pragma GCC unroll 4
+                    for (int i = 0; i < WIDTH; ++i)
+                        values[i] = Type::term(from + (i / NARROW * WORDS * NARROW + i % NARROW) * LINE, term);
 #pragma GCC unroll 12
-                for (int r = 0; r < ROWS; ++r) multiply_add_row<Type>(acc[r], values, p[r * ROW_WORDS]);
-                ++p;
+                    for (int r = 0; r < ROWS; ++r) multiply_add_row<Type>(acc[r], values, p[r * ROW_WORDS]);
+                    ++p;
+                }
                 from += NARROW * LINE;
             }
         }
@@ -179,7 +177,7 @@ void attend_strip(const TileArgs& a, int first, int rows, const char* const (&ah
     const StripKernels kernels =
         with_constant<STRIP>(rows, [](auto count) { return kernels_for<Type, count.value>(); });
     alignas(64) float s[STRIP * TILE];
-    alignas(64) typename Type::Element p[STRIP * TILE];
+    alignas(64) typename Type::Operand::Element p[STRIP * TILE];
     StripParts parts;
     StripFold fold;
 
@@ -187,7 +185,7 @@ void attend_strip(const TileArgs& a, int first, int rows, const char* const (&ah
     const std::int64_t half = words * LINE;  // bytes of the keys of a granule, or of its values
     for (int g = 0; g < TILE_GRANULES; g += kernels.width) {
         KeyPass pass;
-        pass.queries = static_cast<const std::int32_t*>(a.operand) + first * words;
+        pass.queries = static_cast<const std::int32_t*>(a.operand) + first * words * Type::TERMS;
         for (int i = 0; i < kernels.width; ++i) pass.keys[i] = a.granules[g + i];
         for (int i = 0; i < TILE_GRANULES; ++i) pass.ahead[i] = a.granules[i] + half + half / TILE_GRANULES * g;
         pass.words = words;

@@ -61,11 +61,25 @@ void transpose_rows(const Row<Type>* rows, __mmask16 mask, std::int64_t words, s
     }
 }
 
-// The operand is [strips][words of a head][STRIP rows]; missing rows of a strip are not written.
+// The rows as operands: bfloat16 is widened if its words are multiplied in two terms.
+template <class Type, int STRIP>
+PENSTOCK_INLINE void transpose_operands(
+    const Row<Type> (&rows)[STRIP], int count, std::int64_t dim, std::int32_t* to) {
+    if constexpr (Type::TERMS == 1) {
+        transpose_rows(rows, first_rows(count), dim / Type::ELEMENTS, to, STRIP);
+    } else {
+        Row<F32Words> wide[STRIP];
+        for (int r = 0; r < count; ++r)
+            for (std::int64_t d = 0; d < dim; d += LANES) store(wide[r].element + d, load(rows[r].element + d));
+        transpose_rows(wide, first_rows(count), dim, to, STRIP);
+    }
+}
+
+// The operand is [strips][words of a head][TERMS][STRIP rows]; missing rows of a strip are not written.
 template <class Type, int STRIP>
 void pack_query_words(const QueryArgs& a) {
     const PenstockCache& cache = *a.cache;
-    const std::int64_t words = cache.padded_dim / Type::ELEMENTS;
+    const std::int64_t dim = cache.padded_dim, words = dim / Type::ELEMENTS * Type::TERMS;
     for (int first = 0; first < a.rows; first += STRIP) {
         const int count = a.rows - first < STRIP ? a.rows - first : STRIP;
         Row<Type> rows[STRIP];
@@ -73,7 +87,7 @@ void pack_query_words(const QueryArgs& a) {
             const std::int64_t head = query_head(a, a.first_row + first + r);
             convert_row(a.q, a.type, head * cache.head_dim, cache, rows[r].element);
         }
-        transpose_rows(rows, first_rows(count), words, static_cast<std::int32_t*>(a.operand) + first * words, STRIP);
+        transpose_operands(rows, count, dim, static_cast<std::int32_t*>(a.operand) + first * words);
     }
 }
 

@@ -1,8 +1,9 @@
 // The softmax of a tile with AVX-512. tile.inc.h includes it and has its contract.
 //
 // Maxima and sums are those of four rows together: reducing four registers to four numbers takes half the shuffles of
-// reducing each alone. The maxima of all rows come first, because an exponential waits for its row's. Multiplications
-// and additions are fused in the exponential, so its bits differ from those of other levels.
+// reducing each alone. The maxima of all rows come first, because an exponential waits for its row's. With BF16 (level
+// avx512) multiplications and additions are fused in the exponential and p is added up in the fastest order, so the bits
+// differ from those of other levels; without (level avx512f) they are those of softmax.inc.h.
 #pragma once
 
 namespace penstock {
@@ -55,6 +56,12 @@ PENSTOCK_INLINE __m128 reduce(const __m512 (&row)[ROW_GROUP]) {
     return Op::of(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
 }
 
+PENSTOCK_INLINE void store_row(float* p, const __m512 (&x)[TILE_LANES]) {
+    for (int i = 0; i < TILE_LANES; ++i) _mm512_storeu_ps(p + i * LANES, x[i]);
+}
+
+#if defined(__AVX512BF16__)
+
 // e^x as power * 2^n: within 1 ulp for n from -30, within 3 ulp for all normal numbers.
 struct Power {
     __m512 power, n;
@@ -82,14 +89,42 @@ PENSTOCK_INLINE __m512 probabilities(__m512 x, __mmask16 visible) {
     return _mm512_maskz_scalef_ps(seen, e.power, e.n);
 }
 
-PENSTOCK_INLINE void store_row(float* p, const __m512 (&x)[TILE_LANES]) {
-    for (int i = 0; i < TILE_LANES; ++i) _mm512_storeu_ps(p + i * LANES, x[i]);
-}
-
 PENSTOCK_INLINE void store_row(std::uint16_t* p, const __m512 (&x)[TILE_LANES]) {
     for (int i = 0; i < TILE_LANES; i += 2)
         _mm512_storeu_si512(p + i * LANES, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1], x[i]));
 }
+
+PENSTOCK_INLINE __m512 add_registers(const __m512 (&x)[TILE_LANES]) {
+    return _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
+}
+
+PENSTOCK_INLINE __m128 add_lanes(const __m512 (&row)[ROW_GROUP]) { return reduce<Sum>(row); }
+
+#else
+
+// The same by the exponential of other levels.
+PENSTOCK_INLINE __m512 probabilities(__m512 x, __mmask16 visible) {
+    F32x16 lanes;
+    lanes.part[0] = x;
+    return _mm512_maskz_mov_ps(visible, exp_to_zero(lanes).part[0]);
+}
+
+PENSTOCK_INLINE __m512 add_registers(const __m512 (&x)[TILE_LANES]) {
+    return _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), x[2]), x[3]);
+}
+
+// In the order of reduce_sum(): lane i with lane i + 8, then i + 4, i + 2, i + 1.
+PENSTOCK_INLINE __m128 add_lanes(const __m512 (&row)[ROW_GROUP]) {
+    __m128 quarter[ROW_GROUP];
+    for (int i = 0; i < ROW_GROUP; ++i) {
+        const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(row[i]), _mm512_extractf32x8_ps(row[i], 1));
+        quarter[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    }
+    _MM_TRANSPOSE4_PS(quarter[0], quarter[1], quarter[2], quarter[3]);
+    return _mm_add_ps(_mm_add_ps(quarter[0], quarter[2]), _mm_add_ps(quarter[1], quarter[3]));
+}
+
+#endif
 
 // What the exponentials of a strip need: the maximum score of each row, 0 for a row that sees nothing, and the sums of
 // four registers of p.
@@ -141,12 +176,12 @@ PENSTOCK_INLINE void softmax_rows(
             x[i] = probabilities(_mm512_sub_ps(scaled, shift), static_cast<__mmask16>(visible >> i * LANES));
         }
         store_row(p + r * TILE, x);
-        sums.total[r] = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
+        sums.total[r] = add_registers(x);
     }
     for (int begin = 0; begin < rows; begin += ROW_GROUP) {
         __m512 total[ROW_GROUP];
         for (int i = 0; i < ROW_GROUP; ++i) total[i] = sums.total[group_row(begin + i, rows)];
-        _mm_store_ps(parts.sum + begin, reduce<Sum>(total));
+        _mm_store_ps(parts.sum + begin, add_lanes(total));
     }
 }
 

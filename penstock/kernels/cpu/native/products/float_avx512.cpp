@@ -1,8 +1,9 @@
 // Products in bfloat16 and in float32 with AVX-512.
 //
-// Both walk K in words of four bytes: a pair of bfloat16 (vdpbf16ps adds the two products of a pair) or one float32.
-// A word of K of one panel is 32 of them, two registers; a tile of activations is [words of K][rows], so that the
-// kernel reads both from front to back. Rows and panels are template arguments: all sums stay in registers.
+// Both walk K in words of four bytes: a pair of bfloat16 or one float32. A word of K of one panel is 32 of them, two
+// registers; a tile of activations is [words of K][rows], so that the kernel reads both from front to back. Without
+// vdpbf16ps, which adds the two products of a pair, pairs are widened, and a tile is float32 [K][rows]. Rows and panels
+// are template arguments: all sums stay in registers.
 
 #include "avx512.inc.h"
 #include "products/leaves.inc.h"
@@ -11,7 +12,8 @@ namespace penstock {
 
 namespace {
 
-constexpr int TILE_ROWS = 12;                      // 12 rows x 2 registers of sums leave 8 for weights and operands
+// Rows x 2 registers of sums leave 8 for weights and operands, or 4 where widening pairs is worth more rows.
+constexpr int TILE_ROWS = Bf16Words::TERMS > 1 ? 14 : 12;
 constexpr int LANES = 16;                          // words per register
 constexpr std::int64_t WORD_BYTES = 4 * PANEL;     // one word of K of a panel
 constexpr std::int64_t AHEAD_BYTES = 8192;         // prefetch distance of a stream from memory, over all its panels
@@ -19,7 +21,7 @@ constexpr std::int64_t OPERANDS_AHEAD = 2048;      // that of operands, which ma
 constexpr std::int64_t BLOCK_BYTES = 128 << 10;    // of a panel, so that every tile finds it in the cache
 constexpr std::int64_t PASS_BYTES = 8 << 20;       // of operands; with 16 MiB an L3 of 32 MiB loses some of them
 
-// A leaf of the rows of x as words [padded / ELEMENTS][rows] at `tile`.
+// A leaf of the rows of x as words [padded / ELEMENTS][rows] at `tile`, of Type's operands.
 template <class Type>
 void pack_leaf(const OperandArgs& a, const LeafRange& leaf, std::int32_t* tile) {
     constexpr int STEP = LANES * Type::ELEMENTS;  // elements of K at a time
@@ -55,7 +57,7 @@ void pack(const OperandArgs& a) {
 
 // A piece of K of one tile and some panels: whole leaves, or a part of one. Sums are [rows][panels * 32].
 struct Piece {
-    const std::int32_t* operands;     // [words][rows]
+    const std::int32_t* operands;     // [words][TERMS][rows]
     const char* weights;              // of the first panel
     std::int64_t panel_bytes;         // per panel
     std::int64_t first, end;          // words
@@ -84,15 +86,15 @@ struct Sums {
     __m512 acc[COUNT];
 
     PENSTOCK_INLINE void clear() {
-#pragma GCC unroll 24
+#pragma GCC unroll 28
         for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_setzero_ps();
     }
     PENSTOCK_INLINE void load(const float* from, std::int64_t stride) {
-#pragma GCC unroll 24
+#pragma GCC unroll 28
         for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_load_ps(from + i / WIDTH * stride + i % WIDTH * LANES);
     }
     PENSTOCK_INLINE void store(float* to, std::int64_t stride) const {
-#pragma GCC unroll 24
+#pragma GCC unroll 28
         for (int i = 0; i < COUNT; ++i) _mm512_store_ps(to + i / WIDTH * stride + i % WIDTH * LANES, acc[i]);
     }
 
@@ -100,29 +102,35 @@ struct Sums {
     PENSTOCK_INLINE void add_tree(const Piece& piece, int leaf) {
         for (unsigned levels = levels_to_add(leaf, piece.leaves); levels != 0; levels &= levels - 1) {
             const float* earlier = piece.tree + __builtin_ctz(levels) * piece.tree_stride;
-#pragma GCC unroll 24
+#pragma GCC unroll 28
             for (int i = 0; i < COUNT; ++i) acc[i] = _mm512_add_ps(_mm512_load_ps(earlier + i * LANES), acc[i]);
         }
+    }
+
+    // Bytes to register j of a word of K.
+    static PENSTOCK_INLINE std::int64_t offset(const Piece& piece, int j) {
+        return j / 2 * piece.panel_bytes + j % 2 * 64;
     }
 
     // Add the products of one word of K. An operand is broadcast into a register once: as a memory operand of every
     // product it would be loaded for each, and a core that multiplies two vectors in a cycle also loads only two.
     PENSTOCK_INLINE void multiply_word(const Piece& piece, const std::int32_t* operands, const char* weights,
                                        const char* ahead) {
-        __m512i panel[WIDTH];
-        if constexpr (ROWS > 8)  // those of one or two smaller tiles stay in the L2
-            _mm_prefetch(reinterpret_cast<const char*>(operands) + OPERANDS_AHEAD, _MM_HINT_T0);
 #pragma GCC unroll 8
-        for (int j = 0; j < WIDTH; ++j) {
-            const std::int64_t offset = j / 2 * piece.panel_bytes + j % 2 * 64;
-            panel[j] = _mm512_load_si512(weights + offset);
-            _mm_prefetch(ahead + offset, _MM_HINT_T0);
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; ++r) {
-            const __m512i row = _mm512_set1_epi32(operands[r]);
+        for (int j = 0; j < WIDTH; ++j) _mm_prefetch(ahead + offset(piece, j), _MM_HINT_T0);
+#pragma GCC unroll 2
+        for (int term = 0; term < Type::TERMS; ++term) {
+            if constexpr (ROWS > 8)  // those of one or two smaller tiles stay in the L2
+                _mm_prefetch(reinterpret_cast<const char*>(operands + term * ROWS) + OPERANDS_AHEAD, _MM_HINT_T0);
+            __m512i panel[WIDTH];
 #pragma GCC unroll 8
-            for (int j = 0; j < WIDTH; ++j) Type::multiply_add(acc[r * WIDTH + j], panel[j], row);
+            for (int j = 0; j < WIDTH; ++j) panel[j] = Type::term(weights + offset(piece, j), term);
+#pragma GCC unroll 14
+            for (int r = 0; r < ROWS; ++r) {
+                const __m512i row = _mm512_set1_epi32(operands[term * ROWS + r]);
+#pragma GCC unroll 8
+                for (int j = 0; j < WIDTH; ++j) Type::multiply_add(acc[r * WIDTH + j], panel[j], row);
+            }
         }
     }
 };
@@ -142,7 +150,7 @@ void multiply_piece(const Piece& piece) {
         const std::int64_t end = leaf_end < piece.end ? leaf_end : piece.end;
         for (; word < end; ++word) {
             sums.multiply_word(piece, operands, weights, ahead);
-            operands += ROWS;
+            operands += Type::TERMS * ROWS;
             weights += WORD_BYTES;
             ahead += piece.ahead_step;
         }
@@ -207,7 +215,7 @@ void multiply(const MultiplyArgs& a) {
         piece.end = whole - piece.first <= block ? whole : piece.first + block;
         multiply_tiles(a, kernel, piece);
         piece.weights += (piece.end - piece.first) * WORD_BYTES;
-        piece.operands += (piece.end - piece.first) * a.rows;
+        piece.operands += (piece.end - piece.first) * Type::TERMS * a.rows;
         piece.continues = piece.end < whole;
         piece.first_leaf = piece.last_leaf + !piece.continues;
         piece.first = piece.end;
@@ -221,7 +229,8 @@ template <> ProductKernel product_kernel<THIS_LEVEL, KIND_F32>() {
 }
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
-    return {TILE_ROWS, max_panels, pack<Bf16Words>, multiply<Bf16Words>, true, true, PASS_BYTES};
+    return {TILE_ROWS, max_panels, pack<Bf16Words::Operand>, multiply<Bf16Words>, true, true, PASS_BYTES,
+            Bf16Words::TERMS > 1};
 }
 
 }  // namespace penstock

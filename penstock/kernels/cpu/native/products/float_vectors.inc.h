@@ -1,7 +1,8 @@
 // Products of float32 and bfloat16 weights in vectors of float32, for levels without bfloat16 arithmetic.
 //
-// A tile is [padded_k][rows] float32 or [padded_k / 2][rows][2] bfloat16. A bfloat16 pair is widened to two float32
-// values, and each output adds the even element of K first, then the odd one: one chain over ascending K.
+// A tile is [padded_k][rows] float32, for bfloat16 weights rounded to bfloat16: widened once, when it is packed. A pair of
+// weights is widened to two float32 values, and each output adds the even element of K first, then the odd one: one chain
+// over ascending K.
 #include "products/leaves.inc.h"
 
 #if defined(__AVX2__)
@@ -29,78 +30,67 @@ inline Vector multiply_add(Vector a, Vector b, Vector c) {
 
 constexpr int TILE_ROWS = 6;  // 6 rows x 2 vectors of columns: 12 of 16 registers hold sums
 constexpr int VECTORS = PANEL / LANES;
+constexpr int LINES = PANEL * 4 / 64;       // cache lines of a step through a panel
+constexpr std::int64_t AHEAD_BYTES = 2048;  // prefetch distance
 
-template <class From>
-void convert(From from, float* to) { *to = to_float(from); }
-template <class From>
-void convert(From from, std::uint16_t* to) { *to = to_bf16(from); }
-
-// The operand of one activation row: position `at` of padded K goes to tile[at / UNIT * rows * UNIT + at % UNIT].
-template <int UNIT, class From, class To>
-void pack_row(const PenstockWeight& weight, const From* x, int rows, To* tile) {
+// The operand of one activation row: position `at` of padded K goes to tile[at * rows].
+template <bool ROUNDS, class From>
+void pack_row(const PenstockWeight& weight, const From* x, int rows, float* tile) {
     each_leaf(weight, [=](const LeafRange& leaf) {
         for (std::int64_t i = 0; i < leaf.padded; ++i) {
-            const std::int64_t at = leaf.padded_first + i;
-            To* to = &tile[at / UNIT * rows * UNIT + at % UNIT];
-            if (i < leaf.count)
-                convert(x[leaf.first + i], to);
-            else
-                *to = 0;
+            float value = 0.0f;
+            if (i < leaf.count) value = ROUNDS ? to_float(to_bf16(x[leaf.first + i])) : to_float(x[leaf.first + i]);
+            tile[(leaf.padded_first + i) * rows] = value;
         }
     });
 }
 
-template <int UNIT, class From, class To>
-void pack_rows(const OperandArgs& args) {
-    for (int r = 0; r < args.rows; ++r)
-        pack_row<UNIT>(*args.weight, reinterpret_cast<const From*>(row_address(args, r, 0)), args.rows,
-                       static_cast<To*>(args.tile) + r * UNIT);
-}
-
-template <int UNIT, class To>
+template <bool ROUNDS>
 void pack(const OperandArgs& args) {
-    if (args.x_type == TYPE_F32) return pack_rows<UNIT, float, To>(args);
-    pack_rows<UNIT, std::uint16_t, To>(args);
+    for (int r = 0; r < args.rows; ++r) {
+        const char* x = row_address(args, r, 0);
+        float* tile = static_cast<float*>(args.tile) + r;
+        if (args.x_type == TYPE_F32)
+            pack_row<ROUNDS>(*args.weight, reinterpret_cast<const float*>(x), args.rows, tile);
+        else
+            pack_row<ROUNDS>(*args.weight, reinterpret_cast<const std::uint16_t*>(x), args.rows, tile);
+    }
 }
 
-// A step through K: `Element` is the part of a tile or panel for one row or column and one step.
-struct F32Step {
+// How weights are stored: an `Element` has UNIT elements of K of one column; term() is one of them, of a vector of
+// columns.
+struct F32Weights {
     using Element = float;
     static constexpr int UNIT = 1;
+    static Vector term(const float* from, int) { return *reinterpret_cast<const Vector*>(from); }
+};
 
-    template <int ROWS, int WIDTH>
-    static void add(const float* operands, const float* weights, Vector (&sums)[ROWS][WIDTH]) {
+struct Bf16Weights {
+    using Element = std::uint32_t;  // a pair, the even element of K in the low half
+    static constexpr int UNIT = 2;
+    static Vector term(const std::uint32_t* from, int i) {
+        const Words pairs = *reinterpret_cast<const Words*>(from);
+        return reinterpret_cast<Vector>(i == 0 ? pairs << 16 : pairs & 0xffff0000u);
+    }
+};
+
+// Add the products of UNIT elements of K. operands: [UNIT][ROWS].
+template <class Weights, int ROWS, int WIDTH>
+PENSTOCK_INLINE void add_products(
+    const float* operands, const typename Weights::Element* weights, Vector (&sums)[ROWS][WIDTH]) {
+#pragma GCC unroll 2
+    for (int i = 0; i < Weights::UNIT; ++i) {
         Vector columns[WIDTH];
-        for (int v = 0; v < WIDTH; ++v) columns[v] = reinterpret_cast<const Vector*>(weights)[v];
+#pragma GCC unroll 8
+        for (int v = 0; v < WIDTH; ++v) columns[v] = Weights::term(weights + v * LANES, i);
+#pragma GCC unroll 6
         for (int r = 0; r < ROWS; ++r) {
-            const Vector row = operands[r] - Vector{};  // in all lanes
+            const Vector row = operands[i * ROWS + r] - Vector{};  // in all lanes
+#pragma GCC unroll 8
             for (int v = 0; v < WIDTH; ++v) sums[r][v] = multiply_add(row, columns[v], sums[r][v]);
         }
     }
-};
-
-struct Bf16Step {
-    using Element = std::uint32_t;  // a pair, the even element of K in the low half
-    static constexpr int UNIT = 2;
-
-    static Vector even(Words pairs) { return reinterpret_cast<Vector>(pairs << 16); }
-    static Vector odd(Words pairs) { return reinterpret_cast<Vector>(pairs & 0xffff0000u); }
-
-    template <int ROWS, int WIDTH>
-    static void add(const std::uint32_t* operands, const std::uint32_t* weights, Vector (&sums)[ROWS][WIDTH]) {
-        Vector evens[WIDTH], odds[WIDTH];
-        for (int v = 0; v < WIDTH; ++v) {
-            const Words pairs = reinterpret_cast<const Words*>(weights)[v];
-            evens[v] = even(pairs);
-            odds[v] = odd(pairs);
-        }
-        for (int r = 0; r < ROWS; ++r) {
-            const Words pair = operands[r] + Words{};  // in all lanes
-            for (int v = 0; v < WIDTH; ++v) sums[r][v] = multiply_add(even(pair), evens[v], sums[r][v]);
-            for (int v = 0; v < WIDTH; ++v) sums[r][v] = multiply_add(odd(pair), odds[v], sums[r][v]);
-        }
-    }
-};
+}
 
 // The destination of the sums of one tile and one panel: `out`, or the tree until later leaves are done.
 struct Tree {
@@ -124,26 +114,34 @@ struct Tree {
     }
 };
 
-// One leaf of ROWS rows and one panel, WIDTH vectors of columns at a time.
-template <class Step, int ROWS, int WIDTH>
-void add_leaf(const MultiplyArgs& args, const void* tile, std::int64_t panel, int leaf, const Tree& tree) {
-    using Element = typename Step::Element;
+// One leaf of ROWS rows and one panel, WIDTH vectors of columns at a time. The first of them prefetches the panel, for the
+// first tile that reads it.
+template <class Weights, int ROWS, int WIDTH>
+void add_leaf(
+    const MultiplyArgs& args, const void* tile, std::int64_t panel, int leaf, const Tree& tree, bool first_tile) {
+    using Element = typename Weights::Element;
+    constexpr int UNIT = Weights::UNIT;
     const PenstockWeight& weight = *args.weight;
-    const std::int64_t begin = leaf > 0 ? weight.padded_leaf_ends[leaf - 1] / Step::UNIT : 0;
-    const std::int64_t end = weight.padded_leaf_ends[leaf] / Step::UNIT;
-    const Element* operands = static_cast<const Element*>(tile);
-    const Element* values = static_cast<const Element*>(weight.values) + panel * (weight.padded_k / Step::UNIT) * PANEL;
+    const std::int64_t begin = leaf > 0 ? weight.padded_leaf_ends[leaf - 1] / UNIT : 0;
+    const std::int64_t end = weight.padded_leaf_ends[leaf] / UNIT;
+    const float* operands = static_cast<const float*>(tile);
+    const Element* values = static_cast<const Element*>(weight.values) + panel * (weight.padded_k / UNIT) * PANEL;
     for (int first = 0; first < VECTORS; first += WIDTH) {
         Vector sums[ROWS][WIDTH] = {};
-        for (std::int64_t at = begin; at < end; ++at)
-            Step::template add<ROWS, WIDTH>(operands + at * ROWS, values + at * PANEL + first * LANES, sums);
+        const int lines = first == 0 && first_tile ? LINES : 0;
+        for (std::int64_t at = begin; at < end; ++at) {
+            const Element* here = values + at * PANEL;
+            for (int line = 0; line < lines; ++line)
+                __builtin_prefetch(reinterpret_cast<const char*>(here) + AHEAD_BYTES + line * 64);
+            add_products<Weights>(operands + at * UNIT * ROWS, here + first * LANES, sums);
+        }
         for (int r = 0; r < ROWS; ++r)
             for (int v = 0; v < WIDTH; ++v)
                 tree.add(sums[r][v], r * tree.row_stride + (first + v) * LANES, leaf, leaf + 1 == weight.leaves);
     }
 }
 
-template <class Step, int ROWS>
+template <class Weights, int ROWS>
 void multiply_rows(const MultiplyArgs& args) {
     // With few rows, more columns at a time give enough independent sums.
     constexpr int WIDTH = ROWS * VECTORS <= 12 ? VECTORS : ROWS <= 3 ? 4 : 2;
@@ -155,13 +153,13 @@ void multiply_rows(const MultiplyArgs& args) {
                 const Tree tree{args.tree + t * TREE_LEVELS * level_stride + panel * PANEL, level_stride,
                                 args.out + t * ROWS * row_stride + panel * PANEL, row_stride};
                 const void* tile = static_cast<const char*>(args.tile) + t * args.tile_stride;
-                add_leaf<Step, ROWS, WIDTH>(args, tile, args.first_panel + panel, leaf, tree);
+                add_leaf<Weights, ROWS, WIDTH>(args, tile, args.first_panel + panel, leaf, tree, t == 0);
             }
 }
 
-template <class Step>
+template <class Weights>
 void multiply(const MultiplyArgs& args) {
-    with_constant<TILE_ROWS>(args.rows, [&](auto rows) { multiply_rows<Step, rows.value>(args); });
+    with_constant<TILE_ROWS>(args.rows, [&](auto rows) { multiply_rows<Weights, rows.value>(args); });
 }
 
 int one_panel(int) { return 1; }
@@ -169,11 +167,13 @@ int one_panel(int) { return 1; }
 }  // namespace
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_F32>() {
-    return {TILE_ROWS, one_panel, pack<1, float>, multiply<F32Step>};
+    return {TILE_ROWS, one_panel, pack<false>, multiply<F32Weights>, false, true};
 }
 
 template <> ProductKernel product_kernel<THIS_LEVEL, KIND_BF16>() {
-    return {TILE_ROWS, one_panel, pack<2, std::uint16_t>, multiply<Bf16Step>};
+    ProductKernel kernel{TILE_ROWS, one_panel, pack<true>, multiply<Bf16Weights>, false, true};
+    kernel.wide = true;
+    return kernel;
 }
 
 }  // namespace penstock

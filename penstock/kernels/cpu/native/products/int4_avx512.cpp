@@ -1,4 +1,4 @@
-// Products with int4 weights in AVX-512: integer dot products (VNNI) or bfloat16 ones (BF16), a group at a time.
+// Products with int4 weights in AVX-512: integer dot products (VNNI), bfloat16 ones (BF16) or float32, a group at a time.
 //
 // Packed bytes are unpacked as little as possible: few rows stay memory-bound, and many rows need no unpacked copy. The
 // multiplications are inline assembly, because GCC 12 spills the accumulators of intrinsics.
@@ -69,7 +69,7 @@ inline __attribute__((always_inline)) void prefetch(const void* line) {
 
 inline void broadcast(__m512i& to, const std::int32_t& from) { asm("vpbroadcastd %1, %0" : "=v"(to) : "m"(from)); }
 
-inline void set_zero(__m512& to) { asm("vpxord %0, %0, %0" : "=v"(to)); }
+#include "products/int4_a16_avx512.inc.h"
 
 // Activations in int8, a tile [padded_k / 4][rows][4].
 //
@@ -149,88 +149,6 @@ struct Int8Rows {
     }
 };
 
-// Activations in bfloat16, a tile [padded_k / 4][2][rows][2]: of every four elements first 0 and 2, then 1 and 3.
-//
-// A word of packed values contains nibbles of two neighbouring elements, and a look-up in a table of bfloat16 uses only
-// the lowest one. So words, shifted by 0, 4, 8 and 12 bits, become elements 0 and 2 of the low and high columns, then
-// elements 1 and 3.
-struct Bf16Rows {
-    static constexpr int ELEMENT = 2;
-    static constexpr int SUMS = 1;
-    static constexpr int MAX_ROWS = TILE_ROWS;  // twice the work per group: totals in memory cost less than half tiles
-
-    using Words __attribute__((vector_size(64))) = std::uint16_t;
-
-    static void pack(const OperandArgs& args) {
-        alignas(64) std::uint16_t order[32];
-        for (int i = 0; i < 32; ++i) order[i] = static_cast<std::uint16_t>((i & ~3) | (i & 1) << 1 | (i >> 1 & 1));
-        const __m512i swap = _mm512_load_si512(order);
-        auto* tile = static_cast<std::uint32_t*>(args.tile);
-        pack_bf16(args, [=, &args](std::int64_t k, int row, const std::uint16_t* words) {
-            alignas(64) std::uint32_t pairs[K_UNIT / 2];
-            for (int i = 0; i < 2; ++i) {
-                const __m512i half = _mm512_load_si512(words + 32 * i);
-                _mm512_store_si512(pairs + 16 * i, _mm512_permutexvar_epi16(swap, half));
-            }
-            std::uint32_t* to = tile + k / 2 * args.rows + row;
-            for (int i = 0; i < K_UNIT / 2; ++i) to[i * args.rows] = pairs[i];
-        });
-    }
-
-    static inline void dot(__m512& sum, __m512i weights, __m512i pairs) {
-        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(pairs));
-    }
-
-    // bfloat16 of -8 .. 7, twice, so that the fifth bit of an index does not matter.
-    static inline __m512i weight_table() {
-        alignas(64) static constexpr std::uint16_t TABLE[32] = {
-            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
-            0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-            0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-        return _mm512_load_si512(TABLE);
-    }
-
-    template <int R, int P>
-    struct Sums {
-        __m512 low[P][R], high[P][R];
-
-        PENSTOCK_INLINE void start(const std::int32_t*, int) {
-#pragma GCC unroll 16
-            for (int p = 0; p < P; ++p)
-#pragma GCC unroll 16
-                for (int r = 0; r < R; ++r) {
-                    set_zero(low[p][r]);
-                    set_zero(high[p][r]);
-                }
-        }
-
-        PENSTOCK_INLINE void add_quad(int p, __m512i bytes, const std::int32_t* pairs, int rows) {
-            const __m512i table = weight_table();
-            const Words words = (Words)bytes;
-#pragma GCC unroll 2
-            for (int pair = 0; pair < 2; ++pair) {
-                const __m512i low_weights = _mm512_permutexvar_epi16((__m512i)(words >> 8 * pair), table);
-                const __m512i high_weights = _mm512_permutexvar_epi16((__m512i)(words >> (8 * pair + 4)), table);
-#pragma GCC unroll 16
-                for (int r = 0; r < R; ++r) {
-                    const __m512i x = _mm512_set1_epi32(pairs[pair * rows + r]);
-                    dot(low[p][r], low_weights, x);
-                    dot(high[p][r], high_weights, x);
-                }
-            }
-        }
-
-        template <class Totals>
-        PENSTOCK_INLINE void add_to(Totals& totals, int p, Floats low_scale, Floats high_scale) const {
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                totals.add(p, r, 0, (Floats)low[p][r] * low_scale);
-                totals.add(p, r, 1, (Floats)high[p][r] * high_scale);
-            }
-        }
-    };
-};
-
 // R of ROWS operand rows, from `row` on, times P panels.
 template <class Rows, int ROWS, int R, int P>
 void multiply_rows(const Groups& g, int row, int part) {
@@ -294,7 +212,7 @@ void multiply(const MultiplyArgs& a) {
 
 template <class Rows>
 ProductKernel kernel() {
-    return {TILE_ROWS, panels_at_once, Rows::pack, multiply<Rows>, false, false, INTEGER_PASS_BYTES};
+    return {TILE_ROWS, panels_at_once, Rows::pack, multiply<Rows>, false, false, INTEGER_PASS_BYTES, Rows::ELEMENT == 4};
 }
 
 }  // namespace

@@ -240,7 +240,7 @@ std::int64_t rows_per_pass(const Context& context, const PenstockWeight& weight,
 }  // namespace
 
 std::int64_t operand_bytes(const PenstockWeight& weight, const ProductKernel& kernel) {
-    return kernel.tile_rows * weight.padded_k * ELEMENT_BYTES[weight.kind];
+    return kernel.tile_rows * weight.padded_k * (kernel.wide ? 4 : ELEMENT_BYTES[weight.kind]);
 }
 
 std::int64_t result_columns(const PenstockWeight& weight) { return weight.gated != 0 ? weight.n / 2 : weight.n; }

@@ -76,6 +76,7 @@ struct ProductKernel {
     bool even_tiles = false;              // a tile of fewer rows takes less time, so all get about as many
     std::int64_t pass_bytes = 16 << 20;   // operand tiles per pass over the weight: read again for every panel, they
                                           // should stay in the L3
+    bool wide = false;                    // operands of bfloat16 are stored as float32
 };
 
 // Bytes of the operands of one full tile, on any level.

@@ -155,7 +155,8 @@ inline void quantize_chunk(const Element* x, float factor, std::int8_t* slices, 
     for (int s = 0; s < SLICES; ++s) {
         const __m512i bytes = to_bytes(values[s]);
         _mm512_store_si512(slices + s * CHUNK, bytes);
-        sums[s] = (Ints)_mm512_dpbusd_epi32((__m512i)sums[s], _mm512_set1_epi8(1), bytes);
+        // In assembly, because the level avx512f is compiled without VNNI.
+        __asm__("vpdpbusd %2, %1, %0" : "+v"(sums[s]) : "v"(_mm512_set1_epi8(1)), "v"(bytes));
     }
 }
 
