@@ -97,14 +97,14 @@ def build_engine(
     ops = _load_ops(config, model_config)
     free = UNLIMITED if takes_over else free_memory_bytes()
     config, memory = _plan_memory(config, model_config, ops, free) if groups is None else (config, None)
-    numerics, scheduler = config.numerics, config.scheduler
+    numerics = config.numerics
     model = load_model(
         weights,
         model_config,
         ops,
         numerics.load_format,
         scheme=numerics.scheme,
-        max_model_len=scheduler.max_model_len,
+        max_model_len=config.scheduler.max_model_len,
         head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
         free_memory=free_memory_bytes,
     )
@@ -112,11 +112,20 @@ def build_engine(
     runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
+    engine = _make_engine(config, model_config, runner, plan.groups)
+    info = _with_memory(_model_info(config, model_config, plan, weights), memory)
+    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops)
+
+
+def _make_engine(
+    config: EngineConfig, model_config: ModelConfig, runner: ModelRunner, groups: list[CacheGroup]
+) -> Engine:
+    scheduler = config.scheduler
     if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
         raise EngineError("the engine needs a resolved config")
-    engine = Engine(
+    return Engine(
         LocalExecutor(runner),
-        plan.groups,
+        groups,
         max_model_len=scheduler.max_model_len,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
@@ -124,8 +133,6 @@ def build_engine(
         eos_token_ids=model_config.eos_token_ids,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
-    info = _with_memory(_model_info(config, model_config, plan, weights), memory)
-    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops)
 
 
 def _read_kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:

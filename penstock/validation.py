@@ -7,9 +7,11 @@ names and ranges stand beside the fields.
 import reprlib
 from collections.abc import Sequence
 from dataclasses import field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.errors import InvalidRequestError
+
+Options = TypeVar("Options")
 
 MAX_SHOWN = 80  # characters of a wrong value that an error shows
 
@@ -119,6 +121,12 @@ def option(default: Any, allowed: Any, help: str) -> Any:
         help: the help text of the command line; "(default: ...)" is appended unless the default is None.
     """
     return field(default=default, metadata={"allowed": allowed, "help": help})
+
+
+def take_options(kind: type[Options], options: dict[str, Any]) -> Options:
+    """Remove the fields of a dataclass from options, and return the dataclass made of them."""
+    names = [item.name for item in fields(kind) if item.name in options]  # type: ignore[arg-type]  # a dataclass
+    return kind(**{name: options.pop(name) for name in names})
 
 
 def check_options(config: Any) -> None:

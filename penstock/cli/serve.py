@@ -6,9 +6,16 @@ import time
 
 from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options, parse_size
 
-RECORD_OPTIONS = ("flight_recorder", "record_dir", "record_text")
+CLIENT_OPTIONS = (  # of AsyncLLM, beside the engine's
+    "standby",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "max_queue_wait",
+    "flight_recorder",
+    "record_dir",
+    "record_text",
+)
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
-LIMITS = ("max_queued_requests", "max_queued_tokens", "max_queue_wait")
 DESCRIPTION = "Serve a model over the OpenAI API. SIGTERM lets open requests finish."
 EXAMPLES = """examples:
   penstock serve                                        the demo model on http://127.0.0.1:8000
@@ -80,10 +87,8 @@ def run(args: argparse.Namespace) -> int:
         api_key_file=args.api_key_file,
         **times,
     )
-    limits = {name: getattr(args, name) for name in LIMITS if hasattr(args, name)}
-    records = {name: getattr(args, name) for name in RECORD_OPTIONS if hasattr(args, name)}
-    # The engine loads while the server's own imports run.
-    llm = AsyncLLM(**engine_options(args), **limits, **records, standby=args.standby)
+    client = {name: getattr(args, name) for name in CLIENT_OPTIONS if hasattr(args, name)}
+    llm = AsyncLLM(**engine_options(args), **client)  # the engine loads while the server's own imports run
     from penstock.server import serve
 
     return serve.run(llm, options)

@@ -32,28 +32,28 @@ class RecordOptions:
     """What the flight recorder keeps.
 
     Attributes:
-        num_bytes: memory for the last minutes; 0 turns it off.
-        directory: where bundles are written when an engine dies or a request fails; None writes none.
-        text: whether these hold the token ids of prompts and answers, without which nothing can be computed again.
+        flight_recorder: bytes of memory for the last minutes; 0 turns it off.
+        record_dir: where bundles are written when an engine dies or a request fails; None writes none.
+        record_text: whether these hold the token ids of prompts and answers; without, nothing can be computed again.
     """
 
-    num_bytes: int = DEFAULT_BYTES
-    directory: str | None = None
-    text: bool = True
+    flight_recorder: int = DEFAULT_BYTES
+    record_dir: str | None = None
+    record_text: bool = True
 
     def __post_init__(self) -> None:
-        check_int("flight_recorder", self.num_bytes, 0, MAX_BYTES)
-        if 0 < self.num_bytes < MIN_BYTES:
-            check_int("flight_recorder", self.num_bytes, MIN_BYTES, MAX_BYTES)
-        check_str("record_dir", self.directory, optional=True)
-        check_bool("record_text", self.text)
-        if self.directory is not None and not self.num_bytes:
+        check_int("flight_recorder", self.flight_recorder, 0, MAX_BYTES)
+        if 0 < self.flight_recorder < MIN_BYTES:
+            check_int("flight_recorder", self.flight_recorder, MIN_BYTES, MAX_BYTES)
+        check_str("record_dir", self.record_dir, optional=True)
+        check_bool("record_text", self.record_text)
+        if self.record_dir is not None and not self.flight_recorder:
             raise InvalidRequestError(
                 "record_dir: the flight recorder is off (flight_recorder = 0)", param="record_dir"
             )
-        if self.directory is not None and not (os.path.isdir(self.directory) and os.access(self.directory, os.W_OK)):
+        if self.record_dir is not None and not (os.path.isdir(self.record_dir) and os.access(self.record_dir, os.W_OK)):
             raise InvalidRequestError(
-                f"record_dir: {self.directory!r} is not a directory that can be written to", param="record_dir"
+                f"record_dir: {self.record_dir!r} is not a directory that can be written to", param="record_dir"
             )
 
 
@@ -70,7 +70,7 @@ class RecordKeeper:
 
     def __init__(self, options: RecordOptions) -> None:
         self._options = options
-        self._ring = Ring.create(options.num_bytes) if options.num_bytes else None
+        self._ring = Ring.create(options.flight_recorder) if options.flight_recorder else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flight recorder")
         self._last_error = -ERRORS_APART_S
         self._asked: Future[SavedRecord] | None = None  # for the last one
@@ -83,13 +83,13 @@ class RecordKeeper:
 
     def engine_died(self, why: str) -> None:
         """Write a bundle of what the engine did last."""
-        if self._ring is not None and self._options.directory is not None:
+        if self._ring is not None and self._options.record_dir is not None:
             self._submit(self._ring, f"the engine process died ({why})")
 
     def request_failed(self, request_id: str) -> None:
         """Write a bundle, unless a failed request was the cause of one in the last minute."""
         now = time.monotonic()
-        if self._ring is None or self._options.directory is None or now - self._last_error < ERRORS_APART_S:
+        if self._ring is None or self._options.record_dir is None or now - self._last_error < ERRORS_APART_S:
             return
         self._last_error = now
         self._submit(self._ring, f"request {request_id} failed")  # the error is in the record, if that has text
@@ -128,7 +128,7 @@ class RecordKeeper:
         """Make a bundle, write it if there is a directory, and return it. shareable: whether the caller wants its
         bytes."""
         bundle = make_bundle(ring.read(), reason)
-        directory, with_text, file = self._options.directory, self._options.text, None
+        directory, with_text, file = self._options.record_dir, self._options.record_text, None
         hidden = pack(without_text(bundle.decoded())) if shareable or not with_text else b""
         if directory is not None:
             file = self._write(Path(directory), pack(bundle) if with_text else hidden)

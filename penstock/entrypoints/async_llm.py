@@ -6,7 +6,7 @@ from penstock import validation as check
 from penstock.client.admission import AdmissionLimits
 from penstock.client.isolation import IsolatedTokenizer
 from penstock.client.process import ProcessClient
-from penstock.client.records import DEFAULT_BYTES, RecordOptions
+from penstock.client.records import RecordOptions
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.errors import NotSupportedError
@@ -14,14 +14,11 @@ from penstock.tokenizer.tokenizer import Tokenizer
 
 
 class AsyncLLM(ProcessClient):
-    """A model for asyncio programs. Takes the options of EngineConfig.from_options, as `LLM` does.
+    """A model for asyncio programs.
 
         async with AsyncLLM(model="demo") as llm:
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
                 print(output.outputs[0].text)
-
-    `max_queued_requests`, `max_queued_tokens` and `max_queue_wait` bound what may wait (client/admission.py); a request
-    beyond is refused with EngineOverloadedError.
 
     The engine process starts at once; the first `generate` waits for it. If it dies, a new one starts, and goes on
     with the open requests where they were. Implements client.engine_client.EngineClient.
@@ -29,9 +26,8 @@ class AsyncLLM(ProcessClient):
     Args:
         standby: keep a second engine process loaded, which takes over at once. Mapped weights (of a converted or packed
             model) are shared; others are in memory twice.
-        flight_recorder: bytes of memory for what the engine did in its last minutes; 0 for none.
-        record_dir: a directory for records of these minutes, when an engine dies or a request fails.
-        record_text: whether these records hold the token ids of prompts and answers.
+        options: of EngineConfig.from_options; of AdmissionLimits (client/admission.py), which bound what may wait, and
+            beyond which a request is refused with EngineOverloadedError; and of RecordOptions (client/records.py).
 
     Raises:
         InvalidRequestError: an option is unknown or wrong.
@@ -45,12 +41,6 @@ class AsyncLLM(ProcessClient):
         *,
         tokenizer: Tokenizer | str | Any = None,
         standby: bool = False,
-        max_queued_requests: int = AdmissionLimits.max_queued_requests,
-        max_queued_tokens: int = AdmissionLimits.max_queued_tokens,
-        max_queue_wait: float | None = None,
-        flight_recorder: int = DEFAULT_BYTES,
-        record_dir: str | None = None,
-        record_text: bool = True,
         **options: Any,
     ) -> None:
         if not isinstance(model, str):
@@ -60,12 +50,9 @@ class AsyncLLM(ProcessClient):
                 param="model",
             )
         check.check_bool("standby", standby)
-        limits = AdmissionLimits(
-            max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens, max_queue_wait=max_queue_wait
-        )
+        limits, record = check.take_options(AdmissionLimits, options), check.take_options(RecordOptions, options)
         config = EngineConfig.from_options(model=model, **options)
         found = choose_tokenizer(tokenizer, model, isolated=True)
-        record = RecordOptions(flight_recorder, record_dir, record_text)
         seed = config.numerics.seed
         super().__init__({"model": model, **options}, found, seed=seed, limits=limits, record=record, standby=standby)
         if isinstance(found, IsolatedTokenizer):

@@ -192,9 +192,9 @@ def _on_other_tokens(bundle, executor, report, num_blocks):
 
 def test_options_are_checked(tmp_path):
     wrong: dict[str, dict] = {
-        "flight_recorder": {"num_bytes": 5},
-        "record_dir": {"directory": str(tmp_path / "missing")},
-        "record_text": {"text": "yes"},
+        "flight_recorder": {"flight_recorder": 5},
+        "record_dir": {"record_dir": str(tmp_path / "missing")},
+        "record_text": {"record_text": "yes"},
     }
     for name, case in wrong.items():
         with pytest.raises(InvalidRequestError) as caught:
@@ -216,7 +216,7 @@ def test_the_recorder_can_be_off():
 def test_files_are_few(left, tmp_path, monkeypatch):
     """Guards against a directory that fills up with records of an engine that dies again and again."""
     monkeypatch.setattr(keeper, "MAX_FILES", 3)
-    made = RecordKeeper(RecordOptions(directory=str(tmp_path)))
+    made = RecordKeeper(RecordOptions(record_dir=str(tmp_path)))
     (tmp_path / "mine").touch()
     segment = Segment(1, [msgspec.msgpack.encode(unpack(left[1]).records[0])])
     monkeypatch.setattr(made._ring, "read", lambda: [segment])
