@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find penstock/kernels/cpu/native -type f)
 SOURCES := penstock tests tools examples benchmarks
 
-.PHONY: demo test check format readme matrix structure docs bench compare clean sanitize
+.PHONY: demo test check format readme prove matrix structure docs bench compare clean sanitize
 
 demo: $(VENV)/.installed
 	@$(BIN)/python -m penstock.cli.demo
@@ -25,6 +25,10 @@ format: $(VENV)/.installed-test
 
 readme: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.refresh_readme
+
+# make prove [MODEL=DIR] [MINUTES=N]: the promises of docs/guarantees.md, at the length that README.md's table has
+prove: $(VENV)/.installed
+	@$(BIN)/penstock prove $(or $(MODEL),demo) --minutes $(or $(MINUTES),240) --json prove.json
 
 matrix: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.support_matrix

@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written(
 ) -> None:
     """Guards against an hour of packing that ends with a full disk or a killed process."""
     target = tmp_path / "target"
-    with pytest.raises(ModelLoadError, match=r"largest parameter need .*only 0\.0 MiB are free"):
+    with pytest.raises(ModelLoadError, match=r"largest layer need .*only 0\.0 MiB are free"):
         convert(source, target, free_memory=lambda: 1000)
     with pytest.raises(InvalidRequestError, match=r"MiB free; the weights need") as caught, Destination(target) as made:
         made.require(2**60)
@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written(
     command = [sys.executable, "-c", FULL, "convert", str(source), str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "largest parameter need" in done.stderr
+    assert "largest layer need" in done.stderr
     assert not target.exists()
     asked = []
     monkeypatch.setattr(Destination, "require", lambda self, num_bytes: asked.append(num_bytes))

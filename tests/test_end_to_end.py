@@ -144,7 +144,7 @@ def test_stop_strings_are_never_shown(client):
         (lambda c: c.chat.completions.create(model="tiny", messages=[]), openai.BadRequestError),
         (lambda c: c.chat.completions.create(model="tiny", messages=CHAT, temperature=9e9), openai.BadRequestError),
         (lambda c: c.embeddings.create(model="tiny", input="x"), openai.NotFoundError),
-        (lambda c: c.responses.create(model="tiny", input="x"), openai.NotFoundError),
+        (lambda c: c.responses.retrieve("resp_0"), openai.NotFoundError),
     ],
 )
 def test_errors_are_what_the_client_expects(client, call, error):

@@ -102,7 +102,7 @@ class Engine:
 
         Raises:
             EngineError: MAX_FAILED_STEPS steps in a row failed as a whole.
-            MemoryError: a step found no memory; the requests are as before it, and another engine may go on with them.
+            MemoryError: a step found no memory. The requests are as before it: this engine, or another one, may go on.
         """
         outputs, self._early_outputs = self._early_outputs, []
         if not self.scheduler.has_work:
@@ -116,6 +116,8 @@ class Engine:
         try:
             results = self.executor.collect(self.executor.submit(plan)).results
         except MemoryError:  # no request's fault, and what this process would do next needs memory too
+            self._early_outputs = outputs
+            self.scheduler.isolate(plan)
             raise
         except Exception as error:  # must not reach the other requests
             self._num_steps += 1

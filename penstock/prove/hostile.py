@@ -26,6 +26,7 @@ from penstock.prove.proof import Trials
 from penstock.prove.scripted import ScriptedServer
 from penstock.prove.servers import serve
 from penstock.server.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
+from penstock.server.responses_input import ResponseRequest
 from penstock.server.unsupported import UNSUPPORTED
 
 KINDS: dict[str, type[Strict]] = {
@@ -33,6 +34,7 @@ KINDS: dict[str, type[Strict]] = {
     "/v1/chat/completions": ChatRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/responses": ResponseRequest,
 }
 JSON_HEADER = ((b"content-type", b"application/json"),)
 FINE = (200, 400, 404, 405, 408, 413, 414, 415, 422, 429, 431)
@@ -53,7 +55,8 @@ class BodyMaker:
         """Return a path and a body for it."""
         path = self._mutator.random.choice(tuple(KINDS))
         if self._mutator.random.random() < 0.3:  # near a body that computes something
-            value = self._mutator.nearly({**BODIES[path], "max_tokens": 2}, self._names[path])
+            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            value = self._mutator.nearly({**BODIES[path], limit: 2}, self._names[path])
             return path, self._mutator.json(value)
         return path, self._mutator.input(self._types[path], self._mutator.json, self._names[path])
 

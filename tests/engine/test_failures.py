@@ -64,17 +64,38 @@ def test_a_request_that_breaks_its_steps_fails_alone(poisonous: set[str], after:
 
 @pytest.mark.parametrize("failing", range(1, 14))
 def test_a_step_that_fails_once_costs_nobody_anything(failing: int) -> None:
-    """Guards against an error of the moment (no memory, say) that ends requests which had nothing to do with it."""
+    """Guards against an error of the moment that ends requests which had nothing to do with it."""
     engine = make_engine(max_num_batched_tokens=40, max_num_seqs=5)
 
     def fail(step: SchedulerOutput) -> set[str]:
         if len(scripted(engine).steps) == failing:
-            raise MemoryError
+            raise OSError("of the moment")
         return set()
 
     scripted(engine).fail = fail
     ask_all(engine)
     check_all(run(engine))
+
+
+def test_a_step_without_memory_leaves_its_requests_as_they_were() -> None:
+    """Guards against requests that end, or lose a token, for a lack of memory that is not theirs: whoever steps the
+    engine hears of it, and may step it again."""
+    engine = make_engine(max_num_batched_tokens=40, max_num_seqs=5)
+
+    def fail(step: SchedulerOutput) -> set[str]:
+        if len(scripted(engine).steps) == 3:
+            raise MemoryError
+        return set()
+
+    scripted(engine).fail = fail
+    ask_all(engine)
+    outputs = [output for _ in range(2) for output in engine.step()]
+    with pytest.raises(MemoryError):
+        engine.step()
+    found = run(engine)
+    for output in reversed(outputs):
+        found.setdefault(output.request_id, []).insert(0, output)
+    check_all(found)
 
 
 def test_aborting_the_one_that_is_tried_goes_on_with_the_next() -> None:

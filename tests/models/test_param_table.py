@@ -61,7 +61,7 @@ fingerprint(Path({str(directory)!r}))
         ("a.weight: {shape: [hidden], leaves: 3}", "leaves"),
         ("a.weight: {shape: [hidden], when: sunny}", "when"),
         ("a.weight: {shape: [hidden], tied_to: 3}", "tied_to"),
-        ("a.weight: {shape: [hidden]}\na.weight: {shape: [vocab]}", "duplicate key a.weight"),
+        ("a.weight: {shape: [hidden]}\na.weight: {shape: [vocab]}", "duplicate key 'a.weight'"),
         ("ignore: a", "ignore"),
         ("- a", "map"),
         ("a: [", "YAML"),

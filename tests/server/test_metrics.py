@@ -62,7 +62,7 @@ def test_status_is_exact() -> None:
     assert status["engine"] == engine
     assert (status["running"], status["waiting"]) == (0, 0)
     assert status["kv_blocks"] == {"total": 8, "free": 7, "cached": 3}
-    assert status["journal"] == {"requests": 0, "tokens": 5}
+    assert status["journal"] == {"requests": 0, "tokens": 5, "file": None}
 
 
 def test_gone_clients_are_counted_as_499() -> None:

@@ -28,6 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1]},
+    "/v1/responses": {"input": "Hi"},
 }
 ERROR_FIELDS = {"message", "type", "param", "code"}
 # What no answer may show: the key, where the server lies, and how it is written.
