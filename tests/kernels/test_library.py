@@ -18,8 +18,9 @@ from tests.kernels.packed import levels
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
-    """The library is looked for again, and again after the test."""
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The library is looked for again, and again after the test; no other build of it is asked for."""
+    monkeypatch.delenv(library.LIBRARY_VARIABLE, raising=False)
     library._find_library.cache_clear()
     yield
     library._find_library.cache_clear()
