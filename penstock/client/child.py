@@ -1,19 +1,15 @@
 """EngineChild: one engine process and the connection to it. Knows frames, but no request and no restart."""
 
 import asyncio
-import os
 import socket
-import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from penstock.client import frames
+from penstock.client.spawn import spawn
 
 EXIT_WAIT_S = 5.0  # for the process to end by itself once the connection is closed
 STDERR = 2  # output of the engine process joins our messages on stderr; stdout belongs to the user
-PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class EngineChild:
@@ -26,11 +22,10 @@ class EngineChild:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        # -P keeps the current directory off the path: a queue.py there must not become the engine's.
-        command = [sys.executable, "-P", "-m", "penstock.client.engine_main", str(os.getpid()), str(theirs.fileno())]
+        words = [str(theirs.fileno())]
         inherited = [theirs.fileno()] if start.ring is None else [theirs.fileno(), start.ring]
         try:
-            self._process = _starter().submit(_run, command, inherited).result()
+            self._process = spawn("penstock.client.engine_process", words, inherited=inherited, stdout=STDERR)
         except OSError:
             self._sock.close()
             raise
@@ -103,26 +98,3 @@ class EngineChild:
                 self.kill()
             await asyncio.sleep(0.005)
         return code
-
-
-_starters: dict[int, ThreadPoolExecutor] = {}  # by process id: a process that was forked needs a thread of its own
-
-
-def _starter() -> ThreadPoolExecutor:
-    """Return the thread that starts engine processes, and lives as long as this process: they die with the thread that
-    started them, and a user's may end early."""
-    return _starters.setdefault(os.getpid(), ThreadPoolExecutor(1, thread_name_prefix="starter of engines"))
-
-
-def _run(command: list[str], inherited: list[int]) -> "subprocess.Popen[bytes]":
-    """Start a process that inherits these file descriptors."""
-    return subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, stdout=STDERR, env=environment())
-
-
-def environment() -> dict[str, str]:
-    """Return our environment, with PYTHONPATH set where the package is not installed (a checkout)."""
-    installed = any(os.path.basename(part) in ("site-packages", "dist-packages") for part in PACKAGE_ROOT.split(os.sep))
-    if installed:
-        return dict(os.environ)
-    known = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": PACKAGE_ROOT if not known else f"{PACKAGE_ROOT}{os.pathsep}{known}"}

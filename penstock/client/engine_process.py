@@ -1,4 +1,4 @@
-"""The engine process: build an engine, then serve it. Started by client/child.py, through client/engine_main.py, with
+"""The engine process: build an engine, then serve it. Started by client/child.py, through client/child_main.py, with
 one end of a socket pair.
 
     reader thread: frames -> inbox; at the end of the connection the process exits at once, whatever it is doing,
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.client import frames
-from penstock.client.engine_main import EXIT_CLIENT_GONE
+from penstock.client.child_main import EXIT_CLIENT_GONE
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats

@@ -11,7 +11,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -143,7 +142,3 @@ def main(argv: list[str]) -> int:
             body = _encoded(reply)
         sock.sendall(frames.with_header(body))
     return 0
-
-
-if __name__ == "__main__":
-    os._exit(main(sys.argv[1:]))

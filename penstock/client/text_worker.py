@@ -8,7 +8,6 @@ import logging
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 
 from penstock.client import frames
-from penstock.client.child import environment
+from penstock.client.spawn import spawn
 from penstock.client.text_process import LOAD_CPU_S, Call, Reply, unpack_reply
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, RequestFailedError
 
@@ -129,16 +128,9 @@ class _Child:
     def __init__(self, folder: Path) -> None:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.loaded = False
-        name = "penstock.client.text_process"
-        command = [sys.executable, "-P", "-m", name, str(theirs.fileno()), str(folder.absolute())]
+        words, inherited = [str(theirs.fileno()), str(folder.absolute())], [theirs.fileno()]
         try:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=environment(),
-            )
+            self._process = spawn("penstock.client.text_process", words, inherited=inherited, stdout=subprocess.DEVNULL)
         except OSError:
             self._sock.close()
             raise

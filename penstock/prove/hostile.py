@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -39,6 +40,7 @@ KINDS: dict[str, type[Strict]] = {
 JSON_HEADER = ((b"content-type", b"application/json"),)
 FINE = (200, 400, 404, 405, 408, 413, 414, 415, 422, 429, 431)
 PER_ROUND, AT_ONCE, THREADS = 400, 16, 4
+BACKGROUND_S = 60.0  # in which a response that nobody waits for ends
 WIRE_S = 10.0  # a damaged request that is never complete is left after this
 MAX_GROWTH = 64 << 20  # of this process, over all inputs after the first round
 
@@ -201,20 +203,34 @@ class GeneratedInput:
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
         with _reporting(trials):
-            left = server.client.leftovers()
+            left = await _left(server)
             if left is not None:
                 trials.wrong(f"after a round of requests: {left}")
 
 
+async def _left(server: ScriptedServer) -> str | None:
+    """Return what is held although nobody waits for it, once responses in the background have ended."""
+    deadline = time.monotonic() + BACKGROUND_S
+    while (left := server.client.leftovers()) is not None and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return left
+
+
 def _not_json(status: int, body: bytes) -> str | None:
     """Return what is wrong with the answer to a right request: JSON, or a stream that ends as it should."""
-    if status != 200 or body.endswith(b"data: [DONE]\n\n"):
+    if status != 200 or body.endswith(b"data: [DONE]\n\n") or _ends_as_a_response(body):
         return None
     try:
         msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return f"the answer is not JSON: {error}"
     return None
+
+
+def _ends_as_a_response(body: bytes) -> bool:
+    """Return whether these are the events of /v1/responses, of which the last one tells how it ended."""
+    last = body.rstrip(b"\n").rpartition(b"\n\n")[2]
+    return last.startswith((b"event: response.completed\n", b"event: response.incomplete\n"))
 
 
 @contextlib.contextmanager

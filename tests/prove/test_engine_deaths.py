@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from penstock.client import engine_main
+from penstock.client import child_main
 from penstock.client.open_requests import OpenRequests
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.kernels.cpu.library import load_library
@@ -87,9 +87,9 @@ def test_every_way_of_reading_gives_the_same_answer_and_shows_what_changed():
 def test_an_engine_whose_client_ended_before_it_began_ends_at_once(monkeypatch):
     """Guards against an orphan of a client that died in the instant of the start: no signal would come any more."""
     ended = []
-    monkeypatch.setattr(engine_main.os, "getppid", lambda: 1)
-    monkeypatch.setattr(engine_main.os, "_exit", ended.append)
-    monkeypatch.setattr(engine_main.ctypes, "CDLL", lambda name: parent_deaths)  # prctl would be this process's own
+    monkeypatch.setattr(child_main.os, "getppid", lambda: 1)
+    monkeypatch.setattr(child_main.os, "_exit", ended.append)
+    monkeypatch.setattr(child_main.ctypes, "CDLL", lambda name: parent_deaths)  # prctl would be this process's own
     monkeypatch.setattr(parent_deaths, "prctl", lambda *arguments: 0, raising=False)
-    engine_main.die_with(4321)
-    assert ended == [engine_main.EXIT_CLIENT_GONE]
+    child_main.die_with(4321)
+    assert ended == [child_main.EXIT_CLIENT_GONE]

@@ -1,0 +1,43 @@
+"""Starts the child processes of a client: engines, and what tokenises. Each dies with the client (child_main.py)."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_starters: dict[int, ThreadPoolExecutor] = {}  # by process id: a process that was forked needs a thread of its own
+
+
+def spawn(module: str, words: Sequence[str], *, inherited: Sequence[int], stdout: int) -> "subprocess.Popen[bytes]":
+    """Run `module.main(words)` in a new process. Raise OSError if none can be started.
+
+    Args:
+        inherited: file descriptors that the process shares.
+        stdout: where its standard output goes; that belongs to the user's program.
+    """
+    # -P keeps the current directory off the path: a queue.py there must not become the child's.
+    command = [sys.executable, "-P", "-m", "penstock.client.child_main", str(os.getpid()), module, *words]
+
+    def run() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            command, pass_fds=inherited, stdin=subprocess.DEVNULL, stdout=stdout, env=_environment()
+        )
+
+    return _starter().submit(run).result()
+
+
+def _starter() -> ThreadPoolExecutor:
+    """Return the thread that starts processes, and lives as long as this one: they die with the thread that started
+    them, and a user's may end early."""
+    return _starters.setdefault(os.getpid(), ThreadPoolExecutor(1, thread_name_prefix="starter of processes"))
+
+
+def _environment() -> dict[str, str]:
+    """Return our environment, with PYTHONPATH set where the package is not installed (a checkout)."""
+    installed = any(os.path.basename(part) in ("site-packages", "dist-packages") for part in PACKAGE_ROOT.split(os.sep))
+    if installed:
+        return dict(os.environ)
+    known = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": PACKAGE_ROOT if not known else f"{PACKAGE_ROOT}{os.pathsep}{known}"}
