@@ -25,6 +25,7 @@ MARK = "PENSTOCK_PROOF"  # environment variable
 ALLOWED_S = 1.0
 START_S = 1.5  # in which a server that starts is killed
 SHARE_WITH_STANDBY = 0.3
+FIRST_LINES_S = 0.2  # from the import of ctypes to the call that ties a child to its parent, on a busy machine
 PATIENCE_S = 120.0  # for what is left to end after all, so that the proof leaves nothing behind
 LONG_STREAM = {"prompt": [1, 2, 3], "max_tokens": 10**6, "ignore_eos": True, "temperature": 0}
 
@@ -99,9 +100,11 @@ class Owner:
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_ours(pid)]
 
     def stop_engines(self) -> None:
-        for pid in self.processes():
-            if pid != self._process.pid:
-                send_signal(pid, signal.SIGSTOP)
+        """Stop what the server has started, but for processes whose first lines have not run (docs/guarantees.md)."""
+        tied = [pid for pid in self.processes() if pid != self._process.pid and _is_past_first_lines(pid)]
+        time.sleep(FIRST_LINES_S)
+        for pid in tied:
+            send_signal(pid, signal.SIGSTOP)
 
     def kill(self) -> float:
         """Kill the server; return the seconds until none of its processes was left."""
@@ -117,6 +120,13 @@ class Owner:
         with suppress(OSError):  # it has ended, or is somebody else's
             return self._mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return False
+
+
+def _is_past_first_lines(pid: int) -> bool:
+    """Return whether a child has imported ctypes, by which its next line ties it to its parent (child_main.py)."""
+    with suppress(OSError):
+        return "_ctypes" in Path(f"/proc/{pid}/maps").read_text()
+    return False
 
 
 def _starting(owner: Owner, trials: Trials) -> None:
