@@ -53,7 +53,7 @@ def test_a_token_that_is_lost_with_the_engine_is_noticed(monkeypatch):
 
     monkeypatch.setattr(OpenRequests, "resumed", forgetful)
     monkeypatch.setattr(engine_deaths, "WAYS", {"SIGKILL": 1})
-    outcome = outcome_of(EngineDeaths(), goal=1)
+    outcome = outcome_of(EngineDeaths(), goal=4)  # one kill may come where no stream is in its middle
     assert outcome.num_wrong > 0
     assert "undisturbed" in outcome.wrong[0]
 
