@@ -79,7 +79,7 @@ def test_torch_is_not_planned() -> None:
 @pytest.mark.skipif(not levels(), reason="no native library")
 def test_the_engine_follows_the_plan() -> None:
     """Guards against a plan that the engine does not follow."""
-    built = build_engine(EngineConfig.from_options(memory=2**30, max_num_seqs=2))
+    built = build_engine(EngineConfig.from_options(memory=2**33, max_num_seqs=2))
     assert built.info.memory["cache"] == built.cache_bytes
     assert built.info.choices_made["memory"].startswith(f"{sum(built.info.memory.values()) / MIB:.1f} MiB: runtime")
 
