@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from penstock import validation as check
 from penstock.prove.engine_deaths import EngineDeaths, StandbyDeaths
 from penstock.prove.faults import Faults
+from penstock.prove.full_disks import FullDisks
 from penstock.prove.hostile import GeneratedInput, HostileRequests
 from penstock.prove.hostile_files import HostileFiles
 from penstock.prove.long_run import LongRun
@@ -25,6 +26,7 @@ PROOFS: tuple[Proof, ...] = (
     ServerDeaths(),
     ParentDeaths(),
     Faults(),
+    FullDisks(),
     Drains(),
     HostileRequests(),
     GeneratedInput(),
