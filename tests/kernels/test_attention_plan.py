@@ -35,6 +35,7 @@ from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockCache, l
 SMALL = AttentionShape(4, 2, 16, "float32")
 LLAMA = AttentionShape(32, 8, 128, "bfloat16")
 ONE_HEAD = AttentionShape(8, 1, 128, "bfloat16")
+ITEM_SIGHT = [ROW_BEGIN, ROW_END, SPAN_BEGIN, SPAN_END]
 
 
 @dataclass
@@ -60,20 +61,20 @@ class Step:
             self.block_table[row, : tokens // self.block_size] = self.block_table[row - 1, : tokens // self.block_size]
         for row, length in enumerate(self.seq_lens):
             self.block_table[row, -(-length // self.block_size) :] = -1
+        sequences = enumerate(self.lengths)
+        self.tokens = [(row, cached + new) for row, (cached, count) in sequences for new in range(count)]
+        self._visible: dict[int, set[int]] = {}
 
     def plan(self) -> AttentionPlan:
         planner = Planner(self.shape, self.block_size, self.window, self.sinks, self.cores)
         return planner.plan(self.query_start_loc, self.seq_lens, self.block_table)
 
-    def position(self, token: int) -> tuple[int, int]:
-        """Sequence and position of a new token."""
-        sequence = int(np.searchsorted(self.query_start_loc, token, side="right")) - 1
-        return sequence, self.lengths[sequence][0] + token - int(self.query_start_loc[sequence])
-
     def visible_tiles(self, position: int) -> set[int]:
-        low = 0 if self.window is None else max(0, position - self.window + 1)
-        tiles = set(range(low // TILE, position // TILE + 1))
-        return tiles | set(range(-(-min(self.sinks, position + 1) // TILE))) if self.window is not None else tiles
+        if position not in self._visible:
+            low = 0 if self.window is None else max(0, position - self.window + 1)
+            sinks = 0 if self.window is None else min(self.sinks, position + 1)
+            self._visible[position] = {*range(low // TILE, position // TILE + 1), *range(-(-sinks // TILE))}
+        return self._visible[position]
 
 
 def item_tiles(item: np.ndarray) -> list[int]:
@@ -108,32 +109,38 @@ def check_coverage(step: Step, plan: AttentionPlan) -> None:
     found = results(step, plan)
     rows = int(step.query_start_loc[-1]) * step.shape.group
     assert set(found) == set(itertools.product(range(step.shape.num_kv_heads), range(rows)))
-    used = set()
+    alike: dict[tuple[int, ...], set[int]] = {}  # tokens by the items that make their rows
     for (_, row), items in found.items():
-        sequence, position = step.position(row // step.shape.group)
+        alike.setdefault(tuple(items), set()).add(row // step.shape.group)
+    for items, tokens in alike.items():
         tiles = [tile for index in items for tile in item_tiles(plan.items[index])]
         assert tiles == sorted(set(tiles)), "spans do not ascend, or one comes twice"
-        assert step.visible_tiles(position) <= set(tiles)
-        used.update(items)
-        for index in set(items):
-            other = plan.items[index][SEQUENCE]
-            if other != sequence:  # a shared prefix
-                end = plan.items[index][SPAN_END] * SPAN
-                blocks = slice(plan.items[index][SPAN_BEGIN] * SPAN // step.block_size, -(-end // step.block_size))
-                assert end <= min(step.lengths[sequence][0], step.lengths[other][0])
-                assert (step.block_table[sequence, blocks] == step.block_table[other, blocks]).all()
-                assert (step.block_table[other, blocks] >= 0).all()
+        assert set().union(*(step.visible_tiles(step.tokens[token][1]) for token in tokens)) <= set(tiles)
+        for sequence, index in itertools.product({step.tokens[token][0] for token in tokens}, items):
+            check_owner(step, sequence, plan.items[index])
+    used = set(itertools.chain(*alike))
     assert used == set(range(len(plan.items))), "an item that nobody needs"
+
+
+def check_owner(step: Step, sequence: int, item: np.ndarray) -> None:
+    """An item for a sequence is its own, or is over blocks that are cached and that both have."""
+    other = item[SEQUENCE]
+    if other != sequence:
+        end = item[SPAN_END] * SPAN
+        blocks = slice(item[SPAN_BEGIN] * SPAN // step.block_size, -(-end // step.block_size))
+        assert end <= min(step.lengths[sequence][0], step.lengths[other][0])
+        assert (step.block_table[sequence, blocks] == step.block_table[other, blocks]).all()
+        assert (step.block_table[other, blocks] >= 0).all()
 
 
 def check_items_see(step: Step, plan: AttentionPlan) -> None:
     """No item's spans begin or end where none of its rows sees anything."""
-    for item in plan.items:
-        tokens = range(item[ROW_BEGIN] // step.shape.group, (item[ROW_END] - 1) // step.shape.group + 1)
-        seen = set().union(*(step.visible_tiles(step.position(token)[1]) for token in tokens))
-        spans = {tile // SPAN_TILES for tile in seen}
-        assert item[SPAN_BEGIN] in spans
-        assert item[SPAN_END] - 1 in spans
+    group = step.shape.group
+    for begin, end, span_begin, span_end in set(map(tuple, plan.items[:, ITEM_SIGHT].tolist())):  # of all heads
+        tokens = step.tokens[begin // group : (end - 1) // group + 1]
+        spans = {tile // SPAN_TILES for tile in set().union(*(step.visible_tiles(at) for _, at in tokens))}
+        assert span_begin in spans
+        assert span_end - 1 in spans
 
 
 def check_memory(plan: AttentionPlan) -> None:
@@ -175,8 +182,7 @@ def check(step: Step) -> AttentionPlan:
     check_memory(plan)
     check_budget(step.shape, plan)
     check_cores(step, plan)
-    positions = [step.position(token)[1] for token in range(step.query_start_loc[-1])]
-    assert plan.positions.tolist() == positions
+    assert plan.positions.tolist() == [position for _, position in step.tokens]
     return plan
 
 
