@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(shell find penstock/kernels/cpu/native -type f)
 SOURCES := penstock tests tools examples benchmarks
 
+# The tests start Python some hundred times: what is not kept compiled is compiled anew by each of them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check format readme prove matrix structure docs bench compare clean sanitize
 
 demo: $(VENV)/.installed

@@ -38,6 +38,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ class Row:
     fields: Mapping[str, Any] = field(compare=False)  # as the file holds them, in the order of FIELDS
 
 
+@lru_cache(maxsize=16)  # planner, loader and fingerprint read the same text, and YAML takes longer than all the rest
 def read_table(text: str, where: str) -> tuple[tuple[Row, ...], tuple[str, ...], str]:
     """Return the rows, `ignore` and `prefix` of a table; see ParamTable.from_text."""
     entries = read_yaml(text, where)
