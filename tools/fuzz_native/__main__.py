@@ -4,10 +4,14 @@ import sys
 import time
 
 from penstock.kernels.cpu.library import LEVELS, load_library
-from tools.fuzz_native import attention, context, products, rows, sampling
+from tools.fuzz_native import attention, caches, context, products, rows, sampling
 from tools.fuzz_native.target import Fuzz
 
-TARGETS = rows.TARGETS | products.TARGETS | attention.TARGETS | sampling.TARGETS | context.TARGETS
+TARGETS = {
+    name: target
+    for part in (rows, products, caches, attention, sampling, context)
+    for name, target in part.TARGETS.items()
+}
 
 
 def main(calls: int, names: tuple[str, ...] = tuple(TARGETS)) -> None:

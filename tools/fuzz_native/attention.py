@@ -1,111 +1,19 @@
-"""Targets of attention and its cache: stored keys and values, windows, biases, shared prefixes, plans."""
+"""Targets of attention: caches of each kind, windows, biases, shared prefixes, plans, and steps that are refused."""
 
 import ctypes
 
 import numpy as np
 
-from penstock.kernels.cpu.attention import CpuKVCache, NativeParams
-from penstock.kernels.cpu.library import LEVELS, PenstockAttentionStep, PenstockCache
+from penstock.kernels.cpu.attention import NativeParams
+from penstock.kernels.cpu.library import LEVELS, PenstockAttentionStep
 from penstock.kernels.cpu.program import fill_step
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVScales
-from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8, INT32, INT64, Array, ArrayType
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads
+from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8, INT32, INT64, Array
+from tools.fuzz_native.caches import Paged
 from tools.fuzz_native.target import OK, OUT_OF_RANGE, TYPES, Fuzz, same_bits
 
-STORED = {FLOAT32: 0.0, BFLOAT16: 2**-8, INT8: 2**-6}  # error of a stored value, of about the largest of its head
 ATTENDED = {FLOAT32: 2e-5, BFLOAT16: 0.03, INT8: 0.03}  # error of a result with the stored values
 SPAN = 2048  # neighbouring sequences share prefixes of whole spans
-
-
-class Paged:
-    """A cache in guarded memory in which nobody has written (every float is NaN), and sequences with random blocks.
-
-    Attributes:
-        slots: of every position of each sequence; leading blocks may be those of the sequence before.
-    """
-
-    def __init__(self, fuzz: Fuzz, lengths: list[int], shared: int = 0) -> None:
-        self.fuzz, self.lengths, choice = fuzz, lengths, fuzz.random.choice
-        kv_heads, self.dtype = choice((1, 2)), fuzz.dtype()
-        self.heads = Heads(kv_heads * choice((1, 3, 8)), kv_heads, choice((2, 8, 30, 32, 34, 64, 130)))
-        kind, block_size = choice((FLOAT32, BFLOAT16, INT8)), choice((16, 48))
-        columns = [-(-length // block_size) for length in lengths]
-        same = shared // block_size
-        blocks = fuzz.numbers.permutation(sum(columns) + 1).astype(INT32)
-        self.table = np.full((len(lengths), max([1, *columns])), -1, dtype=INT32)
-        for row, count in enumerate(columns):
-            self.table[row, :count] = blocks[sum(columns[:row]) :][:count]
-            if row and same:
-                self.table[row, :same] = self.table[row - 1, :same]
-        scales = _channel_scales(fuzz, kv_heads, self.heads.head_dim) if kind is INT8 and fuzz.chance(0.4) else None
-        slices = choice((2, 3)) if kind is INT8 else 0
-        spec = CacheSpec(len(blocks), block_size, kv_heads, self.heads.head_dim, kind, slices, scales)
-        self.cache = CpuKVCache(spec)
-        memory = fuzz.array(np.full(self.cache.num_bytes, 0xFF, dtype=np.uint8))
-        PenstockCache.from_address(self.cache.address).memory = memory.address
-
-    @property
-    def kind(self) -> ArrayType:
-        kind: ArrayType = self.cache.spec.dtype
-        return kind
-
-    def slots(self, row: int, start: int, end: int) -> Array:
-        at, size = np.arange(start, end), self.cache.spec.block_size
-        found: Array = self.table[row].astype(INT64)[at // size] * size + at % size
-        return found
-
-    def random(self, tokens: int, heads: int) -> Array:
-        return self.fuzz.normal(tokens, heads, self.heads.head_dim, dtype=self.dtype).values
-
-    def store(self, k: Array, v: Array, slots: Array, expected: int = OK) -> None:
-        given = self.fuzz.array(k), self.fuzz.array(v), TYPES[self.dtype], self.fuzz.array(slots)
-        self.fuzz.call("cache_store", self.cache.address, *given, len(slots), expected=expected)
-
-    def load(self, slots: Array, expected: int = OK) -> tuple[Array, Array]:
-        shape = len(slots), self.heads.num_kv_heads, self.heads.head_dim
-        k, v = self.fuzz.out(shape), self.fuzz.out(shape)
-        self.fuzz.call("cache_load", self.cache.address, self.fuzz.array(slots), len(slots), k, v, expected=expected)
-        return k.values, v.values
-
-
-def _channel_scales(fuzz: Fuzz, kv_heads: int, head_dim: int) -> KVScales:
-    shape = kv_heads, head_dim
-    scales = (fuzz.numbers.uniform(0.03, 0.04, shape).astype(FLOAT32) for _ in range(2))
-    offsets = (fuzz.numbers.uniform(-3, 3, shape).astype(FLOAT32) for _ in range(2))
-    return KVScales(next(scales), next(offsets), next(scales), next(offsets))
-
-
-def cache_store(fuzz: Fuzz) -> None:
-    """Store some tokens of a sequence, skip others, and read all of them back; slots beyond the cache are refused."""
-    length = fuzz.size(1, 129)
-    paged = Paged(fuzz, [length])
-    k, v = (paged.random(length, paged.heads.num_kv_heads) for _ in range(2))
-    slots, end = paged.slots(0, 0, length), paged.cache.spec.num_blocks * paged.cache.spec.block_size
-    stored = fuzz.numbers.random(length) < 0.7
-    given = np.where(stored, slots, fuzz.random.choice((-1, -(2**63))))
-    if fuzz.chance(0.2):
-        given[fuzz.random.randrange(length)] = fuzz.random.choice((end, 2**62))
-        paged.store(k, v, given, OUT_OF_RANGE)
-        return
-    paged.store(k, v, given)
-    for found, right in zip(paged.load(slots[stored]), (k[stored], v[stored]), strict=True):
-        right = right.astype(np.float64)
-        largest = np.abs(right).max(axis=2, keepdims=True, initial=0) + (1 if paged.cache.spec.scales else 0)
-        wrong = np.abs(found - right) > STORED[paged.kind] * largest
-        if paged.cache.spec.scales is not None:  # what is outside of a channel's range is clipped
-            wrong &= np.abs(right) < 3
-        assert not wrong.any(), f"cache_load: {found[wrong][:3]} where {right[wrong][:3]} was stored"
-
-
-def cache_load(fuzz: Fuzz) -> None:
-    """Read slots that are negative or outside: refused; and no slots at all."""
-    paged = Paged(fuzz, [33])
-    end = paged.cache.spec.num_blocks * paged.cache.spec.block_size
-    slots = paged.slots(0, 0, 33)[: fuzz.size(0, 33)]
-    if not len(slots):
-        paged.load(slots)
-        return
-    slots[fuzz.random.randrange(len(slots))] = fuzz.random.choice((-1, -(2**63), end, 2**62))
-    paged.load(slots, OUT_OF_RANGE)
 
 
 def attend(fuzz: Fuzz) -> None:
@@ -115,25 +23,23 @@ def attend(fuzz: Fuzz) -> None:
     lengths = [prefix + fuzz.size(1, 129) for _ in range(count)]
     new = [fuzz.random.choice((1, 1, fuzz.random.randint(1, length - prefix))) for length in lengths]
     paged = Paged(fuzz, lengths, prefix)
-    parts = [
-        [paged.random(length, heads) for length in lengths]
-        for heads in (paged.heads.num_heads,) + (paged.heads.num_kv_heads,) * 2
-    ]
+    counts = paged.heads.num_heads, paged.heads.num_kv_heads, paged.heads.num_kv_heads
+    parts = [[paged.random(length, heads) for length in lengths] for heads in counts]  # queries, keys, values
     for row in range(1, count if prefix else 0):
         for part in parts[1:]:
             part[row][:prefix] = part[row - 1][:prefix]
     for row, length in enumerate(lengths):
         cached = length - new[row]
         paged.store(parts[1][row][:cached], parts[2][row][:cached], paged.slots(row, 0, cached))
-    params, window, sinks = _params(fuzz, paged.heads), fuzz.random.choice((None, None, 1, 17, 100)), 0
+    params, window = _params(fuzz, paged.heads), fuzz.random.choice((None, None, 1, 17, 100))
     sinks = fuzz.random.choice((0, 4)) if window else 0
     queries = [part[length - number :] for part, length, number in zip(parts[0], lengths, new, strict=True)]
     alone = fuzz.random.randrange(count) if count else None
 
-    def step(chosen: list[int], expected: int = OK) -> Array:
+    def step(chosen: list[int]) -> Array:
         meta = _metadata(paged, chosen, new, window, sinks)
         given = [[part[row][lengths[row] - new[row] :] for row in chosen] for part in parts]
-        return _attend(paged, meta, params, given, expected)
+        return _attend(paged, meta, params, given)
 
     if alone is not None:
         found = step([alone])
@@ -161,9 +67,7 @@ def _metadata(paged: Paged, chosen: list[int], new: list[int], window: int | Non
     return AttentionMetadata(*guarded, paged.cache.spec.block_size, window, sinks)
 
 
-def _attend(
-    paged: Paged, meta: AttentionMetadata, params: AttentionParams, given: list[list[Array]], expected: int
-) -> Array:
+def _attend(paged: Paged, meta: AttentionMetadata, params: AttentionParams, given: list[list[Array]]) -> Array:
     """Plan and attend, with memory reserved or not: [T, heads, D]."""
     fuzz, heads, tokens = paged.fuzz, paged.heads, len(meta.slot_mapping)
     planned = paged.cache.plan(meta, heads, paged.dtype, LEVELS[fuzz.level], fuzz.threads)
@@ -178,7 +82,7 @@ def _attend(
         fuzz.call("attention_reserve", planned.plan.workspace_bytes, planned.plan.scratch_bytes)
     fuzz.call(
         "attend", ctypes.addressof(step), paged.cache.address, native.address, *inputs, TYPES[paged.dtype],
-        heads.num_heads, out, fuzz.random.choice((lse, None)), expected=expected,
+        heads.num_heads, out, fuzz.random.choice((lse, None)),
     )  # fmt: skip
     return out.values
 
@@ -255,5 +159,4 @@ def attend_or_refuse(fuzz: Fuzz) -> None:
 
 TARGETS = {
     "attend": attend_or_refuse, "attention_reserve": attention_bytes, "attention_bytes": attention_bytes,
-    "cache_store": cache_store, "cache_load": cache_load,
 }  # fmt: skip
