@@ -66,7 +66,7 @@ SANITIZER = LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CX
 sanitize: $(VENV)/.installed-test
 	@cmake -S . -B build/sanitize -DPENSTOCK_SANITIZE=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
 	@cmake --build build/sanitize --parallel 2 | tail -1
-	@$(SANITIZER) $(BIN)/python tools/fuzz_native.py $(FUZZ)
+	@$(SANITIZER) $(BIN)/python -m tools.fuzz_native $(FUZZ)
 	@$(SANITIZER) $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_native_rows.py \
 		tests/kernels/test_native_linear.py tests/kernels/test_native_pack.py tests/kernels/test_native_attend.py \
 		tests/kernels/test_native_sampler.py tests/kernels/test_native_experts.py tests/kernels/test_native_int8.py \

@@ -1,0 +1,163 @@
+"""Targets of the operations on rows, of the router and of logits."""
+
+import numpy as np
+
+from penstock.kernels.tensors import INT64, UINT8, Array
+from tools.fuzz_native.target import PRECISION, TYPES, Fuzz, same_bits
+
+EPS = 1e-5
+
+
+def rms_norm(fuzz: Fuzz) -> None:
+    _norm(fuzz, "rms_norm", adds=False, centred=False)
+
+
+def add_rms_norm(fuzz: Fuzz) -> None:
+    _norm(fuzz, "add_rms_norm", adds=True, centred=False)
+
+
+def layer_norm(fuzz: Fuzz) -> None:
+    _norm(fuzz, "layer_norm", adds=False, centred=True)
+
+
+def add_layer_norm(fuzz: Fuzz) -> None:
+    _norm(fuzz, "add_layer_norm", adds=True, centred=True)
+
+
+def _norm(fuzz: Fuzz, name: str, *, adds: bool, centred: bool) -> None:
+    rows, n, dtype = fuzz.rows(), fuzz.size(1), fuzz.dtype()
+    x, h, weight, bias = fuzz.floats(rows, n).values, fuzz.normal(rows, n).values, fuzz.normal(n), None
+    if centred and fuzz.chance(0.5):
+        bias = fuzz.normal(n)
+
+    def compute(chosen: Array) -> Array:
+        inputs = [fuzz.array(x[chosen])] + ([fuzz.array(h[chosen])] if adds else [])
+        out = fuzz.out((len(chosen), n), dtype)
+        biases = [bias] if centred else []
+        fuzz.call(name, *inputs, weight, *biases, EPS, len(chosen), n, out, TYPES[dtype])
+        return out.values
+
+    found = fuzz.same_alone(compute, rows)
+    with np.errstate(all="ignore"):
+        total = (x + h if adds else x).astype(np.float64)
+        total = total - total.mean(axis=1, keepdims=True) if centred else total
+        expected = total / np.sqrt((total**2).mean(axis=1, keepdims=True) + EPS) * weight.values
+        expected = expected if bias is None else expected + bias.values
+        moderate = np.abs(x).max(axis=1, initial=0) < 1e15  # squares of larger numbers are infinite in float32
+    fuzz.close_to(found[moderate], expected[moderate], 4 * PRECISION[dtype])
+
+
+def add(fuzz: Fuzz) -> None:
+    x, h = (fuzz.floats(fuzz.size(), fuzz.rows()) for _ in range(2))
+    count = min(x.values.size, h.values.size)
+    with np.errstate(all="ignore"):
+        expected = x.values.reshape(-1)[:count] + h.values.reshape(-1)[:count]
+    fuzz.call("add", x, h, count)
+    same_bits(x.values.reshape(-1)[:count], expected)
+
+
+def round_(fuzz: Fuzz) -> None:
+    count, dtype = fuzz.size() * fuzz.rows(), fuzz.dtype()
+    x, out = fuzz.floats(count), fuzz.out((count,), dtype)
+    fuzz.call("round", x, count, out, TYPES[dtype])
+    with np.errstate(all="ignore"):
+        same_bits(out.values, x.values.astype(dtype))
+
+
+def softcap(fuzz: Fuzz) -> None:
+    x, cap = fuzz.floats(fuzz.size() * fuzz.rows()), 30.0
+    expected = cap * np.tanh(x.values.astype(np.float64) / cap)
+    fuzz.call("softcap", x, cap, x.values.size)
+    fuzz.close_to(x.values, expected)
+
+
+def embedding(fuzz: Fuzz) -> None:
+    rows, n, table_rows, dtype = fuzz.rows(), fuzz.size(1, 129), fuzz.size(1, 129), fuzz.dtype()
+    (ids, expected), table = fuzz.ids(rows, limit=table_rows), fuzz.floats(table_rows, n, dtype=dtype)
+    out = fuzz.out((rows, n))
+    fuzz.call("embedding", ids, table, TYPES[dtype], table_rows, rows, n, 2.0, out, expected=expected)
+    with np.errstate(all="ignore"):
+        if not expected:
+            same_bits(out.values, table.values[ids.values].astype(np.float32) * np.float32(2))
+    if expected:
+        same_bits(out.values, np.zeros((rows, n)))  # refused before anything is written
+
+
+def rotary_qkv(fuzz: Fuzz) -> None:
+    rows, kv_heads, head_dim = fuzz.rows(), fuzz.random.choice((1, 2)), 2 * fuzz.random.randint(1, 40)
+    heads, dtype = kv_heads * fuzz.random.choice((1, 3)), fuzz.dtype()
+    positions, rotary = fuzz.size(1), 2 * fuzz.random.randint(1, head_dim // 2)
+    norms = fuzz.random.choice(((0, 0), (head_dim, head_dim), (heads * head_dim, kv_heads * head_dim)))
+    qkv = fuzz.floats(rows, (heads + 2 * kv_heads) * head_dim).values
+    (at, expected), cos_sin = fuzz.ids(rows, limit=positions), fuzz.normal(positions, rotary)
+    cos_sin = fuzz.random.choice((cos_sin, None))
+    weights = [item for size in norms for item in (fuzz.normal(size) if size else None, size)]
+    if cos_sin is None:
+        expected = 0  # without a rotation a position is not looked up
+
+    def compute(chosen: Array) -> Array:
+        outs = [fuzz.out((len(chosen), count * head_dim), dtype) for count in (heads, kv_heads, kv_heads)]
+        fuzz.call(
+            "rotary_qkv", fuzz.array(qkv[chosen]), fuzz.array(at.values[chosen]), cos_sin, positions, rotary,
+            len(chosen), heads, kv_heads, head_dim, *weights, 1e-6, *outs, TYPES[dtype], expected=expected,
+        )  # fmt: skip
+        return np.concatenate([out.values for out in outs], axis=1)
+
+    if expected:
+        compute(np.arange(rows))
+        return
+    found = fuzz.same_alone(compute, rows)
+    values = qkv[:, (heads + kv_heads) * head_dim :]
+    fuzz.close_to(found[:, (heads + kv_heads) * head_dim :], values.astype(np.float64), PRECISION[dtype])
+
+
+def route(fuzz: Fuzz) -> None:
+    rows, experts = fuzz.rows(), fuzz.random.choice((1, 2, 3, 8, 60, 64))
+    top_k, renormalize = fuzz.random.randint(1, min(experts, 8)), fuzz.chance(0.5)
+    logits = fuzz.floats(rows, experts)
+    ids, weights = fuzz.out((rows, top_k), INT64), fuzz.out((rows, top_k))
+    fuzz.call("route", logits, rows, experts, top_k, int(renormalize), ids, weights)
+    for row in range(rows):
+        assert len({*ids.values[row].tolist()}) == top_k, "route: an expert is chosen twice"
+        assert ((ids.values[row] >= 0) & (ids.values[row] < experts)).all(), "route: no such expert"
+        scores = logits.values[row].astype(np.float64)
+        if not (np.abs(scores) < 80).all():  # probabilities of zero are equal, whatever their logits
+            continue
+        assert np.array_equal(ids.values[row], np.argsort(-scores, kind="stable")[:top_k]), "route: not the largest"
+        shares = np.exp(scores - scores.max())[ids.values[row]]
+        shares /= shares.sum() if renormalize else np.exp(scores - scores.max()).sum()
+        fuzz.close_to(weights.values[row], shares)
+
+
+def log_softmax(fuzz: Fuzz) -> None:
+    rows, vocab = fuzz.rows(), fuzz.size(1)
+    logits = fuzz.floats(rows, vocab).values
+
+    def compute(chosen: Array) -> Array:
+        given = fuzz.array(logits[chosen])
+        out = given if fuzz.chance(0.5) else fuzz.out((len(chosen), vocab))
+        fuzz.call("log_softmax", given, len(chosen), vocab, out)
+        return out.values
+
+    found = fuzz.same_alone(compute, rows)
+    moderate = (np.abs(logits) < 1e4).all(axis=1)
+    x = logits[moderate].astype(np.float64)
+    fuzz.close_to(found[moderate], x - np.log(np.exp(x).sum(axis=1, keepdims=True)), 1e-5)
+
+
+def finite_rows(fuzz: Fuzz) -> None:
+    rows, vocab = fuzz.rows(), fuzz.size(1)
+    logits, out = fuzz.floats(rows, vocab), fuzz.out((rows,), UINT8)
+    if rows and fuzz.chance(0.2):
+        logits.values[0] = -np.inf
+    fuzz.call("finite_rows", logits, rows, vocab, out)
+    x = logits.values
+    right = ~np.isnan(x).any(axis=1) & ~(x == np.inf).any(axis=1) & (x > -np.inf).any(axis=1)
+    assert np.array_equal(out.values, right.astype(np.uint8)), f"finite_rows: {out.values} where {right} is right"
+
+
+TARGETS = {
+    "rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "layer_norm": layer_norm, "add_layer_norm": add_layer_norm,
+    "add": add, "round": round_, "softcap": softcap, "embedding": embedding, "rotary_qkv": rotary_qkv, "route": route,
+    "log_softmax": log_softmax, "finite_rows": finite_rows,
+}  # fmt: skip
