@@ -177,7 +177,8 @@ def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) ->
     """Return the request with the tokens that its choices have got before, one list per choice; none: as it is.
 
     Raises:
-        InvalidRequestError: the lists do not fit the choices, or log-probabilities are requested: they are not kept.
+        InvalidRequestError: the lists do not fit the choices, or log-probabilities or mirostat are requested: what
+            they need is not kept.
     """
     if not output_token_ids:
         return prepared
@@ -186,8 +187,8 @@ def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) ->
     if len(num_tokens) != params.n or max(num_tokens) >= (params.max_tokens or 0):
         allowed = f"one list per choice, each shorter than max_tokens = {params.max_tokens}"
         raise InvalidRequestError(f"output_token_ids: must be {allowed}", param="output_token_ids")
-    if params.logprobs is not None or params.prompt_logprobs is not None:
-        message = "output_token_ids: not with log-probabilities; compute the request from its beginning"
+    if params.logprobs is not None or params.prompt_logprobs is not None or params.mirostat:
+        message = "output_token_ids: not with log-probabilities or mirostat; compute the request from its beginning"
         raise InvalidRequestError(message, param="output_token_ids")
     pairs = zip(prepared.engine_requests, output_token_ids, strict=True)
     continued = tuple(replace(request, output_token_ids=list(ids)) for request, ids in pairs)
