@@ -204,7 +204,13 @@ def test_mirostat_finds_its_target() -> None:
 
 def test_every_truncation_leaves_something_of_anything() -> None:
     """Guards against a row that a truncation empties, or makes NaN of: one token, ties, far values, all but one out."""
-    rows = [np.zeros(300), np.full(300, -np.inf), np.full(300, 1e30), np.linspace(0, 1e4, 300), np.array([2.0, -np.inf])]
+    rows = [
+        np.zeros(300),
+        np.full(300, -np.inf),
+        np.full(300, 1e30),
+        np.linspace(0, 1e4, 300),
+        np.array([2.0, -np.inf]),
+    ]
     rows[1][5] = -3e38
     extremes: dict[str, list[Any]] = {
         "top_h": [1e-6, 1.0], "min_p": [1.0], "top_k": [1], "top_p": [1e-6], "typical_p": [1e-6, 0.999999],
