@@ -15,28 +15,21 @@ grow by one token at a time and are never rebuilt.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 import numpy as np
 
 from penstock.interface.sampling_params import SamplingParams
-from penstock.runner.masks import AFTER_FORCED, MASKS, Float32, Int32, Int64, Mask, ids_of
+from penstock.runner.masks import AFTER_FORCED, MASKS, Float32, Int32, Int64, Mask, ids_of, is_on
 from penstock.runner.repetitions import Repetitions
 from penstock.runner.truncations import IN_KERNELS, NEVER, TRUNCATIONS, Draw, truncate
 
 SPARE_IDS = 64  # room for new ids before a TokenCounts has to grow
-OFF = {item.name: item.default for item in fields(SamplingParams)}
 BIASES = ("logit_bias", "sequence_bias")
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 SHAPED = ("dry_multiplier", "exponential_decay_length_penalty")  # also where the request is greedy
 SHAPED_DRAWS = tuple(name for name in TRUNCATIONS if name not in IN_KERNELS)
 LARGEST = np.finfo(np.float32).max
-
-
-def _is_on(params: SamplingParams, name: str) -> bool:
-    value = getattr(params, name)
-    return bool(value != OFF[name] and value not in (None, (), {}))
 
 
 class TokenCounts:
@@ -89,14 +82,14 @@ class LogitAdjustments:
         end_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
         self._end_ids = ids_of(sorted(end_ids))
         self._masks: dict[str, Mask] = {
-            name: make(params, self._end_ids) for name, make in MASKS.items() if _is_on(params, name)
+            name: make(params, self._end_ids) for name, make in MASKS.items() if is_on(params, name)
         }
         bias = params.logit_bias or {}
         self._bias = (ids_of(bias), np.array([*bias.values()], np.float32)) if bias else None
         self._sequences: Sequence[tuple[tuple[int, ...], float]] = tuple(params.sequence_bias or ())
         room = max_model_len - num_prompt_tokens
         self._last = num_prompt_tokens + min(room, params.max_tokens or room) - 1  # length before the last token
-        self._repetitions = Repetitions(params) if _is_on(params, "dry_multiplier") else None
+        self._repetitions = Repetitions(params) if is_on(params, "dry_multiplier") else None
         self._is_shaped = _shapes(params)
         self.seen = TokenCounts(token_ids) if params.repetition_penalty != 1.0 else None
         counted = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
@@ -105,7 +98,7 @@ class LogitAdjustments:
     @staticmethod
     def needed(params: SamplingParams) -> bool:
         """Return whether the parameters ask for any adjustment."""
-        return _shapes(params) or any(_is_on(params, name) for name in (*MASKS, *BIASES, *PENALTIES, *FORCED))
+        return _shapes(params) or any(is_on(params, name) for name in (*MASKS, *BIASES, *PENALTIES, *FORCED))
 
     def append(self, token_id: int) -> None:
         """Count a new output token."""
@@ -194,7 +187,7 @@ class LogitAdjustments:
 
 def _shapes(params: SamplingParams) -> bool:
     names = SHAPED if params.greedy else (*SHAPED, *SHAPED_DRAWS)
-    return any(_is_on(params, name) for name in names)
+    return any(is_on(params, name) for name in names)
 
 
 def _mask(logits: Float32, ids: Int64) -> None:

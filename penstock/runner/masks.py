@@ -5,6 +5,7 @@ it. So a mask holds no state, and gives for a history what it gave there before 
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,14 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Mask = Callable[[Int32, int], Int64]  # history [num_tokens], number of outputs in it -> ids [P]
 
+OFF = {item.name: item.default for item in fields(SamplingParams)}
 NO_IDS: Int64 = np.zeros(0, dtype=np.int64)
+
+
+def is_on(params: SamplingParams, name: str) -> bool:
+    """Return whether a field of the parameters asks for anything."""
+    value = getattr(params, name)
+    return bool(value != OFF[name] and value not in (None, (), {}))
 
 
 def ids_of(values: Iterable[int]) -> Int64:
