@@ -188,7 +188,7 @@ def _find(config: EngineConfig, instance: object | None) -> tuple[ModelConfig, W
         found = ModelInstance.of(instance)
         model_config, weights = found.config, found.weights
     try:  # requests without parameters get these
-        SamplingParams(**model_config.default_sampling)
+        SamplingParams(**model_config.default_sampling).check_vocabulary(model_config.vocab_size)
     except InvalidRequestError as error:
         raise ModelLoadError(f"generation_config.json: {error}") from error
     return replace(model_config, model_impl=config.numerics.model_impl), weights

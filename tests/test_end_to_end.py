@@ -16,7 +16,7 @@ from tests.test_values import BAD_SAMPLING
 
 CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
 # Fields that the HTTP API does not have, or where null means "not given".
-NOT_OVER_HTTP = {"detokenize", "output_kind", "bad_words_token_ids"}
+NOT_OVER_HTTP = {"detokenize", "output_kind", "bad_words_token_ids", "dry_sequence_breaker_ids"}
 
 
 @pytest.fixture(scope="module")

@@ -493,7 +493,7 @@ def test_do_sample_false_is_greedy_and_temperature_zero_loads() -> None:
 def test_generation_keys_that_are_not_applied_are_told() -> None:
     """Guards against settings that are accepted and ignored: what changes the answer and is not built, and what nobody
     knows, is listed. Neutral values and bookkeeping are not; a limit of new tokens is applied."""
-    told = {"suppress_tokens": [1], "no_repeat_ngram_size": 3, "num_beams": 4, "nonsense": 1, "max_length": 4096}
+    told = {"watermarking_config": {"x": 1}, "guidance_scale": 3, "num_beams": 4, "nonsense": 1, "max_length": 4096}
     odd = {"early_stopping": 0, "num_return_sequences": True}
     quiet = {"num_beam_groups": 1, "length_penalty": 1, "suppress_tokens_at": None, "bad_words_ids": []}
     book = {

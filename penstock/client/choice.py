@@ -22,6 +22,7 @@ class Choice:
     Attributes:
         request: what the engine was given.
         token_ids: outputs received so far; `request` with these as output_token_ids resumes it on another engine.
+        mirostat_mu: mirostat's state after them; they come back together.
         finish_reason: None while it runs.
         changed: there is something that make_output has not returned yet.
     """
@@ -30,6 +31,7 @@ class Choice:
         params = prepared.params
         self.request = request
         self.token_ids: list[int] = []
+        self.mirostat_mu = request.mirostat_mu
         self.finish_reason: FinishReason | None = None
         self.changed = False
         self._params = params
@@ -49,6 +51,7 @@ class Choice:
         for position in range(start, len(ids)):
             self.changed = True
             self.token_ids.append(ids[position])
+            self.mirostat_mu = self.mirostat_mu if output.mirostat_mu is None else output.mirostat_mu
             if output.logprobs is not None and self._logprobs is not None:
                 self._logprobs.append(logprobs_at(output.logprobs[position], self._tokenizer))
                 self._cumulative_logprob += output.logprobs[position].logprobs[0]

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from penstock import validation as check
+from penstock.client.sequence_breakers import SequenceBreakers, Sequences
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
@@ -51,6 +52,7 @@ class InputProcessor:
         self._info = info
         self._seed = seed
         self._arrivals = itertools.count()
+        self._breakers = None if tokenizer is None else SequenceBreakers(tokenizer)
         self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
     def process(
@@ -142,7 +144,16 @@ class InputProcessor:
             raise check.fail("min_tokens", params.min_tokens, f"at most the {max_tokens} tokens there is room for")
         seed = assigned_seed(self._seed, arrival) if params.seed is None else params.seed
         words = params.bad_words_token_ids + self._ids_of_bad_words(tuple(params.bad_words or ()))
-        return params.settled(max_tokens=max_tokens, seed=seed, bad_words_token_ids=words)
+        breakers = params.dry_sequence_breaker_ids + self._ids_of_breakers(params)
+        return params.settled(
+            max_tokens=max_tokens, seed=seed, bad_words_token_ids=words, dry_sequence_breaker_ids=breakers
+        )
+
+    def _ids_of_breakers(self, params: SamplingParams) -> Sequences:
+        """Return the ids of DRY's sequence breakers; without a tokenizer there are no texts that could break."""
+        if not params.dry_multiplier or self._breakers is None:
+            return ()
+        return self._breakers.ids_of(tuple(params.dry_sequence_breakers or ()))
 
     def _ids_of_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the ids of each word at the start of a text and after a space. Prompts of one call share them."""
@@ -165,7 +176,7 @@ class InputProcessor:
 
 def _choices(prefix: str, ids: list[int], params: SamplingParams, flow: str) -> tuple[EngineRequest, ...]:
     """Return one request per choice, without texts. Only the first computes the prompt's log-probabilities."""
-    first = params.settled(stop=(), bad_words=())
+    first = params.settled(stop=(), bad_words=(), dry_sequence_breakers=())
     later = first.settled(prompt_logprobs=None)
     return tuple(
         EngineRequest(f"{prefix}-{choice}", ids, later if choice else first, choice, flow=flow)
@@ -177,7 +188,8 @@ def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) ->
     """Return the request with the tokens that its choices have got before, one list per choice; none: as it is.
 
     Raises:
-        InvalidRequestError: the lists do not fit the choices, or log-probabilities are requested: they are not kept.
+        InvalidRequestError: the lists do not fit the choices, or log-probabilities or mirostat are requested: what
+            they need is not kept.
     """
     if not output_token_ids:
         return prepared
@@ -186,8 +198,8 @@ def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) ->
     if len(num_tokens) != params.n or max(num_tokens) >= (params.max_tokens or 0):
         allowed = f"one list per choice, each shorter than max_tokens = {params.max_tokens}"
         raise InvalidRequestError(f"output_token_ids: must be {allowed}", param="output_token_ids")
-    if params.logprobs is not None or params.prompt_logprobs is not None:
-        message = "output_token_ids: not with log-probabilities; compute the request from its beginning"
+    if params.logprobs is not None or params.prompt_logprobs is not None or params.mirostat:
+        message = "output_token_ids: not with log-probabilities or mirostat; compute the request from its beginning"
         raise InvalidRequestError(message, param="output_token_ids")
     pairs = zip(prepared.engine_requests, output_token_ids, strict=True)
     continued = tuple(replace(request, output_token_ids=list(ids)) for request, ids in pairs)

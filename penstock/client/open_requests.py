@@ -75,7 +75,7 @@ class OpenRequests:
     def resumed(self, engine_request_id: str) -> EngineRequest:
         """Return a running choice as an engine takes it, with the tokens received so far as output_token_ids."""
         choice = self._running[engine_request_id][1]
-        return replace(choice.request, output_token_ids=list(choice.token_ids))
+        return replace(choice.request, output_token_ids=list(choice.token_ids), mirostat_mu=choice.mirostat_mu)
 
     def open(self, prepared: PreparedRequest) -> "OpenRequest":
         """Add a request. Raise InvalidRequestError if its id is open."""

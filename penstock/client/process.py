@@ -202,7 +202,8 @@ class ProcessClient:
     ) -> PreparedRequest:
         inputs = self._input_processor()
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) or getattr(params, "bad_words", None):  # texts to tokenise: streams go on meanwhile
+        others = getattr(params, "bad_words", None) or getattr(params, "dry_multiplier", None)
+        if isinstance(text, str) or others:  # texts to tokenise: streams go on meanwhile
             return await asyncio.to_thread(inputs.process, prompt, params, request_id, flow)
         return inputs.process(prompt, params, request_id, flow)
 

@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import validation as check
-from penstock.compat.colossalai_config import InferenceConfig
+from penstock.compat.colossalai_config import PROCESSORS, InferenceConfig
+from penstock.compat.generation_fields import fields_of, sampling_of
 from penstock.entrypoints.llm import LLM
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
 from penstock.interface.sampling_params import SamplingParams
-from penstock.plugins.logits_processors import PROCESSORS
 from penstock.plugins.logits_processors import register_logits_processor as register_logit_processor
-from penstock.spec.config_reader import ConfigReader
-from penstock.spec.generation_config import read_ignored, read_sampling
 
 __all__ = ["InferenceConfig", "InferenceEngine", "Sequence", "register_logit_processor"]
 
@@ -80,6 +78,7 @@ class InferenceEngine:
         self.llm = LLM(model=model_or_path, tokenizer=tokenizer, **self.inference_config.engine_options())
         self._generation: dict[str, Any] = {}
         self._numbers = itertools.count()
+        self._open: set[int] = set()  # numbers of the requests that wait or run
         if verbose:
             for option, choice in self.llm.engine.model_info.choices_made.items():
                 print(f"{option} = {choice}", file=sys.stderr)
@@ -111,16 +110,16 @@ class InferenceEngine:
             InvalidRequestError: a prompt or the config is wrong; none of this call's prompts is added.
             RequestFailedError: the computation of a request failed.
         """
-        if generation_config is not None:
-            to_dict = getattr(generation_config, "to_dict", None)
-            values = to_dict() if callable(to_dict) else generation_config
-            if not isinstance(values, Mapping):
-                raise check.fail(
-                    "generation_config", generation_config, "a GenerationConfig of Transformers, or a mapping"
-                )
-            self._generation = dict(values)
-        if prompts is not None or prompts_token_ids is not None:
-            self.add_request(request_ids, prompts, prompts_token_ids)
+        before = self._generation
+        try:
+            if generation_config is not None:
+                self._generation = fields_of(generation_config)
+                self._params({**self._generation, "max_length": None}, 0)  # what the prompts do not decide
+            if prompts is not None or prompts_token_ids is not None:
+                self.add_request(request_ids, prompts, prompts_token_ids)
+        except BaseException:
+            self._generation = before
+            raise
         finished: list[Sequence] = []
         while self.llm.engine.has_unfinished_requests():
             finished += self.step()
@@ -169,6 +168,7 @@ class InferenceEngine:
             for request_id in added:
                 self.llm.engine.abort(request_id)
             raise
+        self._open.update(numbers)
 
     def step(self) -> list[Sequence]:
         """Compute one step and return the requests that finished in it.
@@ -177,6 +177,7 @@ class InferenceEngine:
             RequestFailedError: the computation of a request failed.
         """
         finished = [output for output in self.llm.engine.step() if output.finished]
+        self._open.difference_update(int(output.request_id) for output in finished)
         for output in finished:
             if output.error is not None:
                 raise RequestFailedError(f"request {output.request_id}: {output.error}")
@@ -195,7 +196,8 @@ class InferenceEngine:
 
     def _request_numbers(self, given: int | Iterable[int] | None, count: int) -> list[int]:
         if given is None:
-            return list(itertools.islice(self._numbers, count))
+            free = (number for number in self._numbers if number not in self._open)
+            return list(itertools.islice(free, count))
         numbers = [given] if isinstance(given, int) else list(given)
         for number in numbers:
             check.check_int("request_ids", number, 0, 2**63 - 1)
@@ -211,45 +213,15 @@ class InferenceEngine:
                 f"prompts: {num_prompt_tokens} tokens are more than max_input_len = {config.max_input_len}",
                 param="prompts",
             )
-        asked = _sampling(fields, num_prompt_tokens)
+        asked = sampling_of(fields, num_prompt_tokens)
         if asked.get("max_tokens", 0) > config.max_output_len:
             allowed = f"at most max_output_len = {config.max_output_len}"
             raise check.fail("max_new_tokens", asked["max_tokens"], allowed)
         sampling = config.sampling()
         if "temperature" in asked:  # do_sample is given, so it replaces the config's own choice of sampling
-            kept = ("max_tokens", "ignore_eos", "repetition_penalty")
+            kept = ("max_tokens", "ignore_eos", *PROCESSORS)
             sampling = {name: value for name, value in sampling.items() if name in kept}
         return SamplingParams(**(sampling | asked))
-
-
-def _sampling(fields: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
-    """Return fields of a GenerationConfig as SamplingParams spells them.
-
-    Raises:
-        InvalidRequestError: a field would change the answer and is not supported.
-    """
-    read = ConfigReader(fields, "generation_config")
-    sampling = read_sampling(read)
-    if sampling.get("temperature") is None and read.boolean("do_sample", False):
-        sampling["temperature"] = 1.0
-    if read.has("min_new_tokens"):
-        sampling["min_tokens"] = read.integer("min_new_tokens", 0, 2**31 - 1)
-    if read.has("max_length") and "max_tokens" not in sampling:
-        longest = read.integer("max_length", 1, 2**31 - 1)
-        if longest <= num_prompt_tokens:
-            raise check.fail("max_length", longest, f"more than the {num_prompt_tokens} tokens of the prompt")
-        sampling["max_tokens"] = longest - num_prompt_tokens
-    ends = read.raw("eos_token_id")
-    if ends is not None:  # these ids replace the model's own end tokens
-        sampling |= {"stop_token_ids": ends if isinstance(ends, list) else [ends], "ignore_eos": True}
-    read.raw("bos_token_id")
-    processors = {name: fields[name] for name in fields if name in PROCESSORS and read.has(name)}
-    if processors:
-        sampling["logits_processors"] = processors
-    ignored = read_ignored(read)
-    if ignored:
-        raise InvalidRequestError(f"generation_config: {', '.join(ignored)}: not supported", param=ignored[0])
-    return sampling
 
 
 def _texts(prompts: str | Iterable[str]) -> list[str]:

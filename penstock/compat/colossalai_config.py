@@ -15,6 +15,7 @@ from penstock.spec.config_reader import same
 # torch's types are compared as text, so that torch is not imported. float16 is served as bfloat16.
 TYPES = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32"}
 TYPES |= {"torch.float16": "bfloat16", "torch.bfloat16": "bfloat16", "torch.float32": "float32"}
+PROCESSORS = ("repetition_penalty", "no_repeat_ngram_size", "forced_eos_token_id")  # also where nothing is drawn
 TEMPLATE_FIELD = "{input_text}"
 
 # Fields that must keep their default, and why.
@@ -22,7 +23,6 @@ REASONS = {
     "beam search is not built": "beam_width early_stopping",
     "prompts and decoding share every step, so there is nothing to balance": "prefill_ratio",
     "sequences are packed without padding": "pad_input",
-    "it is not built; register_logit_processor can do it": "no_repeat_ngram_size forced_eos_token_id",
     "speculative decoding is not built yet": "use_spec_dec max_n_spec_tokens glimpse_large_kv",
     "the model is on one device; more are planned": "tp_size pp_size micro_batch_size micro_batch_buffer_size",
     "kernels are chosen automatically, and there is no CUDA graph": (
@@ -131,11 +131,11 @@ class InferenceConfig:
         Raises:
             InvalidRequestError: a value is out of range.
         """
-        names = ("top_k", "top_p", "min_p", "temperature", "repetition_penalty")
+        names = ("top_k", "top_p", "min_p", "temperature", *PROCESSORS)
         given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         SamplingParams(**given)  # checks also what do_sample=False ignores
         if not self.do_sample:
-            given = {"temperature": 0.0, "repetition_penalty": given.get("repetition_penalty", 1.0)}
+            given = {"temperature": 0.0} | {name: given[name] for name in PROCESSORS if name in given}
         return given | {"max_tokens": self.max_output_len, "ignore_eos": self.ignore_eos}
 
     def formatted(self, prompt: str) -> str:

@@ -82,6 +82,12 @@ class Engine:
             raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
         if source.params.seed is None and not source.params.greedy:
             raise InvalidRequestError("seed: a sampled request needs one; the client resolves it", param="seed")
+        mu = source.mirostat_mu
+        if source.params.mirostat and source.output_token_ids and not source.params.greedy and mu is None:
+            message = "mirostat_mu: outputs of a request with mirostat come with its state, or are computed again"
+            raise InvalidRequestError(message, param="mirostat_mu")
+        if mu is not None:
+            check.check_float("mirostat_mu", mu, -1e9, 1e9)
         check.check_ids("prompt", [*source.prompt_token_ids, *source.output_token_ids], self.vocab_size)
 
     def abort(self, request_id: str) -> bool:
@@ -172,6 +178,8 @@ class Engine:
             reason, stop_token = request.ending(self.eos_token_ids)
             if reason is not None:
                 break
+        if result.mirostat_mu is not None:
+            request.mirostat_mu = result.mirostat_mu
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
         self._num_generated_tokens += len(new_ids)
@@ -194,6 +202,7 @@ class Engine:
             finish_reason=reason,
             stop_reason=stop_token,
             num_cached_tokens=request.num_cached_tokens or 0,
+            mirostat_mu=result.mirostat_mu,
         )
 
     def _finish(self, request: Request) -> None:

@@ -23,6 +23,7 @@ class Request:
         max_output_tokens: number of outputs at which it ends with "length".
         block_hashes: content hashes of the leading full blocks of token_ids, as far as computed.
         num_cached_tokens: prompt tokens found in the cache at first admission; None before.
+        mirostat_mu: mirostat's state after the last token; None before the first, or without mirostat.
         num_prompt_logprobs: how many were delivered, so that a recomputed prompt delivers none twice.
     """
 
@@ -40,6 +41,7 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.num_cached_tokens: int | None = None
         self.num_prompt_logprobs = 0
+        self.mirostat_mu = source.mirostat_mu
 
     @property
     def num_tokens(self) -> int:

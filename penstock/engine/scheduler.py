@@ -237,6 +237,7 @@ class Scheduler:
             params=request.params,
             choice=request.choice,
             block_tables=tables,
+            mirostat_mu=request.mirostat_mu,
         )
 
     def _scheduled_request(self, request: Request, plan: _Plan) -> ScheduledRequest:

@@ -22,6 +22,7 @@ class EngineRequest:
         choice: index among the choices of the prompt.
         output_token_ids: tokens generated before, by an engine that died for instance. They count as outputs: in
             penalties, lengths, noise positions and usage the request continues as if never interrupted.
+        mirostat_mu: mirostat's state after output_token_ids, as EngineOutput had it; None without mirostat or outputs.
         flow: requests of one flow share its turns; among flows the engine is fair. "": none, in order of arrival.
     """
 
@@ -31,6 +32,7 @@ class EngineRequest:
     choice: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     flow: str = ""
+    mirostat_mu: float | None = None
 
 
 @dataclass(slots=True)  # not frozen: one is made per request and step, in a third of the time
@@ -46,6 +48,8 @@ class EngineOutput:
         stop_reason: the stop token that ended it, if it was one of stop_token_ids.
         num_cached_tokens: prompt tokens found in the cache when the request was first admitted.
         error: the reason of a finish with "error".
+        mirostat_mu: mirostat's state after the last of new_token_ids: resumption needs it, for it does not follow from
+            the tokens alone. None without mirostat.
     """
 
     request_id: str
@@ -58,6 +62,7 @@ class EngineOutput:
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    mirostat_mu: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock import validation as check
 from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.interface.logits_params import MAX_TOKEN_ID, LogitsParams
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -22,7 +23,6 @@ MAX_ID_LISTS = 128  # ids in stop_token_ids
 MAX_BIASED_TOKENS = 1024
 MAX_PROCESSORS = 16
 MAX_ARGUMENT_DEPTH = 8  # lists and mappings in an argument of a logits processor
-MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 2**31 - 1
 MIN_TEMPERATURE = 1e-5  # below it division by the temperature overflows float32; 0 means greedy
 FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
@@ -37,7 +37,7 @@ class RequestOutputKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(LogitsParams):
     """How to choose the tokens of one request.
 
     Attributes:
@@ -64,6 +64,8 @@ class SamplingParams:
         logits_processors: names of functions that a user has registered (plugins/logits_processors.py), or a mapping of
             names to their arguments, in the order in which they run.
         output_kind: what each streamed RequestOutput carries.
+
+    LogitsParams has the options of Transformers' logits processors and of llama.cpp's samplers.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of range; `param` names the field.
@@ -101,6 +103,7 @@ class SamplingParams:
         self._normalise()
         self._check_numbers()
         self._check_bias()
+        self.check_logits_params()
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check.check_bool(name, getattr(self, name))
         check.check_bool("spaces_between_special_tokens", self.spaces_between_special_tokens)
@@ -124,9 +127,6 @@ class SamplingParams:
         self._set("logits_processors", _processors(self.logits_processors))
         check.check_choice("output_kind", self.output_kind, list(RequestOutputKind))
         self._set("output_kind", RequestOutputKind(self.output_kind))
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
 
     def _check_numbers(self) -> None:
         check.check_int("n", self.n, 1, MAX_CHOICES)
@@ -163,8 +163,9 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequestError if a token id is outside the model's vocabulary."""
-        for name in ("stop_token_ids", "logit_bias"):
-            for token_id in getattr(self, name) or ():
+        given = {"stop_token_ids": self.stop_token_ids or (), "logit_bias": self.logit_bias or {}, **self.listed_ids()}
+        for name, token_ids in given.items():
+            for token_id in token_ids:
                 check.check_int(name, token_id, 0, vocab_size - 1)
 
     def settled(self, **fields: Any) -> "SamplingParams":

@@ -38,6 +38,7 @@ class NewRequest:
         params: with the seed settled.
         choice: index among the `n` choices of one prompt; part of the noise counter.
         block_tables: one list of block ids per cache group; -1 where nothing is allocated.
+        mirostat_mu: mirostat's state after the outputs so far; None before the first one, or without mirostat.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class NewRequest:
     params: SamplingParams
     choice: int
     block_tables: list[list[int]]
+    mirostat_mu: float | None = None
 
 
 @dataclass(slots=True)  # not frozen: one is made per request and step, in a third of the time
@@ -115,6 +117,7 @@ class RequestStepOutput:
             if it belongs to the prompt), if requested; None if there are none in this step.
         error: why this request alone could not be computed; it has no new ids then.
         checksum: of the logits that were sampled from, if the step asked for it and something was sampled.
+        mirostat_mu: mirostat's state after the last new id; None without mirostat.
     """
 
     new_token_ids: list[int]
@@ -122,6 +125,7 @@ class RequestStepOutput:
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     checksum: int | None = None
+    mirostat_mu: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

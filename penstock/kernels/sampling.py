@@ -14,7 +14,8 @@ Noise: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 
 key = the two 32-bit words of the seed (low word first) and counter = (choice index, output position,
 vocabulary index // 4, 0); the four words of a block serve four neighbouring vocabulary entries. A word w becomes the
 uniform u = ((w >> 9) + 0.5) * 2^-23, which is never 0 or 1 and exact in float32, and the noise -log(-log(u)).
-So noise is a function of (seed, choice, position, token) alone.
+So noise is a function of (seed, choice, position, token) alone. The counter's last word is 0 for tokens; draws that are
+not of a token have another one, a stream of their own (`uniform_at`).
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ from dataclasses import dataclass
 from penstock.kernels.tensors import Tensor
 
 NO_TOKEN = -1  # never an id
+XTC_STREAM = 1
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the two words of the key after each round
+MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +54,15 @@ class SamplingTensors:
     bias: tuple[Tensor, Tensor] | None = None
     repetition: tuple[Tensor, Tensor] | None = None
     counts: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+
+def uniform_at(noise_key: tuple[int, int, int], stream: int) -> float:
+    """Return the uniform above 0 and below 1 of a stream at (seed, choice, output position): one per output."""
+    seed, choice, position = noise_key
+    c0, c1, c2, c3 = choice & MASK, position & MASK, 0, stream
+    k0, k1 = seed & MASK, (seed >> 32) & MASK
+    for _ in range(ROUNDS):
+        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (product1 >> 32) ^ c1 ^ k0, product1 & MASK, (product0 >> 32) ^ c3 ^ k1, product0 & MASK
+        k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
+    return ((c0 >> 9) + 0.5) * 2.0**-23

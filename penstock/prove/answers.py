@@ -52,6 +52,7 @@ class Answer:
         error: why it failed.
         num_cached: prompt tokens found in the cache; an answer may be found there or not, so it is not compared.
         preempted: not compared either.
+        mirostat_mus: mirostat's state after each token that an engine in this process gave.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -61,10 +62,12 @@ class Answer:
     error: str | None = None
     num_cached: int = 0
     preempted: bool = False
+    mirostat_mus: list[float | None] = field(default_factory=list)
 
     def add(self, output: EngineOutput) -> None:
         """Append what an engine says."""
         self.ids += output.new_token_ids
+        self.mirostat_mus += [output.mirostat_mu] * len(output.new_token_ids)
         self.logprobs += map(_entry, output.logprobs or ())
         self.prompt_logprobs += map(_entry, output.prompt_logprobs or ())
         self.ended = None if output.finish_reason is None else str(output.finish_reason)
@@ -78,6 +81,7 @@ class Answer:
             ("token", self.ids, expected.ids[start:]),
             ("log-probabilities", self.logprobs, expected.logprobs[start:]),
             ("log-probabilities of the prompt", self.prompt_logprobs, expected.prompt_logprobs),
+            ("mirostat's state", self.mirostat_mus, expected.mirostat_mus[start:] if self.mirostat_mus else []),
             ("finish_reason", self.ended, expected.ended),
         ):
             if found != wanted:

@@ -77,8 +77,11 @@ class Offline:
     def _requests(self, index: int, member: Member) -> Iterator[EngineRequest]:
         query = self._queries[member.query]
         for choice in range(member.n):
-            outputs = self._expected[member.query, choice].ids[: member.cut] if member.cut else []
-            yield EngineRequest(f"{index} {choice}", query.prompt, query.params(), choice, outputs)
+            known = self._expected[member.query, choice] if member.cut else Answer()
+            mu = known.mirostat_mus[member.cut - 1] if member.cut else None
+            outputs = known.ids[: member.cut]
+            name = f"{index} {choice}"
+            yield EngineRequest(name, query.prompt, query.params(), choice, outputs, mirostat_mu=mu)
 
 
 def _key(request_id: str) -> Key:

@@ -64,6 +64,16 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "bias and stop tokens": {"temperature": 0.7, "logit_bias": {5: 2.0, 9: -3.0}, "stop_token_ids": [7, 11]},
     "prompt log-probabilities": {"temperature": 0.8, "prompt_logprobs": 1, "ignore_eos": True},
+    "n-grams and lengths": {
+        "temperature": 0.0,
+        "no_repeat_ngram_size": 2,
+        "suppress_tokens": [5, 6],
+        "sequence_bias": [[[7], 3.0], [[8, 9], 5.0]],
+        "exponential_decay_length_penalty": [2, 1.1],
+    },
+    "truncations": {"temperature": 1.2, "typical_p": 0.9, "top_h": 0.9, "eta_cutoff": 0.001, "min_p": 0.01},
+    "XTC and DRY": {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.01, "dry_multiplier": 0.8},
+    "mirostat": {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 4.0, "top_k": 100, "ignore_eos": True},
 }
 
 # How requests meet in an engine, and what befalls them there.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.errors import InvalidRequestError
+from penstock.interface.logits_params import DRY_BREAKERS
 from penstock.interface.sampling_params import SamplingParams
 from penstock.recorder.records import (
     FORMAT,
@@ -37,7 +38,9 @@ MAGIC = b"penstock-record\n"
 DIGEST_BYTES = 16
 MAX_BYTES = 2**31  # of a bundle's content
 TEXT_FIELDS = {"stop": (), "stop_token_ids": (), "bad_words": (), "bad_words_token_ids": (), "logit_bias": None,
-               "logits_processors": None}  # fmt: skip
+               "logits_processors": None, "suppress_tokens": (), "begin_suppress_tokens": (), "bad_words_ids": (),
+               "sequence_bias": (), "forced_bos_token_id": None, "forced_eos_token_id": (),
+               "dry_sequence_breakers": DRY_BREAKERS, "dry_sequence_breaker_ids": ()}  # fmt: skip
 
 
 class Bundle(msgspec.Struct, frozen=True):

@@ -77,7 +77,13 @@ class _Reader:
         self.released[item.number] = [0] * self.num_groups
         tables = [list(table) for table in item.block_tables]
         return NewRequest(
-            item.request_id, unpack_ids(item.token_ids), item.num_prompt_tokens, item.params, item.choice, tables
+            item.request_id,
+            unpack_ids(item.token_ids),
+            item.num_prompt_tokens,
+            item.params,
+            item.choice,
+            tables,
+            item.mirostat_mu,
         )
 
     def plan(self, record: Planned) -> SchedulerOutput:

@@ -46,6 +46,7 @@ class _Known:
     tables: list[list[int]]
     released: list[int]
     num_computed_tokens: int = 0
+    mirostat_mu: float | None = None
 
     def introduced(self) -> Introduced:
         return Introduced(
@@ -57,6 +58,7 @@ class _Known:
             self.choice,
             self.tables,
             self.num_computed_tokens,
+            self.mirostat_mu,
         )
 
 
@@ -134,6 +136,7 @@ class Recorder:
             new.choice,
             tables,
             released,
+            mirostat_mu=new.mirostat_mu,
         )
 
     def computed(self, plan: SchedulerOutput, output: StepOutput, duration_s: float) -> None:
@@ -144,6 +147,7 @@ class Recorder:
             row = self._known[item.request_id]
             row.num_computed_tokens = item.num_computed_tokens + item.num_new_tokens
             row.token_ids += result.new_token_ids
+            row.mirostat_mu = row.mirostat_mu if result.mirostat_mu is None else result.mirostat_mu
             if result.error is not None:
                 errors[index] = result.error[:MAX_ERROR]
         record = Computed(

@@ -49,6 +49,7 @@ class Introduced(msgspec.Struct, frozen=True, array_like=True):
     choice: int
     block_tables: list[list[int]]
     num_computed_tokens: int = 0
+    mirostat_mu: float | None = None
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -13,7 +13,8 @@ import numpy as np
 
 from penstock.errors import EngineError, NotSupportedError
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
-from penstock.runner.sampling_rows import Int32, Int64, SamplingRows
+from penstock.runner.masks import Int32, Int64
+from penstock.runner.sampling_rows import SamplingRows
 
 NO_BLOCK = -1
 NO_SLOT = -1
@@ -148,7 +149,7 @@ class InputBatch:
         self.token_ids: Int32 = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.num_tokens: Int64 = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens: Int64 = np.zeros(max_num_seqs, dtype=np.int64)
-        self.sampling = SamplingRows(max_num_seqs, eos_token_ids)
+        self.sampling = SamplingRows(max_num_seqs, max_model_len, eos_token_ids)
         self.block_tables = [BlockTable(group, max_num_seqs, max_model_len) for group in groups]
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))

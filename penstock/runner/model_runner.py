@@ -27,13 +27,14 @@ from penstock.kernels.sampling import NO_TOKEN
 from penstock.kernels.tensors import Tensor, as_array, dtype_of, is_torch
 from penstock.layers.context import CausalLM, ForwardContext
 from penstock.runner.checksums import logits_checksums
+from penstock.runner.custom_processors import apply_custom_processors
 from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
 from penstock.runner.programs import RecordedModel
-from penstock.runner.sampler import Sampler, apply_custom_processors, token_logprobs
+from penstock.runner.sampler import Sampler, token_logprobs
 from penstock.spec.model_config import ModelConfig
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
-ALL_MASKED = "no token may be chosen: min_tokens and bad words mask all that the model allows"
+ALL_MASKED = "no token may be chosen: min_tokens, bad words and other masks leave none that the model allows"
 
 
 @dataclass(slots=True)
@@ -45,11 +46,14 @@ class _Result:
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     checksum: int | None = None
+    mirostat_mu: float | None = None
 
     def finish(self) -> RequestStepOutput:
         if self.error is not None:
             return RequestStepOutput([], error=self.error, checksum=self.checksum)
-        return RequestStepOutput(self.new_token_ids, self.logprobs, self.prompt_logprobs, checksum=self.checksum)
+        return RequestStepOutput(
+            self.new_token_ids, self.logprobs, self.prompt_logprobs, None, self.checksum, self.mirostat_mu
+        )
 
 
 class ModelRunner:
@@ -173,6 +177,8 @@ class ModelRunner:
             results[b].new_token_ids = [token_id]
             results[b].logprobs = None if entry is None else [entry]
             results[b].error = ALL_MASKED if token_id == NO_TOKEN else None
+        for index, mu in sampled.mirostat_mu.items():
+            self.batch.sampling.mirostat_mu[rows[index]] = results[sequences[index]].mirostat_mu = mu
         for index, error in errors.items():
             results[sequences[index]].error = error
 

@@ -3,31 +3,29 @@
 Log-probabilities are of the raw distribution: they are taken before masks, bias, penalties and temperature. The
 arithmetic is the backend's (`ops.log_softmax`, `ops.sample`); here parameters are collected, and tokens compared and
 picked. What no row of a step needs is None in SamplingTensors, so that its pass over the logits is skipped. Rows
-without LogitAdjustments cost a few indexed reads and no Python of their own.
+without LogitAdjustments cost a few indexed reads and no Python of their own. A row that asks for what the kernels do
+not have is shaped in numpy first (logit_adjustments.py), and drawn from as it is.
 
 Order: higher log-probability first, the lower id first on a tie. Rank: 1 + the number of tokens with a strictly
 greater log-probability, so tied tokens share a rank.
 """
 
-from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
-from penstock.kernels.sampling import SamplingTensors
-from penstock.kernels.tensors import Array, Tensor, as_array, as_torch
-from penstock.plugins.logits_processors import PROCESSORS, takes_ids
-from penstock.plugins.time_limit import TimeLimitError, call_limited
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
+from penstock.kernels.tensors import Array, Tensor, as_array
 from penstock.runner.input_batch import InputBatch
-from penstock.runner.sampling_rows import Float32, Int64
+from penstock.runner.masks import Float32, Int64
+from penstock.runner.truncations import Draw, next_mu
 
 _Part = tuple[int, Int64, Float32]  # a row of the step, ids [P], their values [P] or none
 NO_VALUES: Float32 = np.zeros(0, dtype=np.float32)
-PROCESSOR_LIMIT_S = 2.0  # for one call of a custom logits processor, while which everybody waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +35,12 @@ class Sampled:
     Attributes:
         token_ids: [M] int64, NO_TOKEN where nothing may be chosen.
         logprobs: [M], None for a row that does not ask for any.
+        mirostat_mu: mirostat's next state, by index of the row, of those that have one and drew a token.
     """
 
     token_ids: Int64
     logprobs: list[TokenLogprobs | None]
+    mirostat_mu: dict[int, float] = field(default_factory=dict)
 
 
 class Sampler:
@@ -62,29 +62,64 @@ class Sampler:
             some = logits if len(asked) == len(rows) else logits[self._ops.tensor(asked)]
             raw = as_array(self._ops.log_softmax(some))
         chosen_from = logits if processed is None else processed
-        token_ids = as_array(self._ops.sample(chosen_from, self._tensors(batch, rows, logits.shape[1])))
+        params, shaped = self._tensors(batch, rows, chosen_from)
+        if shaped:
+            chosen_from = self._with_shaped(chosen_from, shaped)
+        token_ids = as_array(self._ops.sample(chosen_from, params))
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
             chosen = np.maximum(token_ids[asked], 0)  # entries at NO_TOKEN are not used
             found = token_logprobs(raw, chosen, batch.sampling.num_logprobs[rows[asked]].tolist())
             for index, entry in zip(asked.tolist(), found, strict=True):
                 logprobs[index] = entry
-        return Sampled(token_ids, logprobs)
+        return Sampled(token_ids, logprobs, _next_mus(batch, rows, shaped, token_ids) if shaped else {})
 
-    def _tensors(self, batch: InputBatch, rows: Int64, vocab_size: int) -> SamplingTensors:
-        """Return `sampling_tensors`, recomputed only when the rows or their requests change.
+    def _tensors(self, batch: InputBatch, rows: Int64, logits: Tensor) -> tuple[SamplingTensors, dict[int, Float32]]:
+        """Return `sampling_tensors`, recomputed only when the rows or their requests change, and `shaped_rows`.
 
         Those of a step with adjusted rows are never kept: they change with every token.
         """
-        key = (batch, batch.sampling.version, rows.tobytes(), vocab_size)
+        key = (batch, batch.sampling.version, rows.tobytes(), logits.shape[1])
         if self._kept is None or key != self._key:
-            made = sampling_tensors(batch, rows, vocab_size, self._ops)
+            shaped = shaped_rows(logits, batch, rows)
+            made = sampling_tensors(batch, rows, logits.shape[1], self._ops, shaped)
             plain = all(batch.sampling.adjustments[row] is None for row in rows.tolist())
             self._key, self._kept = key, made if plain else None
-            return made
+            return made, shaped
         if self._kept.noise_key is not None:
             self._kept = replace(self._kept, noise_key=self._ops.tensor(_noise_key(batch, rows)))
-        return self._kept
+        return self._kept, {}
+
+    def _with_shaped(self, logits: Tensor, shaped: dict[int, Float32]) -> Tensor:
+        """Return a copy of logits [M, V] with these rows in place of their own."""
+        found = as_array(logits).copy()
+        for index, row in shaped.items():
+            found[index] = row
+        return self._ops.tensor(found)
+
+
+def shaped_rows(logits: Tensor, batch: InputBatch, rows: Int64) -> dict[int, Float32]:
+    """Return the shaped logits [V] of those of `rows` [M] that need it, by index. Changes nothing."""
+    found: dict[int, Float32] = {}
+    for index, row in enumerate(rows.tolist()):
+        item = batch.sampling.adjustments[row]
+        if item is not None and item.shapes(batch.history(row)):
+            num_outputs = batch.num_outputs(row)
+            seed, choice = batch.sampling.noise_key[row].tolist()
+            draw = Draw((seed, choice, num_outputs), batch.sampling.mirostat_mu[row] or 0.0)
+            found[index] = item.shape(as_array(logits)[index], batch.history(row), num_outputs, draw)
+    return found
+
+
+def _next_mus(batch: InputBatch, rows: Int64, shaped: dict[int, Float32], token_ids: Array) -> dict[int, float]:
+    """Return mirostat's next state, by index, of the shaped rows that have one and drew a token."""
+    found: dict[int, float] = {}
+    for index, logits in shaped.items():
+        row, token_id = int(rows[index]), int(token_ids[index])
+        mu, item = batch.sampling.mirostat_mu[row], batch.sampling.adjustments[row]
+        if mu is not None and item is not None and token_id != NO_TOKEN:
+            found[index] = next_mu(logits, token_id, item.params, mu)
+    return found
 
 
 def top_ids(logprobs: Array, count: int) -> Int64:
@@ -110,11 +145,20 @@ def token_logprobs(logprobs: Array, token_ids: Int64, num_top: Sequence[int]) ->
     return [TokenLogprobs(ids[: top + 1], found[: top + 1], rank) for ids, found, rank, top in rows]
 
 
-def sampling_tensors(batch: InputBatch, rows: Int64, vocab_size: int, ops: Ops) -> SamplingTensors:
-    """Collect the parameters of `rows` [M] for logits [M, vocab_size]; None where no row needs one."""
+def sampling_tensors(
+    batch: InputBatch, rows: Int64, vocab_size: int, ops: Ops, shaped: Collection[int] = ()
+) -> SamplingTensors:
+    """Collect the parameters of `rows` [M] for logits [M, vocab_size]; None where no row needs one.
+
+    shaped: indices of rows whose logits are shaped already: nothing is left but the draw.
+    """
     own = batch.sampling
     temperature = own.temperature[rows]
     top_k, top_p, min_p = own.top_k[rows], own.top_p[rows], own.min_p[rows]
+    if shaped:
+        done = list(shaped)
+        temperature[done] = temperature[done] > 0
+        top_k[done], top_p[done], min_p[done] = 0, 1.0, 0.0
     limited = (top_k > 0) & (top_k < vocab_size)
     tensor = ops.tensor
     return SamplingTensors(
@@ -123,16 +167,16 @@ def sampling_tensors(batch: InputBatch, rows: Int64, vocab_size: int, ops: Ops) 
         top_p=tensor(top_p) if (top_p < 1.0).any() else None,
         min_p=tensor(min_p) if (min_p > 0.0).any() else None,
         noise_key=tensor(_noise_key(batch, rows)) if temperature.any() else None,
-        **_adjustments(batch, rows, vocab_size, ops),
+        **_adjustments(batch, rows, vocab_size, ops, shaped),
     )
 
 
-def _adjustments(batch: InputBatch, rows: Int64, vocab_size: int, ops: Ops) -> dict[str, Any]:
+def _adjustments(batch: InputBatch, rows: Int64, vocab_size: int, ops: Ops, shaped: Collection[int]) -> dict[str, Any]:
     """Return masked, bias, repetition and counts of SamplingTensors as far as a row has LogitAdjustments."""
     adjusted = [
         (index, row, item)
         for index, row in enumerate(rows.tolist())
-        if (item := batch.sampling.adjustments[row]) is not None
+        if (item := batch.sampling.adjustments[row]) is not None and index not in shaped
     ]
     if not adjusted:
         return {}
@@ -140,8 +184,8 @@ def _adjustments(batch: InputBatch, rows: Int64, vocab_size: int, ops: Ops) -> d
     masked, bias, seen, counts = list[_Part](), list[_Part](), list[_Part](), list[_Part]()
     for index, row, item in adjusted:
         masked += [(index, ids, NO_VALUES) for ids in item.masked_ids(batch.history(row), batch.num_outputs(row))]
-        if item.bias is not None:
-            bias.append((index, *item.bias))
+        if (added := item.bias(batch.history(row))) is not None:
+            bias.append((index, *added))
         if item.seen is not None:
             repetition[index] = item.params.repetition_penalty
             seen.append((index, item.seen.ids, NO_VALUES))
@@ -179,63 +223,3 @@ def _noise_key(batch: InputBatch, rows: Int64) -> Int64:
     """Return [M, 3] int64: seed, choice, and the number of outputs so far, which is the position of the next one."""
     num_outputs = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
     return np.concatenate([batch.sampling.noise_key[rows], num_outputs[:, None]], axis=1)
-
-
-def apply_custom_processors(logits: Tensor, batch: InputBatch, rows: Int64, ops: Ops) -> tuple[Tensor, dict[int, str]]:
-    """Run custom logits processors (penstock/plugins/logits_processors.py) on the rows whose requests name some.
-
-    Returns processed logits [M, V] float32 of `rows` [M], a copy if any row names a processor, and an error message by
-    index for rows that failed. These keep their logits, so that one function's mistake fails only the requests that
-    named it.
-    """
-    asked = [index for index, row in enumerate(rows.tolist()) if batch.sampling.custom_processors[row]]
-    if not asked:
-        return logits, {}
-    raw, errors = as_array(logits), {}
-    processed = raw.copy()
-    for index in asked:
-        row = int(rows[index])
-        wanted = batch.sampling.custom_processors[row]
-        found = _process_row(raw[index : index + 1], wanted, batch.history(row).tolist())
-        if isinstance(found, str):
-            errors[index] = found
-        elif not bool(ops.finite_rows(ops.tensor(found))[0]):
-            errors[index] = f"logits_processors: {', '.join(wanted)}: NaN, +inf, or nothing to choose"
-        else:
-            processed[index : index + 1] = found
-    return ops.tensor(processed), errors
-
-
-def _process_row(logits: Array, wanted: dict[str, Any], token_ids: list[int]) -> Array | str:
-    """Apply the named functions to logits [1, V], in order; return the result, or an error message.
-
-    Every function gets a torch.Tensor and lists of its own, so that it cannot change what others see.
-    """
-    for name, args in wanted.items():
-        function = PROCESSORS[name]
-        more = (list(token_ids),) if takes_ids(function) else ()
-        try:
-            found = call_limited(function, as_torch(logits.copy()), deepcopy(args), *more, seconds=PROCESSOR_LIMIT_S)
-        except KeyboardInterrupt:
-            raise
-        except TimeLimitError:
-            return f"logits_processors: {name}: it took longer than {PROCESSOR_LIMIT_S:g} s for one token"
-        except BaseException as error:  # sys.exit() in a user's function must not end the engine either
-            text = " ".join(str(error).split())
-            return f"logits_processors: {name}: {type(error).__name__}: {text}"
-        wrong = _wrong_result(found, logits.shape)
-        if wrong is not None:
-            return f"logits_processors: {name}: returned {wrong}; it must be a tensor {list(logits.shape)} of floats"
-        logits = as_array(found.detach().to("cpu").float().contiguous())
-    return logits
-
-
-def _wrong_result(found: Any, shape: tuple[int, ...]) -> str | None:
-    """Return what a processor returned in place of a tensor of this shape; None if it returned one."""
-    import torch
-
-    if not isinstance(found, torch.Tensor):
-        return type(found).__name__
-    if tuple(found.shape) != tuple(shape):
-        return str(list(found.shape))
-    return None if found.is_floating_point() and found.layout == torch.strided else str(found.dtype)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 import msgspec
 
 from penstock.errors import InvalidRequestError
+from penstock.server.logits_fields import LogitsFields
 from penstock.server.unsupported import strip_unsupported
 from penstock.validation import shown
 
@@ -31,7 +32,7 @@ class StreamOptions(Strict, kw_only=True, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Strict, kw_only=True, frozen=True):
+class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     """The fields that completions and chat completions share. The LABELS come last: only the log shows them."""
 
     model: str | None = None

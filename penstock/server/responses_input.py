@@ -12,6 +12,7 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_TOKENS, RequestOutputKind, SamplingParams
 from penstock.server.context import ServerContext
 from penstock.server.inputs import COPIED, chat_prompts
+from penstock.server.logits_fields import LogitsFields
 from penstock.server.openai_requests import ChatRequest, Strict, to_request
 from penstock.server.records import EncodedPrompt
 from penstock.server.unsupported import MAX_MESSAGES
@@ -25,7 +26,7 @@ class StreamOptions(Strict, kw_only=True, frozen=True):
     include_obfuscation: bool | None = None
 
 
-class ResponseRequest(Strict, kw_only=True, frozen=True):
+class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     """POST /v1/responses: OpenAI's fields, vLLM's sampling fields, and last the labels."""
 
     place: ClassVar[str] = "responses"

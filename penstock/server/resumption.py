@@ -115,10 +115,10 @@ def _generation(context: ServerContext, call: KeptCall, log: RequestLog) -> Gene
 def _known(call: KeptCall, prompt: int) -> list[list[int]] | None:
     """Return the known tokens of each choice but the last one, which is computed again to learn whether it is the end.
 
-    Log-probabilities are not known, so a call that has them is computed from its beginning.
+    Log-probabilities and mirostat's state are not known, so a call that has them is computed from its beginning.
     """
     params = call.begun.params
-    if params.logprobs is not None or params.prompt_logprobs is not None:
+    if params.logprobs is not None or params.prompt_logprobs is not None or params.mirostat:
         return None
     known = [call.tokens.get((prompt, choice), [])[:-1] for choice in range(params.n)]
     return known if any(known) else None

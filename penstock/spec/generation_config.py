@@ -1,44 +1,97 @@
-"""Reads generation_config.json: the sampling that a model's author recommends, checked as SamplingParams checks it."""
+"""Reads Transformers' GenerationConfig, of a model's generation_config.json or of a call, as fields of SamplingParams.
 
+Every field is in one of the tables: it is honoured, it changes no token here, or it is refused (docs/sampling.md).
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from penstock.interface.sampling_params import MAX_TOKENS, MIN_TEMPERATURE
+from penstock.errors import InvalidRequestError
+from penstock.interface.sampling_params import MAX_TOKENS, MIN_TEMPERATURE, SamplingParams
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader, same
 
-# Keys that change no token here.
-HARMLESS_KEYS = """
-    transformers_version pad_token_id decoder_start_token_id use_cache cache_implementation cache_config
-    return_legacy_cache return_dict_in_generate output_scores output_logits output_attentions output_hidden_states
-    is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
-    assistant_early_exit assistant_lookbehind target_lookbehind prompt_lookup_num_tokens max_matching_ngram_size
-    compile_config disable_compile low_memory prefill_chunk_size use_model_defaults chat_format
-"""
-HARMLESS = frozenset(HARMLESS_KEYS.split())
-# Keys that would, unless they have this value. Null and [] are neutral for all.
-NEUTRAL: dict[str, Any] = {
-    "max_length": 20,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "num_return_sequences": 1,
-    "length_penalty": 1.0,
-    "diversity_penalty": 0.0,
-    "early_stopping": False,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "penalty_alpha": 0.0,
-    "guidance_scale": 1.0,
-    "renormalize_logits": False,
-    "remove_invalid_values": False,
-    "token_healing": False,
+# Honoured wherever they are given. -> the name in SamplingParams, which checks the value.
+HONOURED = {
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "suppress_tokens": "suppress_tokens",
+    "begin_suppress_tokens": "begin_suppress_tokens",
+    "bad_words_ids": "bad_words_ids",
+    "sequence_bias": "sequence_bias",
+    "forced_bos_token_id": "forced_bos_token_id",
+    "forced_eos_token_id": "forced_eos_token_id",
+    "min_length": "min_length",
+    "min_new_tokens": "min_new_tokens",
+    "exponential_decay_length_penalty": "exponential_decay_length_penalty",
+    "stop_strings": "stop",
 }
+DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
+# Honoured if do_sample is true; else Transformers does not apply them either.
+HONOURED_DRAWING = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 # Keys that become defaults of SamplingParams if the file says do_sample, with their ranges.
 SAMPLING_RANGES = {"temperature": (0.0, 100.0), "top_p": (1e-12, 1.0), "min_p": (0.0, 1.0)}
+# Read by name: the others that are honoured.
+READ = ("repetition_penalty", "max_new_tokens", "do_sample", "top_k", "eos_token_id", "bos_token_id")
+
+# Keys that change no token here, whatever their value.
+HARMLESS_KEYS = """
+    transformers_version _from_model_config pad_token_id decoder_start_token_id use_model_defaults chat_format
+    renormalize_logits disable_compile compile_config max_cache_len
+"""
+# Keys that change no token here either, but say how to compute or what to return: a model's file may have them, and a
+# call that sets one would get something else than it asks for. -> the values that ask for nothing.
+OF_A_CALL: dict[str, tuple[Any, ...]] = {
+    "use_cache": (True,),
+    "cache_implementation": (),
+    "cache_config": (),
+    "return_legacy_cache": (False, True),
+    "return_dict_in_generate": (False,),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "is_assistant": (False,),
+    "num_assistant_tokens": (20,),
+    "num_assistant_tokens_schedule": ("constant",),
+    "assistant_confidence_threshold": (0.4,),
+    "assistant_early_exit": (),
+    "assistant_lookbehind": (10,),
+    "assistant_ensemble_weight": (),
+    "target_lookbehind": (10,),
+    "prompt_lookup_num_tokens": (),
+    "max_matching_ngram_size": (),
+    "speculation_type": (),
+    "use_mtp": (False,),
+    "low_memory": (False,),
+    "prefill_chunk_size": (),
+    "continuous_batching_config": (),
+}
+HARMLESS = frozenset((*HARMLESS_KEYS.split(), *OF_A_CALL))
+# Keys that would change tokens, unless they have this value, and why they are refused. Null and [] are neutral for all.
+BEAMS = "beam search is asked for in another way: LLM.beam_search, or use_beam_search over HTTP"
+ENCODER = "only models without an encoder are served"
+NOT_BUILT = "it is not built"
+REFUSED: dict[str, tuple[Any, str]] = {
+    "max_length": (20, "the prompt is part of it; give max_new_tokens"),
+    "max_time": (None, "a time limit would make tokens depend on the load; use the server's --request-timeout"),
+    "num_beams": (1, BEAMS),
+    "num_beam_groups": (1, BEAMS),
+    "length_penalty": (1.0, BEAMS),
+    "diversity_penalty": (0.0, BEAMS),
+    "early_stopping": (False, BEAMS),
+    "constraints": (None, BEAMS),
+    "force_words_ids": (None, BEAMS),
+    "num_return_sequences": (1, "a call asks for several choices: n"),
+    "encoder_no_repeat_ngram_size": (0, ENCODER),
+    "encoder_repetition_penalty": (1.0, ENCODER),
+    "forced_decoder_ids": (None, ENCODER),
+    "penalty_alpha": (0.0, "contrastive search is not built"),
+    "dola_layers": (None, NOT_BUILT),
+    "guidance_scale": (1.0, "it needs a second prompt; it is not built"),
+    "watermarking_config": (None, NOT_BUILT),
+    "remove_invalid_values": (False, "a request whose logits are not finite ends with an error"),
+    "token_healing": (False, NOT_BUILT),
+}
 
 
 def read_sampling(read: ConfigReader) -> dict[str, Any]:
@@ -48,7 +101,18 @@ def read_sampling(read: ConfigReader) -> dict[str, Any]:
         sampling["repetition_penalty"] = read.number("repetition_penalty", 0.01, 100.0)
     if read.has("max_new_tokens"):
         sampling["max_tokens"] = read.integer("max_new_tokens", 1, MAX_TOKENS)
+    for key, name in HONOURED.items():
+        value = _checked(read, key, name)
+        if value != DEFAULTS[name]:
+            sampling[name] = value
     samples = read.boolean("do_sample", False)
+    drawing = _read_drawing(read, samples)
+    if samples:
+        return sampling | drawing
+    return sampling | {"temperature": 0.0} if read.has("do_sample") else sampling
+
+
+def _read_drawing(read: ConfigReader, samples: bool) -> dict[str, Any]:
     drawing: dict[str, Any] = {
         key: read.number(key, *(limits if samples else (-MAX_SIZE, MAX_SIZE)))
         for key, limits in SAMPLING_RANGES.items()
@@ -56,15 +120,42 @@ def read_sampling(read: ConfigReader) -> dict[str, Any]:
     }
     if read.has("top_k"):
         drawing["top_k"] = read.integer("top_k", -1 if samples else -MAX_SIZE, MAX_SIZE)
+    for key in HONOURED_DRAWING:
+        if read.has(key):
+            drawing[key] = read.number(key, -MAX_SIZE, MAX_SIZE)
+            if samples and _checked(read, key, key) == DEFAULTS[key]:
+                del drawing[key]
     if samples and 0.0 < drawing.get("temperature", 0.0) < MIN_TEMPERATURE:
         raise read.fail("temperature", f"0 (greedy) or a number from {MIN_TEMPERATURE:g} to 100")
-    if samples:
-        return sampling | drawing
-    return sampling | {"temperature": 0.0} if read.has("do_sample") else sampling
+    return drawing
+
+
+def _checked(read: ConfigReader, key: str, name: str) -> Any:
+    """Return a key's value as SamplingParams has it under a name; the default if it is absent or null."""
+    if not read.has(key):
+        return DEFAULTS[name]
+    try:
+        return getattr(SamplingParams(**{name: read.raw(key)}), name)
+    except InvalidRequestError as error:
+        raise read.fail(key, error.message.rpartition("it must be ")[2]) from None
 
 
 def read_ignored(read: ConfigReader) -> tuple[str, ...]:
     """Return every other key whose value is not neutral; to be called last."""
-    unread = {key: read.raw(key) for key in read.unread(HARMLESS)}
+    return tuple(_not_neutral(read, HARMLESS))
+
+
+def read_refused(read: ConfigReader) -> dict[str, str]:
+    """Return, of a call's config, every other key that asks for something, and why it is refused; to be called last."""
+    found = {key: REFUSED.get(key, (None, "nothing of this name is known"))[1] for key in _not_neutral(read, HARMLESS)}
+    for key, neutral in OF_A_CALL.items():
+        value = read.raw(key)
+        if value is not None and not any(same(value, item) for item in neutral):
+            found[key] = "it would have no effect here"
+    return found
+
+
+def _not_neutral(read: ConfigReader, harmless: frozenset[str]) -> list[str]:
+    unread: Mapping[str, Any] = {key: read.raw(key) for key in read.unread(harmless)}
     given = {key: value for key, value in unread.items() if value is not None and value != []}
-    return tuple(key for key, value in given.items() if key not in NEUTRAL or not same(value, NEUTRAL[key]))
+    return [key for key, value in given.items() if key not in REFUSED or not same(value, REFUSED[key][0])]

@@ -134,6 +134,23 @@ class TestParameters:
             processor.process([1], SamplingParams(), request_id)
         assert caught.value.param == "request_id"
 
+    def test_sequence_breakers(self, processor):
+        """Guards against a breaker that is not seen inside a token, or where two tokens make it together."""
+        tok = voc.make("byte_level")
+        made = processor.process([1], SamplingParams(dry_multiplier=0.8, dry_sequence_breakers=["o", "fox"]))
+        found = set(made.engine_requests[0].params.dry_sequence_breaker_ids)
+        texts = {token_id: tok.token_to_bytes(token_id) for token_id in range(tok.vocab_size)}
+        assert {ids[0] for ids in found if len(ids) == 1} == {i for i, text in texts.items() if b"o" in text}
+        for start, rest in (("f", "ox"), ("fo", "x")):
+            tail = tuple(tok.encode(rest, add_special_tokens=False))
+            heads = {i for i, text in texts.items() if text.endswith(start.encode()) and b"fox" not in text}
+            assert {(head, *tail) for head in heads} <= found
+        assert made.engine_requests[0].params.dry_sequence_breakers == ()
+        off = processor.process([1], SamplingParams(dry_sequence_breakers=["x"]))
+        assert off.engine_requests[0].params.dry_sequence_breaker_ids == ()
+        with pytest.raises(InvalidRequestError, match="dry_sequence_breakers"):
+            processor.process([1], SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["\ud800"]))
+
     def test_bad_words(self, processor):
         """Guards against a bad word that is only refused at the start of a text."""
         tok = voc.make("byte_level")

@@ -51,6 +51,11 @@ def engine_of(model: Any, tokenizer: Any, **fields: Any) -> InferenceEngine:
     return InferenceEngine(model, tokenizer, InferenceConfig(**config))
 
 
+@pytest.fixture(scope="module")
+def engine(model: PreTrainedModel, tokenizer: Any) -> InferenceEngine:
+    return engine_of(model, tokenizer)
+
+
 @pytest.mark.covers("C1", "C9")
 def test_the_quick_start_runs_as_printed(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against a quick start that needs editing: a set of prompts, all names, `verbose`."""
@@ -128,11 +133,57 @@ def test_a_generation_config_of_transformers(model: PreTrainedModel, tokenizer: 
     drawn = answer(do_sample=True, temperature=5.0, max_new_tokens=8, eos_token_id=[0])
     assert drawn != free[:8]
     assert answer(do_sample=True, top_k=1, max_new_tokens=8, eos_token_id=[0]) == free[:8]
-    for fields in ({"num_beams": 2}, {"no_repeat_ngram_size": 2}):
+    for fields in ({"num_beams": 2}, {"guidance_scale": 2.0}):
         with pytest.raises(InvalidRequestError, match=f"generation_config: {next(iter(fields))}.*: not supported"):
             answer(**fields)
     with pytest.raises(InvalidRequestError, match="at most max_output_len = 16"):
         answer(max_new_tokens=17)
+
+
+@pytest.mark.covers("C9", "C10")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output_scores": True},
+        {"output_attentions": True},
+        {"return_dict_in_generate": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"temperature": "hot"},
+        {"no_repeat_ngram_size": 7000},
+        {"max_new_tokens": 10**6},
+    ],
+    ids=str,
+)
+def test_a_bad_generation_config_is_refused_and_forgotten(engine: InferenceEngine, fields: dict[str, Any]) -> None:
+    """Guards against a field that changes nothing, in silence; an error that is none of a request's; and a config that
+    stays after its error, so that every later call fails too."""
+    (expected,) = engine.generate(PROMPTS[0])
+    for prompts in (PROMPTS[0], None):
+        with pytest.raises(InvalidRequestError, match=next(iter(fields))):
+            engine.generate(prompts, generation_config=fields)
+    assert engine.generate(PROMPTS[0]) == [expected]
+
+
+@pytest.mark.covers("C9", "C11")
+def test_processors_of_the_inference_config(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Guards against the logits processors of ColossalAI's own config that are refused, or have another meaning."""
+    engine = engine_of(model, tokenizer, no_repeat_ngram_size=2, forced_eos_token_id=9)
+    prompt = torch.tensor([tokenizer(PROMPTS[0])["input_ids"]])
+    options = {"max_new_tokens": 16, "do_sample": False, "no_repeat_ngram_size": 2, "forced_eos_token_id": 9}
+    expected = model.generate(prompt, **options)[0, prompt.shape[1] :].tolist()
+    assert engine.generate(PROMPTS[0], return_token_ids=True)[1][0] == expected
+    assert expected[-1] == 9
+
+
+@pytest.mark.covers("C9")
+def test_numbers_that_are_given_and_numbers_that_are_not(engine: InferenceEngine) -> None:
+    """Guards against a request without a number that gets one in use: 0, where another was given as 0."""
+    engine.add_request([0, 2], prompts=PROMPTS[:2])
+    engine.add_request(None, prompts=PROMPTS)
+    numbers = sorted(item.request_id for item in iter_ended(engine))
+    assert len(numbers) == len(set(numbers)) == 5
 
 
 def test_a_template_of_ones_own(model: PreTrainedModel, tokenizer: Any) -> None:

@@ -97,7 +97,7 @@ def test_the_record_is_what_was_planned_and_computed(shape, arrivals):
 
 
 @settings(max_examples=80, deadline=None)
-@given(shape=SHAPES, arrivals=ARRIVALS, num_bytes=st.integers(5_000, 25_000))
+@given(shape=SHAPES, arrivals=ARRIVALS, num_bytes=st.integers(5_000, 35_000))
 def test_a_ring_that_turned_over_replays_from_its_middle(shape, arrivals, num_bytes):
     """Guards against a segment whose start misses a request, a token or a block, and against cached blocks, windows and
     rings that are restored wrongly: the scripted cache checks every position that a token can see."""
@@ -111,7 +111,7 @@ def test_a_ring_that_turned_over_replays_from_its_middle(shape, arrivals, num_by
 
 def test_a_turned_over_ring_restores_tokens():
     """Guards against the property above holding because nothing ever turned over."""
-    bundle, executor = simple(num_bytes=16_000, num_later=10)
+    bundle, executor = simple(num_bytes=20_000, num_later=10)
     report = replayed(bundle)
     assert report.passed
     assert 0 < report.steps < len(executor.steps)
@@ -305,7 +305,7 @@ def test_a_bundle_of_another_format_says_so():
 
 
 def test_starts_carry_the_open_requests():
-    bundle, _ = simple(num_bytes=16_000, num_later=10)
+    bundle, _ = simple(num_bytes=20_000, num_later=10)
     start = next(iter(history(bundle.records)))
     assert isinstance(start, Start)
     assert start.requests

@@ -16,7 +16,7 @@ from penstock.client import liveness
 from penstock.plugins import time_limit
 from penstock.plugins.logits_processors import PROCESSORS
 from penstock.plugins.user_files import import_files
-from penstock.runner import sampler
+from penstock.runner import custom_processors
 from tests.hf_models import make_llama, random_ids
 
 OWN = """
@@ -162,7 +162,7 @@ def test_arguments_are_the_requests_own(llm: LLM) -> None:
 
 def test_a_slow_one_is_measured_in_the_users_process(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a slow function that everybody waits for at every token."""
-    monkeypatch.setattr(sampler, "PROCESSOR_LIMIT_S", 0.0)
+    monkeypatch.setattr(custom_processors, "PROCESSOR_LIMIT_S", 0.0)
     error = in_company(llm, params(logits_processors={"first_argument": [9]}))
     assert error == "logits_processors: first_argument: it took longer than 0 s for one token"
 

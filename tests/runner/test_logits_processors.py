@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest
 from penstock.runner.input_batch import InputBatch
+from penstock.runner.logit_adjustments import TokenCounts
 from penstock.runner.sampler import sampling_tensors
-from penstock.runner.sampling_rows import TokenCounts
 from tests.fakes import FakeOps, adjusted
 
 VOCAB = 12

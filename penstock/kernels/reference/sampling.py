@@ -7,13 +7,9 @@ words has the right 64 bits.
 import torch
 from torch import Tensor
 
-from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
+from penstock.kernels.sampling import MASK, MULTIPLIERS, NO_TOKEN, ROUNDS, WEYL, SamplingTensors
 
 NEVER = float("-inf")
-ROUNDS = 10
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the two words of the key after each round
-MASK = 0xFFFFFFFF
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
