@@ -83,12 +83,15 @@ class Engine:
                 little of the cache for a request that is open.
         """
         check.check_ids("prompt", prompt_token_ids, self.vocab_size)
-        prefix = EngineRequest(name, prompt_token_ids, SamplingParams(max_tokens=1), cache_salt=cache_salt)
-        self.kv_cache.pin(name, Request(prefix, 0, self.max_model_len))
-        if not all(map(self._fits, self._requests.values())):
-            self.kv_cache.pins.remove(name)
-            message = "prompt: pinned, it would leave too little of the cache for a request that is running; try later"
-            raise InvalidRequestError(message, param="prompt", code="pin_limit_exceeded")
+        source = EngineRequest(name, prompt_token_ids, SamplingParams(max_tokens=1), cache_salt=cache_salt)
+        prefix = Request(source, 0, self.max_model_len)
+        self.kv_cache.pin(name, prefix)
+        for request in (prefix, *self._requests.values()):
+            if not self._fits(request):
+                self.kv_cache.pins.remove(name)
+                what = "there is no room to compute it" if request is prefix else "a request that runs has too little"
+                message = f"prompt: beside all pinned prefixes {what}; at most half of the cache may be pinned"
+                raise InvalidRequestError(message, param="prompt", code="pin_limit_exceeded")
 
     def unpin(self, name: str) -> bool:
         """Let the blocks of a pinned prefix be evicted as any others. False if there is none of this name."""

@@ -157,9 +157,22 @@ def test_no_request_waits_for_ever_for_pinned_blocks():
     engine.unpin("system")
     engine.add_request(request("big", prompt_of(100, 2), max_tokens=200))
     engine.step()
-    with pytest.raises(InvalidRequestError, match="that is running"):
+    with pytest.raises(InvalidRequestError, match="a request that runs"):
         engine.pin("system", prompt_of(160))
     assert token_ids(run(engine)["big"])[1:] == expected_outputs(prompt_of(100, 2), 200)[1:]
+
+
+def test_with_windows_shared_blocks_are_not_counted_on():
+    """Guards against the same where a prompt leaves the pinned prefix half-way: its window is not in the cache there, so
+    that it computes the shared blocks again, beside the pinned ones."""
+    engine = make_engine(num_blocks=20, windows=(None, 20))
+    with pytest.raises(InvalidRequestError, match="no room to compute it"):
+        engine.pin("system", prompt_of(160))
+    engine.pin("system", prompt_of(144))
+    ask(engine, "first", prompt_of(144))
+    with pytest.raises(InvalidRequestError, match="beside the pinned prefixes"):
+        engine.add_request(request("half", [*prompt_of(80), *prompt_of(80, 5)], max_tokens=75))
+    assert ask(engine, "fits", [*prompt_of(80), *prompt_of(70, 5)]) == 0
 
 
 class Witness(ScriptedExecutor):
@@ -222,8 +235,12 @@ def test_whatever_happens_pins_stay_salts_are_apart_and_no_block_is_lost(actions
     engine = make_engine(num_blocks=blocks, windows=windows, max_num_batched_tokens=chunk, max_model_len=MAX_LEN)
     engine.executor = witness = Witness(engine.kv_cache.groups)
     asked: dict[str, list[int]] = {}
-    public: dict[str, list[int]] = {}
+    public = {"first": prompt_of(40)}
     outputs: dict[str, list] = {}
+    engine.pin("first", prompt_of(40))
+    engine.add_request(request("None first", prompt_of(40), max_tokens=1))
+    run(engine)
+    witness.public = (prompt_of(40),)
 
     def step() -> None:
         before = [dict(held) for held in engine.kv_cache.pins._held]
