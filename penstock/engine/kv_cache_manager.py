@@ -292,7 +292,9 @@ class KVCacheManager:
         for index, group in enumerate(self.groups):
             num_wanted, limit = self.pins.num_wanted(index, pin), group.num_blocks // MAX_PINNED
             if num_wanted > limit:
-                message = f"prompt: all pins would hold {num_wanted} of {group.num_blocks} blocks; at most {limit} may be"
+                message = (
+                    f"prompt: all pins would hold {num_wanted} of {group.num_blocks} blocks; at most {limit} may be"
+                )
                 raise InvalidRequestError(message, param="prompt", code="pin_limit_exceeded")
         self.pins.add(name, pin)
 

@@ -47,7 +47,9 @@ def test_a_request_has_the_same_steps_whatever_prompt_others_sent_under_another_
     for family in (1, 2):  # the others send the same beginning, or another one
         engine = make_engine(num_blocks=64, max_num_batched_tokens=chunk)
         for index, (length, steps) in enumerate(others):
-            engine.add_request(request(str(index), prompt_of(length, family), max_tokens=3, cache_salt=f"other {index}"))
+            engine.add_request(
+                request(str(index), prompt_of(length, family), max_tokens=3, cache_salt=f"other {index}")
+            )
             for _ in range(steps if engine.has_work else 0):
                 engine.step()
         engine.add_request(request("probe", prompt_of(100), max_tokens=2, cache_salt="probe"))
@@ -163,8 +165,8 @@ def test_no_request_waits_for_ever_for_pinned_blocks():
 
 
 def test_with_windows_shared_blocks_are_not_counted_on():
-    """Guards against the same where a prompt leaves the pinned prefix half-way: its window is not in the cache there, so
-    that it computes the shared blocks again, beside the pinned ones."""
+    """Guards against the same where a prompt leaves the pinned prefix half-way: its window is not in the cache there,
+    so that it computes the shared blocks again, beside the pinned ones."""
     engine = make_engine(num_blocks=20, windows=(None, 20))
     with pytest.raises(InvalidRequestError, match="no room to compute it"):
         engine.pin("system", prompt_of(160))
@@ -230,8 +232,8 @@ ACTIONS = st.lists(
     chunk=st.integers(5, 70),
 )
 def test_whatever_happens_pins_stay_salts_are_apart_and_no_block_is_lost(actions, windows, blocks, chunk):
-    """Guards against a pinned block that is evicted, given to another or lost, against blocks that cross a salt, against
-    requests that wait for ever, and against a wrong token: pins, aborts, preemptions and resets at any moment."""
+    """Guards against a pinned block that is evicted, given to another or lost, against blocks that cross a salt,
+    against requests that wait for ever, and a wrong token: pins, aborts, preemptions and resets at any moment."""
     engine = make_engine(num_blocks=blocks, windows=windows, max_num_batched_tokens=chunk, max_model_len=MAX_LEN)
     engine.executor = witness = Witness(engine.kv_cache.groups)
     asked: dict[str, list[int]] = {}

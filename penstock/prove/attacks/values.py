@@ -89,11 +89,12 @@ SAMPLING: tuple[Attack, ...] = (
     ),
     on_both("a stop string that is its own beginning", *each("stop", ["a" * 256, ["a" * i for i in range(1, 17)]]),
             expect=(200,)),
+    on_both("a salt that is none (CVE-2025-46570)", *each("cache_salt", ["", 1, ["a"], "x" * 10**6, {}, True])),
     on_both("options of a stream that is none", {"stream_options": {"include_usage": True}}, {"stream_options": 1}),
     on_both("unknown fields", {"x": 1}, {" - at `$": 1}, {"": 1}, {"temperature ": 1}, {"__proto__": {}},
             {"x" * 100_000: 1}),
     on_both("a field name that a parser might walk", {" - at " * 20_000: 1}),
-    on_both("what this server cannot do", {"prompt_embeds": "AAAA"}, {"cache_salt": "x"}, {"use_beam_search": True},
+    on_both("what this server cannot do", {"prompt_embeds": "AAAA"}, {"use_beam_search": True},
             {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 2**40}),
 )  # fmt: skip
 
