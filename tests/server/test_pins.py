@@ -9,14 +9,16 @@ from starlette.testclient import TestClient
 
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.errors import InvalidRequestError
+from penstock.interface.sampling_params import SamplingParams
 from penstock.prove.scripted import ScriptedClient
 from penstock.server.options import ServerOptions
+from penstock.server.records import Begun, EncodedPrompt, decode, encode
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import QUIET, app_client
 
 KEYS = {"alice": "sk-alice-0123456789", "bob": "sk-bob-0123456789abc", "root": "sk-root-0123456789ab"}
 PROMPT = list(range(3, 73))
-CHAT = [{"role": "system", "content": "You are a helpful teller of short stories."}]
+CHAT = [{"role": "system", "content": "You tell short stories to children, and each of them ends well."}]
 
 
 @pytest.fixture
@@ -73,6 +75,16 @@ def test_salts_of_every_api_reach_the_engine() -> None:
     for salt in ("", 1, "x" * 1025):
         answer = client.post("/v1/completions", json={"prompt": "a", "cache_salt": salt})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
+
+
+def test_the_journal_keeps_the_salt() -> None:
+    """Guards against a call that a new server goes on with, in the cache of everybody."""
+    prompt = EncodedPrompt([1, 2], cache_salt="pepper")
+    begun = Begun(
+        id="a", kind="completions", owner="", created=0, body=b"{}", model="demo", fingerprint="", grace_s=None,
+        params=SamplingParams(seed=1), prompts=[prompt], keep_s=0.0,
+    )  # fmt: skip
+    assert decode(encode(begun)).prompts == [prompt]
 
 
 def test_a_pin_is_made_found_listed_and_deleted() -> None:
