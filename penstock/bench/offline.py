@@ -63,7 +63,7 @@ def measure_offline(
         EngineError: a request failed.
     """
     built = build_engine(EngineConfig.from_options(**options))
-    info = built.info
+    info, cache = built.info, built.config.cache
     if workload.prompt_len + workload.output_len > info.max_model_len:
         message = f"input_len: prefix_len + input_len + output_len exceed max_model_len = {info.max_model_len}"
         raise InvalidRequestError(message, param="input_len")
@@ -78,22 +78,21 @@ def measure_offline(
             run = _run(client, meter, workload, index, advance)
     client.shutdown()
     output_tokens = workload.num_prompts * workload.output_len
-    total_tokens = output_tokens + workload.num_prompts * workload.prompt_len
-    profiled = {} if profile is None else {"profile": profile.figures()}
+    total_tokens = workload.num_prompts * (workload.prompt_len + workload.output_len)
     return {
         "model": info.model,
         "system_fingerprint": info.system_fingerprint,
         "threads": built.config.numerics.threads,
-        "kv_cache_dtype": built.config.cache.kv_cache_dtype,
+        "kv_cache_dtype": cache.kv_cache_dtype,
         **{name: getattr(workload, name) for name in ("num_prompts", "prefix_len", "input_len", "output_len")},
-        "prefix_caching": built.config.cache.enable_prefix_caching,
+        "prefix_caching": cache.enable_prefix_caching,
         "seconds": run.seconds,
         "output_tokens_per_s": output_tokens / run.seconds,
         "total_tokens_per_s": total_tokens / run.seconds,
         **run.figures(meter.limits),
         "attention": meter.attention(),
         "peak_rss_bytes": meter.peak_rss_bytes(),
-        **profiled,
+        **({} if profile is None else {"profile": profile.figures()}),
     }
 
 

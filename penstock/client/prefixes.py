@@ -9,6 +9,7 @@ sends nothing.
 """
 
 import heapq
+import itertools
 import re
 import time
 from array import array
@@ -80,7 +81,8 @@ class Prefixes:
             InvalidRequestError: the name is malformed, another prefix's or one's that is being computed, there are too
                 many pins, or no whole block.
         """
-        name = f"pin-{self._num_pins}" if name is None else name
+        if name is None:
+            name = next(free for index in itertools.count() if (free := f"pin-{index}") not in self._pins)
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise check.fail("name", name, "1 to 64 letters, digits and _ . @ -")
         ids = token_ids[: len(token_ids) // block_size * block_size]
