@@ -25,8 +25,6 @@ from penstock.engine.request import Request
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.step import CacheGroup
 
-MAX_PINNED = 2  # pins hold at most the cache divided by this
-
 
 @dataclass(slots=True)
 class BlockTable:
@@ -97,11 +95,8 @@ class KVCacheManager:
         if not self.pins:
             return self.fits_alone(request.max_total_tokens, chunk)
         hashes = [] if self._has_windows else self._hashes(request)
-        for index, group in enumerate(self.groups):
-            room = group.num_blocks - self.pins.num_wanted(index) + self.pins.num_leading(index, hashes)
-            if peak_blocks(group, request.max_total_tokens, chunk) > room:
-                return False
-        return True
+        peaks = (peak_blocks(group, request.max_total_tokens, chunk) for group in self.groups)
+        return all(peak <= room for peak, room in zip(peaks, self.pins.room(hashes), strict=True))
 
     def _first_needed(self, group: CacheGroup, num_computed: int) -> int:
         """Return the index of the first block that a token at position num_computed or later attends to."""
@@ -274,29 +269,19 @@ class KVCacheManager:
         """Hold the full blocks of a prefix from now on, as far as they are in the cache, and the others once computed.
 
         Raises:
-            InvalidRequestError: there is no prefix caching, the name is in use, the prefix fills no block, or all pins
-                together would hold more than their share of the cache.
+            InvalidRequestError: there is no prefix caching, the prefix fills no block, or Pins.add refuses it.
         """
         count = prefix.num_tokens // self.block_size
         if not self.enable_prefix_caching:
             raise InvalidRequestError("prompt: there is nothing to pin, prefix caching is off", param="prompt")
-        if name in self.pins:
-            raise InvalidRequestError(f"name: {name!r} is the name of another pin", param="name", code="name_in_use")
         if count == 0:
             message = f"prompt: {prefix.num_tokens} tokens fill no block of {self.block_size}, so there is none to pin"
             raise InvalidRequestError(message, param="prompt")
         is_public = not prefix.pending_salt
         self._extend_hashes(prefix, count)
         start = (count - 1) * self.block_size  # a prompt may differ in the last block, where a text was cut
-        pin = Pin(prefix.block_hashes, [self._first_needed(group, start) for group in self.groups], is_public)
-        for index, group in enumerate(self.groups):
-            num_wanted, limit = self.pins.num_wanted(index, pin), group.num_blocks // MAX_PINNED
-            if num_wanted > limit:
-                message = (
-                    f"prompt: all pins would hold {num_wanted} of {group.num_blocks} blocks; at most {limit} may be"
-                )
-                raise InvalidRequestError(message, param="prompt", code="pin_limit_exceeded")
-        self.pins.add(name, pin)
+        first_held = [self._first_needed(group, start) for group in self.groups]
+        self.pins.add(name, Pin(prefix.block_hashes, first_held, is_public))
 
     # --- counts ----------------------------------------------------------------------------------------------------
 

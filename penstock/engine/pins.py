@@ -19,6 +19,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.block_pool import BlockPool
+from penstock.errors import InvalidRequestError
+
+MAX_SHARE = 2  # pins hold at most the cache divided by this
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +52,15 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._pins
-
     def is_public(self, block_hash: bytes) -> bool:
         """Return whether a public pin has this block."""
         return block_hash in self._public
 
-    def num_wanted(self, group: int, pin: Pin | None = None) -> int:
-        """Return how many blocks of a group all pins hold when they are computed, with `pin` if one is given."""
-        wanted = self._wanted[group]
-        more = () if pin is None else pin.hashes[pin.first_held[group] :]
-        return len(wanted) + sum(1 for block_hash in more if block_hash not in wanted)
-
-    def num_leading(self, group: int, hashes: Sequence[bytes]) -> int:
-        """Return how many of these blocks, from the first on, pins hold in a group when they are computed."""
-        wanted = self._wanted[group]
-        return next((index for index, block_hash in enumerate(hashes) if block_hash not in wanted), len(hashes))
+    def room(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return, per group, how many blocks all pins leave to a request that begins with these, which it shares."""
+        shared = (_num_leading(wanted, hashes) for wanted in self._wanted)
+        pairs = zip(self._pools, self._wanted, shared, strict=True)
+        return [pool.num_blocks - len(wanted) + count for pool, wanted, count in pairs]
 
     @property
     def num_held(self) -> int:
@@ -77,7 +72,18 @@ class Pins:
         return self._held[group].values()
 
     def add(self, name: str, pin: Pin) -> None:
-        """Make a pin, and hold its blocks up to the first that is not in the cache. The name is not in use."""
+        """Make a pin, and hold its blocks up to the first that is not in the cache.
+
+        Raises:
+            InvalidRequestError: the name is in use, or all pins together would hold more than their share of the cache.
+        """
+        if name in self._pins:
+            raise InvalidRequestError(f"name: {name!r} is the name of another pin", param="name", code="name_in_use")
+        for pool, wanted, first in zip(self._pools, self._wanted, pin.first_held, strict=True):
+            count, limit = len(wanted.keys() | set(pin.hashes[first:])), pool.num_blocks // MAX_SHARE
+            if count > limit:
+                message = f"prompt: all pins would hold {count} of {pool.num_blocks} blocks; at most {limit} may be"
+                raise InvalidRequestError(message, param="prompt", code="pin_limit_exceeded")
         self._pins[name] = pin
         self._public.update(pin.hashes if pin.is_public else ())
         for group, block_hash in _places(pin):
@@ -115,6 +121,11 @@ class Pins:
         """Begin again with new pools, which hold nothing: the pins stay, and take their blocks as they are computed."""
         self._pools = pools
         self._held = [{} for _ in pools]
+
+
+def _num_leading(wanted: Counter[bytes], hashes: Sequence[bytes]) -> int:
+    """Return how many of these blocks, from the first on, are wanted."""
+    return next((index for index, block_hash in enumerate(hashes) if block_hash not in wanted), len(hashes))
 
 
 def _places(pin: Pin) -> Iterator[tuple[int, bytes]]:
