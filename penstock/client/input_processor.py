@@ -180,8 +180,6 @@ def check_salt(salt: Any) -> None:
     check.check_str("cache_salt", salt, max_length=MAX_SALT_LENGTH, optional=True)
     if salt is not None:
         check_unicode(salt, param="cache_salt")
-        if not salt:
-            raise check.fail("cache_salt", salt, "null, or a text of at least one character")
 
 
 def _choices(source: EngineRequest) -> tuple[EngineRequest, ...]:

@@ -43,7 +43,9 @@ async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> 
             add_special_tokens=body.add_special_tokens,
         )
         return (await chat_prompts(context, chat, info))[0]
-    given = CompletionRequest(prompt=body.prompt or "", add_special_tokens=body.add_special_tokens)
+    given = CompletionRequest(
+        prompt="" if body.prompt is None else body.prompt, add_special_tokens=body.add_special_tokens
+    )
     prompts = await completion_prompts(context, given, info)
     if len(prompts) != 1:
         raise InvalidRequestError(f"prompt: {len(prompts)} prompts; a pin has one", param="prompt")
