@@ -240,6 +240,7 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         choices_made=choices_made,
         certificate=_certificate(model_config, weights, digest),
         max_num_seqs=config.scheduler.max_num_seqs,
+        block_size=plan.groups[0].block_size,
     )
 
 

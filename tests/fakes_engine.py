@@ -169,10 +169,10 @@ def _row_group(group: CacheGroup, max_model_len: int) -> CacheGroup:
 
 
 def request(request_id: str, prompt: list[int], max_tokens: int = 8, **options: object) -> EngineRequest:
-    """A greedy request; `output_token_ids`, `choice`, `flow` go to the EngineRequest, the rest to SamplingParams."""
-    outputs, choice, flow = options.pop("output_token_ids", []), options.pop("choice", 0), options.pop("flow", "")
+    """A greedy request; fields of EngineRequest go there, the rest to SamplingParams."""
+    own = {name: options.pop(name) for name in ("output_token_ids", "choice", "flow", "cache_salt") if name in options}
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, **options)
-    return EngineRequest(request_id, prompt, params, choice=choice, output_token_ids=list(outputs), flow=flow)
+    return EngineRequest(request_id, prompt, params, **own)
 
 
 def run(engine: Engine, max_steps: int = 10_000) -> dict[str, list[EngineOutput]]:

@@ -87,13 +87,14 @@ def test_token_by_token(make: Make, alone: dict[int, Answer]) -> None:
 
 
 def test_with_a_prefix(make: Make, alone: dict[int, Answer]) -> None:
-    """Guards against keys and values whose bits depend on the step that computed them: found whole, in part, or while
-    another request is still computing them."""
+    """Guards against keys and values whose bits depend on the step that computed them: found whole, in part, while
+    another request is still computing them, or in pinned blocks."""
     engine = make(enable_prefix_caching=True, threads=2, max_num_batched_tokens=64).engine
     for cached in ([0, 0, 0, 0, 0, 32], [0, 16, 32, 0, 64, 64]):
         found = ask(engine, [request(index, prompt_logprobs=False) for index in (*WATCHED, 12)])
         assert [found[index][-1].num_cached_tokens for index in WATCHED] == cached
         check(found, alone, prompts=False)
+        engine.pin(f"pin {cached[1]}", PROMPTS[WATCHED[-1]])
 
 
 def test_preempted(make: Make, alone: dict[int, Answer], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,16 +24,24 @@ from penstock.kernels.cpu.ops import CpuOps
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """num_prompts requests of input_len random ids that generate output_len tokens each, after `warmup` such runs."""
+    """num_prompts requests of input_len random ids that generate output_len tokens each, after `warmup` such runs.
+
+    prefix_len: more random ids before these, the same for all requests of a run.
+    """
 
     num_prompts: int
     input_len: int
     output_len: int
     warmup: int
+    prefix_len: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("num_prompts", 1), ("input_len", 1), ("output_len", 1), ("warmup", 0)):
+        for name, low in (("num_prompts", 1), ("input_len", 1), ("output_len", 1), ("warmup", 0), ("prefix_len", 0)):
             check.check_int(name, getattr(self, name), low, 10**6)
+
+    @property
+    def prompt_len(self) -> int:
+        return self.prefix_len + self.input_len
 
 
 def measure_offline(
@@ -55,14 +63,14 @@ def measure_offline(
         EngineError: a request failed.
     """
     built = build_engine(EngineConfig.from_options(**options))
-    info = built.info
-    if workload.input_len + workload.output_len > info.max_model_len:
-        message = f"input_len: input_len + output_len exceed max_model_len = {info.max_model_len}"
+    info, cache = built.info, built.config.cache
+    if workload.prompt_len + workload.output_len > info.max_model_len:
+        message = f"input_len: prefix_len + input_len + output_len exceed max_model_len = {info.max_model_len}"
         raise InvalidRequestError(message, param="input_len")
     if profile is not None and not isinstance(built.ops, CpuOps):
         raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
     announce(info)
-    meter = MeteredExecutor(built, workload.input_len)
+    meter = MeteredExecutor(built, workload.prompt_len)
     client = InProcessClient(built.engine, info, None)
     with progress("tokens", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
         for index in range(workload.warmup + 1):
@@ -70,21 +78,21 @@ def measure_offline(
             run = _run(client, meter, workload, index, advance)
     client.shutdown()
     output_tokens = workload.num_prompts * workload.output_len
-    total_tokens = output_tokens + workload.num_prompts * workload.input_len
-    profiled = {} if profile is None else {"profile": profile.figures()}
+    total_tokens = workload.num_prompts * (workload.prompt_len + workload.output_len)
     return {
         "model": info.model,
         "system_fingerprint": info.system_fingerprint,
         "threads": built.config.numerics.threads,
-        "kv_cache_dtype": built.config.cache.kv_cache_dtype,
-        **{name: getattr(workload, name) for name in ("num_prompts", "input_len", "output_len")},
+        "kv_cache_dtype": cache.kv_cache_dtype,
+        **{name: getattr(workload, name) for name in ("num_prompts", "prefix_len", "input_len", "output_len")},
+        "prefix_caching": cache.enable_prefix_caching,
         "seconds": run.seconds,
         "output_tokens_per_s": output_tokens / run.seconds,
         "total_tokens_per_s": total_tokens / run.seconds,
         **run.figures(meter.limits),
         "attention": meter.attention(),
         "peak_rss_bytes": meter.peak_rss_bytes(),
-        **profiled,
+        **({} if profile is None else {"profile": profile.figures()}),
     }
 
 
@@ -100,9 +108,11 @@ def _run(
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
+    vocabulary = range(client.model_info.vocab_size)
+    prefix = rng.choices(vocabulary, k=workload.prefix_len)
     run, started = Run(), meter.watch.now()
     for _ in range(workload.num_prompts):
-        client.add_request(None, rng.choices(range(client.model_info.vocab_size), k=workload.input_len), params)
+        client.add_request(None, prefix + rng.choices(vocabulary, k=workload.input_len), params)
     while client.has_unfinished_requests():
         outputs, step = meter.step(client.step)
         with meter.watch.paused():

@@ -50,6 +50,8 @@ def print_offline(result: dict[str, Any]) -> None:
     """Print the figures of bench.offline: the whole run, prefill and decode."""
     console = Console()
     workload = f"{result['num_prompts']} x {result['input_len']} in, {result['output_len']} out"
+    if result["prefix_len"]:
+        workload += f", {result['prefix_len']} shared and {'' if result['prefix_caching'] else 'not '}cached"
     parts = _parts(result)
     table = Table("", title=f"{result['model']}: {workload}")
     for column in parts:

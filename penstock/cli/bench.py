@@ -35,6 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(offline)
     offline.add_argument("--num-prompts", type=parse_size, default=8, metavar="N", help="requests (default: 8)")
     offline.add_argument("--input-len", type=parse_size, default=128, metavar="N", help="tokens per prompt")
+    help_text = "tokens before these that all prompts of a run share (default: 0)"
+    offline.add_argument("--prefix-len", type=parse_size, default=0, metavar="N", help=help_text)
     offline.add_argument("--output-len", type=parse_size, default=128, metavar="N", help="tokens generated per prompt")
     offline.add_argument("--warmup", type=parse_size, default=1, metavar="N", help="runs before the measured one")
     offline.add_argument("--profile", action="store_true", help="show calls, time and limits of each operation")
@@ -94,7 +96,7 @@ def _prepare_offline(args: argparse.Namespace) -> Bench:
     from penstock.bench.profile import Profile
     from penstock.bench.report import print_offline
 
-    workload = Workload(args.num_prompts, args.input_len, args.output_len, args.warmup)
+    workload = Workload(args.num_prompts, args.input_len, args.output_len, args.warmup, args.prefix_len)
     profile = Profile() if args.profile or args.trace else None
 
     def measure() -> Result:

@@ -33,6 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", metavar="KEY", default=os.environ.get(API_KEY_VARIABLE) or None, help=help_text)
     help_text = "TOML file of named keys with limits; read again on SIGHUP (see the page on serving)"
     group.add_argument("--api-key-file", metavar="FILE", help=help_text)
+    help_text = "keys do not share cached prefixes, so that none can tell what another has sent (default: off)"
+    group.add_argument("--cache-salt-by-key", action="store_true", help=help_text)
     help_text = "name of the model in requests (default: MODEL; repeatable)"
     group.add_argument("--served-model-name", action="append", metavar="NAME", help=help_text)
     help_text = (
@@ -85,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         journal=args.journal,
         started_at=started_at,
         api_key_file=args.api_key_file,
+        cache_salt_by_key=args.cache_salt_by_key,
         **times,
     )
     client = {name: getattr(args, name) for name in CLIENT_OPTIONS if hasattr(args, name)}

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from penstock.client.records import SavedRecord
 from penstock.interface.messages import EngineStats, ModelInfo
-from penstock.interface.outputs import RequestOutput
+from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
-# A string, token ids, or a mapping with `prompt` or `prompt_token_ids`.
+# A string, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
 Prompt = str | list[int] | Mapping[str, Any]
 
 
@@ -109,6 +109,26 @@ class EngineClient(Protocol):
             EngineOverloadedError: the queue is full.
             RequestFailedError: the computation of this request failed.
         """
+
+    async def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
+        """Compute the whole blocks of a prompt and keep them in the cache of every engine from now on.
+
+        Without a cache_salt the prefix is public: requests of every salt find it. A pin of the same name and prefix is
+        returned as it is.
+
+        Raises:
+            InvalidRequestError: the prompt or the name is wrong, or pins would take too much of the cache.
+            EngineDeadError, EngineOverloadedError, RequestFailedError: as `generate`.
+        """
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Let a pinned prefix be evicted as any other. False if there is none of this name."""
+
+    def pinned_prefixes(self) -> list[PrefixUse]:
+        """Return the pinned prefixes, oldest first."""
+
+    def most_used_prefixes(self, count: int) -> list[PrefixUse]:
+        """Return the prefixes that were found in the cache most often, pinned or not; of late, if there are many."""
 
     async def record(self) -> SavedRecord:
         """Make a bundle of the flight recorder: what the engine did in its last minutes.

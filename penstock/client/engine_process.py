@@ -108,13 +108,22 @@ class EngineServer:
                     if self.recorder is not None:
                         self.recorder.arrived(request)
                 except InvalidRequestError as error:
-                    rejected = frames.Rejected(self.epoch, request.request_id, error.message, error.param, error.code)
-                    self._send(rejected)
+                    self._reject(request.request_id, error)
             case frames.Abort(request_ids):
                 for request_id in request_ids:
                     self.engine.abort(request_id)
                     if self.recorder is not None:
                         self.recorder.aborted(request_id)
+            case frames.Pin(name, request_id, token_ids, cache_salt):
+                try:
+                    self.engine.pin(name, token_ids, cache_salt)
+                except InvalidRequestError as error:
+                    self._reject(request_id, error)
+            case frames.Unpin(name):
+                self.engine.unpin(name)
+
+    def _reject(self, request_id: str, error: InvalidRequestError) -> None:
+        self._send(frames.Rejected(self.epoch, request_id, error.message, error.param, error.code))
 
     def _drop(self, body: bytes, error: frames.InvalidFrameError) -> None:
         """Count an invalid frame. If it was to add a request, nobody may wait for it."""

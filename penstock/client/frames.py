@@ -1,6 +1,6 @@
 """Frames between a client and its engine process: typed msgpack, each preceded by its length. No pickle.
 
-    client -> engine    Start, then AddRequest and Abort
+    client -> engine    Start, then AddRequest, Abort, Pin and Unpin
     engine -> client    Ready or Failed, then Outputs, Rejected and Heartbeat
 
 Frames of the engine carry the epoch that it was started with, so that those of an engine that was replaced are
@@ -48,6 +48,20 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     request_ids: list[str]
 
 
+class Pin(msgspec.Struct, tag=True, frozen=True):
+    """Keep this prefix in the cache once it is computed. request_id: of the request that computes it, Rejected if this
+    is."""
+
+    name: str
+    request_id: str
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class Unpin(msgspec.Struct, tag=True, frozen=True):
+    name: str
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     epoch: int
     info: ModelInfo
@@ -76,7 +90,7 @@ class Outputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):
-    """The engine did not accept a request."""
+    """The engine did not accept a request, or the pin that it computes."""
 
     epoch: int
     request_id: str
@@ -95,7 +109,7 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats
 
 
-ToEngine = Start | AddRequest | Abort
+ToEngine = Start | AddRequest | Abort | Pin | Unpin
 FromEngine = Ready | Failed | Outputs | Rejected | Heartbeat
 
 _encode = msgspec.msgpack.Encoder().encode

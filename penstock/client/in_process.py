@@ -3,13 +3,16 @@
 add_request -> InputProcessor -> Engine.step -> OpenRequests -> RequestOutputs
 """
 
+from dataclasses import replace
+
 from penstock.client.engine_client import Prompt
 from penstock.client.input_processor import InputProcessor
 from penstock.client.open_requests import OpenRequests
+from penstock.client.prefixes import Pin
 from penstock.engine.engine import Engine
-from penstock.errors import EngineDeadError, InvalidRequestError
+from penstock.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import RequestOutput
+from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
@@ -72,6 +75,55 @@ class InProcessClient:
         for engine_request_id in self._requests.close(request):
             self.engine.abort(engine_request_id)
         return True
+
+    def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
+        """Compute the whole blocks of a prompt and keep them in the cache; see EngineClient.pin_prefix.
+
+        Raises:
+            InvalidRequestError: it cannot be pinned, or other requests are running, whose outputs would be lost.
+            RequestFailedError: its computation failed.
+            EngineDeadError: the engine was shut down.
+        """
+        if self._closed:
+            raise EngineDeadError("the engine was shut down")
+        if self.has_unfinished_requests():
+            raise InvalidRequestError("requests are under way; finish or abort them first")
+        ids, salt = self._inputs.read_prefix(prompt)
+        pin = self._requests.prefixes.pin(name, ids, salt, self.model_info.block_size)
+        if not pin.is_computed:
+            try:
+                self.engine.pin(pin.name, pin.request.prompt_token_ids, salt)
+                self._compute(pin)
+            except BaseException:
+                self.unpin_prefix(pin.name)
+                raise
+        return replace(pin.use)
+
+    def _compute(self, pin: Pin) -> None:
+        prepared = pin.prepared()
+        self._requests.open(prepared)
+        try:
+            self.engine.add_request(pin.request)
+            while self.has_unfinished_requests():
+                for output in self.step():
+                    if output.error is not None:
+                        raise RequestFailedError(output.error)
+        finally:
+            self.abort(prepared.request_id)
+        pin.is_computed = True
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Let a pinned prefix be evicted as any other. False if there is none of this name."""
+        self.engine.unpin(name)
+        return self._requests.prefixes.unpin(name)
+
+    def pinned_prefixes(self) -> list[PrefixUse]:
+        """Return the pinned prefixes, oldest first."""
+        return self._requests.prefixes.pinned()
+
+    def most_used_prefixes(self, count: int) -> list[PrefixUse]:
+        """Return the prefixes that were found in the cache most often, pinned or not."""
+        return self._requests.prefixes.most_used(count)
 
     def shutdown(self) -> None:
         """Free the model. A second call does nothing."""

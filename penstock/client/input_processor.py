@@ -20,7 +20,8 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
 
 MAX_REQUEST_ID_LENGTH = 128
-PROMPT_KEYS = ("prompt", "prompt_token_ids")
+MAX_SALT_LENGTH = 1024
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class InputProcessor:
 
         Args:
             prompt: a text, a list of ids, or a mapping with `prompt` or `prompt_token_ids`; with both, the ids are
-                the prompt and the text is only repeated in the output.
+                the prompt and the text is only repeated in the output. A mapping may have a `cache_salt`.
             params: None takes the model's defaults.
             request_id: None makes one.
             flow: what the scheduler is fair to (EngineRequest.flow); None: this request with its choices.
@@ -81,13 +82,17 @@ class InputProcessor:
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError("stop: stop strings need a tokenizer, and the model has none", param="stop")
         text, ids = self._read_prompt(prompt)
+        salt = _salt_of(prompt)
         arrival = next(self._arrivals)
         request_id = request_id or f"request-{arrival}"
         params = self._settle(params, len(ids), arrival)
         unique = f"{request_id}#{arrival}"
-        return PreparedRequest(
-            request_id, text, ids, params, _choices(unique, ids, params, unique if flow is None else flow)
-        )
+        first = EngineRequest(unique, ids, params, flow=unique if flow is None else flow, cache_salt=salt)
+        return PreparedRequest(request_id, text, ids, params, _choices(first))
+
+    def read_prefix(self, prompt: Any) -> tuple[list[int], str | None]:
+        """Return the ids and the salt of a prompt, as `process` reads it. Raises InvalidRequestError as it does."""
+        return self._read_prompt(prompt)[1], _salt_of(prompt)
 
     def assign_seed(self) -> int:
         """Return the seed that a request without one would get now."""
@@ -103,7 +108,8 @@ class InputProcessor:
             return None, self._checked_ids("prompt", prompt)
         unknown = [key for key in prompt if key not in PROMPT_KEYS]
         if unknown or not prompt:
-            raise check.fail("prompt", unknown[0] if unknown else {}, f"a mapping with {' or '.join(PROMPT_KEYS)}")
+            allowed = f"a mapping with {' or '.join(PROMPT_KEYS[:2])}, and perhaps {PROMPT_KEYS[2]}"
+            raise check.fail("prompt", unknown[0] if unknown else {}, allowed)
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise check.fail("prompt", text, "a text")
@@ -174,13 +180,26 @@ class InputProcessor:
         return tuple(ids for ids in found if ids)
 
 
-def _choices(prefix: str, ids: list[int], params: SamplingParams, flow: str) -> tuple[EngineRequest, ...]:
+def _salt_of(prompt: Any) -> str | None:
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    check_salt(salt)
+    return salt
+
+
+def check_salt(salt: Any) -> None:
+    """Raise InvalidRequestError unless this is a cache_salt, or None."""
+    check.check_str("cache_salt", salt, max_length=MAX_SALT_LENGTH, optional=True)
+    if salt is not None:
+        check_unicode(salt, param="cache_salt")
+
+
+def _choices(source: EngineRequest) -> tuple[EngineRequest, ...]:
     """Return one request per choice, without texts. Only the first computes the prompt's log-probabilities."""
-    first = params.settled(stop=(), bad_words=(), dry_sequence_breakers=())
+    first = source.params.settled(stop=(), bad_words=(), dry_sequence_breakers=())
     later = first.settled(prompt_logprobs=None)
     return tuple(
-        EngineRequest(f"{prefix}-{choice}", ids, later if choice else first, choice, flow=flow)
-        for choice in range(params.n)
+        replace(source, request_id=f"{source.request_id}-{choice}", params=later if choice else first, choice=choice)
+        for choice in range(source.params.n)
     )
 
 

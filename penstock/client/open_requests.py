@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from penstock.client.choice import Choice, logprobs_at
 from penstock.client.input_processor import PreparedRequest
+from penstock.client.prefixes import Prefixes
 from penstock.errors import InvalidRequestError, PenstockError, RequestFailedError
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.outputs import FinishReason, LogprobsAt, RequestOutput
@@ -24,9 +25,13 @@ class OpenRequests:
 
     A request is open until `close`. A choice runs until the engine or a stop string ends it, or it is cancelled;
     outputs for any other engine request are dropped.
+
+    Attributes:
+        prefixes: those that are pinned, and what the requests have found in the cache.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.prefixes = Prefixes()
         self._tokenizer = tokenizer
         self._requests: dict[str, OpenRequest] = {}
         self._running: dict[str, tuple[OpenRequest, Choice]] = {}
@@ -111,6 +116,8 @@ class OpenRequests:
             if output.request_id not in self._running:  # an output before it was the choice's last
                 continue
             choice = self._running[output.request_id][1]
+            if output.num_cached_tokens and output.start_index == len(choice.request.output_token_ids):
+                self.prefixes.note(choice.request, output.num_cached_tokens)
             request.add(choice, output)
             if choice.finish_reason is not None:
                 del self._running[output.request_id]

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.client import frames
@@ -23,12 +24,13 @@ from penstock.errors import (
     EngineDeadError,
     EngineError,
     EngineOverloadedError,
+    InvalidRequestError,
     ModelLoadError,
     PenstockError,
     RequestFailedError,
 )
 from penstock.interface.messages import EngineOutput, ModelInfo
-from penstock.interface.outputs import RequestOutput
+from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
@@ -171,13 +173,50 @@ class ProcessClient:
         """
         await self.start()
         self.check_admission(flow)
-        prepared = resumed(await self._prepare(prompt, params, request_id, flow), output_token_ids)
+        return self._admit(resumed(await self._prepare(prompt, params, request_id, flow), output_token_ids))
+
+    def _admit(self, prepared: PreparedRequest) -> OpenRequest:
         self._check_serving()  # the engine may have failed while the prompt was tokenised
         patience_s = self._admission.admit(prepared)
         request = self._requests.open(prepared)
         request.patience_s = patience_s
         self._recovery.submit([engine_request.request_id for engine_request in prepared.engine_requests])
         return request
+
+    async def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
+        await self.start()
+        self.check_admission()
+        ids, salt = await asyncio.to_thread(self._input_processor().read_prefix, prompt)
+        pin = self._requests.prefixes.pin(name, ids, salt, self.model_info.block_size)
+        if pin.is_computed:
+            return replace(pin.use)
+        try:
+            self._recovery.pin(pin)
+            request = self._admit(pin.prepared())
+            try:
+                await self.next_output(request)
+            finally:
+                self.close(request)
+        except BaseException:
+            self.unpin_prefix(pin.name)
+            raise
+        if self._requests.prefixes.get(pin.name) is not pin:
+            raise InvalidRequestError(f"name: {pin.name!r} was unpinned while it was computed", param="name")
+        pin.is_computed = True
+        return replace(pin.use)
+
+    def unpin_prefix(self, name: str) -> bool:
+        pin = self._requests.prefixes.get(name)
+        if pin is not None:
+            self._requests.prefixes.unpin(name)
+            self._recovery.unpin(pin)
+        return pin is not None
+
+    def pinned_prefixes(self) -> list[PrefixUse]:
+        return self._requests.prefixes.pinned()
+
+    def most_used_prefixes(self, count: int) -> list[PrefixUse]:
+        return self._requests.prefixes.most_used(count)
 
     async def next_output(self, request: OpenRequest) -> RequestOutput:
         """Wait for the next output of an open request. Raise the error that ended it."""
@@ -281,6 +320,9 @@ class ProcessClient:
         request = self._requests.owner(frame.request_id)
         if request is not None:
             self._end(request, frame.as_error())
+        elif (pin := self._requests.prefixes.computed_by(frame.request_id)) is not None:
+            LOGGER.error("the prefix %s is not pinned any more: %s", pin.name, frame.message)
+            self.unpin_prefix(pin.name)
 
     def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
         failed = next((output for output in outputs if output.error is not None), None)

@@ -7,6 +7,9 @@ A choice may itself be what ends the engine (it overflows a buffer, or the memor
 deaths, and received nothing in between, is therefore tried alone: the engine gets nothing else until the choice has its
 next token. If the engine dies under it, that choice fails, and the others go on.
 
+Pinned prefixes are given to a new engine first, and computed last: whether a request fits beside them is decided when
+it arrives, and nobody has to wait for one that is not asked for.
+
 A stream that nobody reads is taken from the engine in the same way, and goes on where it was once it has been read.
 """
 
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 
 from penstock.client import frames
 from penstock.client.open_requests import OpenRequest, OpenRequests
+from penstock.client.prefixes import Pin
 
 LOGGER = logging.getLogger("penstock")
 DEATHS_BEFORE_TRIAL = 2
@@ -44,6 +48,8 @@ class Recovery:
         self._ready = False
         self._sent: set[str] = set()  # to the current engine, by engine request id
         self._deaths: dict[str, _Deaths] = {}
+        self._pins_to_compute: list[Pin] = []  # by the current engine, when there is nothing to try any more
+        self._computing: dict[str, Pin] = {}  # by the current engine, again
         self._trials: deque[str] = deque()  # choices to try alone; the first one is in the engine
 
     def submit(self, request_ids: Iterable[str]) -> None:
@@ -58,6 +64,22 @@ class Recovery:
             self._send(frames.Abort(known))
             self._sent.difference_update(known)
             self._end_trial(known)
+
+    def pin(self, pin: Pin) -> None:
+        """Tell the engine of a new pin, before the request that computes it is submitted."""
+        if self._ready:
+            self._declare(pin)
+
+    def unpin(self, pin: Pin) -> None:
+        """Tell the engine that nobody wants a pin any more."""
+        if pin in self._pins_to_compute:
+            self._pins_to_compute.remove(pin)
+        if self._ready:
+            self._send(frames.Unpin(pin.name))
+
+    def _declare(self, pin: Pin) -> None:
+        source = pin.request
+        self._send(frames.Pin(pin.name, source.request_id, source.prompt_token_ids, source.cache_salt))
 
     def pause_if_unread(self, request: OpenRequest) -> None:
         """Take a request from the engine if its reader has left too much unread."""
@@ -86,6 +108,11 @@ class Recovery:
     def engine_ready(self) -> None:
         """Give a new engine all running choices, or the first of those that have to be tried alone."""
         self._ready = True
+        for pin in self._requests.prefixes:
+            self._declare(pin)
+        self._pins_to_compute = [
+            pin for pin in self._requests.prefixes if pin.is_computed and pin.num_deaths < DEATHS_BEFORE_TRIAL
+        ]
         self._trials = deque(key for key, deaths in self._deaths.items() if deaths.count >= DEATHS_BEFORE_TRIAL)
         self._continue()
 
@@ -101,6 +128,9 @@ class Recovery:
                 noted = _Deaths(num_tokens, noted.count + 1 if noted is not None and again else 1)
             if noted is not None:
                 deaths[request_id] = noted
+        for pin in self._computing.values():
+            pin.num_deaths += 1
+        self._computing.clear()
         self._deaths = deaths
         self._ready = False
         self._sent.clear()
@@ -112,6 +142,8 @@ class Recovery:
         if self._trials and self._trials[0] in request_ids:
             self.abort([self._trials[0]])  # so that the next one is alone; it comes back after the last trial
         self._sent.difference_update(set(request_ids).difference(self._requests.running()))
+        for request_id in self._computing.keys() & set(request_ids):
+            self._computing.pop(request_id).num_deaths = 0
 
     def _end_trial(self, request_ids: Iterable[str]) -> None:
         """Go on to the next trial if the present one is among these choices."""
@@ -125,6 +157,11 @@ class Recovery:
         while self._trials and self._trials[0] not in running:
             del self._deaths[self._trials.popleft()]
         self._send_missing([self._trials[0]] if self._trials else self._requests.wanted())
+        if not self._trials:
+            for pin in self._pins_to_compute:
+                self._computing[pin.request.request_id] = pin
+                self._send(frames.AddRequest(pin.request))
+            self._pins_to_compute.clear()
 
     def _send_missing(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

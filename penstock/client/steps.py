@@ -16,7 +16,7 @@ from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
 from penstock.errors import EngineDeadError, NotSupportedError, RequestFailedError
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
+from penstock.interface.outputs import CompletionOutput, FinishReason, PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
@@ -99,6 +99,22 @@ class StepClient:
         """End a request without another output. False if it is not open."""
         return not self._closed and self._run(self._abort(request_id))
 
+    def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
+        """Compute a prefix and keep it in the cache. Raises as ProcessClient.pin_prefix."""
+        return self._run(self._client.pin_prefix(prompt, name))
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Let a pinned prefix be evicted. False if there is none of this name."""
+        return self._run(self._unpin(name))
+
+    def pinned_prefixes(self) -> list[PrefixUse]:
+        """Return the pinned prefixes, oldest first."""
+        return self._run(self._pinned())
+
+    def most_used_prefixes(self, count: int) -> list[PrefixUse]:
+        """Return the prefixes that were found in the cache most often, pinned or not."""
+        return self._run(self._most_used(count))
+
     def shutdown(self) -> None:
         """End the engine process. A second call does nothing."""
         if not self._closed:
@@ -145,6 +161,15 @@ class StepClient:
         if stream is not None:
             self._close(stream)
         return stream is not None
+
+    async def _unpin(self, name: str) -> bool:
+        return self._client.unpin_prefix(name)
+
+    async def _pinned(self) -> list[PrefixUse]:
+        return self._client.pinned_prefixes()
+
+    async def _most_used(self, count: int) -> list[PrefixUse]:
+        return self._client.most_used_prefixes(count)
 
     async def _status(self) -> EngineStatus:
         return self._client.status()

@@ -2,7 +2,7 @@
 
     free, unknown     no content; allocated first
     free, cached      used by no request, found by content hash; allocated last, least recently used first
-    in use            read by one or more requests (ref_count); found by content hash if it is full
+    in use            read by one or more requests, or pinned (ref_count); found by content hash if it is full
 
 Knows block ids and hashes, but no request, no token and no memory.
 """
@@ -26,6 +26,11 @@ def hash_block(parent: bytes, token_ids: Sequence[int], key: bytes = b"") -> byt
     digest = hashlib.blake2b(parent, digest_size=16, key=key)
     digest.update(array("q", token_ids).tobytes())
     return digest.digest()
+
+
+def salt_bytes(salt: str | None) -> bytes:
+    """Return what a salt adds to the hash of a block; nothing for None."""
+    return b"" if salt is None else hashlib.blake2b(salt.encode(), digest_size=16, person=b"penstock salt").digest()
 
 
 class BlockPool:
@@ -96,7 +101,7 @@ class BlockPool:
         for block_id in range(self.num_blocks):
             count = self._ref_counts[block_id]
             if count != used.get(block_id, 0):
-                raise PenstockError(f"block {block_id}: {count} users counted, in {used.get(block_id, 0)} tables")
+                raise PenstockError(f"block {block_id}: {count} users counted, {used.get(block_id, 0)} found")
             if (count == 0) != (block_id in self._free):
                 raise PenstockError(f"block {block_id} has {count} users and is {'' if count else 'not '}free")
         known = {block_hash: i for i, block_hash in enumerate(self._hashes) if block_hash is not None}

@@ -12,6 +12,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
+from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, RequestStepOutput, ScheduledRequest
 from penstock.plugins.logits_processors import check_registered
 
@@ -57,8 +58,9 @@ class Engine:
         self._check(source)
         request = Request(source, self._num_arrived, self.max_model_len)
         self._num_arrived += 1
-        if not self.kv_cache.fits_alone(request.max_total_tokens, self.scheduler.max_num_batched_tokens):
+        if not self._fits(request):
             message = f"prompt and output of up to {request.max_total_tokens} tokens do not fit the cache"
+            message += " beside the pinned prefixes" if self.kv_cache.pins else ""
             raise InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
         reason, stop_token = request.ending(self.eos_token_ids)
         if reason is not None:  # resumed after its last token
@@ -69,6 +71,31 @@ class Engine:
             return
         self._requests[request.request_id] = request
         self.scheduler.add(request)
+
+    def _fits(self, request: Request) -> bool:
+        return self.kv_cache.fits_beside_pins(request, self.scheduler.max_num_batched_tokens)
+
+    def pin(self, name: str, prompt_token_ids: list[int], cache_salt: str | None = None) -> None:
+        """Keep the full blocks of a prefix in the cache until `unpin`, once a request has computed them.
+
+        Raises:
+            InvalidRequestError: it cannot be pinned (KVCacheManager.pin), has ids outside the vocabulary, or leaves too
+                little of the cache for a request that is open.
+        """
+        check.check_ids("prompt", prompt_token_ids, self.vocab_size)
+        source = EngineRequest(name, prompt_token_ids, SamplingParams(max_tokens=1), cache_salt=cache_salt)
+        prefix = Request(source, 0, self.max_model_len)
+        self.kv_cache.pin(name, prefix)
+        for request in (prefix, *self._requests.values()):
+            if not self._fits(request):
+                self.kv_cache.pins.remove(name)
+                what = "there is no room to compute it" if request is prefix else "a request that runs has too little"
+                message = f"prompt: beside all pinned prefixes {what}; at most half of the cache may be pinned"
+                raise InvalidRequestError(message, param="prompt", code="pin_limit_exceeded")
+
+    def unpin(self, name: str) -> bool:
+        """Let the blocks of a pinned prefix be evicted as any others. False if there is none of this name."""
+        return self.kv_cache.pins.remove(name)
 
     def _check(self, source: EngineRequest) -> None:
         if source.request_id in self._requests or any(o.request_id == source.request_id for o in self._early_outputs):
@@ -216,8 +243,10 @@ class Engine:
             kv_blocks_total=self.kv_cache.num_blocks,
             kv_blocks_free=self.kv_cache.num_free,
             kv_blocks_cached=self.kv_cache.num_cached,
+            kv_blocks_pinned=self.kv_cache.pins.num_held,
             num_steps_total=self._num_steps,
             num_prompt_tokens_total=self.scheduler.num_prompt_tokens,
+            num_prefix_queries_total=self.scheduler.num_prefix_queries,
             num_cached_tokens_total=self.scheduler.num_cached_tokens,
             num_generated_tokens_total=self._num_generated_tokens,
             num_preemptions_total=self.scheduler.num_preemptions,

@@ -8,7 +8,9 @@ Every cache group (layers with the same sliding window) has its own pool and giv
                   window
 
 Entries are -1 where nothing is allocated: blocks that the sliding window has passed, which were freed. Full blocks are
-found by content hash (prefix reuse), from the moment when the step that filled them has succeeded.
+found by content hash (prefix reuse), from the moment when the step that filled them has succeeded. A request's salt is
+part of the hash of its first block, and so of all after it: requests of different salts find nothing of each other.
+Blocks of a public pin come before the salt (pins.py), so that every request may read them.
 
 A group may be a ring instead: a request has one block there, from its first step to its end, and overwrites the rows
 that its window has passed. Its content depends on the length of the request, so no prefix can be reused.
@@ -18,8 +20,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from penstock.engine.block_pool import NO_BLOCK, NO_PARENT, BlockPool, hash_block
+from penstock.engine.pins import Pin, Pins
 from penstock.engine.request import Request
-from penstock.errors import PenstockError
+from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.step import CacheGroup
 
 
@@ -62,6 +65,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._has_windows = any(group.sliding_window is not None for group in groups)
         self.pools = [BlockPool(group.num_blocks) for group in groups]
+        self.pins = Pins(self.pools)
         self._tables: dict[str, list[BlockTable]] = {}
         self._in_progress: dict[bytes, str] = {}  # hash of a block being computed -> the request that computes it
 
@@ -83,6 +87,17 @@ class KVCacheManager:
         """Return whether a request that grows to num_tokens could run if it had the whole cache to itself."""
         return all(peak_blocks(group, num_tokens, chunk) <= group.num_blocks for group in self.groups)
 
+    def fits_beside_pins(self, request: Request, chunk: int) -> bool:
+        """Return whether a request could run to its end with nothing else in the cache than the pinned prefixes.
+
+        The blocks that it shares with them count once; with windows it may have to compute them anew.
+        """
+        if not self.pins:
+            return self.fits_alone(request.max_total_tokens, chunk)
+        hashes = [] if self._has_windows else self._hashes(request)
+        peaks = (peak_blocks(group, request.max_total_tokens, chunk) for group in self.groups)
+        return all(peak <= room for peak, room in zip(peaks, self.pins.room(hashes), strict=True))
+
     def _first_needed(self, group: CacheGroup, num_computed: int) -> int:
         """Return the index of the first block that a token at position num_computed or later attends to."""
         if group.sliding_window is None or group.ring:
@@ -91,19 +106,29 @@ class KVCacheManager:
 
     # --- prefix reuse ----------------------------------------------------------------------------------------------
 
+    def looks_up(self, request: Request) -> bool:
+        """Return whether a request looks for its prefix in the cache. A prompt's log-probabilities need all of it."""
+        return self.enable_prefix_caching and request.params.prompt_logprobs is None
+
     def _hashes(self, request: Request) -> list[bytes]:
         """Return the hashes of the blocks that could be reused: full ones, leaving at least one token to compute."""
-        if not self.enable_prefix_caching or request.params.prompt_logprobs is not None:
+        if not self.looks_up(request):
             return []
         count = (request.num_tokens - 1) // self.block_size
         self._extend_hashes(request, count)
         return request.block_hashes[:count]
 
     def _extend_hashes(self, request: Request, count: int) -> None:
+        """Compute the hashes of the first `count` blocks. The salt goes into the first one that no public pin has."""
         hashes, size = request.block_hashes, self.block_size
         for index in range(len(hashes), count):
             parent = hashes[-1] if hashes else NO_PARENT
-            hashes.append(hash_block(parent, request.token_ids[index * size : (index + 1) * size]))
+            token_ids = request.token_ids[index * size : (index + 1) * size]
+            block_hash = hash_block(parent, token_ids)
+            if request.pending_salt and not self.pins.is_public(block_hash):
+                block_hash = hash_block(parent + request.pending_salt, token_ids)
+                request.pending_salt = b""
+            hashes.append(block_hash)
 
     def _reusable_blocks(self, hashes: list[bytes]) -> int:
         """Return the largest number of leading blocks of which every group has those that its window still needs."""
@@ -209,12 +234,15 @@ class KVCacheManager:
         if num_full <= tables[0].num_registered:  # most decodes: no block was filled
             return
         self._extend_hashes(request, num_full)
-        self._end_progress(request, tables[0].num_registered, num_full)
+        start = tables[0].num_registered
+        self._end_progress(request, start, num_full)
         for pool, table in zip(self.pools, tables, strict=True):
             for index in range(table.num_registered, num_full):
                 if table.block_ids[index] != NO_BLOCK:
                     pool.register(table.block_ids[index], request.block_hashes[index])
             table.num_registered = max(table.num_registered, num_full)
+        for block_hash in request.block_hashes[start:num_full] if self.pins else ():
+            self.pins.take(block_hash)
 
     def _end_progress(self, request: Request, start: int, stop: int) -> None:
         for block_hash in request.block_hashes[start:stop]:
@@ -231,8 +259,29 @@ class KVCacheManager:
     def reset(self) -> None:
         """Forget every table and all content: the bookkeeping broke off half-way, so nothing of it can be relied on."""
         self.pools = [BlockPool(group.num_blocks) for group in self.groups]
+        self.pins.lose_blocks(self.pools)
         self._tables.clear()
         self._in_progress.clear()
+
+    # --- pins ------------------------------------------------------------------------------------------------------
+
+    def pin(self, name: str, prefix: Request) -> None:
+        """Hold the full blocks of a prefix from now on, as far as they are in the cache, and the others once computed.
+
+        Raises:
+            InvalidRequestError: there is no prefix caching, the prefix fills no block, or Pins.add refuses it.
+        """
+        count = prefix.num_tokens // self.block_size
+        if not self.enable_prefix_caching:
+            raise InvalidRequestError("prompt: there is nothing to pin, prefix caching is off", param="prompt")
+        if count == 0:
+            message = f"prompt: {prefix.num_tokens} tokens fill no block of {self.block_size}, so there is none to pin"
+            raise InvalidRequestError(message, param="prompt")
+        is_public = not prefix.pending_salt
+        self._extend_hashes(prefix, count)
+        start = (count - 1) * self.block_size  # a prompt may differ in the last block, where a text was cut
+        first_held = [self._first_needed(group, start) for group in self.groups]
+        self.pins.add(name, Pin(prefix.block_hashes, first_held, is_public))
 
     # --- counts ----------------------------------------------------------------------------------------------------
 
@@ -249,10 +298,11 @@ class KVCacheManager:
         return sum(pool.num_cached_blocks for pool in self.pools)
 
     def check_integrity(self) -> None:
-        """Raise PenstockError unless every block is either free or in as many tables as its pool counts."""
+        """Raise PenstockError unless every block is free, or in as many tables and pins as its pool counts users."""
         for group, pool in enumerate(self.pools):
-            ids = (i for tables in self._tables.values() for i in tables[group].block_ids if i != NO_BLOCK)
-            pool.check_integrity(Counter(ids))
+            used = Counter(i for tables in self._tables.values() for i in tables[group].block_ids if i != NO_BLOCK)
+            used.update(self.pins.held(group))
+            pool.check_integrity(used)
         unknown = set(self._in_progress.values()) - set(self._tables)
         if unknown:
             raise PenstockError(f"blocks are being computed for unknown requests: {sorted(unknown)}")

@@ -9,6 +9,7 @@ There is no prefill phase and no decode phase: num_computed_tokens catches up wi
 token; a preempted request lacks all of them again.
 """
 
+from penstock.engine.block_pool import salt_bytes
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import FinishReason
 from penstock.interface.step import TokenLogprobs
@@ -22,6 +23,7 @@ class Request:
         flow: what shares its turns with this request (scheduler.py); "" for none.
         max_output_tokens: number of outputs at which it ends with "length".
         block_hashes: content hashes of the leading full blocks of token_ids, as far as computed.
+        pending_salt: what the cache_salt adds to the hash of a block; b"" once it is in one, or if there is none.
         num_cached_tokens: prompt tokens found in the cache at first admission; None before.
         mirostat_mu: mirostat's state after the last token; None before the first, or without mirostat.
         num_prompt_logprobs: how many were delivered, so that a recomputed prompt delivers none twice.
@@ -39,6 +41,7 @@ class Request:
         room = max_model_len - self.num_prompt_tokens
         self.max_output_tokens = room if self.params.max_tokens is None else min(self.params.max_tokens, room)
         self.block_hashes: list[bytes] = []
+        self.pending_salt = salt_bytes(source.cache_salt)
         self.num_cached_tokens: int | None = None
         self.num_prompt_logprobs = 0
         self.mirostat_mu = source.mirostat_mu

@@ -46,7 +46,8 @@ class Scheduler:
     Attributes:
         waiting: in order of arrival, preempted ones first.
         running: each holds blocks and a row.
-        num_preemptions, num_prompt_tokens, num_cached_tokens: since the start; prompts count once, when admitted.
+        num_preemptions, num_prompt_tokens, num_prefix_queries (tokens of prompts that were looked up in the cache),
+            num_cached_tokens: since the start; prompts count once, when admitted.
     """
 
     def __init__(self, kv_cache: KVCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -55,7 +56,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.num_preemptions = self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.num_preemptions = self.num_prompt_tokens = self.num_prefix_queries = self.num_cached_tokens = 0
         self._alone: deque[Request] = deque()  # to be computed alone; the first one is
         self._removed: list[str] = []  # since the last step; the executor frees their rows
         self._short_of_blocks = False  # the last step had none for a waiting request
@@ -216,6 +217,7 @@ class Scheduler:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self.num_cached_tokens += request.num_cached_tokens
             self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_prefix_queries += request.num_prompt_tokens * self.kv_cache.looks_up(request)
         self.running.append(request)
         plan.new.add(request.request_id)
         plan.tokens[request.request_id] = num_new

@@ -14,7 +14,7 @@ from penstock.client.steps import StepClient
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
-from penstock.interface.outputs import RequestOutput
+from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.chat_template import text_of_content
 from penstock.tokenizer.conversation import render_chat
@@ -89,6 +89,30 @@ class LLM:
         """Return the client, under the name that scripts use: llm.engine.add_request, .step and .abort."""
         return self.client
 
+    def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
+        """Compute a prefix, such as a system prompt, and keep it in the cache until `unpin_prefix`.
+
+        Args:
+            prompt: as for `generate`; its whole blocks are pinned. With a `cache_salt`, only for requests of that salt.
+            name: by which it is unpinned; None makes one.
+
+        Raises:
+            InvalidRequestError: prompt or name is wrong, the name is another prefix's, prefix caching is off, pins
+                would take more than half of the cache, or other requests are running.
+            RequestFailedError: its computation failed.
+        """
+        with self._lock:
+            return self.client.pin_prefix(prompt, name)
+
+    def unpin_prefix(self, name: str) -> bool:
+        """Let a pinned prefix be evicted as any other. False if there is none of this name."""
+        with self._lock:
+            return self.client.unpin_prefix(name)
+
+    def pinned_prefixes(self) -> list[PrefixUse]:
+        """Return the pinned prefixes with their uses, oldest first."""
+        return self.client.pinned_prefixes()
+
     def default_params(self, **fields: Any) -> SamplingParams:
         """Return SamplingParams with the model's own defaults (its generation_config.json), changed by `fields`."""
         return SamplingParams(**{**self.client.model_info.default_sampling, **fields})
@@ -101,7 +125,8 @@ class LLM:
         """Return one RequestOutput per prompt, in the order given.
 
         Args:
-            prompts: a string, a mapping with `prompt` or `prompt_token_ids`, or a list of these.
+            prompts: a string, a mapping with `prompt` or `prompt_token_ids` and perhaps a `cache_salt`, or a list of
+                these.
             sampling_params: one for all, or one per prompt; None takes the model's defaults.
 
         Raises:

@@ -24,6 +24,7 @@ class EngineRequest:
             penalties, lengths, noise positions and usage the request continues as if never interrupted.
         mirostat_mu: mirostat's state after output_token_ids, as EngineOutput had it; None without mirostat or outputs.
         flow: requests of one flow share its turns; among flows the engine is fair. "": none, in order of arrival.
+        cache_salt: the request finds the cached prefixes of requests with the same salt; None is a salt like another.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class EngineRequest:
     output_token_ids: list[int] = field(default_factory=list)
     flow: str = ""
     mirostat_mu: float | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(slots=True)  # not frozen: one is made per request and step, in a third of the time
@@ -74,8 +76,10 @@ class EngineStats:
     kv_blocks_total: int = 0
     kv_blocks_free: int = 0
     kv_blocks_cached: int = 0  # free blocks whose content can be reused
+    kv_blocks_pinned: int = 0
     num_steps_total: int = 0
     num_prompt_tokens_total: int = 0
+    num_prefix_queries_total: int = 0  # tokens of the prompts that were looked up in the cache
     num_cached_tokens_total: int = 0
     num_generated_tokens_total: int = 0
     num_preemptions_total: int = 0
@@ -92,6 +96,7 @@ class ModelInfo:
         default_sampling: sampling fields set by the model's generation_config.json (temperature, top_p, ...).
         choices_made: option -> the automatic choice and its reason, for the start-up message.
         max_num_seqs: requests that run at once.
+        block_size: tokens per block of the cache: prefixes are reused and pinned in whole blocks.
         certificate: what `penstock check` has proved (models/certificate.py), and `same_weights`, whether it was with
             these weights; None if nothing was proved.
         memory: planned bytes by what they are for (planner/ledger.py); empty where torch computes.
@@ -108,3 +113,4 @@ class ModelInfo:
     certificate: dict[str, Any] | None = None
     memory: dict[str, int] = field(default_factory=dict)
     max_num_seqs: int = 1
+    block_size: int = 16

@@ -22,6 +22,23 @@ class Logprob:
     decoded_token: str | None = None
 
 
+@dataclass(slots=True)
+class PrefixUse:
+    """How often requests have found a prefix in the cache.
+
+    Attributes:
+        name: of its pin; None if it is not pinned.
+        tokens_saved: that were found and not computed again; a hit on a pin counts what follows it too.
+        last_used: time.time() of the last hit; None before the first.
+    """
+
+    num_tokens: int
+    hits: int = 0
+    tokens_saved: int = 0
+    last_used: float | None = None
+    name: str | None = None
+
+
 LogprobsAt = dict[int, Logprob]  # the tokens reported at one position; the chosen one comes first
 
 

@@ -35,12 +35,14 @@ class Member:
         n: choices.
         delay: of its arrival, in steps of an engine in this process.
         cut: outputs that it brings along, as if another engine had computed them.
+        salt: of its cached prefixes.
     """
 
     query: int
     n: int
     delay: int = 0
     cut: int = 0
+    salt: str | None = None
 
 
 @dataclass(slots=True)

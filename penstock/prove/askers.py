@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from random import Random
 from typing import Any
 
@@ -16,7 +16,7 @@ from penstock.build import build_engine
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.entrypoints.async_llm import AsyncLLM
-from penstock.errors import EngineError
+from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import LogprobsAt, RequestOutput
 from penstock.prove.answers import Answer, Entry, Key, Member, Query
@@ -28,6 +28,7 @@ MAX_PREEMPTIONS = 12  # in a crowd: computed token by token, a request must not 
 MAX_STEPS = 100_000  # of a crowd: more would be a hang
 MAX_WAIT_S = 180.0  # for a crowd, where it is another process that may hang
 MAX_KILL_AFTER = 30  # outputs of a crowd
+PIN = "pin"
 AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
@@ -42,8 +43,13 @@ class Offline:
         self._queries = queries
         self._expected = expected
 
-    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool) -> dict[Key, Answer]:
-        """Return a crowd's answers; `disturbed`: running requests are preempted at random steps."""
+    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False) -> dict[Key, Answer]:
+        """Return a crowd's answers.
+
+        Args:
+            disturbed: running requests are preempted at random steps.
+            pinned: the prompt of one of them is, if it can be and all find room beside it.
+        """
         found = {(index, choice): Answer() for index, member in enumerate(crowd) for choice in range(member.n)}
         waiting = sorted(enumerate(crowd), key=lambda item: item[1].delay)
         scheduler, step, left = self._engine.scheduler, 0, MAX_PREEMPTIONS if disturbed else 0
@@ -53,12 +59,15 @@ class Offline:
             found[_key(request.request_id)].preempted = True
             preempt(request)
 
+        if pinned:
+            with suppress(InvalidRequestError):
+                self._engine.pin(PIN, self._queries[random.choice(crowd).query].prompt)
         scheduler.preempt = noted  # type: ignore[method-assign]
         try:
             while waiting or self._engine.has_work:
                 while waiting and waiting[0][1].delay <= step:
                     for request in self._requests(*waiting.pop(0)):
-                        self._engine.add_request(request)
+                        self._add(request)
                 for output in self._engine.step():
                     found[_key(output.request_id)].add(output)
                 if left and scheduler.running and random.random() < PREEMPTION_RATE:
@@ -69,19 +78,29 @@ class Offline:
                     raise EngineError(f"the engine has not come to an end after {MAX_STEPS} steps")
         finally:
             del scheduler.preempt
+            self._engine.unpin(PIN)
         self._engine.check_integrity()
         if self._engine.kv_cache.num_free < self._engine.kv_cache.num_blocks:
             raise EngineError("blocks are in use, and no request is open")
         return found
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self._engine.add_request(request)
+        except InvalidRequestError:
+            if not self._engine.unpin(PIN):
+                raise
+            self._engine.add_request(request)
 
     def _requests(self, index: int, member: Member) -> Iterator[EngineRequest]:
         query = self._queries[member.query]
         for choice in range(member.n):
             known = self._expected[member.query, choice] if member.cut else Answer()
             mu = known.mirostat_mus[member.cut - 1] if member.cut else None
-            outputs = known.ids[: member.cut]
-            name = f"{index} {choice}"
-            yield EngineRequest(name, query.prompt, query.params(), choice, outputs, mirostat_mu=mu)
+            yield EngineRequest(
+                f"{index} {choice}", query.prompt, query.params(), choice, known.ids[: member.cut],
+                mirostat_mu=mu, cache_salt=member.salt,
+            )  # fmt: skip
 
 
 def _key(request_id: str) -> Key:
@@ -109,7 +128,7 @@ class Streaming:
         self._runner.run(self._llm.shutdown())
         self._runner.close()
 
-    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool) -> dict[Key, Answer]:
+    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False) -> dict[Key, Answer]:
         return self._runner.run(self._ask(crowd, random.randint(1, MAX_KILL_AFTER) if disturbed else None))
 
     async def _ask(self, crowd: list[Member], kill_after: int | None) -> dict[Key, Answer]:
@@ -119,7 +138,8 @@ class Streaming:
         async def ask(index: int, member: Member) -> None:
             nonlocal num_outputs
             query = self._queries[member.query]
-            async for output in self._llm.generate({"prompt_token_ids": query.prompt}, query.params(member.n)):
+            prompt = {"prompt_token_ids": query.prompt, "cache_salt": member.salt}
+            async for output in self._llm.generate(prompt, query.params(member.n)):
                 num_outputs += 1
                 if num_outputs == kill_after:
                     _kill(self._llm.status().pid)
@@ -167,7 +187,7 @@ class Serving:
         self._server = stack.enter_context(serve(subject))
         self._queries = queries
 
-    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool) -> dict[Key, Answer]:
+    def ask(self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False) -> dict[Key, Answer]:
         kill_after = random.randint(0, 5) if disturbed else None
 
         def ask(index: int) -> dict[Key, Answer]:
@@ -184,7 +204,7 @@ class Serving:
 
     def _body(self, member: Member) -> dict[str, Any]:
         query = self._queries[member.query]
-        return {"prompt": query.prompt, "n": member.n, **query.fields, **AS_IDS}
+        return {"prompt": query.prompt, "n": member.n, "cache_salt": member.salt, **query.fields, **AS_IDS}
 
 
 def _add_chunk(answer: Answer, choice: dict[str, Any]) -> None:

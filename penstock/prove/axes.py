@@ -83,6 +83,8 @@ ARRIVALS = ("together", "at random steps")
 PREEMPTED, RESUMED, KILLED = "preempted at random steps", "resumed after a random token", "engine killed"
 DISTURBANCES = ("none", PREEMPTED, RESUMED)  # the last two only where the proof holds the engine in its hands
 OF_THE_ENGINE = (PREEMPTED, KILLED)
+SALTS = ("none", "a", "b")  # of the requests of a crowd, drawn for each
+PINNED = ("nothing", "a prompt")  # the latter only where the proof holds the engine in its hands
 VIA = {"offline": 10, "AsyncLLM": 1, "HTTP": 1}  # way to the engine (askers.OPEN) -> how often it is taken
 OF_CROWDS: dict[str, Sequence[str]] = {  # every value that a comparison may have, beside those above
     "crowd": [*map(str, CROWDS)],
@@ -91,6 +93,8 @@ OF_CROWDS: dict[str, Sequence[str]] = {  # every value that a comparison may hav
     "arrival": ARRIVALS,
     "disturbance": (*DISTURBANCES, KILLED),
     "preempted": ("no", "yes"),
+    "salt": SALTS,
+    "pinned": PINNED,
     "prefix": ("cold", "partial", "warm"),
     "via": [*VIA],
     "request": [*KINDS],

@@ -26,7 +26,14 @@ from penstock.prove.mutations import Mutator
 from penstock.prove.proof import Trials
 from penstock.prove.scripted import ScriptedServer
 from penstock.prove.servers import serve
-from penstock.server.openai_requests import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
+from penstock.server.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PinRequest,
+    Strict,
+    TokenizeRequest,
+)
 from penstock.server.responses_input import ResponseRequest
 from penstock.server.unsupported import UNSUPPORTED
 
@@ -36,6 +43,7 @@ KINDS: dict[str, type[Strict]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/responses": ResponseRequest,
+    "/v1/cache/pin": PinRequest,
 }
 JSON_HEADER = ((b"content-type", b"application/json"),)
 FINE = (200, 400, 404, 405, 408, 413, 414, 415, 422, 429, 431)

@@ -42,7 +42,7 @@ def level_of(http: httpx.Client, server_pid: int) -> Level:
         engine_pid=engine["pid"],
         restarts=engine["restarts"],
         open_requests=status["running"] + status["waiting"] + status["journal"]["requests"],
-        used_blocks=blocks["total"] - blocks["free"],
+        used_blocks=blocks["total"] - blocks["free"] - blocks["pinned"],
         open_files=open_files(server_pid) + open_files(engine["pid"]),
     )
 

@@ -100,7 +100,8 @@ class SameBits:
                     if not trials.go_on():
                         break
                     crowd, about = make_crowd(random, this, via, is_first=index == 0)
-                    found = asker.ask(crowd, random, disturbed=about["disturbance"] in axes.OF_THE_ENGINE)
+                    disturbed = about["disturbance"] in axes.OF_THE_ENGINE
+                    found = asker.ask(crowd, random, disturbed=disturbed, pinned=about["pinned"] != axes.PINNED[0])
                     _compare(trials, this, crowd, this.point | point | {"via": via} | about, found, counts)
         this.undisturbed.engine.shutdown()
 
@@ -161,13 +162,15 @@ def make_crowd(random: Random, this: Round, via: str, *, is_first: bool) -> tupl
             random.choice(possible),
             _weighted(random, axes.CHOICES),
             random.randint(0, MAX_DELAY) * (arrival != axes.ARRIVALS[0]),
+            salt=random.choice((None, *axes.SALTS[1:])),
         )
         for _ in range(size)
     ]
     this.expect(crowd)
     if disturbance == axes.RESUMED:
         crowd = [replace(member, cut=_cut(random, this, member)) for member in crowd]
-    return crowd, {"crowd": str(size), "arrival": arrival, "disturbance": disturbance}
+    pinned = random.choice(axes.PINNED if via == OFFLINE else axes.PINNED[:1])
+    return crowd, {"crowd": str(size), "arrival": arrival, "disturbance": disturbance, "pinned": pinned}
 
 
 def _weighted(random: Random, weights: dict[T, int]) -> T:
@@ -194,6 +197,7 @@ def _compare(
         for choice in range(member.n):
             answer = found.get((index, choice), Answer())
             point = where | {"position": position, "n": str(member.n), "request": query.kind}
+            point["salt"] = member.salt or axes.SALTS[0]
             point |= {"prefix": _prefix(answer.num_cached, len(query.prompt)), "preempted": _yes(answer.preempted)}
             counts.update(point.items())
             wrong = answer.difference(this.expected[member.query, choice], member.cut)

@@ -21,7 +21,7 @@ from penstock.client.tokenizers import choose_tokenizer
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError, ModelLoadError, RequestFailedError
 from penstock.interface.messages import ModelInfo
-from penstock.interface.outputs import RequestOutput
+from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     CacheGroup,
@@ -148,6 +148,18 @@ class ScriptedClient:
             del self._mailboxes[request_id]
             self._client.abort(request_id)
 
+    async def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
+        return self._client.pin_prefix(prompt, name)
+
+    def unpin_prefix(self, name: str) -> bool:
+        return self._client.unpin_prefix(name)
+
+    def pinned_prefixes(self) -> list[PrefixUse]:
+        return self._client.pinned_prefixes()
+
+    def most_used_prefixes(self, count: int) -> list[PrefixUse]:
+        return self._client.most_used_prefixes(count)
+
     async def record(self) -> SavedRecord:
         raise InvalidRequestError("the flight recorder is off", code="recorder_off")
 
@@ -167,7 +179,7 @@ class ScriptedClient:
         held = {
             "open requests": len(self._mailboxes),
             "requests in the engine": stats.num_running + stats.num_waiting,
-            "blocks in use": stats.kv_blocks_total - stats.kv_blocks_free,
+            "blocks in use": stats.kv_blocks_total - stats.kv_blocks_free - stats.kv_blocks_pinned,
             "rows beyond the batch": max(0, self.executor.num_rows - MAX_NUM_SEQS),  # it hears of an end a step later
         }
         return ", ".join(f"{count} {name}" for name, count in held.items() if count) or None

@@ -26,13 +26,14 @@ from penstock.errors import InvalidRequestError, PenstockError
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.authentication import KeyMiddleware
 from penstock.server.completions import create_chat_completion, create_completion, source_of
-from penstock.server.context import Metrics, ServerContext, context_of, json_response, read_body
+from penstock.server.context import Metrics, ServerContext, context_of, is_administrator, json_response, read_body
 from penstock.server.inputs import decode, tokenize
 from penstock.server.keeping import KeptCalls
 from penstock.server.keys import KeyRing
 from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, SiteMiddleware
 from penstock.server.openai_requests import DetokenizeRequest, TokenizeRequest
 from penstock.server.options import ServerOptions
+from penstock.server.pins import create_pin, delete_pin, list_pins, use_object
 from penstock.server.responses import cancel_response, create_response, delete_response, retrieve_response
 from penstock.server.responses_events import ResponseSource
 from penstock.server.resumption import continue_chat_completion, continue_completion
@@ -40,6 +41,7 @@ from penstock.server.unsupported import UNSUPPORTED_ROUTES
 from penstock.tokenizer.tokenizer import MAX_CHARS_PER_TOKEN
 
 SOURCES = {"completions": source_of, "chat": source_of, "responses": ResponseSource}
+SHOWN_PREFIXES = 10
 PAGE = Path(__file__).parent / "static" / "index.html"
 # The page loads nothing but itself and this server's answers; no other page may frame it.
 PAGE_POLICY = (
@@ -80,6 +82,9 @@ def _routes() -> list[Route]:
         Route("/v1/responses/{id}", retrieve_response),
         Route("/v1/responses/{id}", delete_response, methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
+        Route("/v1/cache/pin", create_pin, methods=["POST"]),
+        Route("/v1/cache/pin", list_pins),
+        Route("/v1/cache/pin/{name}", delete_pin, methods=["DELETE"]),
         Route("/v1/models", list_models),
         Route("/v1/models/{model:path}", retrieve_model),
         Route("/tokenize", create_tokens, methods=["POST"]),
@@ -146,8 +151,9 @@ async def version(request: Request) -> Response:
 
 
 async def status(request: Request) -> Response:
-    """Answer with the engine's state and counters at this moment."""
+    """Answer with the engine's state and counters at this moment; which prefixes are used, only administrators see."""
     context = context_of(request)
+    prefixes = context.client.most_used_prefixes(SHOWN_PREFIXES) if is_administrator(request) else []
     now = context.client.status()
     stats = now.stats
     draining = context.draining and now.state is not EngineState.FAILED
@@ -166,6 +172,7 @@ async def status(request: Request) -> Response:
             "total": stats.kv_blocks_total,
             "free": stats.kv_blocks_free,
             "cached": stats.kv_blocks_cached,
+            "pinned": stats.kv_blocks_pinned,
         },
         "memory": {
             "planned_bytes": sum(now.planned_memory.values()) or None,
@@ -173,6 +180,7 @@ async def status(request: Request) -> Response:
             "planned": now.planned_memory,
         },
         "journal": {"requests": now.journal_requests, "tokens": now.journal_tokens, "file": context.kept.status()},
+        "prefixes": [use_object(use) for use in prefixes],
         "prompt_tokens_total": stats.num_prompt_tokens_total,
         "cached_tokens_total": stats.num_cached_tokens_total,
         "generated_tokens_total": stats.num_generated_tokens_total,

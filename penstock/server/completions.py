@@ -19,7 +19,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.server import openai_responses as shapes
 from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
 from penstock.server.generation import EventStream, Generation, until_disconnect
-from penstock.server.inputs import chat_params, chat_prompts, completion_params, completion_prompts
+from penstock.server.inputs import chat_params, chat_prompts, completion_params, completion_prompts, salted
 from penstock.server.kept_calls import KeptCall, Source
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.records import EncodedPrompt
@@ -53,7 +53,7 @@ async def _answer(
         return rest
     context.client.check_admission(log.flow)  # before anything is spent on the prompt
     params = params_of(body, info)
-    prompts = await prompts_of(context, body, info)
+    prompts = salted(request, body.cache_salt, await prompts_of(context, body, info))
     account = account_of(request)
     if account is not None:
         params = account.limited(params, len(prompts))

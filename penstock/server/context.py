@@ -39,12 +39,15 @@ GAUGES = (
     ("penstock_kv_blocks", "Blocks of the key/value cache", "kv_blocks_total"),
     ("penstock_kv_blocks_free", "Free blocks, including those with cached content", "kv_blocks_free"),
     ("penstock_kv_blocks_cached", "Free blocks with cached content", "kv_blocks_cached"),
+    ("penstock_kv_blocks_pinned", "Blocks that pinned prefixes hold", "kv_blocks_pinned"),
 )
 COUNTERS = (
     ("penstock_steps", "Steps of the engine", "num_steps_total"),
     ("penstock_failed_steps", "Steps that failed", "num_failed_steps_total"),
     ("penstock_prompt_tokens", "Prompt tokens received", "num_prompt_tokens_total"),
     ("penstock_cached_tokens", "Prompt tokens found in the cache", "num_cached_tokens_total"),
+    ("penstock_prefix_cache_queries", "Prompt tokens that were looked up in the cache", "num_prefix_queries_total"),
+    ("penstock_prefix_cache_hits", "Prompt tokens found in the cache, as vLLM names it", "num_cached_tokens_total"),
     ("penstock_generation_tokens", "Tokens generated", "num_generated_tokens_total"),
     ("penstock_preemptions", "Sequences preempted for lack of blocks", "num_preemptions_total"),
     ("penstock_invalid_frames", "Messages to the engine process that it dropped", "num_invalid_frames_total"),
@@ -197,6 +200,10 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "penstock_journal_tokens", "Tokens in the journal of open requests", value=status.journal_tokens
         )
+        pins = CounterMetricFamily("penstock_pinned_prefix_hits", "Requests that found a pinned prefix", labels=["pin"])
+        for use in self._client.pinned_prefixes():
+            pins.add_metric([use.name or ""], use.hits)
+        yield pins
         planned, peak = sum(status.planned_memory.values()), status.peak_memory_bytes or 0
         yield GaugeMetricFamily("penstock_planned_memory_bytes", "Memory that the engine may take", value=planned)
         yield GaugeMetricFamily("penstock_peak_memory_bytes", "Most memory that the engine ever had", value=peak)
@@ -221,6 +228,12 @@ def account_of(request: Request) -> Account | None:
     """Return the owner of the request's API key; None where the server has no keys."""
     account: Account | None = getattr(request.state, "account", None)
     return account
+
+
+def is_administrator(request: Request) -> bool:
+    """Return whether the request may pin prefixes and see which are used: anybody's where the server has no keys."""
+    account = account_of(request)
+    return account is None or account.rules.admin
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:

@@ -112,11 +112,10 @@ class Generation:
     async def _generate(self, index: int) -> AsyncGenerator[RequestOutput, None]:
         prompt = self.prompts[index]
         params = self.params if prompt.seed is None else self.params.settled(seed=prompt.seed)
-        given = {"prompt_token_ids": prompt.token_ids}
         before, flow = prompt.output_token_ids or (), self.log.flow or self.id
         while True:
             outputs = self.context.client.generate(
-                given, params, f"{self.id}-{index}", flow=flow, output_token_ids=before
+                prompt.as_given(), params, f"{self.id}-{index}", flow=flow, output_token_ids=before
             )
             try:
                 async with aclosing(outputs):

@@ -8,15 +8,18 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 from msgspec import to_builtins
+from starlette.requests import Request
 
 from penstock import validation as check
+from penstock.client.input_processor import check_salt
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams
-from penstock.server.context import ServerContext
+from penstock.server.context import ServerContext, account_of, context_of
 from penstock.server.openai_requests import (
     ChatRequest,
     CompletionRequest,
@@ -188,6 +191,20 @@ def _turn(message: Message) -> dict[str, str]:
     content = text_of_content(to_builtins(message.content), message.role)
     turn = {"role": "system" if message.role == "developer" else message.role, "content": content}
     return turn if message.name is None else {**turn, "name": message.name}
+
+
+def salted(request: Request, given: str | None, prompts: list[EncodedPrompt]) -> list[EncodedPrompt]:
+    """Return the prompts of a call with its cache_salt, and with the name of its key where requests are salted by key.
+
+    Raises:
+        InvalidRequestError: what was given is no salt.
+    """
+    check_salt(given)
+    account = account_of(request)
+    salt = given
+    if account is not None and context_of(request).options.cache_salt_by_key:
+        salt = blake2b(f"{account.name} {given or ''}".encode(), digest_size=16).hexdigest()  # a name has no space
+    return prompts if salt is None else [dataclasses.replace(prompt, cache_salt=salt) for prompt in prompts]
 
 
 # --- sampling parameters ----------------------------------------------------------------------------------------------

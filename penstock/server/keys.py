@@ -7,6 +7,7 @@
     tokens_per_minute = 100_000      # of prompts and answers; counted when a request ends
     max_choices = 4                  # prompts times n of one call
     max_tokens = 2048                # of one answer
+    admin = false                    # true: may pin prefixes, and see which are used
 
 A limit per minute is a bucket that holds one minute's worth and fills steadily. Knows no HTTP.
 """
@@ -42,6 +43,7 @@ class KeyRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_minute: Limit = None
     max_choices: Limit = None
     max_tokens: Limit = None
+    admin: bool = False
 
 
 class Bucket:
@@ -135,7 +137,7 @@ class KeyRing:
     """All keys of a server.
 
     Args:
-        api_key: one without limits and without a name, or None.
+        api_key: an administrator's, without limits and without a name, or None.
         file: of further keys, or None.
 
     Raises:
@@ -144,7 +146,7 @@ class KeyRing:
 
     def __init__(self, api_key: str | None, file: str | None) -> None:
         self._file = None if file is None else Path(file)
-        self._own = {} if api_key is None else {_digest(api_key): Account("", KeyRules(api_key))}
+        self._own = {} if api_key is None else {_digest(api_key): Account("", KeyRules(api_key, admin=True))}
         self._accounts: dict[bytes, Account] = {}
         self.reload()
 

@@ -63,6 +63,7 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     resumable: bool | None = None
+    cache_salt: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -147,6 +148,18 @@ class TokenizeRequest(Strict, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+
+
+class PinRequest(Strict, kw_only=True, frozen=True):
+    """POST /v1/cache/pin: a prompt, or messages that conversations begin with."""
+
+    model: str | None = None
+    prompt: str | list[Any] | None = None
+    messages: list[Message] | None = None
+    name: str | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 class DetokenizeRequest(Strict, kw_only=True, frozen=True):

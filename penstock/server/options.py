@@ -20,6 +20,8 @@ class ServerOptions:
         port: 0 lets the system choose; the start-up line says which.
         api_key: if given, every route but /health, /ping, /live and /ready requires it.
         api_key_file: further keys, with names and limits (server/keys.py); read again on SIGHUP.
+        cache_salt_by_key: requests find only those cached prefixes that requests of the same key have left, and the
+            public pins.
         served_model_names: the names that requests may use; answers carry the first. None: the model as the user
             named it.
         max_body_bytes: a longer request body is refused with 413.
@@ -49,6 +51,7 @@ class ServerOptions:
     port: int = 8000
     api_key: str | None = None
     api_key_file: str | None = None
+    cache_salt_by_key: bool = False
     served_model_names: tuple[str, ...] | None = None
     max_body_bytes: int = 8 * MIB
     max_inflight_body_bytes: int = 64 * MIB
@@ -98,6 +101,9 @@ class ServerOptions:
         check.check_str("api_key_file", self.api_key_file, optional=True)
         if self.api_key_file is not None:
             read_key_file(Path(self.api_key_file))
+        check.check_bool("cache_salt_by_key", self.cache_salt_by_key)
+        if self.cache_salt_by_key and self.api_key_file is None:
+            raise check.fail("cache_salt_by_key", True, "false: only an api_key_file has keys to tell apart")
         check.check_str("api_key", self.api_key, optional=True)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise InvalidRequestError(

@@ -19,12 +19,18 @@ class EncodedPrompt:
         text: only where the answer may repeat it.
         seed: settled here; None leaves it to the parameters.
         output_token_ids: what an earlier computation gave, one list per choice.
+        cache_salt: with the name of the key where requests are salted by key.
     """
 
     token_ids: list[int]
     text: str | None = None
     seed: int | None = None
     output_token_ids: list[list[int]] | None = None
+    cache_salt: str | None = None
+
+    def as_given(self) -> dict[str, Any]:
+        """Return it as an engine client takes it."""
+        return {"prompt_token_ids": self.token_ids, "cache_salt": self.cache_salt}
 
 
 class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from penstock.errors import InvalidRequestError
 from penstock.server.api_errors import ApiError
 from penstock.server.context import ServerContext, account_of, context_of, json_response, read_body
 from penstock.server.generation import until_disconnect
+from penstock.server.inputs import salted
 from penstock.server.kept_calls import KeptCall
 from penstock.server.responses_input import ResponseRequest, continuing, messages_of, response_params, response_prompts
 from penstock.server.resumption import keep, owner_of, resume, stream_of
@@ -30,7 +31,7 @@ async def create_response(request: Request) -> Response:
     context.check_model(body.model)
     body = msgspec.structs.replace(_with_previous(request, body), model=context.check_model(body.model))
     params = response_params(body, info)
-    prompts = await response_prompts(context, body, info)
+    prompts = salted(request, body.cache_salt, await response_prompts(context, body, info))
     account = account_of(request)
     if account is not None:
         params = account.limited(params, len(prompts))

@@ -57,6 +57,7 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     bad_words: str | list[str] | None = None
     logits_processors: list[str] | dict[str, Any] | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None

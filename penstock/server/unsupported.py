@@ -33,7 +33,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "annotations": Unsupported("message", ([],)),
     "audio": Unsupported("chat message"),
     "best_of": Unsupported(neutral=(1,)),
-    "cache_salt": Unsupported(),
     "chat_template": Unsupported("completions chat tokenize", forbidden=True),
     "chat_template_kwargs": Unsupported("completions chat tokenize", forbidden=True),
     "documents": Unsupported(),

@@ -14,9 +14,9 @@ from typing import Any
 
 from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.records import SavedRecord
-from penstock.errors import EngineDeadError, EngineOverloadedError
+from penstock.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
 from penstock.interface.messages import EngineStats, ModelInfo
-from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, RequestOutput
+from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, PrefixUse, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.tokenizer.chat_template import ChatTemplate
 
@@ -97,6 +97,8 @@ class FakeEngineClient:
         self.seen: list[tuple[list[int], SamplingParams, str]] = []
         self.resumed: dict[str, list[list[int]]] = {}  # by request id, the tokens that it came with
         self.num_tokens = 0
+        self.salts: list[str | None] = []  # of the prompts, in order
+        self.pins: dict[str, PrefixUse] = {}
         self._arrivals = itertools.count()
         self._was_ready = False
 
@@ -132,6 +134,7 @@ class FakeEngineClient:
         params = params or SamplingParams()
         request_id = request_id or f"request-{next(self._arrivals)}"
         ids = prompt["prompt_token_ids"]
+        self.salts.append(prompt["cache_salt"])
         self.seen.append((ids, params, request_id))
         self.resumed[request_id] = [list(known) for known in output_token_ids]
         if self.state is not EngineState.READY:
@@ -217,6 +220,23 @@ class FakeEngineClient:
     def _shown(self, choice: CompletionOutput, num_tokens: int) -> int:
         data = b"".join(self.tokenizer.token_to_bytes(i) for i in choice.token_ids[:num_tokens] if i < 256)
         return min(len(codecs.getincrementaldecoder("utf-8")().decode(data)), len(choice.text))
+
+    async def pin_prefix(self, prompt: Any, name: str | None = None) -> PrefixUse:
+        if name in self.pins:
+            raise InvalidRequestError(f"name: {name!r} is the name of another pin", param="name", code="name_in_use")
+        name = name or f"pin-{len(self.pins)}"
+        self.pins[name] = PrefixUse(len(prompt["prompt_token_ids"]) // 16 * 16, name=name)
+        self.salts.append(prompt["cache_salt"])
+        return self.pins[name]
+
+    def unpin_prefix(self, name: str) -> bool:
+        return self.pins.pop(name, None) is not None
+
+    def pinned_prefixes(self) -> list[PrefixUse]:
+        return list(self.pins.values())
+
+    def most_used_prefixes(self, count: int) -> list[PrefixUse]:
+        return self.pinned_prefixes()[:count]
 
     async def attach(self) -> None:
         self.attached = True

@@ -61,7 +61,7 @@ def test_status_is_exact() -> None:
     engine = {"pid": 4321, "state": "ready", "restarts": 2, "heartbeat_age_s": 0.01, "standby": None}
     assert status["engine"] == engine
     assert (status["running"], status["waiting"]) == (0, 0)
-    assert status["kv_blocks"] == {"total": 8, "free": 7, "cached": 3}
+    assert status["kv_blocks"] == {"total": 8, "free": 7, "cached": 3, "pinned": 0}
     assert status["journal"] == {"requests": 0, "tokens": 5, "file": None}
 
 

@@ -29,6 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1]},
     "/v1/responses": {"input": "Hi"},
+    "/v1/cache/pin": {"prompt": "Once upon a time, far away, there was a little girl who liked to read.", "name": "a"},
 }
 ERROR_FIELDS = {"message", "type", "param", "code"}
 # What no answer may show: the key, where the server lies, and how it is written.

@@ -8,7 +8,7 @@ from penstock.prove.attacks.attack import BODIES, CHAT, COMPLETION, JSON, Attack
 NAN, INF = float("nan"), float("inf")  # json.dumps writes them as NaN and Infinity, which is not JSON
 NUMBERS: tuple[Any, ...] = (NAN, INF, -INF, "NaN", "1", True, [], {})
 BOTH = ("/v1/completions", "/v1/chat/completions")
-CHAT_PATH, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/tokenize", "/detokenize"
+CHAT_PATH, TOKENIZE, DETOKENIZE, PIN = "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/cache/pin"
 EITHER = (200, 400)
 
 
@@ -89,11 +89,12 @@ SAMPLING: tuple[Attack, ...] = (
     ),
     on_both("a stop string that is its own beginning", *each("stop", ["a" * 256, ["a" * i for i in range(1, 17)]]),
             expect=(200,)),
+    on_both("a salt that is none (CVE-2025-46570)", *each("cache_salt", ["", 1, ["a"], "x" * 10**6, {}, True])),
     on_both("options of a stream that is none", {"stream_options": {"include_usage": True}}, {"stream_options": 1}),
     on_both("unknown fields", {"x": 1}, {" - at `$": 1}, {"": 1}, {"temperature ": 1}, {"__proto__": {}},
             {"x" * 100_000: 1}),
     on_both("a field name that a parser might walk", {" - at " * 20_000: 1}),
-    on_both("what this server cannot do", {"prompt_embeds": "AAAA"}, {"cache_salt": "x"}, {"use_beam_search": True},
+    on_both("what this server cannot do", {"prompt_embeds": "AAAA"}, {"use_beam_search": True},
             {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 2**40}),
 )  # fmt: skip
 
@@ -114,6 +115,13 @@ PROMPTS: tuple[Attack, ...] = (
         "token ids (vLLM #1026)",
         *each("prompt", [[-1], [2**31], [2**40], [2**63], [1.5], [[1.5]], [[[1]]], [True], [None], [1, "a"], ["a", 1]]),
         {"prompt": [1.5] * 1_000_000},
+    ),
+    refused(
+        "pins of nothing, of too much, and with names that are paths",
+        *each("prompt", [None, 1, [], ["a", "b"], "a", [1], [-1] * 32, [2**63] * 32, "word " * 200_000]),
+        *each("name", ["", "../x", "a" * 100, 1, "\n", "\u00e9"]),
+        *each("cache_salt", ["", 1, "x" * 10**6]),
+        path=PIN,
     ),
     refused("token ids to text", *each("tokens", [[-1], [2**31], [2**63], [1.5], ["a"], None, "a"]), path=DETOKENIZE),
     refused("text to tokens", *each("prompt", [None, 1, [], ["a"], "a" * 10**6]), path=TOKENIZE),

@@ -1,0 +1,141 @@
+"""Prefixes: what a client knows of the prefixes in the cache: which are pinned, and how often each was found.
+
+The blocks are the engine's (engine/pins.py), and gone with it. What must outlive it is here: the token ids of each pin,
+so that the next engine gets them before anything else, and computes them when the open requests have gone on. A pin is
+computed by an ordinary request for its tokens and one output, which takes its turn and may be refused as any other.
+
+A hit counts for the longest pin that it covers, otherwise for the prefix as far as it was found. Knows no engine and
+sends nothing.
+"""
+
+import heapq
+import itertools
+import re
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from penstock import validation as check
+from penstock.client.input_processor import PreparedRequest
+from penstock.errors import InvalidRequestError
+from penstock.interface.messages import EngineRequest
+from penstock.interface.outputs import PrefixUse
+from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+
+MAX_PINS = 64
+MAX_PREFIXES = 256  # that are not pinned: the ones that were found last
+NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+ONE_OUTPUT = SamplingParams(
+    temperature=0.0, max_tokens=1, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+)
+
+
+@dataclass(slots=True)
+class Pin:
+    """A pinned prefix.
+
+    Attributes:
+        request: what computes it; its tokens are the prefix in whole blocks.
+        is_computed: that request has ended, and may be sent again to another engine.
+        num_deaths: of engines that were computing it again.
+    """
+
+    name: str
+    request: EngineRequest
+    use: PrefixUse
+    is_computed: bool = False
+    num_deaths: int = 0
+
+    def prepared(self) -> PreparedRequest:
+        """Return the request that computes it as a user's one."""
+        source = self.request
+        return PreparedRequest(f"pin {self.name}", None, source.prompt_token_ids, source.params, (source,))
+
+    def is_found_by(self, token_ids: list[int], salt: str | None) -> bool:
+        """Return whether a request with this salt, whose prompt begins with these cached tokens, has found it."""
+        own = self.request.prompt_token_ids
+        return self.request.cache_salt in (None, salt) and token_ids[: len(own)] == own
+
+
+@dataclass(slots=True)
+class Prefixes:
+    """The pins of a client, and the uses of cached prefixes."""
+
+    _pins: dict[str, Pin] = field(default_factory=dict)
+    _found: OrderedDict[bytes, PrefixUse] = field(default_factory=OrderedDict)
+    _num_pins: int = 0  # so far
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(list(self._pins.values()))
+
+    def get(self, name: str) -> Pin | None:
+        return self._pins.get(name)
+
+    def pin(self, name: str | None, token_ids: list[int], salt: str | None, block_size: int) -> Pin:
+        """Return a new pin of the whole blocks of a prefix, or the pin of this name if it is the same.
+
+        Raises:
+            InvalidRequestError: the name is malformed, another prefix's or one's that is being computed, there are too
+                many pins, or no whole block.
+        """
+        if name is None:
+            name = next(free for index in itertools.count() if (free := f"pin-{index}") not in self._pins)
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise check.fail("name", name, "1 to 64 letters, digits and _ . @ -")
+        ids = token_ids[: len(token_ids) // block_size * block_size]
+        if not ids:
+            message = f"prompt: {len(token_ids)} tokens fill no block of {block_size}, so there is none to pin"
+            raise InvalidRequestError(message, param="prompt")
+        known = self._pins.get(name)
+        if known is not None:
+            if (known.request.prompt_token_ids, known.request.cache_salt) != (ids, salt):
+                message = f"name: {name!r} is the name of another pin; unpin it first"
+                raise InvalidRequestError(message, param="name", code="name_in_use")
+            if not known.is_computed:
+                message = f"name: {name!r} is being computed for another call"
+                raise InvalidRequestError(message, param="name", code="name_in_use")
+            return known
+        if len(self._pins) >= MAX_PINS:
+            message = f"name: there are {MAX_PINS} pins, which is the most; unpin one first"
+            raise InvalidRequestError(message, param="name", code="pin_limit_exceeded")
+        engine_id = f"pin {name}#pin {self._num_pins}"
+        request = EngineRequest(engine_id, ids, ONE_OUTPUT, flow=engine_id, cache_salt=salt)
+        self._num_pins += 1
+        pin = self._pins[name] = Pin(name, request, PrefixUse(len(ids), name=name))
+        return pin
+
+    def unpin(self, name: str) -> bool:
+        """Forget a pin. False if there is none of this name."""
+        return self._pins.pop(name, None) is not None
+
+    def computed_by(self, engine_request_id: str) -> Pin | None:
+        """Return the pin that a request computes."""
+        return next((pin for pin in self if pin.request.request_id == engine_request_id), None)
+
+    def note(self, request: EngineRequest, num_cached: int) -> None:
+        """Count a hit: num_cached tokens of the request's prompt were found."""
+        found = request.prompt_token_ids[:num_cached]
+        pins = [pin for pin in self if pin.is_computed and pin.is_found_by(found, request.cache_salt)]
+        if pins:
+            use = max(pins, key=lambda pin: pin.use.num_tokens).use
+        else:
+            key = blake2b(array("q", found).tobytes() + repr(request.cache_salt).encode(), digest_size=16).digest()
+            use = self._found.setdefault(key, PrefixUse(num_cached))
+            self._found.move_to_end(key)
+            if len(self._found) > MAX_PREFIXES:
+                self._found.popitem(last=False)
+        use.hits += 1
+        use.tokens_saved += num_cached
+        use.last_used = time.time()
+
+    def pinned(self) -> list[PrefixUse]:
+        """Return the computed pins, oldest first."""
+        return [replace(pin.use) for pin in self if pin.is_computed]
+
+    def most_used(self, count: int) -> list[PrefixUse]:
+        """Return the prefixes with the most hits, pinned or not."""
+        uses = [*(pin.use for pin in self if pin.use.hits), *self._found.values()]
+        return [replace(use) for use in heapq.nlargest(count, uses, key=lambda use: use.hits)]
