@@ -65,8 +65,8 @@ class BodyMaker:
         """Return a path and a body for it."""
         path = self._mutator.random.choice(tuple(KINDS))
         if self._mutator.random.random() < 0.3:  # near a body that computes something
-            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-            value = self._mutator.nearly({**BODIES[path], limit: 2}, self._names[path])
+            limits = {"max_output_tokens", "max_tokens"}.intersection(KINDS[path].__struct_fields__)
+            value = self._mutator.nearly({**BODIES[path], **dict.fromkeys(limits, 2)}, self._names[path])
             return path, self._mutator.json(value)
         return path, self._mutator.input(self._types[path], self._mutator.json, self._names[path])
 
