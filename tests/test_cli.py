@@ -59,7 +59,10 @@ def test_version_and_help_import_no_torch():
         (["serve", "--drain-timeout", "-1"], "--drain-timeout: -1.0 is not allowed"),
         (["generate", "-p", "x", "--block-size", "16.7"], "'16.7' is not a whole number"),
         (["generate", "-p", "x", "--kv-cache-memory-bytes", "900T"], "at most the free memory"),
-        (["bench", "offline", "--input-len", "4k"], "--input-len: prefix_len + input_len + output_len exceed max_model_len = 1024"),
+        (
+            ["bench", "offline", "--input-len", "4k"],
+            "--input-len: prefix_len + input_len + output_len exceed max_model_len = 1024",
+        ),
         (["plan"], "plan is planned but not built yet"),
         (["tell"], "invalid choice: 'tell'"),
     ],
