@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock import validation as check
-from penstock.build import build_engine
+from penstock.build import BuiltEngine, build_engine
 from penstock.client.engine_client import Prompt
 from penstock.client.in_process import InProcessClient
 from penstock.client.process import ProcessClient
@@ -70,10 +70,11 @@ class LLM:
         found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None)
         self._lock = threading.Lock()
         self.client: InProcessClient | StepClient
+        self._built: BuiltEngine | None = None
         if engine_in_process:
             if standby:
                 raise check.fail("standby", standby, "False: an engine in this process cannot be replaced")
-            built = build_engine(self.config, None if isinstance(model, str) else model)
+            built = self._built = build_engine(self.config, None if isinstance(model, str) else model)
             self.config = built.config
             self.client = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)
         elif isinstance(model, str):
@@ -112,6 +113,17 @@ class LLM:
     def pinned_prefixes(self) -> list[PrefixUse]:
         """Return the pinned prefixes with their uses, oldest first."""
         return self.client.pinned_prefixes()
+
+    @property
+    def built(self) -> BuiltEngine:
+        """Return the engine in this process, with its model and backend, for measurements.
+
+        Raises:
+            NotSupportedError: it is in a process of its own.
+        """
+        if self._built is None:
+            raise NotSupportedError("engine_in_process: the model is in another process", param="engine_in_process")
+        return self._built
 
     def default_params(self, **fields: Any) -> SamplingParams:
         """Return SamplingParams with the model's own defaults (its generation_config.json), changed by `fields`."""
