@@ -37,6 +37,7 @@ from penstock.models.registry import ModelVersion, find_model
 from penstock.planner.ledger import Ledger, MemoryPlan
 from penstock.planner.memory import CachePlan, free_memory_bytes, mib, plan_given_cache, plan_kv_cache, resident_bytes
 from penstock.plugins.user_files import files_fingerprint, import_files
+from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.sharding_map import ShardingMap
@@ -59,7 +60,7 @@ UNLIMITED = 2**62  # bytes
 class BuiltEngine:
     """An engine ready to work, its resolved config, and the description of its model for clients.
 
-    model, model_config and ops are the engine's own, for measurements.
+    model, model_config and ops are the engine's own, for measurements; forward_pass looks into the model.
     """
 
     engine: Engine
@@ -69,6 +70,7 @@ class BuiltEngine:
     model: CausalLM
     model_config: ModelConfig
     ops: Ops
+    forward_pass: ForwardPass
 
 
 def build_engine(
@@ -114,7 +116,8 @@ def build_engine(
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
     engine = _make_engine(config, model_config, runner, plan.groups)
     info = _with_memory(_model_info(config, model_config, plan, weights), memory)
-    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops)
+    forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
+    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops, forward_pass)
 
 
 def _make_engine(

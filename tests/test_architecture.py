@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
               "runner", "spec", "validation", "weights"},
     "client": {"build", "config", "engine", "errors", "interface", "plugins", "recorder", "tokenizer", "validation",
                "weights"},
-    "entrypoints": {"build", "client", "config", "errors", "interface", "tokenizer", "validation"},
+    "entrypoints": {"build", "client", "config", "errors", "interface", "runner", "tokenizer", "validation"},
     "bench": {"build", "client", "config", "errors", "interface", "kernels", "layers", "models", "planner", "quant",
               "recorder", "runner", "spec", "validation", "weights"},
     "compat": {"config", "conventions", "entrypoints", "errors", "interface", "models", "plugins", "spec",
