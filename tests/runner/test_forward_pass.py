@@ -135,6 +135,20 @@ def test_the_head_applied_to_the_states_gives_the_logits(kernels: str, tmp_path:
         assert np.array_equal(np.asarray(head)[:, :199], whole.logits)
 
 
+@pytest.mark.covers("F36")
+def test_embeddings_out_of_the_head_or_of_a_table(llm: LLM) -> None:
+    """Guards against rows that depend on where they lie: a tied head keeps them for the embedding, and one that is in
+    pieces leaves it a table of its own."""
+    numerics = llm.config.numerics
+    options = {"kv_cache_dtype": llm.config.cache.kv_cache_dtype, "quantization": numerics.quantization}
+    with LLM("demo", threads=1, max_num_seqs=4, lm_head_pieces=2, **options) as other:
+        mine, others = (item.forward("Once upon a time", output_hidden_states=True) for item in (llm, other))
+    assert mine.hidden_states is not None
+    assert others.hidden_states is not None
+    assert all(np.array_equal(a, b) for a, b in zip(mine.hidden_states, others.hidden_states, strict=True))
+    assert np.array_equal(mine.logits, others.logits)
+
+
 def test_what_is_too_large_or_wrong_is_refused(llm: LLM) -> None:
     """Guards against a pass that fills the memory, or ends in an error of numpy."""
     ids = [5] * llm.client.model_info.max_model_len

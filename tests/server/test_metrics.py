@@ -1,10 +1,15 @@
 """/metrics and /status show what happened."""
 
+import asyncio
 import json
 
+import pytest
+
+from penstock.prove.scripted import MAX_NUM_SEQS, ScriptedServer
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import app_client, get, running, stream, wait_until
 
+JSON = [(b"content-type", b"application/json")]
 BODY = {"prompt": "a", "max_tokens": 4}
 
 
@@ -45,6 +50,38 @@ def test_metrics_show_the_engine() -> None:
     assert after["penstock_kv_blocks"] == 8
     assert after["penstock_engine_restarts_total"] == 2
     assert after['penstock_engine_state{state="ready"}'] == 1
+
+
+@pytest.mark.covers("J23")
+def test_backlogs_are_those_of_the_load() -> None:
+    """Guards against backlogs that /metrics and /status do not show, show under other names than documented, or that
+    stay when the load has gone."""
+
+    async def scenario() -> tuple[dict[str, float], dict[str, int], dict[str, float]]:
+        server = ScriptedServer("demo")
+        prompts = [[100 + number] * 40 for number in range(MAX_NUM_SEQS + 30)]
+        body = json.dumps({"model": "scripted", "prompt": prompts, "max_tokens": 20, "ignore_eos": True}).encode()
+        call = asyncio.create_task(server.call("POST", "/v1/completions", body, JSON))
+        while not server.client.engine.stats().num_running:
+            await asyncio.sleep(0)
+        during = samples((await server.call("GET", "/metrics")).body.decode())
+        status = json.loads((await server.call("GET", "/status")).body)
+        assert (await call).status == 200
+        after = samples((await server.call("GET", "/metrics")).body.decode())
+        assert server.client.leftovers() is None
+        await server.client.shutdown()
+        return during, status, after
+
+    during, status, after = asyncio.run(scenario())
+    assert during["penstock_slots"] == status["slots"] == MAX_NUM_SEQS
+    running, waiting = during["penstock_requests_running"], during["penstock_requests_waiting"]
+    assert running + waiting == MAX_NUM_SEQS + 30
+    assert running == status["running"]
+    assert 0 < during["penstock_requests_prefilling"] <= running
+    assert during["penstock_requests_preempted"] <= waiting
+    assert {"prefilling", "preempted", "waiting"} <= status.keys()
+    for name in ("running", "waiting", "prefilling", "preempted"):
+        assert after[f"penstock_requests_{name}"] == 0
 
 
 def test_two_servers_do_not_share_metrics() -> None:
