@@ -26,6 +26,7 @@ from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.library import PenstockCall, PenstockSpan
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.program import Arguments
+from penstock.validation import fail
 
 STRETCH_SECONDS = 0.05
 MAX_SPANS = 2**17  # native calls between two probes whose times can be kept
@@ -125,6 +126,8 @@ class MeteredExecutor:
     """
 
     def __init__(self, built: BuiltEngine) -> None:
+        if built.config.numerics.load_format == "mock":
+            raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to measure")
         self._prompt_lengths: dict[str, int] = {}  # of the requests that the executor knows
         self._inner, built.engine.executor = built.engine.executor, self
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None

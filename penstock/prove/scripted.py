@@ -1,8 +1,8 @@
 """The server's application over the real engine with a model that is a formula, all in this process.
 
 Everything is as it is served but the sockets, the process boundary and the arithmetic (engine/scripted.py): routes,
-decoding, tokenizer, scheduler, blocks, stop strings, answers. A request costs a millisecond, so that a million of them can be
-tried.
+decoding, tokenizer, scheduler, blocks, stop strings, answers. A request costs milliseconds, so that a million of them
+can be tried.
 """
 
 import asyncio
