@@ -139,7 +139,7 @@ def _build_mock(
     """Make an engine that is whole but for its model: its tokens are a hash of those before them."""
     reason = {"load_format": "mock: no model is loaded, and the tokens mean nothing"}
     config = replace(config, reasons=config.reasons | reason)
-    plan = _plan_cache(config, model_config, UNLIMITED, groups)
+    plan = replace(_plan_cache(config, model_config, UNLIMITED, groups), reason="none: its cache holds token ids")
     executor = ScriptedExecutor(plan.groups, model_config.vocab_size, keeps_steps=False)
     model, ops = _NoModel(), _load_ops(config, model_config)
     return BuiltEngine(

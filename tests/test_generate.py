@@ -67,13 +67,13 @@ def test_a_file_of_plain_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b'"fine"\n{broken', r"line 2 is not JSON.*anything else as a prompt per line"),
+        (b'"fine"\n{broken', r"standard input, line 2 is not JSON.*anything else as a prompt per line"),
         (b"[INST] hello", r"is not JSON.*what begins with \[, \{ or"),
         (b'["a", 5]', "item 2 must be a string or an object"),
         (b'["a", ""]', "item 2 is an empty string"),
         (b'{"prompt": "a", "max_tokens": 5}', "line 1 must be a string or an object"),
         (b'"a"\n' + b"[" * 100_000, "line 2 is not JSON"),
-        (b"caf\xe9", "cannot read"),
+        (b"caf\xe9", "^cannot read standard input: "),
     ],
 )
 def test_what_is_no_prompt_is_named(text: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ def read_prompts(name: str | Path) -> list[Written]:
     is_json = Path(name).suffix in JSON_SUFFIXES or text.lstrip().startswith(JSON_BEGINNINGS)
     if not is_json:
         return [line.rstrip("\r") for line in text.split("\n") if line.strip()]
-    return list(_array(str(name), text) if text.lstrip().startswith("[") else _lines(str(name), text))
+    place = "standard input" if str(name) == STDIN else str(name)
+    return list(_array(place, text) if text.lstrip().startswith("[") else _lines(place, text))
 
 
 def read_text(name: str | Path) -> str:
@@ -43,7 +44,9 @@ def read_text(name: str | Path) -> str:
     try:
         data = sys.stdin.buffer.read() if str(name) == STDIN else Path(name).read_bytes()
         return data.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError, ValueError) as error:  # ValueError: a null byte in the name
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
+        if str(name) == STDIN:
+            raise InvalidRequestError(f"cannot read standard input: {error}") from error
         raise InvalidRequestError(f"prompts: cannot read {str(name)!r}: {error}", param="prompts") from error
 
 
@@ -53,15 +56,15 @@ def check_text(text: str) -> None:
         raise fail("prompt", text, "a text of at least one character")
 
 
-def _array(name: str, text: str) -> Iterator[Written]:
-    for number, value in enumerate(_parsed(name, text), 1):
-        yield _prompt(f"{name}, item {number}", value)
+def _array(place: str, text: str) -> Iterator[Written]:
+    for number, value in enumerate(_parsed(place, text), 1):
+        yield _prompt(f"{place}, item {number}", value)
 
 
-def _lines(name: str, text: str) -> Iterator[Written]:
+def _lines(file: str, text: str) -> Iterator[Written]:
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() would also cut inside JSON strings
         if line.strip():
-            place = f"{name}, line {number}"
+            place = f"{file}, line {number}"
             yield _prompt(place, _parsed(place, line))
 
 

@@ -5,6 +5,7 @@ It has a cache of its own and disturbs no request. With the native kernels a row
 it, so what comes out is what the engine computed, or would compute, for a request with these tokens.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -28,6 +29,7 @@ from penstock.layers.module import named_modules
 from penstock.runner.model_runner import allocate_kv_caches, layer_groups
 from penstock.spec.model_config import ModelConfig
 
+BLOCK = re.compile(r"(.*?\.\d+)\.")  # the decoder block that a module is in, by the first number in its name
 BLOCK_SIZE = 16
 MAX_BYTES = 2**30  # of results, unless the caller allows more
 
@@ -108,12 +110,12 @@ class ForwardPass:
     def _blocks(self) -> list[tuple[Any, Attention]]:
         """Return each decoder block with its attention, in the order of the layers."""
         modules = dict(named_modules(self._model))
-        found = [(name, module) for name, module in modules.items() if isinstance(module, Attention)]
-        if sorted(module.layer for _, module in found) != list(range(self._numbers.num_hidden_layers)):
+        named = ((BLOCK.match(name), item) for name, item in modules.items() if isinstance(item, Attention))
+        found = [(modules[match[1]], item) for match, item in named if match is not None]
+        if sorted(attention.layer for _, attention in found) != list(range(self._numbers.num_hidden_layers)):
             name = type(self._model).__name__
             raise NotSupportedError(f"forward: {name} is not made of penstock.layers, so its inside is not known")
-        found.sort(key=lambda item: item[1].layer)
-        return [(modules[name.rpartition(".")[0]], module) for name, module in found]
+        return sorted(found, key=lambda pair: pair[1].layer)
 
     def _check_size(self, tokens: int, wanted: Wanted, max_bytes: int) -> None:
         numbers = self._numbers
@@ -198,9 +200,11 @@ def _watching(blocks: list[tuple[Any, Attention]], seen: _Seen, wanted: Wanted) 
         yield
 
 
-def _watched_block(forward: Callable[..., Any], states: list[Array], x: Tensor, h: Tensor | None, ctx: Any) -> Any:
-    states.append(_copy(x) if h is None else _copy(x) + as_array(h))  # the block's first norm adds h
-    return forward(x, h, ctx)
+def _watched_block(forward: Callable[..., Any], states: list[Array], x: Tensor, *args: Any) -> Any:
+    """Copy the stream x with the branch h that the block's first norm adds, of a block (x, h, ctx) or (x, ctx)."""
+    h = args[0] if len(args) > 1 else None
+    states.append(_copy(x) if h is None else _copy(x) + as_array(h))
+    return forward(x, *args)
 
 
 class _WatchedOps:
