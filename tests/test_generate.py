@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from penstock.cli.printers import Concurrent, InOrder, Printer, Reprint
 from penstock.cli.terminal import saying
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.kernels.cpu.library import load_library
+from penstock.server.options import ServerOptions
+from penstock.server.serve import _log_to_stderr
 
 GOLDEN = Path(__file__).parent / "golden"
 PROMPTS = ["One day", "Once upon a time there was", "Tom"]
@@ -225,3 +228,16 @@ def test_errors_that_need_no_model_import_none(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.covers("F40")
+def test_log_level_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a log level that is accepted and has no effect, and against one that does not exist."""
+    logger = logging.getLogger("penstock")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)
+    _log_to_stderr(ServerOptions(log_level="error").log_level)
+    assert not logging.getLogger("penstock.access").isEnabledFor(logging.WARNING)
+    with pytest.raises(InvalidRequestError, match="log_level: 'debug' is not allowed"):
+        ServerOptions(log_level="debug")
