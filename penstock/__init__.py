@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RequestFailedError,
     )
     from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+    from penstock.interface.prompts import read_prompts
     from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
     from penstock.models.registry import register_model
     from penstock.plugins.logits_processors import register_logits_processor
@@ -51,6 +52,7 @@ _HOMES = {
     "RequestOutput": "interface.outputs",
     "RequestOutputKind": "interface.sampling_params",
     "SamplingParams": "interface.sampling_params",
+    "read_prompts": "interface.prompts",
     "register_logits_processor": "plugins.logits_processors",
     "register_model": "models.registry",
 }
@@ -65,6 +67,7 @@ __all__ = [  # noqa: RUF022  (in the order a reader needs them; a test checks it
     "RequestOutputKind",
     "FinishReason",
     "Logprob",
+    "read_prompts",
     "register_model",
     "register_logits_processor",
     "PenstockError",

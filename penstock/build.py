@@ -18,17 +18,18 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from penstock import validation as check
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
-from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
+from penstock.engine.scripted import ScriptedExecutor
+from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import CacheGroup
+from penstock.interface.step import CacheGroup, Executor
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.cores import pinned_cores
 from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import NUMERICS_VERSION, Ops
-from penstock.kernels.tensors import is_torch
-from penstock.layers.context import CausalLM
+from penstock.kernels.tensors import Tensor, is_torch
+from penstock.layers.context import CausalLM, ForwardContext
 from penstock.layers.lm_head import HeadLayout
 from penstock.layers.rotary import rotary_fingerprint
 from penstock.models.certificate import find_basis, read_certificate
@@ -37,6 +38,7 @@ from penstock.models.registry import ModelVersion, find_model
 from penstock.planner.ledger import Ledger, MemoryPlan
 from penstock.planner.memory import CachePlan, free_memory_bytes, mib, plan_given_cache, plan_kv_cache, resident_bytes
 from penstock.plugins.user_files import files_fingerprint, import_files
+from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.sharding_map import ShardingMap
@@ -59,7 +61,7 @@ UNLIMITED = 2**62  # bytes
 class BuiltEngine:
     """An engine ready to work, its resolved config, and the description of its model for clients.
 
-    model, model_config and ops are the engine's own, for measurements.
+    model, model_config and ops are the engine's own, for measurements; forward_pass looks into the model.
     """
 
     engine: Engine
@@ -69,6 +71,7 @@ class BuiltEngine:
     model: CausalLM
     model_config: ModelConfig
     ops: Ops
+    forward_pass: ForwardPass
 
 
 def build_engine(
@@ -93,6 +96,8 @@ def build_engine(
     import_files(config.imports)
     model_config, weights = _find(config, instance)
     config = _resolve(config, model_config, weights)
+    if config.numerics.load_format == "mock":
+        return _build_mock(config, model_config, weights, groups)
     kv_scales = _read_kv_scales(config, model_config)
     ops = _load_ops(config, model_config)
     free = UNLIMITED if takes_over else free_memory_bytes()
@@ -112,19 +117,51 @@ def build_engine(
     runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
-    engine = _make_engine(config, model_config, runner, plan.groups)
+    engine = _make_engine(config, model_config, LocalExecutor(runner), plan.groups)
     info = _with_memory(_model_info(config, model_config, plan, weights), memory)
-    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops)
+    forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
+    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops, forward_pass)
+
+
+class _NoModel:
+    """The model of an engine that has none."""
+
+    def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        raise NotSupportedError("load_format: mock has no model", param="load_format")
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        raise NotSupportedError("load_format: mock has no model", param="load_format")
+
+
+def _build_mock(
+    config: EngineConfig, model_config: ModelConfig, weights: Weights, groups: list[CacheGroup] | None
+) -> BuiltEngine:
+    """Make an engine that is whole but for its model: its tokens are a hash of those before them."""
+    reason = {"load_format": "mock: no model is loaded, and the tokens mean nothing"}
+    config = replace(config, reasons=config.reasons | reason)
+    plan = replace(_plan_cache(config, model_config, UNLIMITED, groups), reason="none: its cache holds token ids")
+    executor = ScriptedExecutor(plan.groups, model_config.vocab_size, keeps_steps=False)
+    model, ops = _NoModel(), _load_ops(config, model_config)
+    return BuiltEngine(
+        engine=_make_engine(config, model_config, executor, plan.groups),
+        config=config,
+        info=_model_info(config, model_config, plan, weights),
+        cache_bytes=plan.num_bytes,
+        model=model,
+        model_config=model_config,
+        ops=ops,
+        forward_pass=ForwardPass(model, ops, config, model_config),
+    )
 
 
 def _make_engine(
-    config: EngineConfig, model_config: ModelConfig, runner: ModelRunner, groups: list[CacheGroup]
+    config: EngineConfig, model_config: ModelConfig, executor: Executor, groups: list[CacheGroup]
 ) -> Engine:
     scheduler = config.scheduler
     if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
         raise EngineError("the engine needs a resolved config")
     return Engine(
-        LocalExecutor(runner),
+        executor,
         groups,
         max_model_len=scheduler.max_model_len,
         max_num_seqs=scheduler.max_num_seqs,
@@ -222,8 +259,8 @@ def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
 
 
 def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: Weights) -> ModelInfo:
-    if config.numerics.load_format == "dummy":
-        digest = "dummy"
+    if config.numerics.load_format != "auto":
+        digest = config.numerics.load_format
     else:
         digest = fingerprint(weights) if isinstance(weights, Path) else weights.fingerprint()
     choices_made = {**config.reasons, "kv_cache_memory_bytes": plan.reason}

@@ -151,7 +151,9 @@ class NumericsConfig:
     quantization: str | None = option(None, (None, *SLICES), "how weights are stored and multiplied")
     quantization_group_size: int | None = option(None, (None, *GROUP_SIZES), "weights per scale of int4 (default: 128)")
     model_impl: str = option("auto", str, "registered implementation of the architecture")
-    load_format: str = option("auto", ("auto", "dummy"), "dummy: random weights, only config.json is needed")
+    load_format: str = option(
+        "auto", ("auto", "dummy", "mock"), "dummy: random weights, only config.json is needed; mock: no model at all"
+    )
     verify_files: bool = option(False, bool, "compare packed weights with their checksums before they are used")
     kernels: str = option("auto", KERNELS, "backend that computes")
     threads: int | None = option(None, range(1, 1025), "cores that compute (default: all, or 1 for a small model)")
@@ -163,8 +165,8 @@ class NumericsConfig:
         check_str("model_impl", self.model_impl, max_length=64)
         if self.quantization is not None and not self.quantization.startswith("int4"):
             self._check_no_group_size()
-        if self.verify_files and self.load_format == "dummy":
-            raise fail("verify_files", True, "false: load_format = dummy reads no weights")
+        if self.verify_files and self.load_format != "auto":
+            raise fail("verify_files", True, f"false: load_format = {self.load_format} reads no weights")
         if self.kernels == "triton":
             raise _not_built("kernels", self.kernels)
         if self.cpu_affinity not in AFFINITIES:

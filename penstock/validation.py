@@ -13,6 +13,7 @@ from penstock.errors import InvalidRequestError
 
 Options = TypeVar("Options")
 
+LOG_LEVELS = ("info", "warning", "error")
 MAX_SHOWN = 80  # characters of a wrong value that an error shows
 
 

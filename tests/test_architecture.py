@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
               "runner", "spec", "validation", "weights"},
     "client": {"build", "config", "engine", "errors", "interface", "plugins", "recorder", "tokenizer", "validation",
                "weights"},
-    "entrypoints": {"build", "client", "config", "errors", "interface", "tokenizer", "validation"},
+    "entrypoints": {"build", "client", "config", "errors", "interface", "runner", "tokenizer", "validation"},
     "bench": {"build", "client", "config", "errors", "interface", "kernels", "layers", "models", "planner", "quant",
               "recorder", "runner", "spec", "validation", "weights"},
     "compat": {"config", "conventions", "entrypoints", "errors", "interface", "models", "plugins", "spec",
@@ -48,8 +48,8 @@ ALLOWED: dict[str, set[str]] = {
               "planner", "spec", "validation", "weights"},
     "prove": {"build", "client", "config", "demo", "engine", "entrypoints", "errors", "interface", "kernels", "models",
               "planner", "plugins", "recorder", "runner", "server", "spec", "tokenizer", "validation", "weights"},
-    "cli": {"__init__", "bench", "check", "client", "config", "entrypoints", "errors", "interface", "kernels",
-            "planner", "plugins", "prove", "recorder", "server", "validation", "weights"},
+    "cli": {"__init__", "bench", "check", "config", "entrypoints", "errors", "interface", "kernels", "planner",
+            "plugins", "prove", "recorder", "server", "validation", "weights"},
     "__main__": {"cli"},
 }  # fmt: skip
 MAX_ROOMS, MAX_ARROWS = 29, 190

@@ -47,7 +47,7 @@ def test_version_and_help_import_no_torch():
         (["generate", "-p", "x", "--max-model-len", "2k"], "--max-model-len: 2000 is not allowed"),
         (["generate", "-p", "x", "--kv-cache-memory-bytes", "lots"], "'lots' is not a size"),
         (["generate", "-p", ""], "prompt: '' is not allowed"),
-        (["generate"], "give a prompt with -p TEXT or --prompts FILE.jsonl"),
+        (["generate"], "give a prompt with -p TEXT, --prompts FILE (which must hold one) or standard input"),
         (["generate", "--prompts", "/nowhere.jsonl"], "--prompts: cannot read '/nowhere.jsonl'"),
         (["generate", "/nowhere", "-p", "x"], "model: there is no directory '/nowhere'"),
         (["generate", "--nonsense"], "unrecognized arguments: --nonsense"),

@@ -76,6 +76,19 @@ def test_the_lower_level(llm):
     assert seen[-1].outputs[0].text == llm.generate("Once upon a time", GREEDY)[0].outputs[0].text
 
 
+@pytest.mark.covers("C2")
+def test_generate_is_a_loop_of_step(llm):
+    """Guards against a `generate` that computes by another way than add_request and step."""
+    params = [SamplingParams(max_tokens=9 + 3 * i, seed=i, logprobs=1, n=1 + i % 2) for i in range(4)]
+    prompts = ["Once upon a time", "One day", "Tom", "Once upon a time"]
+    ids = [llm.engine.add_request(None, prompt, item) for prompt, item in zip(prompts, params, strict=True)]
+    last = {}
+    while llm.engine.has_unfinished_requests():
+        last |= {output.request_id: output for output in llm.engine.step()}
+    for index, output in enumerate(llm.generate(prompts, params)):
+        assert output.outputs == last[ids[index]].outputs
+
+
 def test_deltas_make_the_whole(llm):
     params = SamplingParams(temperature=0.0, max_tokens=30, n=1, output_kind=RequestOutputKind.DELTA, logprobs=1)
     pieces = [output.outputs[0] for _, output in llm.stream(["Once upon a time"], params)]

@@ -26,6 +26,7 @@ from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.library import PenstockCall, PenstockSpan
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.program import Arguments
+from penstock.validation import fail
 
 STRETCH_SECONDS = 0.05
 MAX_SPANS = 2**17  # native calls between two probes whose times can be kept
@@ -124,9 +125,10 @@ class MeteredExecutor:
         limits: the machine's limits with the engine's threads; None for reference kernels.
     """
 
-    def __init__(self, built: BuiltEngine, input_len: int) -> None:
-        """input_len: tokens of every prompt."""
-        self._input_len = input_len
+    def __init__(self, built: BuiltEngine) -> None:
+        if built.config.numerics.load_format == "mock":
+            raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to measure")
+        self._prompt_lengths: dict[str, int] = {}  # of the requests that the executor knows
         self._inner, built.engine.executor = built.engine.executor, self
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None
         self._costs = ModelCosts(cast(nn.Module, built.model), built.model_config, built.config)
@@ -191,6 +193,9 @@ class MeteredExecutor:
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
         self._submitted = time.perf_counter(), self.watch.now()
         self._last = scheduler_output
+        for request_id in scheduler_output.removed_request_ids:
+            self._prompt_lengths.pop(request_id, None)
+        self._prompt_lengths |= {new.request_id: new.num_prompt_tokens for new in scheduler_output.new_requests}
         if self._meter is not None:
             self._meter.begin_step(self._phase(), scheduler_output)
         return self._inner.submit(scheduler_output)
@@ -215,8 +220,9 @@ class MeteredExecutor:
 
     def _prompt_tokens(self) -> int:
         """Return how many prompt tokens the last step computes."""
-        counts = (min(item.num_new_tokens, self._input_len - item.num_computed_tokens) for item in self._last.scheduled)
-        return sum(max(0, count) for count in counts)
+        lengths = self._prompt_lengths
+        pairs = ((item, lengths[item.request_id] - item.num_computed_tokens) for item in self._last.scheduled)
+        return sum(max(0, min(item.num_new_tokens, left)) for item, left in pairs)
 
     def _phase(self) -> str:
         return PREFILL if self._prompt_tokens() else DECODE

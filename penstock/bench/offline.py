@@ -70,7 +70,7 @@ def measure_offline(
     if profile is not None and not isinstance(built.ops, CpuOps):
         raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
     announce(info)
-    meter = MeteredExecutor(built, workload.prompt_len)
+    meter = MeteredExecutor(built)
     client = InProcessClient(built.engine, info, None)
     with progress("tokens", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
         for index in range(workload.warmup + 1):

@@ -100,9 +100,9 @@ def _parts(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {"whole run": result, "prefill": result["prefill"], "decode": result["decode"]}
 
 
-def print_profile(profile: dict[str, Any]) -> None:
+def print_profile(profile: dict[str, Any], *, stderr: bool = False) -> None:
     """Print the operations of each phase (bench.profile)."""
-    console = Console()
+    console = Console(stderr=stderr)
     for phase, figures in profile.items():
         steps, seconds = figures["steps"], figures["seconds"]
         console.print(f"\n{phase}: {steps} steps, {1000 * seconds / steps:.2f} ms each", style="bold")

@@ -5,14 +5,16 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.options import add_generation_options, load_llm, sampling_options
-from penstock.cli.terminal import StreamPrinter, handle_signals, note, progress, show_choices
-from penstock.client.input_processor import PROMPT_KEYS
+from penstock import validation as check
+from penstock.cli.options import add_generation_options, load_llm, parse_size, sampling_options
+from penstock.cli.printers import Concurrent, InOrder, Printer, Reprint
+from penstock.cli.terminal import handle_signals, note, progress, show_choices
 from penstock.errors import InvalidRequestError
+from penstock.interface.prompts import STDIN, check_text, read_prompts, read_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -22,60 +24,100 @@ if TYPE_CHECKING:
 DESCRIPTION = "Generate text from prompts, streaming to the terminal."
 EXAMPLES = """examples:
   penstock generate -p "Once upon a time" --temperature 0
+  echo "Once upon a time" | penstock generate demo
   penstock generate /models/llama -p "The capital of France is" --max-tokens 8 --json
   penstock generate demo --prompts prompts.jsonl --json > answers.jsonl
+  penstock generate demo --prompts questions.txt --concurrent
 
-FILE.jsonl holds one prompt per line: a JSON string, or an object with "prompt" or "prompt_token_ids".
+Prompts are computed together; the options under "display" choose how they share the terminal.
+FILE holds JSON lines, one JSON array, or plain text with one prompt per line. A prompt in JSON is a string, or an
+object with "prompt" or "prompt_token_ids". Without -p and --prompts, the text on standard input is one prompt.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_generation_options(parser)
     parser.add_argument("-p", "--prompt", action="append", default=[], metavar="TEXT", help="a prompt (repeatable)")
-    parser.add_argument("--prompts", metavar="FILE.jsonl", help="a file of prompts, one per line; - is stdin")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, and nothing else")
+    parser.add_argument("--prompts", "--prompts-file", metavar="FILE", help="a file of prompts; - is standard input")
+    group = parser.add_argument_group("display")
+    group.add_argument("--json", action="store_true", help="print one JSON object per prompt, and nothing else")
+    help_text = "print all prompts while they grow, in lines that begin with [1], [2], ..."
+    group.add_argument("--concurrent", action="store_true", help=help_text)
+    help_text = "on a terminal, print all prompts anew whenever they have grown"
+    group.add_argument("--reprint", action="store_true", help=help_text)
+    group.add_argument("--output-at-end", action="store_true", help="print nothing before all prompts are done")
+    help_text = "tokens of a prompt between two prints of it (default: 1; with --concurrent 16)"
+    group.add_argument("--print-interval", type=parse_size, metavar="N", help=help_text)
+    group.add_argument("--profile", action="store_true", help="show calls, time and limits of each operation")
+    # Falcon's decode backend spells them so
+    parser.add_argument("--mode", choices=["concurrent"], help=argparse.SUPPRESS)
+    parser.add_argument("--print-option", choices=["reprint"], help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    prompts = [*args.prompt, *(read_prompts(args.prompts) if args.prompts else [])]
-    if not prompts:
-        raise InvalidRequestError("give a prompt with -p TEXT or --prompts FILE.jsonl (which must hold one)")
-    if (hasattr(args, "logprobs") or hasattr(args, "prompt_logprobs")) and not args.json:
-        raise InvalidRequestError("logprobs: log-probabilities are shown with --json only", param="logprobs")
+    args.concurrent |= args.mode == "concurrent"
+    args.reprint |= args.print_option == "reprint"
+    _check_display(args)
+    prompts = _prompts(args)
     with load_llm(args) as llm:
         handle_signals()
         params = llm.default_params(**sampling_options(args))
-        started = time.perf_counter()
-        outputs = list((_print_json if args.json else _print_text)(llm, prompts, params))
-        seconds = time.perf_counter() - started
+        with _profiling(llm, args.profile):
+            started = time.perf_counter()
+            outputs = list((_print_json if args.json else _print_text)(llm, prompts, params, args))
+            seconds = time.perf_counter() - started
     num_tokens = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     note(f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:.1f} tokens/s")
     return 1 if any(output.error is not None for output in outputs) else 0
 
 
-def read_prompts(name: str) -> list[Any]:
-    """Return the prompts of a JSONL file; "-" is standard input.
+def _check_display(args: argparse.Namespace) -> None:
+    """Refuse display options that would have no effect."""
+    if (hasattr(args, "logprobs") or hasattr(args, "prompt_logprobs")) and not args.json:
+        raise InvalidRequestError("logprobs: log-probabilities are shown with --json only", param="logprobs")
+    growing = [name for name in ("concurrent", "reprint") if getattr(args, name)]
+    for name in ("json", "output_at_end"):
+        late = [*growing, *(["print_interval"] if args.print_interval is not None else [])]
+        if getattr(args, name) and late:
+            message = f"{late[0]}: nothing is printed before the end with --{name.replace('_', '-')}"
+            raise InvalidRequestError(message, param=late[0])
+    if args.json and args.output_at_end:
+        message = "output_at_end: --json prints at the end already"
+        raise InvalidRequestError(message, param="output_at_end")
+    if args.print_interval is not None:
+        check.check_int("print_interval", args.print_interval, 1, 10**6)
+        if getattr(args, "n", 1) > 1 and not growing:
+            message = "print_interval: several choices are printed when complete; use --concurrent or --reprint"
+            raise InvalidRequestError(message, param="print_interval")
 
-    Raises:
-        InvalidRequestError: the file cannot be read, or a line is not a prompt; the message names it.
-    """
-    try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"prompts: cannot read {name!r}: {error}", param="prompts") from error
-    lines = text.split("\n")  # splitlines() would also cut inside JSON strings
-    return [_read_prompt(f"{name}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+
+def _prompts(args: argparse.Namespace) -> list[Any]:
+    """Return the prompts of -p, then those of the file; without either, standard input is one."""
+    prompts = [*args.prompt, *([] if args.prompts is None else read_prompts(args.prompts))]
+    if not args.prompt and args.prompts is None and not sys.stdin.isatty():
+        text = read_text(STDIN)
+        prompts = [text.removesuffix("\n").removesuffix("\r")] if text.strip() else []
+    if not prompts:
+        raise InvalidRequestError("give a prompt with -p TEXT, --prompts FILE (which must hold one) or standard input")
+    for prompt in args.prompt:
+        check_text(prompt)
+    return prompts
 
 
-def _read_prompt(place: str, line: str) -> Any:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"prompts: {place} is not JSON: {error}", param="prompts") from error
-    if not isinstance(value, str) and not (isinstance(value, dict) and value and set(value) <= set(PROMPT_KEYS)):
-        message = f"prompts: {place} must be a string or an object with prompt or prompt_token_ids, and nothing else"
-        raise InvalidRequestError(message, param="prompts")
-    return value
+@contextmanager
+def _profiling(llm: "LLM", wanted: bool) -> Iterator[None]:
+    """Measure each operation of the native kernels, and print the table to standard error."""
+    if not wanted:
+        yield
+        return
+    from penstock.bench.profile import Profile
+    from penstock.bench.profiled import profiling
+    from penstock.bench.report import print_profile
+
+    profile = Profile()
+    with profiling(llm.built, llm.client, profile):
+        yield
+    print_profile(profile.figures(), stderr=True)
 
 
 def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> Iterator[tuple[int, "RequestOutput"]]:
@@ -86,30 +128,42 @@ def _stream(llm: "LLM", prompts: list[Any], params: SamplingParams) -> Iterator[
         yield item
 
 
-def _print_text(llm: "LLM", prompts: list[Any], params: Any) -> Iterator["RequestOutput"]:
-    """Stream the prompts one after the other, and yield every output.
+def _print_text(llm: "LLM", prompts: list[Any], params: Any, args: argparse.Namespace) -> Iterator["RequestOutput"]:
+    """Print the prompts with what follows them, and yield every output."""
+    texts = [prompt if isinstance(prompt, str) else prompt.get("prompt") or "" for prompt in prompts]
+    grows = not args.output_at_end and (params.n == 1 or args.concurrent or args.reprint)
+    params = replace(params, output_kind=RequestOutputKind.DELTA if grows else RequestOutputKind.FINAL_ONLY)
+    stream = _all(llm, prompts, params) if args.output_at_end else _stream(llm, prompts, params)
+    with _printer(args, texts, params.n) as printer:
+        for index, output in stream:
+            printer.show(index, output)
+            yield output
 
-    Several choices of one prompt cannot share a terminal while they grow, so they are printed when complete.
-    """
-    params = replace(params, output_kind=RequestOutputKind.DELTA if params.n == 1 else RequestOutputKind.FINAL_ONLY)
-    printer = StreamPrinter([prompt if isinstance(prompt, str) else prompt.get("prompt", "") for prompt in prompts])
-    for index, output in _stream(llm, prompts, params):
-        printer.show(index, output)
-        yield output
+
+def _printer(args: argparse.Namespace, texts: list[str], num_choices: int) -> Printer:
+    given = {} if args.print_interval is None else {"interval": args.print_interval}
+    if args.reprint:
+        return Reprint(texts, num_choices=num_choices, **given)
+    return Concurrent(texts, num_choices=num_choices, **given) if args.concurrent else InOrder(texts, **given)
 
 
-def _print_json(llm: "LLM", prompts: list[Any], params: Any) -> Iterator["RequestOutput"]:
+def _print_json(llm: "LLM", prompts: list[Any], params: Any, args: argparse.Namespace) -> Iterator["RequestOutput"]:
     """Print the results as JSON once all are there, in the order of the prompts, and yield them."""
-    results: dict[int, RequestOutput] = {}
-    with progress("prompts", len(prompts)) as advance:
-        for index, output in _stream(llm, prompts, replace(params, output_kind=RequestOutputKind.FINAL_ONLY)):
-            results[index] = output
-            advance(1)
-    for _, output in sorted(results.items()):
+    for _, output in _all(llm, prompts, replace(params, output_kind=RequestOutputKind.FINAL_ONLY)):
         for choice in output.outputs:
             print(json.dumps(_json_object(output, choice), ensure_ascii=False))
         yield output
     sys.stdout.flush()
+
+
+def _all(llm: "LLM", prompts: list[Any], params: SamplingParams) -> Iterator[tuple[int, "RequestOutput"]]:
+    """Yield the final outputs once all are there, in the order of the prompts."""
+    results: dict[int, RequestOutput] = {}
+    with progress("prompts", len(prompts)) as advance:
+        for index, output in _stream(llm, prompts, params):
+            results[index] = output
+            advance(1)
+    yield from sorted(results.items())
 
 
 def _json_object(output: "RequestOutput", choice: "CompletionOutput") -> dict[str, Any]:

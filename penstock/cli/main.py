@@ -68,6 +68,14 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def dashed(words: list[str]) -> list[str]:
+    """Return a command line whose flags may have been spelt with underscores, as vLLM's and Falcon's may."""
+    end = words.index("--") if "--" in words else len(words)
+    split = [word.partition("=") for word in words[:end]]
+    parts = [(name.replace("_", "-") if name.startswith("--") else name, *rest) for name, *rest in split]
+    return ["".join(part) for part in parts] + words[end:]
+
+
 def error_line(error: PenstockError, args: argparse.Namespace) -> str:
     """Return the error with its field spelt as the flag, if it is one: "max_num_seqs: 0" -> "--max-num-seqs: 0"."""
     from penstock.cli.options import FLAGS, flag_of
@@ -84,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     planned = next((name for name in (*PLANNED, "bench serve") if words[: len(name.split())] == name.split()), None)
     if planned is not None:
         parser.error(f"{planned} is planned but not built yet")
-    args = parser.parse_args(words)
+    args = parser.parse_args(dashed(words))
     # Ctrl-C simply ends the process until a command handles it: KeyboardInterrupt in the middle of an import would
     # leave a library half initialised.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

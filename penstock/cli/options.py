@@ -11,8 +11,11 @@ from dataclasses import Field, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.terminal import LOGGER, saying
 from penstock.config import PARTS, EngineConfig, option_names
 from penstock.interface.sampling_params import SamplingParams
+from penstock.validation import LOG_LEVELS
+from penstock.weights.hub import find_local
 
 if TYPE_CHECKING:
     from penstock.entrypoints.llm import LLM
@@ -108,6 +111,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=help_text)
 
 
+def add_log_level(parser: argparse.ArgumentParser | argparse._ArgumentGroup, help_text: str) -> None:
+    """Add --log-level, whose names may be in upper case."""
+    choices: dict[str, Any] = {"type": str.lower, "choices": LOG_LEVELS, "metavar": "{" + ",".join(LOG_LEVELS) + "}"}
+    parser.add_argument("--log-level", default="info", help=f"{help_text} (default: info)", **choices)
+
+
 def add_imports(parser: argparse.ArgumentParser) -> None:
     """Add --import, for the user's own files."""
     help_text = "a Python file that registers a model or a logits processor (repeatable)"
@@ -147,6 +156,7 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     for name, kind, help_text in SAMPLING:
         group.add_argument(flag_of(name), help=help_text, **{"default": UNSET, **kind})
     add_engine_options(parser, [name for name in option_names() if name != "seed"])
+    add_log_level(parser, "notes on standard error: info has the choices made and the speed; above it, errors only")
 
 
 def flag_of(name: str) -> str:
@@ -178,6 +188,9 @@ def load_llm(args: argparse.Namespace) -> "LLM":
     """Load the model of a command that generates in process; wrong flags are refused before torch is imported."""
     sampling_options(args)
     options = engine_options(args, seed=False)
-    from penstock.entrypoints.llm import LLM
+    find_local(args.model)
+    LOGGER.setLevel(args.log_level.upper())
+    with saying(f"penstock: loading {args.model} ..."):
+        from penstock.entrypoints.llm import LLM
 
-    return LLM(**options)
+        return LLM(**options)

@@ -4,7 +4,7 @@ import argparse
 import os
 import time
 
-from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options, parse_size
+from penstock.cli.options import UNSET, add_engine_options, add_log_level, add_model, engine_options, parse_size
 
 CLIENT_OPTIONS = (  # of AsyncLLM, beside the engine's
     "standby",
@@ -55,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--record-dir", default=UNSET, metavar="DIR", help=help_text)
     help_text = "keep the token ids of prompts and answers in these records (default: on)"
     group.add_argument("--record-text", action=argparse.BooleanOptionalAction, default=UNSET, help=help_text)
+    add_log_level(group, "what is logged to standard error; info has a line for each request")
     _add_load_options(parser)
     add_engine_options(parser)
 
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         allowed_hosts=None if args.allowed_host is None else tuple(args.allowed_host),
         allowed_origins=tuple(args.allowed_origin),
         journal=args.journal,
+        log_level=args.log_level,
         started_at=started_at,
         api_key_file=args.api_key_file,
         cache_salt_by_key=args.cache_salt_by_key,

@@ -16,12 +16,12 @@ from penstock import validation as check
 from penstock.client.sequence_breakers import SequenceBreakers, Sequences
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest, ModelInfo
+from penstock.interface.prompts import PROMPT_KEYS, check_text
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_SALT_LENGTH = 1024
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,7 @@ class InputProcessor:
     def _ids_of_text(self, text: str) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequestError("prompt: the model has no tokenizer; give token ids", param="prompt")
-        if not text:
-            raise check.fail("prompt", text, "a text of at least one character")
+        check_text(text)
         check_prompt_length(text, self._info.max_model_len)
         check_unicode(text, param="prompt")
         return self._checked_ids("prompt", self._tokenizer.encode(text))

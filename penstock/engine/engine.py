@@ -240,6 +240,9 @@ class Engine:
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
+            num_prefilling=self.scheduler.num_prefilling,
+            num_preempted=self.scheduler.num_preempted,
+            num_slots=self.scheduler.max_num_seqs,
             kv_blocks_total=self.kv_cache.num_blocks,
             kv_blocks_free=self.kv_cache.num_free,
             kv_blocks_cached=self.kv_cache.num_cached,

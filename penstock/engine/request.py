@@ -47,6 +47,11 @@ class Request:
         self.mirostat_mu = source.mirostat_mu
 
     @property
+    def has_run(self) -> bool:
+        """Return whether it was admitted before; one that waits was preempted then."""
+        return self.num_cached_tokens is not None
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

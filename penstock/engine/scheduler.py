@@ -46,6 +46,7 @@ class Scheduler:
     Attributes:
         waiting: in order of arrival, preempted ones first.
         running: each holds blocks and a row.
+        num_preempted: of those that wait, how many have run before.
         num_preemptions, num_prompt_tokens, num_prefix_queries (tokens of prompts that were looked up in the cache),
             num_cached_tokens: since the start; prompts count once, when admitted.
     """
@@ -57,6 +58,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = self.num_prompt_tokens = self.num_prefix_queries = self.num_cached_tokens = 0
+        self.num_preempted = 0
         self._alone: deque[Request] = deque()  # to be computed alone; the first one is
         self._removed: list[str] = []  # since the last step; the executor frees their rows
         self._short_of_blocks = False  # the last step had none for a waiting request
@@ -72,11 +74,17 @@ class Scheduler:
             self._free(request)
         else:
             self.waiting.remove(request)
+            self.num_preempted -= request.has_run
         if request in self._alone:
             is_first = request is self._alone[0]
             self._alone.remove(request)
             if is_first:
                 self._gather()
+
+    @property
+    def num_prefilling(self) -> int:
+        """Return how many running requests lack more than their last token: of the prompt, or after a preemption."""
+        return sum(request.num_missing_tokens > 1 for request in self.running)
 
     @property
     def is_trying(self) -> bool:
@@ -111,6 +119,7 @@ class Scheduler:
         self.waiting = deque(sorted(requests, key=lambda item: item.arrival))
         for request in self.waiting:
             request.num_computed_tokens = 0
+        self.num_preempted = sum(request.has_run for request in self.waiting)
         self.running.clear()
         self._alone.clear()
 
@@ -166,6 +175,7 @@ class Scheduler:
         self.running.remove(request)
         self._free(request)
         self.waiting.appendleft(request)
+        self.num_preempted += 1
         self.num_preemptions += 1
 
     def _free(self, request: Request) -> None:
@@ -213,7 +223,8 @@ class Scheduler:
         return request
 
     def _start(self, request: Request, num_new: int, plan: _Plan) -> None:
-        if request.num_cached_tokens is None:  # else it was preempted before
+        self.num_preempted -= request.has_run
+        if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self.num_cached_tokens += request.num_cached_tokens
             self.num_prompt_tokens += request.num_prompt_tokens

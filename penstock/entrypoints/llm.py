@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock import validation as check
-from penstock.build import build_engine
+from penstock.build import BuiltEngine, build_engine
 from penstock.client.engine_client import Prompt
 from penstock.client.in_process import InProcessClient
 from penstock.client.process import ProcessClient
@@ -15,10 +15,12 @@ from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
 from penstock.interface.outputs import PrefixUse, RequestOutput
+from penstock.interface.prompts import check_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
 from penstock.tokenizer.chat_template import text_of_content
 from penstock.tokenizer.conversation import render_chat
-from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
 
 Message = Mapping[str, Any]
 
@@ -70,10 +72,11 @@ class LLM:
         found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None)
         self._lock = threading.Lock()
         self.client: InProcessClient | StepClient
+        self._built: BuiltEngine | None = None
         if engine_in_process:
             if standby:
                 raise check.fail("standby", standby, "False: an engine in this process cannot be replaced")
-            built = build_engine(self.config, None if isinstance(model, str) else model)
+            built = self._built = build_engine(self.config, None if isinstance(model, str) else model)
             self.config = built.config
             self.client = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)
         elif isinstance(model, str):
@@ -112,6 +115,17 @@ class LLM:
     def pinned_prefixes(self) -> list[PrefixUse]:
         """Return the pinned prefixes with their uses, oldest first."""
         return self.client.pinned_prefixes()
+
+    @property
+    def built(self) -> BuiltEngine:
+        """Return the engine in this process, with its model and backend, for measurements.
+
+        Raises:
+            NotSupportedError: it is in a process of its own.
+        """
+        if self._built is None:
+            raise NotSupportedError("engine_in_process: the model is in another process", param="engine_in_process")
+        return self._built
 
     def default_params(self, **fields: Any) -> SamplingParams:
         """Return SamplingParams with the model's own defaults (its generation_config.json), changed by `fields`."""
@@ -200,6 +214,54 @@ class LLM:
             if output.error is not None:
                 raise RequestFailedError(output.error)
             yield output.outputs[0].text
+
+    def forward(
+        self,
+        prompt: Prompt,
+        *,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+        skip_lm_head: bool = False,
+        max_bytes: int = MAX_BYTES,
+    ) -> ForwardOutput:
+        """Look into the model: one pass over a prompt, or over a prompt with its answer, as token ids.
+
+        It generates nothing, and disturbs no request. With the native kernels its bits are those of the steps that a
+        request with these tokens takes.
+
+        Args:
+            output_hidden_states, output_attentions: as in Transformers, of every layer.
+            skip_lm_head: compute no logits: the hidden states alone, for embeddings for instance.
+            max_bytes: of the results together.
+
+        Raises:
+            InvalidRequestError: the prompt is wrong, or the results would be larger than max_bytes.
+            NotSupportedError: the engine is in another process, or the model is not made of penstock.layers.
+        """
+        flags = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        for name, value in (flags | {"skip_lm_head": skip_lm_head}).items():
+            check.check_bool(name, value)
+        check.check_int("max_bytes", max_bytes, 1, 2**50)
+        wanted = Wanted(not skip_lm_head, output_hidden_states, output_attentions)
+        forward_pass = self.built.forward_pass
+        with self._lock:
+            return forward_pass.run(self._known_ids(prompt), wanted, max_bytes=max_bytes)
+
+    def _known_ids(self, prompt: Any) -> list[int]:
+        """Return the ids of a prompt that may fill the whole context."""
+        info = self.client.model_info
+        if isinstance(prompt, Mapping):
+            ids = prompt.get("prompt_token_ids")
+            prompt = prompt.get("prompt") if ids is None else ids
+        if isinstance(prompt, str) and self.client.tokenizer is not None:
+            check_text(prompt)
+            check_prompt_length(prompt, info.max_model_len)
+            check_unicode(prompt, param="prompt")
+            prompt = self.client.tokenizer.encode(prompt)
+        if not isinstance(prompt, list | tuple) or not 1 <= len(prompt) <= info.max_model_len:
+            raise check.fail("prompt", prompt, f"a text, or a list of 1 to {info.max_model_len} token ids")
+        check.check_ids("prompt", prompt, info.vocab_size)
+        return list(prompt)
 
     def _chat_prompt(self, messages: Any, add_generation_prompt: bool) -> Prompt:
         conversation = _conversation(messages)

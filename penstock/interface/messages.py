@@ -77,6 +77,9 @@ class EngineStats:
     kv_blocks_free: int = 0
     kv_blocks_cached: int = 0  # free blocks whose content can be reused
     kv_blocks_pinned: int = 0
+    num_prefilling: int = 0  # of those that run: more than their last token is still to be computed
+    num_preempted: int = 0  # of those that wait: they have run before
+    num_slots: int = 0  # requests that can run at once
     num_steps_total: int = 0
     num_prompt_tokens_total: int = 0
     num_prefix_queries_total: int = 0  # tokens of the prompts that were looked up in the cache

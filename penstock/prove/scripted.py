@@ -1,7 +1,8 @@
 """The server's application over the real engine with a model that is a formula, all in this process.
 
-Everything is as it is served but the sockets, the process boundary and the arithmetic: routes, decoding, tokenizer,
-scheduler, blocks, stop strings, answers. A request costs a millisecond, so that a million of them can be tried.
+Everything is as it is served but the sockets, the process boundary and the arithmetic (engine/scripted.py): routes,
+decoding, tokenizer, scheduler, blocks, stop strings, answers. A request costs milliseconds, so that a million of them
+can be tried.
 """
 
 import asyncio
@@ -19,19 +20,12 @@ from penstock.client.open_requests import Mailbox
 from penstock.client.records import SavedRecord
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.engine.engine import Engine
+from penstock.engine.scripted import ScriptedExecutor
 from penstock.errors import InvalidRequestError, ModelLoadError, RequestFailedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import (
-    CacheGroup,
-    NewRequest,
-    RequestStepOutput,
-    ScheduledRequest,
-    SchedulerOutput,
-    StepOutput,
-    TokenLogprobs,
-)
+from penstock.interface.step import CacheGroup
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -40,49 +34,6 @@ MAX_MODEL_LEN = 96
 NUM_BLOCKS, BLOCK_SIZE = 256, 16
 MAX_NUM_SEQS, MAX_STEP_TOKENS = 64, 512
 HOST = b"localhost"
-
-
-class ScriptedExecutor:
-    """An Executor whose next token is a formula of the seed, the last token and its position."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._rows: dict[str, NewRequest] = {}
-
-    def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        for request_id in scheduler_output.removed_request_ids:
-            self._rows.pop(request_id, None)
-        self._rows |= {new.request_id: new for new in scheduler_output.new_requests}
-        return scheduler_output
-
-    def collect(self, handle: SchedulerOutput) -> StepOutput:
-        return StepOutput(handle.step_id, {item.request_id: self._compute(item) for item in handle.scheduled})
-
-    def shutdown(self) -> None:
-        self._rows.clear()
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
-
-    def _compute(self, item: ScheduledRequest) -> RequestStepOutput:
-        row = self._rows[item.request_id]
-        start = item.num_computed_tokens + 1
-        prompt_logprobs = None
-        if row.params.prompt_logprobs is not None:
-            known = row.token_ids[start : min(start + item.num_new_tokens, row.num_prompt_tokens)]
-            prompt_logprobs = [self._logprobs(token, row.params.prompt_logprobs) for token in known]
-        if item.num_samples == 0:
-            return RequestStepOutput([], prompt_logprobs=prompt_logprobs)
-        last, place = row.token_ids[-1], len(row.token_ids)
-        token = (last * 31 + place * 7919 + (row.params.seed or 0) % 1009 + row.choice) % self._vocab_size
-        row.token_ids.append(token)
-        logprobs = None if row.params.logprobs is None else [self._logprobs(token, row.params.logprobs)]
-        return RequestStepOutput([token], logprobs, prompt_logprobs)
-
-    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
-        others = [(token + 1 + i) % self._vocab_size for i in range(count)]
-        return TokenLogprobs([token, *others], [-1.5, *(-0.5 * (i + 1) for i in range(count))], count + 1)
 
 
 class ScriptedClient:
@@ -94,7 +45,7 @@ class ScriptedClient:
         size = tokenizer.vocab_size
         self.model_info = ModelInfo("scripted", MAX_MODEL_LEN, size, ends, "float32", "scripted")
         groups = [CacheGroup((0,), None, NUM_BLOCKS, BLOCK_SIZE)]
-        self.executor = ScriptedExecutor(size)
+        self.executor = ScriptedExecutor(groups, size, keeps_steps=False)
         self.engine = Engine(
             self.executor,
             groups,
@@ -180,7 +131,7 @@ class ScriptedClient:
             "open requests": len(self._mailboxes),
             "requests in the engine": stats.num_running + stats.num_waiting,
             "blocks in use": stats.kv_blocks_total - stats.kv_blocks_free - stats.kv_blocks_pinned,
-            "rows beyond the batch": max(0, self.executor.num_rows - MAX_NUM_SEQS),  # it hears of an end a step later
+            "rows beyond the batch": max(0, len(self.executor.rows) - MAX_NUM_SEQS),  # it hears of an end a step later
         }
         return ", ".join(f"{count} {name}" for name, count in held.items() if count) or None
 

@@ -168,6 +168,9 @@ async def status(request: Request) -> Response:
         "engine": engine,
         "running": stats.num_running,
         "waiting": stats.num_waiting,
+        "prefilling": stats.num_prefilling,
+        "preempted": stats.num_preempted,
+        "slots": stats.num_slots,
         "kv_blocks": {
             "total": stats.kv_blocks_total,
             "free": stats.kv_blocks_free,

@@ -36,6 +36,9 @@ REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 GAUGES = (
     ("penstock_requests_running", "Sequences in the current batch", "num_running"),
     ("penstock_requests_waiting", "Sequences waiting for their first step or for blocks", "num_waiting"),
+    ("penstock_requests_prefilling", "Of the running: those whose prompt is being computed", "num_prefilling"),
+    ("penstock_requests_preempted", "Of the waiting: sequences that have run before", "num_preempted"),
+    ("penstock_slots", "Sequences that can run at once", "num_slots"),
     ("penstock_kv_blocks", "Blocks of the key/value cache", "kv_blocks_total"),
     ("penstock_kv_blocks_free", "Free blocks, including those with cached content", "kv_blocks_free"),
     ("penstock_kv_blocks_cached", "Free blocks with cached content", "kv_blocks_cached"),

@@ -39,6 +39,7 @@ class ServerOptions:
             listens on loopback and has no key, because then a web page could reach it under a name of its own.
         allowed_origins: web origins whose pages may call the API; none by default.
         access_log: write one line per request to the logger `penstock.access`.
+        log_level: of what goes to standard error where the process has not configured logging: info, warning, error.
         journal: a file that remembers responses in the background and streams to be continued, so that they survive
             a kill of the server.
         max_kept_bytes: of memory for stored responses and streams to be continued; the oldest ended ones make room.
@@ -65,6 +66,7 @@ class ServerOptions:
     allowed_hosts: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     access_log: bool = True
+    log_level: str = "info"
     journal: str | None = None
     max_kept_bytes: int = 256 * MIB
     resume_grace_s: float = 60.0
@@ -89,6 +91,7 @@ class ServerOptions:
             check.check_float("request_timeout_s", self.request_timeout_s, 0.0, 86400.0, low_open=True)
         check.check_float("drain_timeout_s", self.drain_timeout_s, 0.0, 86400.0)
         check.check_bool("access_log", self.access_log)
+        check.check_choice("log_level", self.log_level, check.LOG_LEVELS)
 
     def hosts(self) -> tuple[str, ...] | None:
         """Return the names that the Host header may have; None for any."""

@@ -123,7 +123,7 @@ class Serving:
         )
 
     async def run(self) -> int:
-        _log_to_stderr()
+        _log_to_stderr(self._options.log_level)
         with self._signals():
             await self._client.attach()
             kept = self._app.state.context.kept
@@ -251,11 +251,11 @@ class Serving:
             self._server.should_exit = True
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(level: str) -> None:
     """Send log lines to stderr, unless the process has configured logging already."""
     if LOGGER.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     LOGGER.addHandler(handler)
-    LOGGER.setLevel(logging.INFO)
+    LOGGER.setLevel(level.upper())

@@ -58,6 +58,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "mm_processor_kwargs": Unsupported(forbidden=True),
     "modalities": Unsupported("chat", (["text"],)),
     "moderation": Unsupported("responses"),
+    "output_attentions": Unsupported(neutral=(False,)),
+    "output_hidden_states": Unsupported(neutral=(False,)),
     "parallel_tool_calls": Unsupported("chat responses", (True, False)),
     "prediction": Unsupported("chat"),
     "priority": Unsupported(neutral=(0,)),

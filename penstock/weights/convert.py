@@ -19,6 +19,7 @@ from penstock.models.config_json import load_model_config
 from penstock.plugins.user_files import import_files
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.unsupported import listed
+from penstock.validation import fail
 from penstock.weights.destination import Destination
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import dtype_for, empty_model, fill_layer, plain_parameters, weight_layers
@@ -51,6 +52,8 @@ def convert_model(
         raise InvalidRequestError(f"convert: packed weights are for the native kernels; {why_missing()}")
     if (config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple) != (1, 1):
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
+    if config.numerics.load_format == "mock":
+        raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to write")
     import_files(config.imports)
     source = resolve_model(config.model)
     model_config = replace(load_model_config(source), model_impl=config.numerics.model_impl)

@@ -18,6 +18,16 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
     Raises:
         ModelLoadError: there is no such directory, or the download fails.
     """
+    found = find_local(name)
+    return _download(name, FILES if weights else LIGHT_FILES) if found is None else found
+
+
+def find_local(name: str) -> Path | None:
+    """Return the directory of "demo" or a path, without downloading; None for a hub name.
+
+    Raises:
+        ModelLoadError: it is none of these.
+    """
     if name == "demo":
         from penstock.demo import MODEL_DIR
 
@@ -29,7 +39,7 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
         raise ModelLoadError(f"model: {shown(name)} is a file; it must be a directory, a hub name or demo")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelLoadError(f"model: there is no directory {shown(name)}, and it is not a hub name (owner/model)")
-    return _download(name, FILES if weights else LIGHT_FILES)
+    return None
 
 
 def _download(name: str, patterns: list[str]) -> Path:

@@ -24,6 +24,7 @@ def llm(tmp_path_factory):
 
 
 @pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")
+@pytest.mark.covers("F36")
 def test_the_answers_of_an_engine_in_this_process_also_after_a_death(llm):
     """Guards against other seeds, and tokens that are lost with the process."""
     prompts, params = ["Once upon a time", "One day", [1, 462]], [SamplingParams(n=2, max_tokens=40), LONG, GREEDY]

@@ -94,7 +94,7 @@ def test_tokens_are_those_of_transformers(model: PreTrainedModel, tokenizer: Any
         assert found == [hf_greedy(model, row) for row in rows]
 
 
-@pytest.mark.covers("C1")
+@pytest.mark.covers("C1", "C2")
 def test_requests_wait_for_steps(model: PreTrainedModel, tokenizer: Any) -> None:
     """Guards against an add_request that generates at once, and against answers under the wrong number."""
     engine = engine_of(model, tokenizer, ignore_eos=True, max_batch_size=2)

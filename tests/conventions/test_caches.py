@@ -161,7 +161,7 @@ ROUNDED: dict[str, Callable[[int | None], Any]] = {
 }
 
 
-@pytest.mark.covers("J2", "J3", "M9")
+@pytest.mark.covers("J2", "J3", "M9", "J22")
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("kind", [*KEPT, *ROUNDED])
 def test_any_cache_under_a_hand_written_model(kind: str, window: int | None) -> None:

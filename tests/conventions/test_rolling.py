@@ -195,7 +195,7 @@ def paged_attend(prompts: list[tuple[Tensor, Tensor, Tensor]], window: int | Non
     return list(ops.attend(q, k, v, cache, meta, AttentionParams(SCORING.scale)).view(q.shape).split(lens))
 
 
-@pytest.mark.covers("M25")
+@pytest.mark.covers("M25", "J22")
 def test_different_cached_lengths_in_one_step() -> None:
     """Guards against one length for the whole batch: chunks of 1 to 3 tokens behind caches of 0 to 9, packed under one
     mask, give what each sequence gives alone."""
@@ -323,7 +323,7 @@ class Ring:
         return self.ops.attend(q, k, v, self.cache, meta, AttentionParams(SCORING.scale)).view(q.shape)
 
 
-@pytest.mark.covers("M8", "M12")
+@pytest.mark.covers("M8", "M12", "J22")
 @pytest.mark.parametrize(("block_size", "window"), [(4, 4), (16, 5), (3, 4)])
 def test_a_ring_of_one_block(block_size: int, window: int) -> None:
     """Guards against a new token that overwrites a row before it is read, and against rows that wrap around: any

@@ -130,6 +130,7 @@ def test_whole_blocks_of_prompt_leave_one_token_to_compute():
     assert scripted(engine).steps[3].scheduled[0].num_computed_tokens == 16
 
 
+@pytest.mark.covers("J22")
 def test_choices_of_one_prompt_compute_it_once():
     """Sent together, the second choice waits for the first one's blocks instead of computing them again."""
     engine = make_engine(max_num_batched_tokens=64)

@@ -100,7 +100,7 @@ def test_every_parameter_has_its_axis(parameters: dict[str, Parameter]) -> None:
     assert axes["model.embed_tokens.weight"] == 1
 
 
-@pytest.mark.covers("J9")
+@pytest.mark.covers("J9", "J22")
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

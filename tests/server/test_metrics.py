@@ -1,10 +1,16 @@
 """/metrics and /status show what happened."""
 
+import asyncio
 import json
 
+import pytest
+
+from penstock.interface.messages import EngineOutput
+from penstock.prove.scripted import MAX_NUM_SEQS, ScriptedServer
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import app_client, get, running, stream, wait_until
 
+JSON = [(b"content-type", b"application/json")]
 BODY = {"prompt": "a", "max_tokens": 4}
 
 
@@ -45,6 +51,46 @@ def test_metrics_show_the_engine() -> None:
     assert after["penstock_kv_blocks"] == 8
     assert after["penstock_engine_restarts_total"] == 2
     assert after['penstock_engine_state{state="ready"}'] == 1
+
+
+@pytest.mark.covers("J23")
+def test_backlogs_are_those_of_the_load() -> None:
+    """Guards against backlogs that /metrics and /status do not show, show under other names than documented, or that
+    stay when the load has gone: 94 prompts of 40 tokens after a step of 512, and at the end."""
+
+    async def scenario() -> tuple[dict[str, float], dict[str, int], dict[str, float]]:
+        server = ScriptedServer("demo")
+        engine, step, allowed = server.client.engine, server.client.engine.step, 0
+
+        def held_step() -> list[EngineOutput]:
+            nonlocal allowed
+            allowed -= 1
+            return step() if allowed >= 0 else []
+
+        engine.step = held_step  # type: ignore[method-assign]
+        prompts = [[100 + number] * 40 for number in range(94)]
+        body = json.dumps({"model": "scripted", "prompt": prompts, "max_tokens": 20, "ignore_eos": True}).encode()
+        call = asyncio.create_task(server.call("POST", "/v1/completions", body, JSON))
+        while engine.stats().num_waiting < 94:
+            await asyncio.sleep(0)
+        allowed = 1
+        while not engine.stats().num_running:
+            await asyncio.sleep(0)
+        during = samples((await server.call("GET", "/metrics")).body.decode())
+        status = json.loads((await server.call("GET", "/status")).body)
+        allowed = 10**6
+        assert (await call).status == 200
+        after = samples((await server.call("GET", "/metrics")).body.decode())
+        assert server.client.leftovers() is None
+        await server.client.shutdown()
+        return during, status, after
+
+    during, status, after = asyncio.run(scenario())
+    expected = {"running": 13, "waiting": 81, "prefilling": 1, "preempted": 0}
+    assert {name: status[name] for name in expected} == expected
+    assert {name: during[f"penstock_requests_{name}"] for name in expected} == expected
+    assert {after[f"penstock_requests_{name}"] for name in expected} == {0}
+    assert during["penstock_slots"] == status["slots"] == MAX_NUM_SEQS
 
 
 def test_two_servers_do_not_share_metrics() -> None:

@@ -1,0 +1,154 @@
+"""ScriptedExecutor: an Executor without a model, for everything above one: tests of the engine, of servers and clients.
+
+It is honest about memory: keys and values are stood for by token ids, written to the slots that the block tables
+name, and every step reads a request's whole context back through its table. A block shared, freed or reused wrongly
+therefore shows, as a failed step. The next token is a fixed function of the (visible) context.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.errors import EngineError
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import (
+    CacheGroup,
+    NewRequest,
+    RequestStepOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    StepOutput,
+    TokenLogprobs,
+)
+
+VOCAB_SIZE = 997
+STALE = -7  # what a slot holds before anybody writes it
+
+
+def next_token(
+    context: list[int],
+    vocab_size: int = VOCAB_SIZE,
+    *,
+    window: int | None = None,
+    params: SamplingParams | None = None,
+    choice: int = 0,
+) -> int:
+    """Return the token that follows a context: a hash of what the window can see, of how long the context is and,
+    where it is sampled, of seed and choice. params: None is greedy."""
+    seen = context if window is None else context[-window:]
+    noise = () if params is None or params.greedy else (params.seed, choice)
+    digest = hashlib.blake2b(repr((len(context), seen, *noise)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % vocab_size
+
+
+@dataclass
+class _Row:
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    choice: int
+    tables: list[list[int]]
+
+
+@dataclass
+class ScriptedExecutor:
+    """Carries steps out on a cache of token ids.
+
+    Attributes:
+        steps: every SchedulerOutput it was given, if `keeps_steps`.
+        fail: called with each step; may raise (a step that fails as a whole) or return request ids to fail alone.
+        max_rows: the most requests that it knew at once.
+    """
+
+    groups: list[CacheGroup]
+    vocab_size: int = VOCAB_SIZE
+    keeps_steps: bool = True
+    steps: list[SchedulerOutput] = field(default_factory=list)
+    fail: Callable[[SchedulerOutput], set[str]] = lambda step: set()
+    rows: dict[str, _Row] = field(default_factory=dict)
+    max_rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.slots = [array("i", [STALE]) * (group.num_blocks * group.block_size) for group in self.groups]
+
+    def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        if self.keeps_steps:
+            self.steps.append(scheduler_output)
+        for request_id in scheduler_output.removed_request_ids:
+            self.rows.pop(request_id, None)
+        return scheduler_output
+
+    def collect(self, handle: SchedulerOutput) -> StepOutput:
+        """Compute the step.
+
+        Raises:
+            EngineError: the scheduler named a block that does not hold what it should.
+        """
+        failed = self.fail(handle)
+        for new in handle.new_requests:
+            self._learn(new)
+        self.max_rows = max(self.max_rows, len(self.rows))
+        reads = {item.request_id: self._run(item) for item in handle.scheduled}  # all read before any sampling
+        error = RequestStepOutput([], error="scripted")
+        return StepOutput(handle.step_id, {key: error if key in failed else value for key, value in reads.items()})
+
+    def shutdown(self) -> None:
+        self.rows.clear()
+
+    def _learn(self, new: NewRequest) -> None:
+        _demand(new.request_id not in self.rows, f"{new.request_id} is introduced twice")
+        tables = [list(table) for table in new.block_tables]
+        self.rows[new.request_id] = _Row(list(new.token_ids), new.num_prompt_tokens, new.params, new.choice, tables)
+
+    def _run(self, item: ScheduledRequest) -> RequestStepOutput:
+        row = self.rows[item.request_id]
+        start, stop = item.num_computed_tokens, item.num_computed_tokens + item.num_new_tokens
+        _demand(item.num_new_tokens > 0, f"{item.request_id} is scheduled for no token")
+        windows: list[int] = []
+        for index, group in enumerate(self.groups):
+            table = row.tables[index]
+            table.extend(item.new_block_ids[index])
+            table[: item.num_released_blocks[index]] = [-1] * item.num_released_blocks[index]
+            self._check_context(index, group, row, start)
+            self._write(index, group, row, start, stop)
+            windows.append(group.sliding_window or 10**9)
+        return self._sample(item, row, start, stop, min(windows))
+
+    def _slot(self, group: CacheGroup, table: list[int], position: int) -> int:
+        _demand(not group.ring or len(table) == 1, "a ring is one block")
+        block_id = table[0] if group.ring else table[position // group.block_size]
+        _demand(block_id >= 0, f"position {position} has no block")
+        return block_id * group.block_size + position % group.block_size
+
+    def _check_context(self, index: int, group: CacheGroup, row: _Row, start: int) -> None:
+        """Every cached position that the first new token can see must hold what was written for it."""
+        first = 0 if group.sliding_window is None else max(0, start - group.sliding_window + 1)
+        for position in range(first, start):
+            found = self.slots[index][self._slot(group, row.tables[index], position)]
+            _demand(found == row.token_ids[position], f"position {position}: {found} in the cache")
+
+    def _write(self, index: int, group: CacheGroup, row: _Row, start: int, stop: int) -> None:
+        for position in range(start, stop):
+            self.slots[index][self._slot(group, row.tables[index], position)] = row.token_ids[position]
+
+    def _sample(self, item: ScheduledRequest, row: _Row, start: int, stop: int, window: int) -> RequestStepOutput:
+        prompt_logprobs = None
+        if row.params.prompt_logprobs is not None:
+            targets = row.token_ids[start + 1 : min(stop + 1, row.num_prompt_tokens)]
+            prompt_logprobs = [self._logprobs(token, row.params.prompt_logprobs) for token in targets]
+        if item.num_samples == 0:
+            return RequestStepOutput([], prompt_logprobs=prompt_logprobs)
+        token = next_token(row.token_ids, self.vocab_size, window=window, params=row.params, choice=row.choice)
+        row.token_ids.append(token)
+        logprobs = None if row.params.logprobs is None else [self._logprobs(token, row.params.logprobs)]
+        return RequestStepOutput([token], logprobs, prompt_logprobs)
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        others = [(token + 1 + i) % self.vocab_size for i in range(count)]
+        return TokenLogprobs([token, *others], [-1.5, *(-0.5 * (i + 1) for i in range(count))], count + 1)
+
+
+def _demand(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise EngineError(otherwise)

@@ -1,0 +1,86 @@
+"""Prompts as users write them down: a file of JSON or of plain text, read without a model."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import InvalidRequestError
+from penstock.validation import fail
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+STDIN = "-"
+JSON_BEGINNINGS = ("[", "{", '"')
+JSON_SUFFIXES = (".json", ".jsonl")
+HINT = 'what begins with [, { or " is read as JSON, one value per line or one array; anything else as a prompt per line'
+
+Written = str | Mapping[str, Any]
+
+
+def read_prompts(name: str | Path) -> list[Written]:
+    """Return the prompts of a file; "-" is standard input.
+
+    Three forms are read: JSON lines, one JSON array, and plain text with one prompt per line. A prompt in JSON is a
+    string, or an object with `prompt` or `prompt_token_ids`. Blank lines are no prompts.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, or holds what is not a prompt; the message names the place.
+    """
+    text = read_text(name)
+    is_json = Path(name).suffix in JSON_SUFFIXES or text.lstrip().startswith(JSON_BEGINNINGS)
+    if not is_json:
+        return [line.rstrip("\r") for line in text.split("\n") if line.strip()]
+    place = "standard input" if str(name) == STDIN else str(name)
+    return list(_array(place, text) if text.lstrip().startswith("[") else _lines(place, text))
+
+
+def read_text(name: str | Path) -> str:
+    """Return the text of a file, "-" being standard input, without a byte order mark.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        data = sys.stdin.buffer.read() if str(name) == STDIN else Path(name).read_bytes()
+        return data.decode("utf-8-sig")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
+        if str(name) == STDIN:
+            raise InvalidRequestError(f"cannot read standard input: {error}") from error
+        raise InvalidRequestError(f"prompts: cannot read {str(name)!r}: {error}", param="prompts") from error
+
+
+def check_text(text: str) -> None:
+    """Raise InvalidRequestError for a prompt without a character."""
+    if not text:
+        raise fail("prompt", text, "a text of at least one character")
+
+
+def _array(place: str, text: str) -> Iterator[Written]:
+    for number, value in enumerate(_parsed(place, text), 1):
+        yield _prompt(f"{place}, item {number}", value)
+
+
+def _lines(file: str, text: str) -> Iterator[Written]:
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would also cut inside JSON strings
+        if line.strip():
+            place = f"{file}, line {number}"
+            yield _prompt(place, _parsed(place, line))
+
+
+def _parsed(place: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"prompts: {place} is not JSON: {error}; {HINT}", param="prompts") from error
+
+
+def _prompt(place: str, value: Any) -> Written:
+    if isinstance(value, dict) and value and set(value) <= set(PROMPT_KEYS):
+        return value
+    if not isinstance(value, str):
+        message = f"prompts: {place} must be a string or an object with prompt or prompt_token_ids, and nothing else"
+        raise InvalidRequestError(message, param="prompts")
+    if not value:
+        raise InvalidRequestError(f"prompts: {place} is an empty string", param="prompts")
+    return value

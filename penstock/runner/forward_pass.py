@@ -1,0 +1,252 @@
+"""ForwardPass: one pass over known tokens, for looking into a model: logits of every position, hidden states and
+attention weights of every layer, with the LM head or without it.
+
+It has a cache of its own and disturbs no request. With the native kernels a row's bits do not depend on the rows beside
+it, so what comes out is what the engine computed, or would compute, for a request with these tokens.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.interface.step import CacheGroup
+from penstock.kernels.arena import LOGITS_ROWS
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, Heads, KVCache, KVScales
+from penstock.kernels.ops import Ops
+from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array, is_torch
+from penstock.layers.attention import Attention
+from penstock.layers.context import CausalLM, ForwardContext
+from penstock.layers.module import named_modules
+from penstock.runner.model_runner import allocate_kv_caches, layer_groups
+from penstock.spec.model_config import ModelConfig
+
+BLOCK = re.compile(r"(.*?\.\d+)\.")  # the decoder block that a module is in, by the first number in its name
+BLOCK_SIZE = 16
+MAX_BYTES = 2**30  # of results, unless the caller allows more
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardOutput:
+    """The results of a pass over T tokens, as Transformers' models give them, but without a batch dimension.
+
+    Attributes:
+        token_ids: of the pass.
+        last_hidden_state: [T, hidden] float32, after the final norm.
+        logits: [T, V] float32; None with skip_lm_head.
+        hidden_states: [T, hidden] float32 each: the input of every decoder block, and last_hidden_state; or None.
+        attentions: [H, T, T] float32 for each layer: the weight that each query (row) gives to each key; or None.
+    """
+
+    token_ids: list[int]
+    last_hidden_state: Array
+    logits: Array | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a pass gives besides the last hidden state."""
+
+    logits: bool = True
+    hidden_states: bool = False
+    attentions: bool = False
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Copies of what the chunks of a pass computed, in order."""
+
+    states: list[list[Array]]  # per block
+    queries: list[list[Array]]  # per layer, [t, H, D] each
+    last: list[Array] = field(default_factory=list)
+    logits: list[Array] = field(default_factory=list)
+
+
+class ForwardPass:
+    """Computes passes with a loaded model. It takes memory only while it does."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        ops: Ops,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        kv_scales: Sequence[KVScales] | None = None,
+    ) -> None:
+        self._model, self._ops = model, ops
+        self._config, self._numbers, self._kv_scales = config, model_config, kv_scales
+
+    def run(self, token_ids: Sequence[int], wanted: Wanted, *, max_bytes: int = MAX_BYTES) -> ForwardOutput:
+        """Compute a pass over at least one token.
+
+        Raises:
+            InvalidRequestError: the results would take more than max_bytes; `param` names the largest.
+            NotSupportedError: the model is not made of penstock.layers, so its inside is not known.
+        """
+        blocks = self._blocks()
+        self._check_size(len(token_ids), wanted, max_bytes)
+        seen = _Seen([[] for _ in blocks], [[] for _ in blocks])
+        with self._computing(), _watching(blocks, seen, wanted):
+            caches = self._caches(len(token_ids))
+            step = self._config.scheduler.max_num_batched_tokens or len(token_ids)
+            for start in range(0, len(token_ids), step):
+                self._chunk(token_ids, slice(start, min(start + step, len(token_ids))), caches, seen, wanted)
+            attentions = self._attentions(blocks, caches, seen) if wanted.attentions else None
+        last = np.concatenate(seen.last)
+        states = (*map(np.concatenate, seen.states), last) if wanted.hidden_states else None
+        logits = np.concatenate(seen.logits) if wanted.logits else None
+        return ForwardOutput(list(token_ids), last, logits, states, attentions)
+
+    def _blocks(self) -> list[tuple[Any, Attention]]:
+        """Return each decoder block with its attention, in the order of the layers."""
+        modules = dict(named_modules(self._model))
+        named = ((BLOCK.match(name), item) for name, item in modules.items() if isinstance(item, Attention))
+        found = [(modules[match[1]], item) for match, item in named if match is not None]
+        if sorted(attention.layer for _, attention in found) != list(range(self._numbers.num_hidden_layers)):
+            name = type(self._model).__name__
+            raise NotSupportedError(f"forward: {name} is not made of penstock.layers, so its inside is not known")
+        return sorted(found, key=lambda pair: pair[1].layer)
+
+    def _check_size(self, tokens: int, wanted: Wanted, max_bytes: int) -> None:
+        numbers = self._numbers
+        layers, row = numbers.num_hidden_layers, 4 * tokens
+        sizes = {
+            "logits": wanted.logits * row * numbers.vocab_size,
+            "output_hidden_states": wanted.hidden_states * row * numbers.hidden_size * (layers + 1),
+            "output_attentions": wanted.attentions * row * tokens * numbers.num_attention_heads * layers,
+        }
+        if sum(sizes.values()) > max_bytes:
+            largest = max(sizes, key=sizes.__getitem__)
+            raise InvalidRequestError(
+                f"{largest}: {tokens} tokens make results of {sum(sizes.values())} bytes, of which these are "
+                f"{sizes[largest]}; max_bytes allows {max_bytes}",
+                param=largest,
+            )
+
+    def _computing(self) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = nullcontext()
+        return sys.modules["torch"].inference_mode() if is_torch(self._ops.dtype) else context
+
+    def _groups(self, tokens: int) -> list[CacheGroup]:
+        num_blocks = -(-tokens // BLOCK_SIZE)
+        return [CacheGroup(layers, window, num_blocks, BLOCK_SIZE) for layers, window in self._numbers.cache_groups()]
+
+    def _caches(self, tokens: int) -> tuple[KVCache, ...]:
+        return allocate_kv_caches(self._ops, self._groups(tokens), self._config, self._numbers, self._kv_scales)
+
+    def _chunk(
+        self, token_ids: Sequence[int], rows: slice, caches: tuple[KVCache, ...], seen: _Seen, wanted: Wanted
+    ) -> None:
+        """Compute some tokens after those that are in the caches."""
+        ops, positions = self._ops, np.arange(rows.start, rows.stop)
+        groups = self._groups(len(token_ids))
+        attention = tuple(self._plan(group, positions, caches[group.layers[0]]) for group in groups)
+        layers = layer_groups(groups, self._numbers.num_hidden_layers)
+        ctx = ForwardContext(ops.tensor(positions), caches, attention, layers)
+        hidden = self._model(ops.tensor(np.array(token_ids[rows], dtype=np.int64)), ctx)
+        seen.last.append(_copy(hidden))
+        for start in range(0, len(positions) if wanted.logits else 0, LOGITS_ROWS):
+            logits = self._model.compute_logits(hidden[start : start + LOGITS_ROWS])
+            seen.logits.append(_copy(logits[:, : self._numbers.vocab_size]))
+
+    def _plan(self, group: CacheGroup, positions: Array, cache: KVCache) -> AttentionMetadata:
+        numbers = self._numbers
+        meta = AttentionMetadata(
+            query_start_loc=np.array([0, len(positions)], dtype=np.int32),
+            seq_lens=np.array([positions[-1] + 1], dtype=np.int32),
+            block_table=np.arange(group.num_blocks, dtype=np.int32)[None],
+            slot_mapping=positions,
+            block_size=group.block_size,
+            sliding_window=group.sliding_window,
+        )
+        return self._ops.plan(
+            meta, Heads(numbers.num_attention_heads, numbers.num_key_value_heads, numbers.head_dim), cache
+        )
+
+    def _attentions(
+        self, blocks: list[tuple[Any, Attention]], caches: tuple[KVCache, ...], seen: _Seen
+    ) -> tuple[Array, ...]:
+        """Return each layer's weights [H, T, T], of the keys as its cache holds them."""
+        found = []
+        windows = self._numbers.layer_windows
+        for (_, attention), cache, queries, window in zip(blocks, caches, seen.queries, windows, strict=True):
+            q = np.concatenate(queries)
+            keys, _ = self._ops.load_kv(cache, self._ops.tensor(np.arange(len(q))))
+            found.append(attention_weights(q, _copy(keys), attention.params, window))
+        return tuple(found)
+
+
+@contextmanager
+def _watching(blocks: list[tuple[Any, Attention]], seen: _Seen, wanted: Wanted) -> Iterator[None]:
+    """Copy the residual stream before each block, and each layer's queries."""
+    with ExitStack() as stack:
+        for layer, (block, attention) in enumerate(blocks):
+            if wanted.hidden_states:
+                watched = partial(_watched_block, block.forward, seen.states[layer])
+                stack.enter_context(patch.object(block, "forward", watched))
+            if wanted.attentions:
+                watching = _WatchedOps(attention.ops, seen.queries[layer])
+                stack.enter_context(patch.object(attention, "ops", watching))
+        yield
+
+
+def _watched_block(forward: Callable[..., Any], states: list[Array], x: Tensor, *args: Any) -> Any:
+    """Copy the stream x with the branch h that the block's first norm adds, of a block (x, h, ctx) or (x, ctx)."""
+    h = args[0] if len(args) > 1 else None
+    states.append(_copy(x) if h is None else _copy(x) + as_array(h))
+    return forward(x, *args)
+
+
+class _WatchedOps:
+    """A layer's operations, of which `attend` copies its queries."""
+
+    def __init__(self, ops: Ops, queries: list[Array]) -> None:
+        self._ops, self._queries = ops, queries
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def attend(self, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._queries.append(_copy(q))
+        return self._ops.attend(q, *args, **kwargs)
+
+
+def attention_weights(q: Array, keys: Array, params: AttentionParams, window: int | None) -> Array:
+    """Return softmax(q k^T), as AttentionParams orders its parts: [H, T, T] float32, 0 where a key is hidden.
+
+    q [T, H, D] and keys [T, Hkv, D], float32.
+    """
+    group = q.shape[1] // keys.shape[1]
+    weights = np.matmul(q.transpose(1, 0, 2), keys.repeat(group, axis=1).transpose(1, 2, 0))
+    at = np.arange(len(q))
+    distance = at[None, :] - at[:, None]  # of the key from the query
+    slopes = None if params.alibi_slopes is None else as_array(params.alibi_slopes)[:, None, None]
+    bias = FLOAT32.type(0.0) if slopes is None else slopes * distance.astype(FLOAT32)
+    if params.bias_before_scale:
+        weights += bias
+    weights *= FLOAT32.type(params.scale)
+    if params.softcap is not None:
+        weights = FLOAT32.type(params.softcap) * np.tanh(weights / FLOAT32.type(params.softcap))
+    if not params.bias_before_scale:
+        weights += bias
+    hidden = (distance > 0) | (False if window is None else distance <= -window)
+    weights[:, hidden] = -np.inf
+    sinks = -np.inf if params.sink_logits is None else as_array(params.sink_logits)[:, None, None]
+    greatest = np.maximum(weights.max(axis=-1, keepdims=True), sinks)
+    weights = np.exp(weights - greatest)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks - greatest)
+    return np.asarray(weights / total, dtype=FLOAT32)
+
+
+def _copy(tensor: Tensor) -> Array:
+    return np.array(as_array(tensor), dtype=FLOAT32)
