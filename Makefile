@@ -57,7 +57,7 @@ compare: $(VENV)/.installed
 		$(if $(WORKLOADS),--workloads "$(WORKLOADS)") $(if $(OUT),--out "$(OUT)") \
 		$(if $(TIME_LIMIT),--time-limit $(TIME_LIMIT)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
-# The native library under address and undefined-behaviour sanitizers, in a build folder of its own. Python has no
+# make sanitize [FUZZ=CALLS]: the native library under address and undefined-behaviour sanitizers, in a build folder of its own. Python has no
 # sanitizer, so that its library is loaded first, its leaks are not reported, and it allocates with malloc.
 SANITIZED := build/sanitize/penstock_cpu.so
 SANITIZER = LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)" \
@@ -66,7 +66,7 @@ SANITIZER = LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CX
 sanitize: $(VENV)/.installed-test
 	@cmake -S . -B build/sanitize -DPENSTOCK_SANITIZE=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
 	@cmake --build build/sanitize --parallel 2 | tail -1
-	@$(SANITIZER) $(BIN)/python -m tools.fuzz_native $(FUZZ)
+	@$(SANITIZER) $(BIN)/python -m tools.fuzz_native $(or $(FUZZ),100)
 	@$(SANITIZER) $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_native_rows.py \
 		tests/kernels/test_native_linear.py tests/kernels/test_native_pack.py tests/kernels/test_native_attend.py \
 		tests/kernels/test_native_sampler.py tests/kernels/test_native_experts.py tests/kernels/test_native_int8.py \
