@@ -1,5 +1,7 @@
 """The command line as a user meets it: real processes, their output, their exit codes."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.main import main
 from penstock.cli.options import parse_size
 from penstock.kernels.cpu.library import load_library
 from tests.hf_models import make_llama
@@ -21,6 +24,19 @@ needs_library = pytest.mark.skipif(load_library() is None, reason="no native lib
 def penstock(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "penstock", *words]
     return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=60)
+
+
+def called(*words: str) -> subprocess.CompletedProcess:
+    """The same in this process, for lines that are refused: an exception would not be caught."""
+    handler, streams = signal.getsignal(signal.SIGINT), (io.StringIO(), io.StringIO())
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        try:
+            code = main(list(words))
+        except SystemExit as end:
+            code = end.code
+        finally:
+            signal.signal(signal.SIGINT, handler)
+    return subprocess.CompletedProcess(words, code, *(stream.getvalue() for stream in streams))
 
 
 def test_version_and_help_import_no_torch():
@@ -68,7 +84,7 @@ def test_version_and_help_import_no_torch():
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, message):
-    done = penstock(*words)
+    done = called(*words)
     assert done.returncode == 2
     assert done.stdout == ""
     last = done.stderr.strip().splitlines()[-1]

@@ -20,7 +20,7 @@ from penstock.weights.destination import UNFINISHED, Destination
 from penstock.weights.safetensors import PACKED
 from tests.hf_models import make_llama
 from tests.kernels import packed
-from tests.test_cli import penstock
+from tests.test_cli import called, penstock
 
 pytestmark = pytest.mark.skipif(not packed.levels(), reason="no native library")
 SLOW = """
@@ -236,7 +236,7 @@ def test_who_is_to_blame_is_named(source: Path, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(InvalidRequestError, match="dangling link"):
         convert(source, tmp_path / "link")
     for words, message in ((["", "x"], "src: '' is not"), (["demo", ""], "dst: '' is not")):
-        done = penstock("convert", *words)
+        done = called("convert", *words)
         assert done.returncode == 2
         assert message in done.stderr
     read = Path.read_bytes

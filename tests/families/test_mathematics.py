@@ -67,16 +67,20 @@ def truths(case: Case, make_model: Callable[..., Made]) -> Callable[[str], list[
 
     @cache
     def truths(way: str) -> list[Truth]:
-        return [truth(make_model(case, seed, torch.bfloat16)[1], seed, way) for seed in SEEDS]
+        return [truth(*make_model(case, seed, torch.bfloat16), seed, way) for seed in SEEDS]
 
-    def truth(directory: Path, seed: int, way: str) -> Truth:
+    @cache
+    def loaded(dtype: torch.dtype) -> PreTrainedModel:
+        """As Transformers loads it: a model that is converted by `.to` would round its rotary frequencies too."""
+        directory = make_model(case, SEEDS[0], torch.bfloat16)[1]
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=case.attention)
+
+    def truth(made: PreTrainedModel, directory: Path, seed: int, way: str) -> Truth:
         count, length = (1, PREFILL) if way == "prefill" else (NUM_SEQS, DECODE)
         sequences = [random_ids(length, seed=NUM_SEQS * seed + row) for row in range(count)]
-        # As Transformers loads it: a model that is converted by `.to` would round its rotary frequencies too.
-        models = (
-            AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=case.attention)
-            for dtype in (torch.float32, torch.bfloat16)
-        )
+        models = [loaded(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        for model in models:
+            model.load_state_dict(made.state_dict())  # the weights of this seed; frequencies stay as they were loaded
         exact, theirs = (next_tokens(hf_batch(model, sequences), sequences) for model in models)
         return Truth(directory, sequences, exact, theirs)
 

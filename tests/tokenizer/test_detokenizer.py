@@ -53,7 +53,7 @@ def _breaks(tok, ids):
 @pytest.mark.covers("F8")
 @pytest.mark.parametrize("kind", KINDS)
 class TestPiecesAreTheWhole:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=50, deadline=None)
     @given(data=st.data())
     def test_any_ids(self, kind, data):
         """Guards against lost, doubled or changed text for sequences that no text gives."""
@@ -62,7 +62,7 @@ class TestPiecesAreTheWhole:
         for skip in (True, False):
             assert "".join(stream(tok, ids, skip_special_tokens=skip)) == tok.decode(ids, skip_special_tokens=skip)
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(data=st.data())
     def test_after_a_prompt(self, kind, data):
         """Guards against the first token losing its leading space, or getting one too many."""

@@ -20,7 +20,7 @@ from penstock.weights.table_template import table_text
 from tests.families.case import Case
 from tests.hf_models import TINY, hf_logprobs, make_llama, make_mistral, random_ids
 from tests.paged import PagedModel
-from tests.test_cli import penstock
+from tests.test_cli import called
 
 PARAMS: dict[str, Any] = {
     "dim": TINY["hidden_size"],
@@ -211,6 +211,6 @@ def test_a_tokenizer_in_another_format_is_named_with_what_to_do(file: str, tmp_p
         with pytest.raises(ModelLoadError, match=rf"found only {file}. Convert it once with Transformers"):
             make(model=str(directory))
     for command in (["generate", str(directory), "-p", "x"], ["serve", str(directory), "--port", "0"]):
-        done = penstock(*command)
+        done = called(*command)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert f"found only {file}" in done.stderr

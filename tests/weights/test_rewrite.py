@@ -24,7 +24,7 @@ from penstock.weights.sources import CheckpointSource
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, random_ids
 from tests.kernels import packed
 from tests.paged import PagedModel
-from tests.test_cli import penstock
+from tests.test_cli import called, penstock
 from tests.weights.tables import replace_tables
 
 LIMIT = 10**9
@@ -226,7 +226,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--max-shard-size", "5GB"], "--max-shard-size: not allowed with --to packed"),
         (["--to", "merged", "--max-shard-size", "0"], "--max-shard-size: 0 is not allowed"),
     ):
-        done = penstock("convert", str(made), str(tmp_path / "other"), *words)
+        done = called("convert", str(made), str(tmp_path / "other"), *words)
         assert done.returncode == 2
         assert said in done.stderr
 

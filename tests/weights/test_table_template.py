@@ -14,7 +14,7 @@ from penstock.spec.param_table import ParamTable
 from penstock.weights.safetensors import INDEX, SINGLE
 from penstock.weights.table_template import guess_axis, row_fields, table_text
 from tests.hf_models import TINY, make_llama
-from tests.test_cli import penstock
+from tests.test_cli import called
 
 GOLDEN = Path(__file__).parent / "golden"
 LLAMA = {
@@ -153,5 +153,5 @@ def test_the_command_reads_no_weights_and_needs_no_torch(tmp_path: Path) -> None
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "model.layers.*.self_attn.qkv_proj.weight" in done.stdout
-    done = penstock("table", str(tmp_path / "nothing"))
+    done = called("table", str(tmp_path / "nothing"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
