@@ -185,12 +185,14 @@ IN_KERNELS = ("min_p", "top_k", "top_p")  # what the kernels do themselves, if n
 
 def truncate(logits: Float32, params: SamplingParams, draw: Draw) -> Float32:
     """Apply those that are on to logits [V]: what is dropped becomes -inf. Changes nothing."""
+    wanted = [truncation for name, truncation in TRUNCATIONS.items() if is_on(params, name)]
+    if not wanted:
+        return logits
     ids = np.flatnonzero(logits > NEVER)
     left, draw = logits[ids], replace(draw, vocab_size=len(logits))
-    for name, truncation in TRUNCATIONS.items():
-        if ids.size and is_on(params, name):
-            kept = truncation(left, params, draw)
-            ids, left = ids[kept], left[kept]
+    for truncation in wanted if ids.size else ():
+        kept = truncation(left, params, draw)
+        ids, left = ids[kept], left[kept]
     found: Float32 = np.full_like(logits, NEVER)
     found[ids] = left
     return found

@@ -48,7 +48,8 @@ def of_transformers(model: Any, logits: np.ndarray, prompt: list[int], output: l
     config = GenerationConfig(**{"do_sample": True, "top_k": 0, "max_length": len(prompt) + 40, **fields})
     config._eos_token_tensor = torch.tensor(EOS)
     processors = model._get_logits_processor(config, input_ids_seq_length=len(prompt), device="cpu", model_kwargs={})
-    order = (theirs.TopKLogitsWarper, theirs.TopPLogitsWarper)
+    order: tuple[Any, ...] = (theirs.TopKLogitsWarper, theirs.TopPLogitsWarper, theirs.TypicalLogitsWarper)
+    order += (theirs.EpsilonLogitsWarper, theirs.EtaLogitsWarper)
     ours = [item for item in processors if not isinstance(item, theirs.MinPLogitsWarper)]
     for item in processors:
         if isinstance(item, theirs.MinPLogitsWarper):
@@ -147,7 +148,7 @@ def test_a_long_tail_is_cut_where_transformers_cuts_it(model: LlamaForCausalLM) 
 def test_greedy_requests_are_not_truncated() -> None:
     """Guards against a greedy request whose most likely token is dropped: Transformers truncates only what it draws."""
     logits = random_logits(1)
-    off = {"typical_p": 0.01, "xtc_probability": 1.0, "xtc_threshold": 0.0, "mirostat": 2}
+    off: dict[str, Any] = {"typical_p": 0.01, "xtc_probability": 1.0, "xtc_threshold": 0.0, "mirostat": 2}
     assert np.array_equal(shaped(logits, PROMPT, OUTPUT, temperature=0.0, **off), logits)
 
 
