@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from penstock.engine.engine import Engine
+from penstock.engine.speculation import Speculation
 from penstock.interface.messages import EngineOutput, EngineRequest, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
@@ -100,7 +101,7 @@ class ScriptedExecutor:
             table.extend(item.new_block_ids[index])
             table[: item.num_released_blocks[index]] = [-1] * item.num_released_blocks[index]
             self._check_context(index, group, row, start)
-            self._write(index, group, row, start, stop)
+            self._write(index, group, row, [*row.token_ids, *item.draft_token_ids], start, stop)
             windows.append(group.sliding_window or 10**9)
         return self._sample(item, row, start, stop, min(windows))
 
@@ -117,9 +118,9 @@ class ScriptedExecutor:
             found = self.slots[index][self._slot(group, row.tables[index], position)]
             assert found == row.token_ids[position], f"position {position}: {found} in the cache"
 
-    def _write(self, index: int, group: CacheGroup, row: _Row, start: int, stop: int) -> None:
+    def _write(self, index: int, group: CacheGroup, row: _Row, token_ids: list[int], start: int, stop: int) -> None:
         for position in range(start, stop):
-            self.slots[index][self._slot(group, row.tables[index], position)] = row.token_ids[position]
+            self.slots[index][self._slot(group, row.tables[index], position)] = token_ids[position]
 
     def _sample(self, item: ScheduledRequest, row: _Row, start: int, stop: int, window: int) -> RequestStepOutput:
         prompt_logprobs = None
@@ -128,10 +129,16 @@ class ScriptedExecutor:
             prompt_logprobs = [TokenLogprobs([token], [-1.0], 1) for token in targets]
         if item.num_samples == 0:
             return RequestStepOutput([], prompt_logprobs=prompt_logprobs)
-        token = next_token(row.token_ids, window)
-        row.token_ids.append(token)
-        logprobs = [TokenLogprobs([token], [-0.5], 1)] if row.params.logprobs is not None else None
-        return RequestStepOutput([token], logprobs, prompt_logprobs)
+        assert item.num_samples == 1 + len(item.draft_token_ids)
+        assert stop == len(row.token_ids) + len(item.draft_token_ids), "sampled before it has caught up"
+        found: list[int] = []
+        for draft in [*item.draft_token_ids, None]:
+            found.append(next_token(row.token_ids, window))
+            row.token_ids.append(found[-1])
+            if found[-1] != draft:
+                break
+        logprobs = None if row.params.logprobs is None else [TokenLogprobs([token], [-0.5], 1) for token in found]
+        return RequestStepOutput(found, logprobs, prompt_logprobs)
 
 
 def make_engine(
@@ -145,6 +152,7 @@ def make_engine(
     eos_token_ids: tuple[int, ...] = (),
     enable_prefix_caching: bool = True,
     user_rows: bool = False,
+    speculation: Speculation | None = None,
 ) -> Engine:
     """An engine on a ScriptedExecutor, a cache group a window. User rows: a block a request, a ring for a window."""
     groups = [CacheGroup((i,), window, num_blocks, block_size) for i, window in enumerate(windows)]
@@ -160,6 +168,7 @@ def make_engine(
         vocab_size=VOCAB,
         eos_token_ids=eos_token_ids,
         enable_prefix_caching=enable_prefix_caching,
+        speculation=speculation,
     )
 
 
