@@ -130,17 +130,14 @@ def build_engine(
     runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
-    engine = _make_engine(config, model_config, runner, plan.groups, _make_speculation(config, draft))
+    engine = _make_engine(config, model_config, runner, plan.groups)
+    engine.speculate(_make_speculation(config, draft))
     info = _with_memory(_model_info(config, model_config, plan, weights), memory)
     return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops)
 
 
 def _make_engine(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    runner: ModelRunner,
-    groups: list[CacheGroup],
-    speculation: Speculation | None,
+    config: EngineConfig, model_config: ModelConfig, runner: ModelRunner, groups: list[CacheGroup]
 ) -> Engine:
     scheduler = config.scheduler
     if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
@@ -154,7 +151,6 @@ def _make_engine(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        speculation=speculation,
     )
 
 

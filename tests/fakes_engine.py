@@ -159,7 +159,7 @@ def make_engine(
     if user_rows:
         enable_prefix_caching = False
         groups = [_row_group(group, max_model_len) for group in groups]
-    return Engine(
+    made = Engine(
         ScriptedExecutor(groups),
         groups,
         max_model_len=max_model_len,
@@ -168,8 +168,9 @@ def make_engine(
         vocab_size=VOCAB,
         eos_token_ids=eos_token_ids,
         enable_prefix_caching=enable_prefix_caching,
-        speculation=speculation,
     )
+    made.speculate(speculation)
+    return made
 
 
 def _row_group(group: CacheGroup, max_model_len: int) -> CacheGroup:

@@ -160,8 +160,7 @@ def _tell(engine: Engine, acceptance: float) -> Told | None:
         return None
     told, most = Told(acceptance, engine.vocab_size), len(engine.speculation.accepted_per_position)
     engine.speculation.shutdown()
-    engine.speculation = Speculation(told, most)
-    engine.speculation.fit(engine.kv_cache.groups)
+    engine.speculate(Speculation(told, most))
     return told
 
 

@@ -34,12 +34,9 @@ class Engine:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
-        speculation: Speculation | None = None,
     ) -> None:
         self.executor = executor
-        self.speculation = speculation
-        if speculation is not None:
-            speculation.fit(groups)
+        self.speculation: Speculation | None = None
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -52,6 +49,12 @@ class Engine:
         self._num_arrived = 0
         self._num_steps = self._num_failed_steps = self._failed_in_a_row = 0
         self._num_generated_tokens = 0
+
+    def speculate(self, speculation: Speculation | None) -> None:
+        """Ask for drafts from now on; None: no more."""
+        self.speculation = speculation
+        if speculation is not None:
+            speculation.fit(self.kv_cache.groups)
 
     def add_request(self, source: EngineRequest) -> None:
         """Queue a request. It continues after its output_token_ids, if it has any.

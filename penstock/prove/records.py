@@ -210,7 +210,7 @@ class _Proof:
 
 def _engine_on(executor: Executor, description: EngineDescription, built: BuiltEngine, *, drafts: bool) -> Engine:
     """Return a new engine on an executor that knows no request. drafts: it looks up what may come next."""
-    return Engine(
+    made = Engine(
         executor,
         description.groups,
         max_model_len=description.max_model_len,
@@ -219,5 +219,6 @@ def _engine_on(executor: Executor, description: EngineDescription, built: BuiltE
         vocab_size=description.vocab_size,
         eos_token_ids=built.info.eos_token_ids,
         enable_prefix_caching=built.config.cache.enable_prefix_caching,
-        speculation=Speculation(NgramProposer(4, 1), MAX_DRAFTS, policy=EveryDraft()) if drafts else None,
     )
+    made.speculate(Speculation(NgramProposer(4, 1), MAX_DRAFTS, policy=EveryDraft()) if drafts else None)
+    return made

@@ -89,8 +89,7 @@ def test_drafts_change_no_bit(model: str, options: dict[str, Any], places: dict[
     expected = ask_alone(engine, asked, wanted)
     for share in (1.0, 0.6):
         proposer = oracle(asked, crowd, expected, share)
-        engine.speculation = Speculation(proposer, 6, policy=EveryDraft())
-        engine.speculation.fit(engine.kv_cache.groups)
+        engine.speculate(Speculation(proposer, 6, policy=EveryDraft()))
         found = Offline(engine, asked, expected).ask(crowd, Random(share), disturbed=True)
         for (index, choice), answer in found.items():
             assert answer.difference(expected[crowd[index].query, choice], crowd[index].cut) is None
