@@ -5,6 +5,7 @@ directory -> ModelConfig -> resolved EngineConfig -> backend -> model with weigh
 
 import hashlib
 import inspect
+import json
 import os
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,9 +17,11 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from penstock import validation as check
-from penstock.config import EngineConfig
+from penstock.config import BLOCK_SIZE_UNIT, CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
 from penstock.engine.engine import Engine
+from penstock.engine.ngram import NgramProposer
 from penstock.engine.scripted import ScriptedExecutor
+from penstock.engine.speculation import Speculation
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
@@ -36,8 +39,17 @@ from penstock.models.certificate import find_basis, read_certificate
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import ModelVersion, find_model
 from penstock.planner.ledger import Ledger, MemoryPlan
-from penstock.planner.memory import CachePlan, free_memory_bytes, mib, plan_given_cache, plan_kv_cache, resident_bytes
+from penstock.planner.memory import (
+    CachePlan,
+    cached_token_bytes,
+    free_memory_bytes,
+    mib,
+    plan_given_cache,
+    plan_kv_cache,
+    resident_bytes,
+)
 from penstock.plugins.user_files import files_fingerprint, import_files
+from penstock.runner.draft_model import DraftModelProposer
 from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
@@ -55,6 +67,8 @@ from penstock.weights.sources import read_parameters
 
 Weights = Path | InstanceWeights
 UNLIMITED = 2**62  # bytes
+MAX_DRAFTED = 16  # requests that a draft model follows: beyond, a step has rows enough to be busy without drafts
+INDEX_BYTES = 64  # per token, of the index that prompts are looked up in; measured on texts of few equal tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +115,11 @@ def build_engine(
     kv_scales = _read_kv_scales(config, model_config)
     ops = _load_ops(config, model_config)
     free = UNLIMITED if takes_over else free_memory_bytes()
-    config, memory = _plan_memory(config, model_config, ops, free) if groups is None else (config, None)
+    draft = _find_draft(config, model_config, weights)
+    free -= draft.num_bytes
+    config, memory = (
+        _plan_memory(config, model_config, ops, free, draft.num_bytes) if groups is None else (config, None)
+    )
     numerics = config.numerics
     model = load_model(
         weights,
@@ -118,6 +136,7 @@ def build_engine(
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
     engine = _make_engine(config, model_config, LocalExecutor(runner), plan.groups)
+    engine.speculate(_make_speculation(config, draft))
     info = _with_memory(_model_info(config, model_config, plan, weights), memory)
     forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
     return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops, forward_pass)
@@ -141,9 +160,13 @@ def _build_mock(
     config = replace(config, reasons=config.reasons | reason)
     plan = replace(_plan_cache(config, model_config, UNLIMITED, groups), reason="none: its cache holds token ids")
     executor = ScriptedExecutor(plan.groups, model_config.vocab_size, keeps_steps=False)
+    engine = _make_engine(config, model_config, executor, plan.groups)
+    if config.speculation.drafts is not None and config.speculation.drafts.model is not None:
+        raise fail("speculative_config", config.speculation.drafts.model, 'with the method "ngram": mock has no model')
+    engine.speculate(_make_speculation(config, _Draft()))
     model, ops = _NoModel(), _load_ops(config, model_config)
     return BuiltEngine(
-        engine=_make_engine(config, model_config, executor, plan.groups),
+        engine=engine,
         config=config,
         info=_model_info(config, model_config, plan, weights),
         cache_bytes=plan.num_bytes,
@@ -172,6 +195,110 @@ def _make_engine(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What makes drafts, before anything is allocated.
+
+    Attributes:
+        num_bytes: what it will take.
+        config, model_config, weights, groups: of a draft model.
+    """
+
+    num_bytes: int = 0
+    config: EngineConfig | None = None
+    model_config: ModelConfig | None = None
+    weights: Path | None = None
+    groups: tuple[CacheGroup, ...] = ()
+
+
+def _find_draft(config: EngineConfig, target: ModelConfig, target_weights: Weights) -> _Draft:
+    """Return what the speculative config needs.
+
+    Raises:
+        InvalidRequestError: the draft model has another vocabulary.
+        ModelLoadError: it cannot be served.
+    """
+    wanted, scheduler = config.speculation.drafts, config.scheduler
+    if wanted is None or wanted.model is None:
+        entries = 0 if wanted is None else scheduler.max_num_seqs * (scheduler.max_model_len or 0)
+        return _Draft(entries * INDEX_BYTES)
+    weights = resolve_model(wanted.model)
+    model = load_model_config(weights)
+    if model.vocab_size != target.vocab_size or not _same_tokens(weights, target_weights):
+        message = f"{wanted.model} has {model.vocab_size} tokens, and {config.model} others or {target.vocab_size}"
+        param = "speculative_config"
+        raise InvalidRequestError(f"{param}.model: {message}; both need one vocabulary", param=param)
+    own = _draft_config(config, wanted.model, model)
+    rows, length = own.scheduler.max_num_seqs, own.cache.block_size or 0
+    groups = tuple(CacheGroup(layers, window, rows, length) for layers, window in model.cache_groups())
+    num_bytes = rows * length * model.num_hidden_layers * cached_token_bytes(own, model)
+    ops = _load_ops(own, model)
+    if not is_torch(ops.dtype):
+        ledger = Ledger(model, lambda scheme: model_sizes(model, ops, scheme, HeadLayout(1, 1)), 0, 0)
+        num_bytes += ledger.bytes_beside_cache(own)
+    return _Draft(num_bytes, own, model, weights, groups)
+
+
+def _same_tokens(draft: Path, target: Weights) -> bool:
+    """Return whether two models have one vocabulary, as far as their tokenizer.json tell."""
+    if not isinstance(target, Path):
+        return True
+    files = [path / "tokenizer.json" for path in (draft, target)]
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return True
+    try:
+        one, other = (json.loads(file.read_bytes())["model"]["vocab"] for file in files)
+    except (ValueError, LookupError, TypeError):
+        return True  # what the tokenizer makes of such a file, it says itself
+    return bool(one == other)
+
+
+def _draft_config(config: EngineConfig, name: str, model: ModelConfig) -> EngineConfig:
+    """Return the resolved config of a draft model: a block for each of MAX_DRAFTED requests, and its own weights."""
+    length = min(config.scheduler.max_model_len or model.context, model.context)
+    block_size = -(-length // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
+    numerics = config.numerics
+    found = EngineConfig(
+        model=name,
+        cache=CacheConfig(block_size=block_size, enable_prefix_caching=False),
+        scheduler=SchedulerConfig(
+            max_model_len=length,
+            max_num_seqs=min(config.scheduler.max_num_seqs, MAX_DRAFTED),
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        ),
+        numerics=NumericsConfig(
+            dtype="auto", kernels=numerics.kernels, load_format=numerics.load_format, cpu_affinity="none"
+        ),
+    ).resolve(model)
+    threads = min(found.numerics.threads or 1, numerics.threads or 1)
+    return replace(found, numerics=replace(found.numerics, threads=threads))
+
+
+def _make_speculation(config: EngineConfig, draft: _Draft) -> Speculation | None:
+    """Load the draft model, if there is one. Return what asks for drafts."""
+    wanted = config.speculation.drafts
+    if wanted is None:
+        return None
+    if draft.config is None or draft.model_config is None or draft.weights is None:
+        lookup = NgramProposer(wanted.prompt_lookup_max or 1, wanted.prompt_lookup_min or 1)
+        return Speculation(lookup, wanted.num_speculative_tokens)
+    own, scheduler = draft.config, draft.config.scheduler
+    ops = _load_ops(own, draft.model_config)
+    model = load_model(
+        draft.weights,
+        draft.model_config,
+        ops,
+        own.numerics.load_format,
+        scheme=own.numerics.scheme,
+        max_model_len=scheduler.max_model_len,
+        head=HeadLayout(1, 1),
+        free_memory=free_memory_bytes,
+    )
+    runner = ModelRunner(model, ops, draft.groups, own, draft.model_config)
+    proposer = DraftModelProposer(runner, scheduler.max_num_seqs, scheduler.max_num_batched_tokens or 1)
+    return Speculation(proposer, wanted.num_speculative_tokens)
+
+
 def _read_kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
     """Read the scales per channel of an int8 cache, one entry per layer; None where the config names no file."""
     file = config.cache.kv_cache_scales
@@ -198,7 +325,7 @@ def _load_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
 
 
 def _plan_memory(
-    config: EngineConfig, model_config: ModelConfig, ops: Ops, free_bytes: int
+    config: EngineConfig, model_config: ModelConfig, ops: Ops, free_bytes: int, draft_bytes: int
 ) -> tuple[EngineConfig, MemoryPlan | None]:
     """Return the ledger of an engine before its model is loaded; None where torch computes, whose memory is its own.
 
@@ -211,7 +338,7 @@ def _plan_memory(
         return config, None
     layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
     sizes = cache(lambda scheme: model_sizes(model_config, ops, scheme, layout))
-    ledger = Ledger(model_config, sizes, resident_bytes(), free_bytes)
+    ledger = Ledger(model_config, sizes, resident_bytes(), free_bytes, draft_bytes)
     return ledger.fit(config)
 
 

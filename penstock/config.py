@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.interface.drafts import SpeculativeConfig
 from penstock.kernels.cpu.cores import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
 from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
@@ -140,6 +141,25 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding, which changes no bit: a SpeculativeConfig (interface/drafts.py) as a dictionary."""
+
+    speculative_config: dict[str, Any] | None = option(  # noqa: RUF009  # its default is None
+        None, dict, 'drafts of next tokens, like {"method": "ngram"} or {"model": "demo-draft"}'
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.speculative_config is not None:
+            SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def drafts(self) -> SpeculativeConfig | None:
+        """The checked config; None without speculation."""
+        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsConfig:
     """Everything that can change a bit of the answer.
 
@@ -251,6 +271,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     reasons: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -302,6 +323,7 @@ PARTS: dict[str, type] = {
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
     "numerics": NumericsConfig,
+    "speculation": SpeculationConfig,
 }
 
 

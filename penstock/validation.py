@@ -118,7 +118,7 @@ def option(default: Any, allowed: Any, help: str) -> Any:
 
     Args:
         default: None stands for "chosen later", and then None is allowed too.
-        allowed: a range of integers, a tuple of choices, or the type bool or str.
+        allowed: a range of integers, a tuple of choices, or the type bool, str or dict.
         help: the help text of the command line; "(default: ...)" is appended unless the default is None.
     """
     return field(default=default, metadata={"allowed": allowed, "help": help})
@@ -145,5 +145,8 @@ def check_options(config: Any) -> None:
             check_int(name, value, allowed.start, allowed.stop - 1, optional=item.default is None)
         elif allowed is bool:
             check_bool(name, value)
+        elif allowed is dict:
+            if not isinstance(value, dict):
+                raise fail(name, value, "an object")
         else:
             check_str(name, value)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from penstock.engine.engine import Engine
 from penstock.engine.scripted import VOCAB_SIZE as VOCAB
 from penstock.engine.scripted import ScriptedExecutor, next_token
+from penstock.engine.speculation import Speculation
 from penstock.interface.messages import EngineOutput, EngineRequest, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
@@ -29,13 +30,14 @@ def make_engine(
     eos_token_ids: tuple[int, ...] = (),
     enable_prefix_caching: bool = True,
     user_rows: bool = False,
+    speculation: Speculation | None = None,
 ) -> Engine:
     """An engine on a ScriptedExecutor, a cache group a window. User rows: a block a request, a ring for a window."""
     groups = [CacheGroup((i,), window, num_blocks, block_size) for i, window in enumerate(windows)]
     if user_rows:
         enable_prefix_caching = False
         groups = [_row_group(group, max_model_len) for group in groups]
-    return Engine(
+    made = Engine(
         ScriptedExecutor(groups),
         groups,
         max_model_len=max_model_len,
@@ -45,6 +47,8 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         enable_prefix_caching=enable_prefix_caching,
     )
+    made.speculate(speculation)
+    return made
 
 
 def _row_group(group: CacheGroup, max_model_len: int) -> CacheGroup:

@@ -74,6 +74,21 @@ def print_offline(result: dict[str, Any]) -> None:
         print_profile(result["profile"])
 
 
+def print_speculation(result: dict[str, Any]) -> None:
+    """Print the figures of bench.speculation."""
+    console = Console()
+    workload = f"{result['num_prompts']} x {result['input_len']} in, {result['output_len']} out"
+    if result["dataset"] != "random":
+        workload = f"{result['num_prompts']} of {result['dataset']}, at most {result['output_len']} out"
+    table = Table("decoding", "tokens/s", "steps", title=f"{result['model']}: {workload}")
+    for name, shown in (("plain", "without drafts"), ("drafted", "with drafts")):
+        table.add_row(shown, _number(result[f"{name}_tokens_per_s"]), str(result[f"{name}_steps"]))
+    console.print(table)
+    low, high = result["speedup_low"], result["speedup_high"]
+    console.print(f"times as fast: {result['speedup']:.2f} ({low:.2f} to {high:.2f} over the rounds)")
+    console.print(f"drafts: {result['draft_tokens']}, accepted: {result['accepted_tokens']}, warm-up included")
+
+
 def _print_shares(console: Console, result: dict[str, Any]) -> None:
     """Print how the shares of the stretches between probes spread, and their medians by the machine's state."""
     parts = {name: part["stretches"] for name, part in _parts(result).items() if part["stretches"] is not None}

@@ -18,6 +18,7 @@ EXAMPLES = """examples:
   penstock bench offline /models/llama --json result.json
   penstock bench offline DIR --load-format dummy        DIR holds only a config.json
   penstock bench offline /models/llama --profile --trace trace.json
+  penstock bench offline demo --speculative-config '{"method": "ngram"}' --dataset repeat
   penstock bench ops --json ops.json                    every kernel against the machine's limits
   penstock bench ops --dtype bf16 int8 --rows 1 512 --shape 5632x2048
   penstock bench ops --op attend_decode attend_prefill  attention only
@@ -39,6 +40,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     offline.add_argument("--prefix-len", type=parse_size, default=0, metavar="N", help=help_text)
     offline.add_argument("--output-len", type=parse_size, default=128, metavar="N", help="tokens generated per prompt")
     offline.add_argument("--warmup", type=parse_size, default=1, metavar="N", help="runs before the measured one")
+    help_text = "with --speculative-config: prompts of random ids, or texts of the demo model: random, repeat, demo"
+    offline.add_argument("--dataset", default=argparse.SUPPRESS, metavar="NAME", help=help_text)
+    help_text = "with --speculative-config: drafts that are right with this probability, in place of the method's"
+    offline.add_argument("--acceptance", type=float, default=argparse.SUPPRESS, metavar="P", help=help_text)
+    help_text = "with --speculative-config: runs without drafts and with them (default: 5)"
+    offline.add_argument("--rounds", type=parse_size, default=argparse.SUPPRESS, metavar="N", help=help_text)
     offline.add_argument("--profile", action="store_true", help="show calls, time and limits of each operation")
     offline.add_argument("--trace", metavar="FILE", help="write the run for chrome://tracing or Perfetto")
     add_engine_options(offline)
@@ -90,6 +97,12 @@ def _check_writable(option: str, path: str) -> None:
 
 def _prepare_offline(args: argparse.Namespace) -> Bench:
     options = engine_options(args)
+    given = {name: getattr(args, name) for name in ("dataset", "acceptance", "rounds") if hasattr(args, name)}
+    if "speculative_config" in options:
+        return _prepare_speculation(args, options, given)
+    if given:
+        name = next(iter(given))
+        raise InvalidRequestError(f"{name}: only a run with --speculative-config has it", param=name)
     if args.trace:
         _check_writable("trace", args.trace)
     from penstock.bench.offline import Workload, measure_offline
@@ -106,6 +119,17 @@ def _prepare_offline(args: argparse.Namespace) -> Bench:
         return result
 
     return measure, print_offline
+
+
+def _prepare_speculation(args: argparse.Namespace, options: dict[str, Any], given: dict[str, Any]) -> Bench:
+    if args.profile or args.trace:
+        name = "trace" if args.trace else "profile"
+        raise InvalidRequestError(f"{name}: not with speculative_config, whose runs are compared", param=name)
+    from penstock.bench.report import print_speculation
+    from penstock.bench.speculation import Contest, measure_speculation
+
+    contest = Contest(args.num_prompts, args.input_len, args.output_len, **given)
+    return lambda: measure_speculation(options, contest, announce=show_choices, progress=progress), print_speculation
 
 
 def _prepare_ops(args: argparse.Namespace) -> Bench:

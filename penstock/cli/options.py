@@ -5,6 +5,7 @@ given is left out, so that every default is stated once.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import Field, fields
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.terminal import LOGGER, saying
 from penstock.config import PARTS, EngineConfig, option_names
 from penstock.interface.sampling_params import SamplingParams
-from penstock.validation import LOG_LEVELS
+from penstock.validation import LOG_LEVELS, shown
 from penstock.weights.hub import find_local
 
 if TYPE_CHECKING:
@@ -62,6 +63,21 @@ def parse_bias(text: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS, like 42=-5") from None
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is none.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a JSON object")
+    return found
 
 
 INTEGER, NUMBER, SWITCH = {"type": int, "metavar": "N"}, {"type": float, "metavar": "X"}, {"action": "store_true"}
@@ -143,6 +159,8 @@ def _flag_kind(item: Field[Any]) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if allowed is str:
         return {"metavar": "FILE" if item.default is None else "NAME"}
+    if allowed is dict:
+        return {"type": parse_object, "metavar": "JSON"}
     if isinstance(allowed, range):
         return {"type": int if allowed.start < 0 else parse_size, "metavar": "N"}
     choices = [choice for choice in allowed if choice is not None]

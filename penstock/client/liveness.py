@@ -3,6 +3,8 @@
 import time
 from collections import deque
 from dataclasses import fields, replace
+from itertools import zip_longest
+from typing import Any
 
 from penstock.client import frames
 from penstock.interface.messages import EngineStats
@@ -26,18 +28,21 @@ class Liveness:
     def __init__(self) -> None:
         self.last_heard: float | None = time.monotonic()
         self._stats = EngineStats()
-        self._before = dict.fromkeys(COUNTERS, 0)  # counted by the engines before it
+        self._before = EngineStats()  # counted by the engines before it
         self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
         self._heard = self._ready = False
 
     @property
     def stats(self) -> EngineStats:
         """Return the gauges of this engine, and the counters of all engines so far: they never fall."""
-        return replace(self._stats, **{name: self._before[name] + getattr(self._stats, name) for name in COUNTERS})
+        sums: dict[str, Any] = {
+            name: _sum(getattr(self._before, name), getattr(self._stats, name)) for name in COUNTERS
+        }
+        return replace(self._stats, **sums)
 
     def follow(self, previous: "Liveness") -> None:
         """Go on with what the engine before it has counted, and with how long its steps took."""
-        self._before = {name: getattr(previous.stats, name) for name in COUNTERS}
+        self._before = previous.stats
         self._gaps = previous._gaps
 
     def note(self, frame: frames.FromEngine) -> None:
@@ -80,3 +85,10 @@ class Liveness:
             allowed = IDLE_STALL_S
         age = self.age_s
         return age is not None and age >= allowed
+
+
+def _sum(one: Any, other: Any) -> int | list[int]:
+    """Return the sum of two counters, or of two lists of them, place by place."""
+    if isinstance(one, list):
+        return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+    return int(one + other)

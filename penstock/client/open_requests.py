@@ -150,6 +150,7 @@ def token_by_token(outputs: Iterable[EngineOutput]) -> Iterator[EngineOutput]:
             part.logprobs = None if output.logprobs is None else output.logprobs[k : k + 1]
             if k > 0:
                 part.prompt_logprobs = None
+                part.num_accepted_tokens = part.num_rejected_tokens = 0
             if k < count - 1:
                 part.finish_reason = part.stop_reason = part.error = None
             yield part
@@ -171,6 +172,7 @@ class OpenRequest:
         self._tokenizer = tokenizer if prepared.params.detokenize else None
         self._error: str | None = None
         self._num_cached_tokens: int | None = None
+        self._num_accepted_tokens = self._num_rejected_tokens = 0
         self._prompt_logprobs: list[LogprobsAt | None] = [None]  # the first token has none
         self._prompt_logprobs_sent = prepared.params.prompt_logprobs is None
 
@@ -193,6 +195,8 @@ class OpenRequest:
             return
         if choice.request.choice == 0 and self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
+        self._num_accepted_tokens += output.num_accepted_tokens
+        self._num_rejected_tokens += output.num_rejected_tokens
         choice.add_tokens(output, max(repeated, 0))
         if output.finish_reason is not None and choice.finish_reason is None:
             self._error = output.error or self._error
@@ -229,6 +233,8 @@ class OpenRequest:
             num_cached_tokens=self._num_cached_tokens or 0,
             seed=self.prepared.params.seed,
             error=self._error,
+            num_accepted_tokens=self._num_accepted_tokens,
+            num_rejected_tokens=self._num_rejected_tokens,
         )
 
     def failed(self, error: str) -> RequestOutput:

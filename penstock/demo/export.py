@@ -1,6 +1,7 @@
 """Write the demo model as a Hugging Face directory: configuration, generation settings, tokenizer and weights.
 
-The JSON is spelled out here, so it does not change with a library's version. SHAPE alone states the architecture.
+The JSON is spelled out here, so it does not change with a library's version. SHAPE alone states the architecture, and
+DRAFT_SHAPE that of the small model which drafts for it: config.json and weights only, for it has the demo's tokenizer.
 """
 
 import json
@@ -20,6 +21,14 @@ SHAPE: dict[str, int] = {
     "num_hidden_layers": 5,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+DRAFT_SHAPE: dict[str, int] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 32,
 }
 TOKENIZER_CONFIG: dict[str, object] = {
@@ -45,13 +54,13 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, object]:
     }
 
 
-def model_config(tokenizer: Tokenizer) -> dict[str, object]:
+def model_config(tokenizer: Tokenizer, shape: Mapping[str, int] = SHAPE) -> dict[str, object]:
     """Return the content of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": tokenizer.get_vocab_size(),
-        **SHAPE,
+        **shape,
         "max_position_embeddings": CONTEXT,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
@@ -74,12 +83,17 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def write_model(out: Path, tokenizer: Tokenizer, state: Mapping[str, torch.Tensor]) -> None:
-    """Write the directory except the model card. Weights are stored in bfloat16, the tied head is left out."""
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "config.json", model_config(tokenizer))
+    """Write the directory except the model card."""
+    write_weights(out, tokenizer, state, SHAPE)
     write_json(out / "generation_config.json", special_ids(tokenizer))
     write_json(out / "tokenizer_config.json", TOKENIZER_CONFIG)
     tokenizer.save(str(out / "tokenizer.json"))
+
+
+def write_weights(out: Path, tokenizer: Tokenizer, state: Mapping[str, torch.Tensor], shape: Mapping[str, int]) -> None:
+    """Write config.json and the weights, which are stored in bfloat16; the tied head is left out."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "config.json", model_config(tokenizer, shape))
     names = [name for name in state if name != "lm_head.weight"]
     weights = {name: state[name].detach().to(torch.bfloat16).contiguous() for name in names}
     path = out / "model.safetensors"

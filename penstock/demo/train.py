@@ -1,6 +1,7 @@
 """Train the demo model from scratch: corpus, tokenizer, weights; write a Hugging Face directory with training.json.
 
     python -m penstock.demo.train --seed 0 --steps 4500 --out DIR
+    python -m penstock.demo.train --draft --seed 0 --steps 1800 --lr 6e-3 --processes 1 --out DIR    the draft model
 
 Trains Transformers' LlamaForCausalLM. Every document is drawn once. Two processes of one thread each share every batch
 and add up their gradients: faster than two threads in one process, which wait for each other on a busy machine. Equal
@@ -25,7 +26,7 @@ from tokenizers import Tokenizer
 from torch.multiprocessing.spawn import spawn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from penstock.demo import export
+from penstock.demo import MODEL_DIR, export
 from penstock.demo.corpus import heldout_documents, training_documents
 from penstock.demo.packing import IGNORE, Batch, Batches, counted, train_tokenizer
 
@@ -34,6 +35,7 @@ PER_STEP = 4096
 ROW_LENGTHS = (256, export.CONTEXT)
 WARMUP_STEPS, FINAL_LR, BETAS, WEIGHT_DECAY, CLIP = 100, 0.02, (0.9, 0.95), 0.1, 1.0
 SAVE_SECONDS = 180.0
+HAS_BFLOAT16 = torch.cpu._is_avx512_bf16_supported()  # without the instructions it is several times as slow as float32
 REPORT_STEPS = 50
 
 
@@ -48,7 +50,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 def batch_loss(model: Any, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy of the tokens that count. The head sees only the positions before them."""
     inputs, labels = torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=HAS_BFLOAT16):
         hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
         counted = labels != IGNORE
         logits = model.lm_head(hidden[counted])
@@ -118,7 +120,8 @@ def worker(rank: int, args: argparse.Namespace, tokenizer_text: str, meeting: st
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=args.processes)
     tokenizer = Tokenizer.from_str(tokenizer_text)
     torch.manual_seed(args.seed)
-    config = transformers.LlamaConfig.from_dict(export.model_config(tokenizer) | {"torch_dtype": "float32"})
+    shape = export.DRAFT_SHAPE if args.draft else export.SHAPE
+    config = transformers.LlamaConfig.from_dict(export.model_config(tokenizer, shape) | {"torch_dtype": "float32"})
     trainer = Trainer(transformers.LlamaForCausalLM(config), args.steps, args.lr, rank, args.processes)
     checkpoint = args.out / "checkpoint.pt"
     if args.resume and checkpoint.exists():
@@ -148,7 +151,10 @@ def heldout_loss(model: Any, tokenizer: Tokenizer) -> dict[str, float]:
 
 def finish(args: argparse.Namespace, trainer: Trainer, tokenizer: Tokenizer, documents: int) -> None:
     """Export the model, and training.json for the card. Losses are of the weights as stored."""
-    export.write_model(args.out, tokenizer, trainer.model.state_dict())
+    if args.draft:
+        export.write_weights(args.out, tokenizer, trainer.model.state_dict(), export.DRAFT_SHAPE)
+    else:
+        export.write_model(args.out, tokenizer, trainer.model.state_dict())
     rounded = trainer.model.to(torch.bfloat16).float().eval()
     facts = {
         "seed": args.seed,
@@ -174,11 +180,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4500)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--processes", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--draft", action="store_true", help="the draft model, with the bundled model's tokenizer")
     parser.add_argument("--resume", action="store_true", help="continue from DIR/checkpoint.pt")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(islice(training_documents(args.seed), BPE_DOCUMENTS))
+    if args.draft:
+        tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(islice(training_documents(args.seed), BPE_DOCUMENTS))
     with tempfile.TemporaryDirectory() as folder:
         work = (args, tokenizer.to_str(), f"{folder}/meeting")
         spawn(worker, args=work, nprocs=args.processes)  # type: ignore[no-untyped-call]

@@ -9,11 +9,12 @@ from penstock import validation as check
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculation import Speculation
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import CacheGroup, Executor, RequestStepOutput, ScheduledRequest
+from penstock.interface.step import CacheGroup, Executor, RequestStepOutput, ScheduledRequest, num_rejected_drafts
 from penstock.plugins.logits_processors import check_registered
 
 MAX_FAILED_STEPS = 3  # in a row that blame a request, or could not be planned: then the engine is broken
@@ -35,6 +36,7 @@ class Engine:
         enable_prefix_caching: bool = True,
     ) -> None:
         self.executor = executor
+        self.speculation: Speculation | None = None
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -47,6 +49,12 @@ class Engine:
         self._num_arrived = 0
         self._num_steps = self._num_failed_steps = self._failed_in_a_row = 0
         self._num_generated_tokens = 0
+
+    def speculate(self, speculation: Speculation | None) -> None:
+        """Ask for drafts from now on; None: no more."""
+        self.speculation = speculation
+        if speculation is not None:
+            speculation.fit(self.kv_cache.groups)
 
     def add_request(self, source: EngineRequest) -> None:
         """Queue a request. It continues after its output_token_ids, if it has any.
@@ -141,11 +149,13 @@ class Engine:
         if not self.scheduler.has_work:
             return outputs
         try:
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(self._drafts())
         except Exception as error:
             self._note_failure(error)
             self.scheduler.reset(self._requests.values())
             return outputs
+        if self.speculation is not None:
+            self.speculation.begin_step()
         try:
             results = self.executor.collect(self.executor.submit(plan)).results
         except MemoryError:  # no request's fault, and what this process would do next needs memory too
@@ -163,7 +173,15 @@ class Engine:
         else:
             self._num_steps += 1
             self._failed_in_a_row = 0
+            if self.speculation is not None:
+                self.speculation.note(plan.scheduled, _num_accepted(plan.scheduled, results))
         return outputs + self._commit_all(plan.scheduled, results)
+
+    def _drafts(self) -> dict[str, list[int]]:
+        """Return guesses of what running requests have next; none for a request that is computed alone."""
+        if self.speculation is None or self.scheduler.is_trying:
+            return {}
+        return self.speculation.propose(self.scheduler.running)
 
     def _note_failure(self, error: Exception) -> None:
         self._num_failed_steps += 1
@@ -185,6 +203,7 @@ class Engine:
             except Exception as error:
                 is_broken = True
                 self._requests.pop(item.request_id, None)
+                self._forget_drafts(item.request_id)
                 output = _ended(request, start, _failure(error).error)
             if output is not None:
                 outputs.append(output)
@@ -197,7 +216,8 @@ class Engine:
         if result.error is not None:
             self._finish(request)
             return _ended(request, start, result.error)
-        request.num_computed_tokens += item.num_new_tokens
+        num_rejected = num_rejected_drafts(item, result)
+        computed = request.num_computed_tokens + item.num_new_tokens - num_rejected
         reason: FinishReason | None = None
         stop_token: int | None = None
         for token_id in result.new_token_ids:
@@ -207,6 +227,7 @@ class Engine:
                 break
         if result.mirostat_mu is not None:
             request.mirostat_mu = result.mirostat_mu
+        request.num_computed_tokens = min(computed, request.num_tokens)  # it may have ended within its drafts
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
         self._num_generated_tokens += len(new_ids)
@@ -230,11 +251,18 @@ class Engine:
             stop_reason=stop_token,
             num_cached_tokens=request.num_cached_tokens or 0,
             mirostat_mu=result.mirostat_mu,
+            num_accepted_tokens=len(item.draft_token_ids) - num_rejected,
+            num_rejected_tokens=num_rejected,
         )
 
     def _finish(self, request: Request) -> None:
         del self._requests[request.request_id]
+        self._forget_drafts(request.request_id)
         self.scheduler.remove(request)
+
+    def _forget_drafts(self, request_id: str) -> None:
+        if self.speculation is not None:
+            self.speculation.forget(request_id)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -254,6 +282,7 @@ class Engine:
             num_generated_tokens_total=self._num_generated_tokens,
             num_preemptions_total=self.scheduler.num_preemptions,
             num_failed_steps_total=self._num_failed_steps,
+            **({} if self.speculation is None else self.speculation.counters()),
         )
 
     def check_integrity(self) -> None:
@@ -262,6 +291,17 @@ class Engine:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+        if self.speculation is not None:
+            self.speculation.shutdown()
+
+
+def _num_accepted(scheduled: list[ScheduledRequest], results: dict[str, RequestStepOutput]) -> dict[str, int]:
+    """Return how many drafts were accepted, of each request that had any and did not fail."""
+    return {
+        item.request_id: len(item.draft_token_ids) - num_rejected_drafts(item, result)
+        for item in scheduled
+        if item.draft_token_ids and (result := results[item.request_id]).error is None
+    }
 
 
 def _failure(error: Exception) -> RequestStepOutput:

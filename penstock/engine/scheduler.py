@@ -5,7 +5,8 @@ with num_tokens, and a step gives each some tokens within max_num_batched_tokens
 
   1. running requests that lack one token (decodes), oldest first, so that a long prompt never stalls a stream;
   2. running requests that lack more (chunks of prompts), oldest first;
-  3. waiting requests, as far as rows, tokens and blocks suffice: those of the flow with the fewest rows first, and
+  3. drafts of decodes (speculation.py), with what is left over;
+  4. waiting requests, as far as rows, tokens and blocks suffice: those of the flow with the fewest rows first, and
      within it in order of arrival.
 
 When blocks run out, the youngest running request is preempted: its blocks are freed, and it waits at the head of the
@@ -20,13 +21,14 @@ that only the one to blame pays for it.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.request import Request
 from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
 
+NO_DRAFTS: Mapping[str, list[int]] = {}
 MAX_HELD_BACK = 64  # waiting requests per step that may be skipped because another computes their prefix
 
 
@@ -38,6 +40,7 @@ class _Plan:
     tokens: dict[str, int] = field(default_factory=dict)  # request id -> tokens computed in this step
     new: set[str] = field(default_factory=set)
     preempted: set[str] = field(default_factory=set)
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # request id -> those of its tokens that are guesses
 
 
 class Scheduler:
@@ -127,13 +130,19 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step. Its blocks are allocated; num_computed_tokens changes only when it has succeeded."""
+    def schedule(self, drafts: Mapping[str, list[int]] = NO_DRAFTS) -> SchedulerOutput:
+        """Plan the next step. Its blocks are allocated; num_computed_tokens changes only when it has succeeded.
+
+        drafts: guesses of the next tokens of running requests that lack one token, by request id. They get tokens and
+            blocks that no running request needs, or are dropped.
+        """
         plan = _Plan(self.max_num_batched_tokens)
         self._make_way()
         for request in sorted(self.running, key=lambda item: (item.num_missing_tokens > 1, item.arrival)):
             if request.request_id not in plan.preempted:  # by an older one in this loop
                 self._schedule_running(request, plan)
+        if drafts and not plan.preempted and not self._short_of_blocks:
+            self._add_drafts(plan, drafts)
         self._schedule_waiting(plan)
         output = self._output(plan)
         self._removed = []
@@ -155,6 +164,17 @@ class Scheduler:
     def _rows(self) -> Counter[str]:
         """Return the number of running requests of each flow."""
         return Counter(request.flow for request in self.running if request.flow)
+
+    def _add_drafts(self, plan: _Plan, drafts: Mapping[str, list[int]]) -> None:
+        """Let requests that lack one token compute their drafts too, as far as tokens and free blocks are left over."""
+        for request in self.running:
+            ids = drafts.get(request.request_id, [])[: plan.budget]
+            if not ids or request.num_missing_tokens != 1 or request.request_id not in plan.tokens:
+                continue
+            if self.kv_cache.allocate_slots(request, 1 + len(ids)):
+                plan.drafts[request.request_id] = ids
+                plan.tokens[request.request_id] += len(ids)
+                plan.budget -= len(ids)
 
     def _schedule_running(self, request: Request, plan: _Plan) -> None:
         num_new = min(request.num_missing_tokens, plan.budget)
@@ -255,12 +275,13 @@ class Scheduler:
 
     def _scheduled_request(self, request: Request, plan: _Plan) -> ScheduledRequest:
         new_block_ids, num_released = self.kv_cache.take_updates(request)
-        num_new = plan.tokens[request.request_id]
+        num_new, drafts = plan.tokens[request.request_id], plan.drafts.get(request.request_id, [])
         return ScheduledRequest(
             request_id=request.request_id,
             num_computed_tokens=request.num_computed_tokens,
             num_new_tokens=num_new,
             new_block_ids=new_block_ids,
             num_released_blocks=num_released,
-            num_samples=1 if num_new == request.num_missing_tokens else 0,
+            num_samples=1 + len(drafts) if num_new == request.num_missing_tokens + len(drafts) else 0,
+            draft_token_ids=drafts,
         )

@@ -111,7 +111,7 @@ class ScriptedExecutor:
             table.extend(item.new_block_ids[index])
             table[: item.num_released_blocks[index]] = [-1] * item.num_released_blocks[index]
             self._check_context(index, group, row, start)
-            self._write(index, group, row, start, stop)
+            self._write(index, group, row, [*row.token_ids, *item.draft_token_ids], start, stop)
             windows.append(group.sliding_window or 10**9)
         return self._sample(item, row, start, stop, min(windows))
 
@@ -128,9 +128,9 @@ class ScriptedExecutor:
             found = self.slots[index][self._slot(group, row.tables[index], position)]
             _demand(found == row.token_ids[position], f"position {position}: {found} in the cache")
 
-    def _write(self, index: int, group: CacheGroup, row: _Row, start: int, stop: int) -> None:
+    def _write(self, index: int, group: CacheGroup, row: _Row, token_ids: list[int], start: int, stop: int) -> None:
         for position in range(start, stop):
-            self.slots[index][self._slot(group, row.tables[index], position)] = row.token_ids[position]
+            self.slots[index][self._slot(group, row.tables[index], position)] = token_ids[position]
 
     def _sample(self, item: ScheduledRequest, row: _Row, start: int, stop: int, window: int) -> RequestStepOutput:
         prompt_logprobs = None
@@ -139,10 +139,19 @@ class ScriptedExecutor:
             prompt_logprobs = [self._logprobs(token, row.params.prompt_logprobs) for token in targets]
         if item.num_samples == 0:
             return RequestStepOutput([], prompt_logprobs=prompt_logprobs)
-        token = next_token(row.token_ids, self.vocab_size, window=window, params=row.params, choice=row.choice)
-        row.token_ids.append(token)
-        logprobs = None if row.params.logprobs is None else [self._logprobs(token, row.params.logprobs)]
-        return RequestStepOutput([token], logprobs, prompt_logprobs)
+        drafts, found = item.draft_token_ids, list[int]()
+        _demand(item.num_samples == 1 + len(drafts), f"{item.num_samples} samples with {len(drafts)} drafts")
+        _demand(stop == len(row.token_ids) + len(drafts), f"{item.request_id} is sampled before it has caught up")
+        for draft in [*drafts, None]:
+            token = next_token(row.token_ids, self.vocab_size, window=window, params=row.params, choice=row.choice)
+            row.token_ids.append(token)
+            found.append(token)
+            if token != draft:
+                break
+        asked = row.params.logprobs
+        return RequestStepOutput(
+            found, None if asked is None else [self._logprobs(token, asked) for token in found], prompt_logprobs
+        )
 
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
         others = [(token + 1 + i) % self.vocab_size for i in range(count)]

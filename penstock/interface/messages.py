@@ -52,6 +52,7 @@ class EngineOutput:
         error: the reason of a finish with "error".
         mirostat_mu: mirostat's state after the last of new_token_ids: resumption needs it, for it does not follow from
             the tokens alone. None without mirostat.
+        num_accepted_tokens, num_rejected_tokens: drafts that this step has computed for the request.
     """
 
     request_id: str
@@ -65,6 +66,8 @@ class EngineOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     mirostat_mu: float | None = None
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,10 @@ class EngineStats:
     num_preemptions_total: int = 0
     num_failed_steps_total: int = 0
     num_invalid_frames_total: int = 0  # received and dropped
+    num_drafts_total: int = 0  # times that a request had drafts in a step
+    num_draft_tokens_total: int = 0
+    num_accepted_tokens_total: int = 0
+    num_accepted_tokens_per_pos_total: list[int] = field(default_factory=list)  # of first, second, ... drafts
 
 
 @dataclass(frozen=True, slots=True)

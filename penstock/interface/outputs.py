@@ -68,6 +68,8 @@ class RequestOutput:
         num_cached_tokens: prompt tokens whose keys and values were found in the cache.
         seed: the seed that was used, given or assigned: sending it again repeats the answer.
         error: what went wrong, if a choice finished with "error".
+        num_accepted_tokens, num_rejected_tokens: drafts computed for it so far (speculative decoding): those that are
+            in the answer, and those that were not to be.
     """
 
     request_id: str
@@ -79,3 +81,5 @@ class RequestOutput:
     num_cached_tokens: int = 0
     seed: int | None = None
     error: str | None = None
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0

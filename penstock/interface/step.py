@@ -3,6 +3,7 @@
 The engine's Scheduler makes a SchedulerOutput; an Executor computes it and returns a StepOutput.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,13 +58,18 @@ class ScheduledRequest:
         token_ids:   [ computed: keys and values are cached | computed in this step | later ]
                      0                    num_computed_tokens        + num_new_tokens
 
+    With drafts, which stand after all of token_ids, the step computes [ last token | drafts ] and samples after each.
+
     Attributes:
         new_block_ids: per cache group, ids appended to the block table since the request's last step
             (none in the step that also has the request's NewRequest).
         num_released_blocks: per cache group, how many leading entries of the table are -1 by now (blocks that the
             sliding window has passed).
         num_samples: tokens to sample, after the last num_samples computed ones: 1 at the end of token_ids, 0 in the
-            middle of the prompt.
+            middle of the prompt; 1 + the number of drafts.
+        draft_token_ids: guesses of the next tokens (interface/drafts.py); num_new_tokens counts them too. Each position
+            is sampled as if the drafts before it were outputs. The result has every draft that was sampled at its own
+            position, up to the first that was not, and the token sampled after them.
     """
 
     request_id: str
@@ -72,6 +78,7 @@ class ScheduledRequest:
     new_block_ids: list[list[int]]
     num_released_blocks: list[int]
     num_samples: int
+    draft_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +118,13 @@ class RequestStepOutput:
     """The results of a step for one request.
 
     Attributes:
-        new_token_ids: sampled ids; a list because drafts may yield several. Empty in the middle of a prompt.
+        new_token_ids: sampled ids, several where drafts were accepted. Empty in the middle of a prompt.
         logprobs: one entry per new id, if requested; None if there are none in this step.
         prompt_logprobs: of the prompt tokens from num_computed_tokens + 1 on (the token after each computed position,
             if it belongs to the prompt), if requested; None if there are none in this step.
         error: why this request alone could not be computed; it has no new ids then.
-        checksum: of the logits that were sampled from, if the step asked for it and something was sampled.
+        checksum: of the logits that were sampled from, after every draft, if the step asked for it and something was
+            sampled.
         mirostat_mu: mirostat's state after the last new id; None without mirostat.
     """
 
@@ -126,6 +134,11 @@ class RequestStepOutput:
     error: str | None = None
     checksum: int | None = None
     mirostat_mu: float | None = None
+
+
+def num_rejected_drafts(item: ScheduledRequest, result: RequestStepOutput) -> int:
+    """Return how many of a request's drafts were computed in vain, whose keys and values are to be written anew."""
+    return max(0, len(item.draft_token_ids) + 1 - len(result.new_token_ids)) if item.draft_token_ids else 0
 
 
 @dataclass(frozen=True, slots=True)

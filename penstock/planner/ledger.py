@@ -8,6 +8,7 @@
     operands      what the native kernels copy: a product's operands, a step's new keys and values, a core's scratch
     logits        of all rows that are sampled or scored at once, with their log-probabilities
     requests      token ids of max_num_seqs requests
+    drafts        a draft model with its cache, or the index that prompts are looked up in
 
 `penstock prove --only memory` fills a real engine to the brim and compares its peak with the ledger.
 """
@@ -77,12 +78,14 @@ class Ledger:
         sizes: of the model under a quantization.
         runtime_bytes: what the process has before it loads.
         free_bytes: what it can still allocate.
+        draft_bytes: what speculation takes.
     """
 
     model: ModelConfig
     sizes: Callable[[Scheme | None], ModelSizes]
     runtime_bytes: int
     free_bytes: int
+    draft_bytes: int = 0
 
     def plan(self, config: EngineConfig) -> MemoryPlan:
         """Return the ledger of a resolved config.
@@ -135,7 +138,12 @@ class Ledger:
             "operands": self._operands(tokens, sizes.deepest) + self._workspace(config, tokens, seqs, length),
             "logits": LOGIT_BYTES * max(seqs, LOGITS_ROWS) * sizes.vocab_columns,
             "requests": seqs * length * TOKEN_OBJECT_BYTES,
+            **({"drafts": self.draft_bytes} if self.draft_bytes else {}),
         }
+
+    def bytes_beside_cache(self, config: EngineConfig) -> int:
+        """Return what a model takes in a process that runs already, without its cache."""
+        return sum(self._without_cache(config).values()) - self.runtime_bytes - RUNTIME_GROWTH
 
     def _operands(self, tokens: int, deepest: int) -> int:
         """Return the bytes that products copy their operands to, which some levels widen; all experts do so at once."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.build import build_engine
 from penstock.config import EngineConfig
+from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine
 from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import EngineError, InvalidRequestError
@@ -113,6 +114,8 @@ def open_offline(
 ) -> Offline:
     engine = build_engine(EngineConfig.from_options(**options)).engine
     stack.callback(engine.shutdown)
+    if engine.speculation is not None:
+        engine.speculation.policy = EveryDraft()
     return Offline(engine, queries, expected)
 
 

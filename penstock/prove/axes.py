@@ -10,6 +10,7 @@ from typing import Any
 Axis = dict[str, dict[str, Any]]
 
 MAX_MODEL_LEN = 144
+ITSELF = "itself"  # in LAYOUTS: the model that is asked drafts, too, so that greedy drafts are right
 ROOM = "room"  # in LAYOUTS: for how many of the longest requests the cache has room, in place of a size in bytes
 
 # What an answer depends on: each combination has answers of its own, to which all others are compared.
@@ -44,6 +45,11 @@ LAYOUTS: dict[str, Axis] = {
         "one per request": {"block_size": MAX_MODEL_LEN, "enable_prefix_caching": False},
     },
     "room": {"for all": {ROOM: 33}, "for 2": {ROOM: 2}},
+    "speculation": {
+        "off": {},
+        "prompt lookup": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+        "itself": {"speculative_config": {"model": ITSELF, "num_speculative_tokens": 3}},
+    },
     "head": {"whole": {}, "in 3 pieces, padded": {"lm_head_pieces": 3, "pad_vocab_multiple": 128}},
 }
 UNCUT: dict[str, Any] = {  # the undisturbed engine: each request alone, in one piece, on one thread, nothing cached

@@ -11,8 +11,11 @@ import msgspec
 
 from penstock.build import BuiltEngine, build_engine
 from penstock.config import EngineConfig
+from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import peak_blocks
+from penstock.engine.ngram import NgramProposer
+from penstock.engine.speculation import Speculation
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
@@ -29,6 +32,7 @@ MAX_MODEL_LEN = 192
 OPTIONS = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "max_num_batched_tokens": 48}
 RING_BYTES = (24_000, 48_000, 2**20)  # the smaller ones turn over within a trial
 STEPS = (20, 120)
+MAX_DRAFTS = 4
 
 
 class _DeathError(BaseException):
@@ -102,6 +106,7 @@ class _Proof:
     tokens: int = 0
     restored: int = 0
     preemptions: int = 0
+    drafts: int = 0
     num_bytes: int = 0
 
     def run(self) -> None:
@@ -111,7 +116,7 @@ class _Proof:
                 self._check(unpack(data))
                 self.num_bytes += len(data)
                 self.trials.tried()
-        for name in ("steps", "tokens", "restored", "preemptions"):
+        for name in ("steps", "tokens", "restored", "preemptions", "drafts"):
             self.trials.figure(name, getattr(self, name))
         self.trials.figure("bytes_per_record", self.num_bytes // max(1, self.trials.outcome.tried))
 
@@ -120,7 +125,7 @@ class _Proof:
         choose, inner = self.trials.random, self.recorded.engine.executor
         ring = Ring.create(choose.choice(RING_BYTES))
         executor = RecordedExecutor(_Mortal(inner, choose.randint(*STEPS)), Recorder(ring, self.description))
-        engine = _engine_on(executor, self.description, self.recorded)
+        engine = _engine_on(executor, self.description, self.recorded, drafts=choose.random() < 0.5)
         names: list[str] = []
         prefix = self._ids(choose.randint(20, 60))
         try:
@@ -133,6 +138,7 @@ class _Proof:
                 engine.step()
         except _DeathError:
             self.preemptions += engine.scheduler.num_preemptions
+            self.drafts += engine.stats().num_draft_tokens_total
         inner.collect(inner.submit(SchedulerOutput(-1, [], [], names)))
         segments = ring.read()
         return pack(make_bundle(segments, "the proof")) if segments else None
@@ -202,9 +208,9 @@ class _Proof:
         return msgspec.structs.replace(bundle, records=records), record.step_id, index
 
 
-def _engine_on(executor: Executor, description: EngineDescription, built: BuiltEngine) -> Engine:
-    """Return a new engine on an executor that knows no request."""
-    return Engine(
+def _engine_on(executor: Executor, description: EngineDescription, built: BuiltEngine, *, drafts: bool) -> Engine:
+    """Return a new engine on an executor that knows no request. drafts: it looks up what may come next."""
+    made = Engine(
         executor,
         description.groups,
         max_model_len=description.max_model_len,
@@ -214,3 +220,5 @@ def _engine_on(executor: Executor, description: EngineDescription, built: BuiltE
         eos_token_ids=built.info.eos_token_ids,
         enable_prefix_caching=built.config.cache.enable_prefix_caching,
     )
+    made.speculate(Speculation(NgramProposer(4, 1), MAX_DRAFTS, policy=EveryDraft()) if drafts else None)
+    return made

@@ -143,6 +143,9 @@ def engine_options(this: Round, layout: dict[str, Any]) -> dict[str, Any]:
     """Return all options of an engine at a point of the layouts, with the cache's size in bytes."""
     options = this.options | {"max_num_seqs": max(axes.CROWDS)} | layout
     room = options.pop(axes.ROOM)
+    drafts = options.get("speculative_config")
+    if drafts is not None and drafts.get("model") == axes.ITSELF:
+        options["speculative_config"] = {**drafts, "model": options["model"]}
     numerics = this.undisturbed.config.numerics  # a directory of packed weights decides some
     chosen = {name: getattr(numerics, name) for name in ("dtype", "quantization", "quantization_group_size")}
     sized = EngineConfig.from_options(**options | chosen | {"max_num_seqs": room})

@@ -116,9 +116,12 @@ class Audit:
         for index, item in enumerate(plan.scheduled):
             row, ids = self._rows[item.request_id], results.token_ids[index]
             self._check_ids(ids)
+            if len(ids) > 1 + len(item.draft_token_ids):
+                raise malformed(f"step {plan.step_id} gave request {item.request_id!r} more tokens than it sampled")
             if index not in results.errors:
-                self._note_content(row, item.num_computed_tokens + item.num_new_tokens)
+                rejected = len(item.draft_token_ids) + 1 - len(ids) if item.draft_token_ids else 0
                 row.token_ids += ids
+                self._note_content(row, item.num_computed_tokens + item.num_new_tokens - rejected)
 
     # --- limits ----------------------------------------------------------------------------------------------------
 
@@ -135,8 +138,15 @@ class Audit:
         if len(self._rows) > engine.max_num_seqs or plan.num_tokens > engine.max_num_batched_tokens:
             raise malformed(f"step {plan.step_id} has {len(self._rows)} requests and {plan.num_tokens} tokens")
         for item in plan.scheduled:
-            end, length = item.num_computed_tokens + item.num_new_tokens, len(self._rows[item.request_id].token_ids)
-            caught_up = item.num_samples in (0, int(end == length))
+            self._check_ids(list(item.draft_token_ids))
+            num_drafts = len(item.draft_token_ids)
+            end = item.num_computed_tokens + item.num_new_tokens
+            length = len(self._rows[item.request_id].token_ids) + num_drafts
+            caught_up = (
+                item.num_samples == (1 + num_drafts if end == length else 0) or item.num_samples == num_drafts == 0
+            )
+            if length > engine.max_model_len or item.num_new_tokens <= num_drafts:
+                raise malformed(f"step {plan.step_id} has {num_drafts} drafts of request {item.request_id!r}")
             if item.num_computed_tokens < 0 or item.num_new_tokens < 1 or end > length or not caught_up:
                 raise malformed(f"step {plan.step_id} computes request {item.request_id!r} beyond its last token")
 

@@ -169,7 +169,8 @@ class _Pseudonyms:
                 for number in record.removed:
                     self._prefixes.pop(number, None)
                 self._scheduled = record.numbers
-                return replace(record, new=[self._of_request(item) for item in record.new])
+                drafts = {index: [0] * len(ids) for index, ids in record.drafts.items()}
+                return replace(record, new=[self._of_request(item) for item in record.new], drafts=drafts)
             case Computed():
                 rows = zip(self._scheduled, record.token_ids, strict=False)
                 ids = [self._hidden(number, ids) for number, ids in rows]

@@ -8,8 +8,8 @@ from penstock.engine.engine import Engine
 from penstock.interface.messages import ModelInfo
 from penstock.recorder.records import EngineDescription
 
-# What depends on the machine, and changes no bit of an answer.
-LEFT_OUT = {"memory", "kv_cache_memory_bytes", "threads", "cpu_affinity", "sharding_config"}
+# What changes no bit of an answer: it depends on the machine, or, as drafts, is in the record of each step.
+LEFT_OUT = {"memory", "kv_cache_memory_bytes", "threads", "cpu_affinity", "sharding_config", "speculative_config"}
 
 
 def describe(engine: Engine, config: EngineConfig, info: ModelInfo) -> EngineDescription:

@@ -10,7 +10,14 @@ from zlib import crc32
 
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import NewRequest, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
+from penstock.interface.step import (
+    NewRequest,
+    RequestStepOutput,
+    SchedulerOutput,
+    StepOutput,
+    TokenLogprobs,
+    num_rejected_drafts,
+)
 from penstock.recorder.records import (
     Aborted,
     Arrived,
@@ -30,6 +37,7 @@ from penstock.recorder.ring import FRAME_BYTES, Ring
 LOGGER = logging.getLogger("penstock")
 MAX_ERROR = 2000  # characters of an error that are recorded
 RESULT_BYTES = 32  # room that is kept for each request of a step whose results are still to come
+DRAFT_BYTES = 5  # for each token that a step may give, above one of each request
 RETRY_STEPS = 256  # between two tries, while the open requests do not fit a segment
 
 
@@ -115,8 +123,9 @@ class Recorder:
             [item.num_new_tokens for item in plan.scheduled],
             [item.num_samples for item in plan.scheduled],
             tables,
+            {index: list(item.draft_token_ids) for index, item in enumerate(plan.scheduled) if item.draft_token_ids},
         )
-        self._write(record, reserve=RESULT_BYTES * (len(rows) + 8))
+        self._write(record, reserve=RESULT_BYTES * (len(rows) + 8) + DRAFT_BYTES * plan.num_tokens)
         for request_id in plan.removed_request_ids:
             known.pop(request_id, None)
         known.update(added)
@@ -145,7 +154,8 @@ class Recorder:
         errors = {}
         for index, (item, result) in enumerate(zip(plan.scheduled, results, strict=True)):
             row = self._known[item.request_id]
-            row.num_computed_tokens = item.num_computed_tokens + item.num_new_tokens
+            num_rejected = num_rejected_drafts(item, result)
+            row.num_computed_tokens = item.num_computed_tokens + item.num_new_tokens - num_rejected
             row.token_ids += result.new_token_ids
             row.mirostat_mu = row.mirostat_mu if result.mirostat_mu is None else result.mirostat_mu
             if result.error is not None:

@@ -10,20 +10,21 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array, Tensor, as_array, as_torch
 from penstock.plugins.logits_processors import PROCESSORS, takes_ids
 from penstock.plugins.time_limit import TimeLimitError, call_limited
-from penstock.runner.input_batch import InputBatch
-from penstock.runner.masks import Int64
+from penstock.runner.input_batch import InputBatch, Positions
 
 PROCESSOR_LIMIT_S = 2.0  # for one call of a custom logits processor, while which everybody waits
 
 
-def apply_custom_processors(logits: Tensor, batch: InputBatch, rows: Int64, ops: Ops) -> tuple[Tensor, dict[int, str]]:
+def apply_custom_processors(
+    logits: Tensor, batch: InputBatch, positions: Positions, ops: Ops
+) -> tuple[Tensor, dict[int, str]]:
     """Run custom logits processors on the rows whose requests name some.
 
-    Returns processed logits [M, V] float32 of `rows` [M], a copy if any row names a processor, and an error message by
-    index for rows that failed. These keep their logits, so that one function's mistake fails only the requests that
-    named it.
+    Returns processed logits [M, V] float32, a copy if any row names a processor, and an error message by index for rows
+    that failed. These keep their logits, so that one function's mistake fails only the requests that named it.
     """
-    asked = [index for index, row in enumerate(rows.tolist()) if batch.sampling.custom_processors[row]]
+    rows, offsets = positions.rows.tolist(), positions.offsets.tolist()
+    asked = [index for index, row in enumerate(rows) if batch.sampling.custom_processors[row]]
     if not asked:
         return logits, {}
     raw, errors = as_array(logits), {}
@@ -31,7 +32,7 @@ def apply_custom_processors(logits: Tensor, batch: InputBatch, rows: Int64, ops:
     for index in asked:
         row = int(rows[index])
         wanted = batch.sampling.custom_processors[row]
-        found = _process_row(raw[index : index + 1], wanted, batch.history(row).tolist())
+        found = _process_row(raw[index : index + 1], wanted, batch.history(row, offsets[index]).tolist())
         if isinstance(found, str):
             errors[index] = found
         elif not bool(ops.finite_rows(ops.tensor(found))[0]):

@@ -6,18 +6,19 @@ so packing takes a few indexed reads, whatever the number of tokens. The schedul
 computed and where they are stored; the batch follows. It handles no model, torch tensor or logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.errors import EngineError, NotSupportedError
+from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.runner.masks import Int32, Int64
 from penstock.runner.sampling_rows import SamplingRows
 
 NO_BLOCK = -1
 NO_SLOT = -1
+NO_DRAFT = -1
 
 
 class BlockTable:
@@ -111,6 +112,8 @@ class PackedStep:
         tokens  [ sequence 0 | sequence 1 | ... ]          query_start_loc points at the bars
         logits  [ M sampled positions | P prompt positions ]
 
+    A sequence with drafts is sampled several times, at neighbouring positions.
+
     Attributes:
         rows: [B] int64, each sequence's row.
         input_ids, positions: [T] int64.
@@ -118,7 +121,9 @@ class PackedStep:
         block_tables: per cache group [B, max_blocks] int32, cut to the longest sequence of the step.
         slot_mappings: per cache group [T] int64; -1 for the tokens of a ring that are not stored.
         logits_indices: [M + P] int64 into the T tokens.
-        sampled: [M] int64, the sequences that are sampled.
+        sampled: [M] int64, the sequence of each sampled position.
+        offsets: [M] int64, how many of the sequence's drafts stand before the token that is sampled.
+        drafts: [M] int64, the draft at the place of the token that is sampled; NO_DRAFT after the last one.
         prompt_pieces: the P positions, in order.
     """
 
@@ -131,7 +136,35 @@ class PackedStep:
     slot_mappings: tuple[Int64, ...]
     logits_indices: Int64
     sampled: Int64
+    offsets: Int64
+    drafts: Int64
     prompt_pieces: list[PromptPiece]
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """What M rows of logits are sampled for. A request with drafts has several rows, one after each draft.
+
+    Attributes:
+        rows: [M] int64, rows of the InputBatch.
+        offsets: [M] int64, how many of the request's drafts count as outputs.
+    """
+
+    rows: Int64
+    offsets: Int64
+
+    @classmethod
+    def after_outputs(cls, rows: Int64) -> "Positions":
+        """Return the next position of each of `rows` [M], without drafts."""
+        return cls(rows, np.zeros(len(rows), dtype=np.int64))
+
+    def at(self, chosen: Int64) -> "Positions":
+        """Return those with the indices `chosen` [m]."""
+        return Positions(self.rows[chosen], self.offsets[chosen])
+
+    def __iter__(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yield each index with its row and offset."""
+        return enumerate(zip(self.rows.tolist(), self.offsets.tolist(), strict=True))
 
 
 class InputBatch:
@@ -212,17 +245,25 @@ class InputBatch:
             if num_released:
                 table.release(row, num_released)
 
-    def append(self, rows: Int64, token_ids: Int64) -> None:
-        """Append one sampled token to each of `rows` [M].
+    def rewrite(self, row: int, start: int, token_ids: Sequence[int]) -> None:
+        """Replace a row's tokens from position `start` on. Counts of tokens, for penalties, stay as they are."""
+        end = start + len(token_ids)
+        if end > self.token_ids.shape[1]:
+            raise EngineError(f"{end} tokens, more than max_model_len = {self.token_ids.shape[1]}")
+        self.token_ids[row, start:end] = token_ids
+        self.num_tokens[row] = end
+
+    def append(self, rows: Int64, token_ids: Int64, offsets: Int64) -> None:
+        """Append a sampled token to each of `rows` [M]. A row may come several times, with the offsets 0, 1, 2 ...
 
         Raises:
             EngineError: a request has max_model_len tokens already.
         """
-        ends = self.num_tokens[rows]
+        ends = self.num_tokens[rows] + offsets
         if ends.size and ends.max() >= self.token_ids.shape[1]:
             raise EngineError(f"a request grew beyond max_model_len = {self.token_ids.shape[1]}")
         self.token_ids[rows, ends] = token_ids
-        self.num_tokens[rows] += 1
+        np.add.at(self.num_tokens, rows, 1)
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
             self.sampling.append(row, token_id)
 
@@ -233,9 +274,9 @@ class InputBatch:
             raise EngineError(f"request {request_id} was scheduled but never introduced")
         return row
 
-    def history(self, row: int) -> Int32:
-        """Return the prompt and the outputs so far, a view [num_tokens] int32."""
-        view: Int32 = self.token_ids[row, : self.num_tokens[row]]
+    def history(self, row: int, offset: int = 0) -> Int32:
+        """Return the prompt, the outputs so far and the first `offset` drafts of this step, a view [tokens] int32."""
+        view: Int32 = self.token_ids[row, : self.num_tokens[row] + offset]
         return view
 
     def num_outputs(self, row: int) -> int:
@@ -243,7 +284,9 @@ class InputBatch:
         return int(self.num_tokens[row] - self.num_prompt_tokens[row])
 
     def pack(self, scheduled: Sequence[ScheduledRequest]) -> PackedStep:
-        """Pack the scheduled tokens (at least one) into one flat batch. Changes nothing; the arrays are new.
+        """Pack the scheduled tokens (at least one) into one flat batch. The arrays are new.
+
+        Drafts are written behind their row's tokens, where they count as nothing after this step.
 
         Raises:
             EngineError: a scheduled token is not in the batch or has no block.
@@ -253,12 +296,13 @@ class InputBatch:
         new = np.array([item.num_new_tokens for item in scheduled], dtype=np.int64)
         num_samples = np.array([item.num_samples for item in scheduled], dtype=np.int64)
         seq_lens = computed + new
-        self._check(rows, new, seq_lens, num_samples)
+        self._write_drafts(scheduled, rows)
+        self._check(scheduled, rows, new, num_samples)
         starts = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(new, out=starts[1:])
         token_rows, token_ends = np.repeat(rows, new), np.repeat(seq_lens, new)
         positions = np.repeat(computed - starts[:-1], new) + np.arange(starts[-1])
-        sampled = np.flatnonzero(num_samples)
+        sampled, offsets = _sampled_positions(num_samples)
         prompt_indices, pieces = self._prompt_positions(rows, computed, seq_lens, starts)
         longest = int(seq_lens.max())
         return PackedStep(
@@ -269,20 +313,33 @@ class InputBatch:
             seq_lens=seq_lens.astype(np.int32),
             block_tables=tuple(table.gather(rows, longest) for table in self.block_tables),
             slot_mappings=tuple(table.slots(token_rows, positions, token_ends) for table in self.block_tables),
-            logits_indices=np.concatenate([starts[1:][sampled] - 1, *prompt_indices]),
+            logits_indices=np.concatenate([starts[1:][sampled] - num_samples[sampled] + offsets, *prompt_indices]),
             sampled=sampled,
+            offsets=offsets,
+            drafts=_drafts_at(scheduled, len(sampled)),
             prompt_pieces=pieces,
         )
 
-    def _check(self, rows: Int64, new: Int64, seq_lens: Int64, num_samples: Int64) -> None:
+    def _write_drafts(self, scheduled: Sequence[ScheduledRequest], rows: Int64) -> None:
+        for item, row in zip(scheduled, rows.tolist(), strict=True):
+            if item.draft_token_ids:
+                start = int(self.num_tokens[row])
+                end = start + len(item.draft_token_ids)
+                if end > self.token_ids.shape[1]:
+                    raise EngineError(f"drafts reach beyond max_model_len = {self.token_ids.shape[1]}")
+                self.token_ids[row, start:end] = item.draft_token_ids
+
+    def _check(self, scheduled: Sequence[ScheduledRequest], rows: Int64, new: Int64, num_samples: Int64) -> None:
         """Check the scheduled work against the batch; all arrays [B]."""
-        if num_samples.max() > 1:
-            raise NotSupportedError("num_samples: more than one sampled token per step is not built yet")
-        num_tokens = self.num_tokens[rows]
+        computed = np.array([item.num_computed_tokens for item in scheduled], dtype=np.int64)
+        drafts = np.array([len(item.draft_token_ids) for item in scheduled], dtype=np.int64)
+        seq_lens, num_tokens = computed + new, self.num_tokens[rows] + drafts
         if len(set(rows.tolist())) < len(rows) or new.min() < 1 or (seq_lens > num_tokens).any():
             raise EngineError("a step schedules a request twice, without tokens, or beyond its last token")
-        if (seq_lens != num_tokens)[num_samples > 0].any():
+        if (seq_lens != num_tokens)[(num_samples > 0) | (drafts > 0)].any():
             raise EngineError("a step samples a request that has not caught up with its tokens")
+        if (num_samples != 1 + drafts)[num_samples > 0].any() or (drafts >= new).any():
+            raise EngineError("num_samples: a request is sampled after its last token and after each draft")
 
     def _prompt_positions(
         self, rows: Int64, computed: Int64, seq_lens: Int64, starts: Int64
@@ -298,3 +355,18 @@ class InputBatch:
             indices.append(starts[b] + np.arange(count))
             pieces.append(PromptPiece(b, targets, int(num_top[b])))
         return indices, pieces
+
+
+def _sampled_positions(num_samples: Int64) -> tuple[Int64, Int64]:
+    """Return the sequence of each sampled position, and its index among those of the sequence: [M] int64 each."""
+    sampled = np.repeat(np.arange(len(num_samples)), num_samples)
+    firsts = np.cumsum(num_samples) - num_samples
+    return sampled, np.arange(len(sampled)) - firsts[sampled]
+
+
+def _drafts_at(scheduled: Sequence[ScheduledRequest], num_sampled: int) -> Int64:
+    """Return the draft at the place of each sampled token, [num_sampled] int64."""
+    if not any(item.draft_token_ids for item in scheduled):
+        return np.full(num_sampled, NO_DRAFT, dtype=np.int64)
+    parts = [[*item.draft_token_ids, NO_DRAFT] for item in scheduled if item.num_samples]
+    return np.concatenate(parts).astype(np.int64)

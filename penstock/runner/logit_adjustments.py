@@ -15,6 +15,7 @@ grow by one token at a time and are never rebuilt.
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -48,6 +49,14 @@ class TokenCounts:
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._ids[index] = token_id
         self._counts[index] += 1
+
+    def after(self, token_ids: Int32) -> "TokenCounts":
+        """Return a copy with token_ids [n] int32 added."""
+        found = copy(self)
+        found._index, found._ids, found._counts = dict(self._index), self._ids.copy(), self._counts.copy()
+        for token_id in token_ids.tolist():
+            found.add(token_id)
+        return found
 
     @property
     def ids(self) -> Int64:
@@ -106,6 +115,15 @@ class LogitAdjustments:
             self.seen.add(token_id)
         if self.generated is not None:
             self.generated.add(token_id)
+
+    def after(self, drafts: Int32) -> "LogitAdjustments":
+        """Return the adjustments of the token after drafts [n] int32, which count as outputs then. Changes nothing."""
+        if not len(drafts):
+            return self
+        found = copy(self)
+        found.seen = None if self.seen is None else self.seen.after(drafts)
+        found.generated = None if self.generated is None else self.generated.after(drafts)
+        return found
 
     def masked_ids(self, history: Int32, num_outputs: int) -> list[Int64]:
         """Return the ids that may not come next, after the history [num_tokens] int32 with that many outputs."""

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
@@ -28,9 +29,9 @@ from penstock.kernels.tensors import Tensor, as_array, dtype_of, is_torch
 from penstock.layers.context import CausalLM, ForwardContext
 from penstock.runner.checksums import logits_checksums
 from penstock.runner.custom_processors import apply_custom_processors
-from penstock.runner.input_batch import InputBatch, PackedStep, PromptPiece
+from penstock.runner.input_batch import InputBatch, PackedStep, Positions, PromptPiece
 from penstock.runner.programs import RecordedModel
-from penstock.runner.sampler import Sampler, token_logprobs
+from penstock.runner.sampler import Sampled, Sampler, token_logprobs
 from penstock.spec.model_config import ModelConfig
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
@@ -47,6 +48,12 @@ class _Result:
     error: str | None = None
     checksum: int | None = None
     mirostat_mu: float | None = None
+
+    def take(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Add a sampled token."""
+        self.new_token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), logprobs]
 
     def finish(self) -> RequestStepOutput:
         if self.error is not None:
@@ -153,34 +160,64 @@ class ModelRunner:
         return self._ops.plan(meta, self._heads, self._kv_caches[group.layers[0]])
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
-        """Sample one token from logits [M, V'] for each sampled sequence without an error."""
+        """Sample a token from each row of logits [M, V'], and give each sequence those that count.
+
+        These are its tokens up to the first that is not the draft at its place. What comes after, an error too, was
+        computed for a text that is not this one; an error after an accepted draft comes again in the next step.
+        """
         logits = self._without_padding(logits)
+        sequences = step.sampled.tolist()
         if self._checksum_step is not None:
-            checksums = logits_checksums(as_array(logits), self._checksum_step)
-            for b, checksum in zip(step.sampled.tolist(), checksums, strict=True):
-                results[b].checksum = checksum
-        for b, healthy in zip(step.sampled.tolist(), as_array(self._ops.finite_rows(logits)).tolist(), strict=True):
-            if not healthy:
-                results[b].error = NOT_FINITE
-        sequences = [b for b in step.sampled.tolist() if results[b].error is None]
-        if not sequences:
-            return
-        if len(sequences) < len(step.sampled):
-            logits = logits[self._ops.tensor(np.isin(step.sampled, sequences))]
-        rows = step.rows[sequences]
-        processed, errors = apply_custom_processors(logits, self.batch, rows, self._ops)
-        sampled = self._sampler.sample(logits, self.batch, rows, processed)
-        sampled.token_ids[list(errors)] = NO_TOKEN
-        chosen = sampled.token_ids != NO_TOKEN
-        self.batch.append(rows[chosen], sampled.token_ids[chosen])
-        for b, token_id, entry in zip(sequences, sampled.token_ids.tolist(), sampled.logprobs, strict=True):
-            results[b].new_token_ids = [token_id]
-            results[b].logprobs = None if entry is None else [entry]
-            results[b].error = ALL_MASKED if token_id == NO_TOKEN else None
-        for index, mu in sampled.mirostat_mu.items():
-            self.batch.sampling.mirostat_mu[rows[index]] = results[sequences[index]].mirostat_mu = mu
-        for index, error in errors.items():
-            results[sequences[index]].error = error
+            for b, checksum in zip(sequences, logits_checksums(as_array(logits), self._checksum_step), strict=True):
+                results[b].checksum = ((results[b].checksum or 0) + checksum) % 2**64
+        failed = np.array([results[b].error is not None for b in sequences])
+        positions = Positions(step.rows[step.sampled], step.offsets)
+        sampled, errors = self._choose(logits, positions, failed)
+        token_ids, taken, is_open = sampled.token_ids.tolist(), [], [True] * len(results)
+        for index, (b, draft) in enumerate(zip(sequences, step.drafts.tolist(), strict=True)):
+            result = results[b]
+            if not is_open[b] or result.error is not None:
+                continue
+            if index in errors:
+                result.error = None if result.new_token_ids else errors[index]
+                is_open[b] = False
+                continue
+            taken.append(index)
+            result.take(token_ids[index], sampled.logprobs[index])
+            is_open[b] = token_ids[index] == draft
+        for index, mu in sampled.mirostat_mu.items():  # a request with mirostat has no drafts
+            self.batch.sampling.mirostat_mu[positions.rows[index]] = results[sequences[index]].mirostat_mu = mu
+        chosen = np.array(taken, dtype=np.int64)
+        self.batch.append(positions.rows[chosen], sampled.token_ids[chosen], positions.offsets[chosen])
+
+    def _choose(
+        self, logits: Tensor, positions: Positions, failed: npt.NDArray[np.bool_]
+    ) -> tuple[Sampled, dict[int, str]]:
+        """Sample logits [M, V] at rows without an error, and return why other rows have no token, by index.
+
+        failed: [M], rows whose sequence has an error already.
+        """
+        healthy = as_array(self._ops.finite_rows(logits)).astype(bool)
+        errors = dict.fromkeys(np.flatnonzero(~healthy).tolist(), NOT_FINITE)
+        kept = np.flatnonzero(healthy & ~failed)
+        if len(kept) == len(failed):
+            return self._choose_healthy(logits, positions)
+        found = Sampled(np.full(len(failed), NO_TOKEN, dtype=np.int64), [None] * len(failed))
+        if len(kept):
+            sampled, wrong = self._choose_healthy(logits[self._ops.tensor(kept)], positions.at(kept))
+            found.token_ids[kept] = sampled.token_ids
+            for index, entry in zip(kept.tolist(), sampled.logprobs, strict=True):
+                found.logprobs[index] = entry
+            found.mirostat_mu.update((int(kept[index]), mu) for index, mu in sampled.mirostat_mu.items())
+            errors |= {int(kept[index]): error for index, error in wrong.items()}
+        return found, errors
+
+    def _choose_healthy(self, logits: Tensor, positions: Positions) -> tuple[Sampled, dict[int, str]]:
+        """Do so where every row is finite."""
+        processed, wrong = apply_custom_processors(logits, self.batch, positions, self._ops)
+        sampled = self._sampler.sample(logits, self.batch, positions, processed)
+        errors = dict.fromkeys(np.flatnonzero(sampled.token_ids == NO_TOKEN).tolist(), ALL_MASKED)
+        return sampled, errors | wrong
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Drop the padding of the LM head, logits [M, V'] -> [M, V], so that it enters no sum over the vocabulary."""

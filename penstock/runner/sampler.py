@@ -20,7 +20,8 @@ from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.kernels.tensors import Array, Tensor, as_array
-from penstock.runner.input_batch import InputBatch
+from penstock.runner.input_batch import InputBatch, Positions
+from penstock.runner.logit_adjustments import LogitAdjustments
 from penstock.runner.masks import Float32, Int64
 from penstock.runner.truncations import Draw, next_mu
 
@@ -51,18 +52,21 @@ class Sampler:
         self._key: tuple[Any, ...] = ()  # of the parameters kept
         self._kept: SamplingTensors | None = None
 
-    def sample(self, logits: Tensor, batch: InputBatch, rows: Int64, processed: Tensor | None = None) -> Sampled:
-        """Sample logits [M, V] float32 of `rows` [M]; no row has a NaN or is -inf throughout. Changes neither.
+    def sample(
+        self, logits: Tensor, batch: InputBatch, positions: Positions, processed: Tensor | None = None
+    ) -> Sampled:
+        """Sample logits [M, V] float32; no row has a NaN or is -inf throughout. Changes neither.
 
         processed: the logits to sample from, if custom processors have changed them.
         """
+        rows = positions.rows
         asked = np.flatnonzero(batch.sampling.num_logprobs[rows] >= 0)
         raw = None
         if asked.size:
             some = logits if len(asked) == len(rows) else logits[self._ops.tensor(asked)]
             raw = as_array(self._ops.log_softmax(some))
         chosen_from = logits if processed is None else processed
-        params, shaped = self._tensors(batch, rows, chosen_from)
+        params, shaped = self._tensors(batch, positions, chosen_from)
         if shaped:
             chosen_from = self._with_shaped(chosen_from, shaped)
         token_ids = as_array(self._ops.sample(chosen_from, params))
@@ -74,20 +78,22 @@ class Sampler:
                 logprobs[index] = entry
         return Sampled(token_ids, logprobs, _next_mus(batch, rows, shaped, token_ids) if shaped else {})
 
-    def _tensors(self, batch: InputBatch, rows: Int64, logits: Tensor) -> tuple[SamplingTensors, dict[int, Float32]]:
+    def _tensors(
+        self, batch: InputBatch, positions: Positions, logits: Tensor
+    ) -> tuple[SamplingTensors, dict[int, Float32]]:
         """Return `sampling_tensors`, recomputed only when the rows or their requests change, and `shaped_rows`.
 
         Those of a step with adjusted rows are never kept: they change with every token.
         """
-        key = (batch, batch.sampling.version, rows.tobytes(), logits.shape[1])
+        key = (batch, batch.sampling.version, positions.rows.tobytes(), logits.shape[1])
         if self._kept is None or key != self._key:
-            shaped = shaped_rows(logits, batch, rows)
-            made = sampling_tensors(batch, rows, logits.shape[1], self._ops, shaped)
-            plain = all(batch.sampling.adjustments[row] is None for row in rows.tolist())
+            shaped = shaped_rows(logits, batch, positions)
+            made = sampling_tensors(batch, positions, logits.shape[1], self._ops, shaped)
+            plain = all(batch.sampling.adjustments[row] is None for row in positions.rows.tolist())
             self._key, self._kept = key, made if plain else None
             return made, shaped
         if self._kept.noise_key is not None:
-            self._kept = replace(self._kept, noise_key=self._ops.tensor(_noise_key(batch, rows)))
+            self._kept = replace(self._kept, noise_key=self._ops.tensor(_noise_key(batch, positions)))
         return self._kept, {}
 
     def _with_shaped(self, logits: Tensor, shaped: dict[int, Float32]) -> Tensor:
@@ -98,16 +104,18 @@ class Sampler:
         return self._ops.tensor(found)
 
 
-def shaped_rows(logits: Tensor, batch: InputBatch, rows: Int64) -> dict[int, Float32]:
-    """Return the shaped logits [V] of those of `rows` [M] that need it, by index. Changes nothing."""
+def shaped_rows(logits: Tensor, batch: InputBatch, positions: Positions) -> dict[int, Float32]:
+    """Return the shaped logits [V] of those rows [M] that need it, by index. Changes nothing."""
     found: dict[int, Float32] = {}
-    for index, row in enumerate(rows.tolist()):
+    for index, (row, offset) in positions:
         item = batch.sampling.adjustments[row]
-        if item is not None and item.shapes(batch.history(row)):
-            num_outputs = batch.num_outputs(row)
+        history = batch.history(row, offset)
+        if item is not None and item.shapes(history):
+            num_outputs = batch.num_outputs(row) + offset
             seed, choice = batch.sampling.noise_key[row].tolist()
             draw = Draw((seed, choice, num_outputs), batch.sampling.mirostat_mu[row] or 0.0)
-            found[index] = item.shape(as_array(logits)[index], batch.history(row), num_outputs, draw)
+            item = item.after(history[len(history) - offset :])
+            found[index] = item.shape(as_array(logits)[index], history, num_outputs, draw)
     return found
 
 
@@ -146,13 +154,13 @@ def token_logprobs(logprobs: Array, token_ids: Int64, num_top: Sequence[int]) ->
 
 
 def sampling_tensors(
-    batch: InputBatch, rows: Int64, vocab_size: int, ops: Ops, shaped: Collection[int] = ()
+    batch: InputBatch, positions: Positions, vocab_size: int, ops: Ops, shaped: Collection[int] = ()
 ) -> SamplingTensors:
-    """Collect the parameters of `rows` [M] for logits [M, vocab_size]; None where no row needs one.
+    """Collect the parameters for logits [M, vocab_size]; None where no row needs one.
 
     shaped: indices of rows whose logits are shaped already: nothing is left but the draw.
     """
-    own = batch.sampling
+    own, rows = batch.sampling, positions.rows
     temperature = own.temperature[rows]
     top_k, top_p, min_p = own.top_k[rows], own.top_p[rows], own.min_p[rows]
     if shaped:
@@ -166,25 +174,30 @@ def sampling_tensors(
         top_k=tensor(np.where(limited, top_k, vocab_size)) if limited.any() else None,
         top_p=tensor(top_p) if (top_p < 1.0).any() else None,
         min_p=tensor(min_p) if (min_p > 0.0).any() else None,
-        noise_key=tensor(_noise_key(batch, rows)) if temperature.any() else None,
-        **_adjustments(batch, rows, vocab_size, ops, shaped),
+        noise_key=tensor(_noise_key(batch, positions)) if temperature.any() else None,
+        **_adjustments(batch, positions, vocab_size, ops, shaped),
     )
 
 
-def _adjustments(batch: InputBatch, rows: Int64, vocab_size: int, ops: Ops, shaped: Collection[int]) -> dict[str, Any]:
+def _adjustments(
+    batch: InputBatch, positions: Positions, vocab_size: int, ops: Ops, shaped: Collection[int]
+) -> dict[str, Any]:
     """Return masked, bias, repetition and counts of SamplingTensors as far as a row has LogitAdjustments."""
-    adjusted = [
-        (index, row, item)
-        for index, row in enumerate(rows.tolist())
+    rows = positions.rows
+    adjusted: list[tuple[int, int, int, LogitAdjustments]] = [
+        (index, row, offset, item)
+        for index, (row, offset) in positions
         if (item := batch.sampling.adjustments[row]) is not None and index not in shaped
     ]
     if not adjusted:
         return {}
     repetition, frequency, presence = np.ones(len(rows), np.float32), *np.zeros((2, len(rows)), np.float32)
     masked, bias, seen, counts = list[_Part](), list[_Part](), list[_Part](), list[_Part]()
-    for index, row, item in adjusted:
-        masked += [(index, ids, NO_VALUES) for ids in item.masked_ids(batch.history(row), batch.num_outputs(row))]
-        if (added := item.bias(batch.history(row))) is not None:
+    for index, row, offset, known in adjusted:
+        history = batch.history(row, offset)
+        item = known.after(history[len(history) - offset :])
+        masked += [(index, ids, NO_VALUES) for ids in item.masked_ids(history, batch.num_outputs(row) + offset)]
+        if (added := item.bias(history)) is not None:
             bias.append((index, *added))
         if item.seen is not None:
             repetition[index] = item.params.repetition_penalty
@@ -219,7 +232,8 @@ def _pairs(parts: list[_Part], vocab_size: int, ops: Ops) -> tuple[Tensor, Tenso
     return (ops.tensor(pairs), ops.tensor(numbers)) if len(pairs) else None
 
 
-def _noise_key(batch: InputBatch, rows: Int64) -> Int64:
+def _noise_key(batch: InputBatch, positions: Positions) -> Int64:
     """Return [M, 3] int64: seed, choice, and the number of outputs so far, which is the position of the next one."""
-    num_outputs = batch.num_tokens[rows] - batch.num_prompt_tokens[rows]
+    rows = positions.rows
+    num_outputs = batch.num_tokens[rows] - batch.num_prompt_tokens[rows] + positions.offsets
     return np.concatenate([batch.sampling.noise_key[rows], num_outputs[:, None]], axis=1)

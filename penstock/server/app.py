@@ -187,6 +187,12 @@ async def status(request: Request) -> Response:
         "prompt_tokens_total": stats.num_prompt_tokens_total,
         "cached_tokens_total": stats.num_cached_tokens_total,
         "generated_tokens_total": stats.num_generated_tokens_total,
+        "spec_decode": {
+            "drafts_total": stats.num_drafts_total,
+            "draft_tokens_total": stats.num_draft_tokens_total,
+            "accepted_tokens_total": stats.num_accepted_tokens_total,
+            "accepted_tokens_per_pos_total": stats.num_accepted_tokens_per_pos_total,
+        },
         "preemptions_total": stats.num_preemptions_total,
         "aborted_total": now.num_aborted_total,
     }

@@ -53,6 +53,9 @@ COUNTERS = (
     ("penstock_prefix_cache_hits", "Prompt tokens found in the cache, as vLLM names it", "num_cached_tokens_total"),
     ("penstock_generation_tokens", "Tokens generated", "num_generated_tokens_total"),
     ("penstock_preemptions", "Sequences preempted for lack of blocks", "num_preemptions_total"),
+    ("penstock_spec_decode_num_drafts", "Times that a sequence had drafts in a step", "num_drafts_total"),
+    ("penstock_spec_decode_num_draft_tokens", "Draft tokens computed", "num_draft_tokens_total"),
+    ("penstock_spec_decode_num_accepted_tokens", "Draft tokens accepted", "num_accepted_tokens_total"),
     ("penstock_invalid_frames", "Messages to the engine process that it dropped", "num_invalid_frames_total"),
 )
 
@@ -195,6 +198,12 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(name, text, value=getattr(status.stats, attribute))
         for name, text, attribute in COUNTERS:
             yield CounterMetricFamily(name, text, value=getattr(status.stats, attribute))
+        by_position = CounterMetricFamily(
+            "penstock_spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by place", labels=["position"]
+        )
+        for position, count in enumerate(status.stats.num_accepted_tokens_per_pos_total):
+            by_position.add_metric([str(position)], count)
+        yield by_position
         yield CounterMetricFamily(
             "penstock_engine_restarts", "Engine processes restarted after a failure", value=status.restarts
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,7 +22,7 @@ from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOu
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, unavailable
 from penstock.server.context import RequestLog, ServerContext
-from penstock.server.openai_responses import PromptTokensDetails, Seed, Usage
+from penstock.server.openai_responses import CompletionTokensDetails, PromptTokensDetails, Seed, Usage
 from penstock.server.records import EncodedPrompt
 
 Indexed = tuple[int, RequestOutput]  # a prompt's index, and an output of it
@@ -102,7 +103,16 @@ class Generation:
             completion_tokens=log.num_completion_tokens,
             total_tokens=log.num_prompt_tokens + log.num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=log.num_cached_tokens),
+            completion_tokens_details=self._drafts(),
         )
+
+    def _drafts(self) -> CompletionTokensDetails | UnsetType:
+        known = [output for output in self._latest if output is not None]
+        accepted = sum(output.num_accepted_tokens for output in known)
+        rejected = sum(output.num_rejected_tokens for output in known)
+        if not accepted and not rejected:
+            return UNSET
+        return CompletionTokensDetails(accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
 
     def seed(self) -> Seed:
         """Return the seed that repeats the answer: one number, or for a list of prompts one per prompt."""

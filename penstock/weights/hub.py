@@ -11,7 +11,7 @@ LIGHT_FILES = ["*.json", "*.jinja"]
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:
-    """Return the directory of "demo", a path, or a hub name such as "owner/model", which is downloaded.
+    """Return the directory of "demo" or "demo-draft", a path, or a hub name such as "owner/model", which is downloaded.
 
     weights: whether to download the weights too.
 
@@ -23,15 +23,15 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
 
 
 def find_local(name: str) -> Path | None:
-    """Return the directory of "demo" or a path, without downloading; None for a hub name.
+    """Return the directory of "demo", "demo-draft" or a path, without downloading; None for a hub name.
 
     Raises:
         ModelLoadError: it is none of these.
     """
-    if name == "demo":
-        from penstock.demo import MODEL_DIR
+    if name in ("demo", "demo-draft"):
+        from penstock.demo import DRAFT_DIR, MODEL_DIR
 
-        return MODEL_DIR
+        return MODEL_DIR if name == "demo" else DRAFT_DIR
     path = Path(os.path.expanduser(name))  # Path.expanduser raises for an unknown user
     if path.is_dir():
         return path

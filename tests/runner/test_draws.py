@@ -12,7 +12,7 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.sampling import philox4x32, uniform
 from penstock.kernels.sampling import XTC_STREAM, uniform_at
-from penstock.runner.input_batch import InputBatch
+from penstock.runner.input_batch import InputBatch, Positions
 from penstock.runner.sampler import Sampler
 from tests.kernels.packed import levels
 
@@ -77,7 +77,7 @@ def crowd(fields: dict[str, Any]) -> InputBatch:
 def draws(ops: Any, batch: InputBatch) -> np.ndarray:
     """One draw of each, as a step of the runner makes it."""
     rows = np.array([batch.row(str(choice)) for choice in range(COUNT)])
-    return Sampler(ops).sample(ops.tensor(np.tile(LOGITS, (COUNT, 1))), batch, rows).token_ids
+    return Sampler(ops).sample(ops.tensor(np.tile(LOGITS, (COUNT, 1))), batch, Positions.after_outputs(rows)).token_ids
 
 
 @pytest.mark.covers("C12", "F12")

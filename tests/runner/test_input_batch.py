@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import EngineError, NotSupportedError
+from penstock.errors import EngineError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.runner.input_batch import InputBatch, PackedStep
@@ -170,7 +170,7 @@ def finish_step(
         rows.append(int(packed.rows[index]))
         tokens.append(rng.randrange(2**31))
         scheduler.books[name].tokens.append(tokens[-1])
-    batch.append(np.array(rows, dtype=np.int64), np.array(tokens, dtype=np.int64))
+    batch.append(np.array(rows, dtype=np.int64), np.array(tokens, dtype=np.int64), np.zeros(len(rows), np.int64))
 
 
 def one(num_tokens: int = 4, name: str = "a", **params: object) -> NewRequest:
@@ -215,10 +215,20 @@ def test_a_request_twice_in_a_step_is_refused() -> None:
         run(InputBatch(GROUPS, MAX_SEQS, MAX_LEN), [one()], *items)
 
 
-def test_drafts_are_refused_until_they_are_built() -> None:
-    """Guards against num_samples = 2 being accepted and ignored."""
-    with pytest.raises(NotSupportedError, match="num_samples"):
-        run(InputBatch(GROUPS, MAX_SEQS, MAX_LEN), [one()], ScheduledRequest("a", 0, 4, [[], [], []], [0, 0, 0], 2))
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (ScheduledRequest("a", 0, 4, [[], [], []], [0, 0, 0], 2), "after each draft"),
+        (ScheduledRequest("a", 0, 5, [[], [], []], [0, 0, 0], 1, [7]), "after each draft"),
+        (ScheduledRequest("a", 0, 4, [[], [], []], [0, 0, 0], 2, [7]), "has not caught up"),
+        (ScheduledRequest("a", 4, 1, [[], [], []], [0, 0, 0], 2, [7]), "after each draft"),
+        (ScheduledRequest("a", 0, 4, [[], [], []], [0, 0, 0], 61, [7] * MAX_LEN), "max_model_len"),
+    ],
+)  # fmt: skip
+def test_drafts_that_contradict_the_step_are_refused(item: ScheduledRequest, message: str) -> None:
+    """Guards against a position sampled that has no token before it, and drafts written into the next row."""
+    with pytest.raises(EngineError, match=message):
+        run(InputBatch(GROUPS, MAX_SEQS, MAX_LEN), [one()], item)
 
 
 def test_new_requests_that_do_not_fit_are_refused() -> None:
@@ -242,7 +252,7 @@ def test_a_request_stops_at_max_model_len() -> None:
     batch = InputBatch(GROUPS, 2, 16)
     batch.learn(one(16))
     with pytest.raises(EngineError, match="max_model_len = 16"):
-        batch.append(np.array([batch.row("a")]), np.array([7]))
+        batch.append(np.array([batch.row("a")]), np.array([7]), np.array([0]))
 
 
 def test_forgetting_a_stranger_is_harmless() -> None:

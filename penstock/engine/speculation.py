@@ -1,0 +1,160 @@
+"""Speculation: asks a Proposer for drafts of the requests that decode, and counts what became of them.
+
+    propose   before a step is planned: which drafts it computes (draft_policy.py says how many)
+    note      after it: how many were accepted, and what the step cost
+
+Drafts belong to one step. They are in its plan and nowhere else, so a step that fails, a preemption and an engine that
+dies have nothing to undo: a request's tokens grow only by what was sampled.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from penstock.engine.draft_policy import DraftPolicy
+from penstock.engine.request import Request
+from penstock.interface.drafts import DraftQuery, Proposer
+from penstock.interface.step import CacheGroup, ScheduledRequest
+
+MAX_PAUSE = 15  # steps: asking takes time too
+LOGGER = logging.getLogger("penstock")
+
+
+class Speculation:
+    """One engine's drafts.
+
+    Attributes:
+        policy: how many drafts pay.
+        num_drafts, num_draft_tokens, num_accepted_tokens: requests that got drafts in a step, their drafts, and those
+            accepted; since the start.
+        accepted_per_position: how often the first, second, ... draft was accepted.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        num_speculative_tokens: int,
+        *,
+        policy: DraftPolicy | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.policy = policy or DraftPolicy()
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.accepted_per_position = [0] * num_speculative_tokens
+        self._proposer: Proposer | None = proposer
+        self._most = num_speculative_tokens
+        self._clock = clock
+        self._began = self._proposing_s = 0.0
+        self._pause = self._steps_to_pause = 0  # steps without a question, after answers that nothing pays
+
+    def fit(self, groups: Iterable[CacheGroup]) -> None:
+        """Draft no more than the cache groups tolerate."""
+        self._most = min([self._most, *(ring_slack(group) for group in groups if group.ring)])
+
+    def propose(self, running: Sequence[Request]) -> dict[str, list[int]]:
+        """Return the drafts of the next step by request id. None while prompts are computed, when none would pay."""
+        self._proposing_s = 0.0
+        if self._proposer is None or any(request.num_missing_tokens > 1 for request in running):
+            return {}
+        if self._steps_to_pause:
+            self._steps_to_pause -= 1
+            return {}
+        limits = {
+            request.request_id: limit
+            for request in running
+            if not request.params.mirostat  # its state follows from each draw before, drafts included
+            and (limit := min(self._most, request.max_output_tokens - request.num_output_tokens - 1)) > 0
+        }
+        if not limits:
+            return {}
+        try:
+            drafts = self._drafts({request.request_id: request for request in running}, limits)
+        except Exception:
+            LOGGER.exception("the proposer of drafts failed and is off from now on; no request is affected")
+            self.shutdown()
+            return {}
+        self._pause = 0 if self.policy.pays else min(2 * self._pause + 1, MAX_PAUSE)
+        self._steps_to_pause = self._pause
+        return drafts
+
+    def _drafts(self, running: dict[str, Request], limits: dict[str, int]) -> dict[str, list[int]]:
+        proposer = self._proposer
+        if proposer is None:
+            return {}
+        if proposer.is_free:
+            found = _ask(proposer, running, limits)
+            counts = self.policy.choose({name: len(ids) for name, ids in found.items()}, len(running))
+            return {name: found[name][:count] for name, count in counts.items()}
+        counts = self.policy.choose(limits, len(running))
+        if not counts:
+            return {}
+        began = self._clock()
+        found = _ask(proposer, running, counts)
+        self._proposing_s = self._clock() - began
+        self.policy.note_proposal(max(counts.values()), self._proposing_s)
+        return found
+
+    def begin_step(self) -> None:
+        self._began = self._clock()
+
+    def note(self, scheduled: list[ScheduledRequest], accepted: dict[str, int]) -> None:
+        """Learn from a step that succeeded. accepted: how many drafts of each request that had any."""
+        if self._steps_to_pause:
+            self.policy.note_pause()
+            return
+        seconds = self._clock() - self._began
+        for item in scheduled:
+            if item.draft_token_ids and item.request_id in accepted:
+                self._count(item.request_id, len(item.draft_token_ids), accepted[item.request_id])
+        if all(item.num_samples == item.num_new_tokens for item in scheduled):
+            num_tokens = sum(item.num_new_tokens for item in scheduled)
+            self.policy.note_step(len(scheduled), num_tokens, seconds, sum(accepted.values()), self._proposing_s)
+
+    def _count(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
+        self.policy.note_drafts(request_id, num_drafts, num_accepted)
+
+    def counters(self) -> dict[str, Any]:
+        """Return the counters as fields of EngineStats."""
+        return {
+            "num_drafts_total": self.num_drafts,
+            "num_draft_tokens_total": self.num_draft_tokens,
+            "num_accepted_tokens_total": self.num_accepted_tokens,
+            "num_accepted_tokens_per_pos_total": list(self.accepted_per_position),
+        }
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self.policy.forget(request_id)
+        if self._proposer is not None:
+            self._proposer.forget(request_id)
+
+    def shutdown(self) -> None:
+        """Free the proposer. There are no drafts any more."""
+        if self._proposer is not None:
+            self._proposer.shutdown()
+        self._proposer = None
+
+
+def ring_slack(group: CacheGroup) -> int:
+    """Return how many drafts a ring tolerates.
+
+    A draft at position p takes the row of p - block_size. If no draft is accepted, the next token is at c + 1, where c
+    is the last computed position, and still attends to c + 2 - sliding_window; so p is at most that + block_size - 1.
+    """
+    return max(0, group.block_size - (group.sliding_window or group.block_size) + 1)
+
+
+def _ask(proposer: Proposer, running: dict[str, Request], counts: dict[str, int]) -> dict[str, list[int]]:
+    """Return the drafts that a proposer has, without empty ones."""
+    queries = [DraftQuery(name, running[name].token_ids, count) for name, count in counts.items()]
+    return {
+        query.request_id: ids[: query.count]
+        for query, ids in zip(queries, proposer.propose(queries), strict=True)
+        if ids
+    }

@@ -1,0 +1,117 @@
+"""Drafts: tokens that a request may well have next, guessed cheaply, so that one step can compute several positions.
+
+A draft is accepted exactly when it is the token that the step samples at its position. So drafts change how many steps
+an answer takes, and no bit of it; and a Proposer may guess as it likes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError
+
+NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+OPTION = "speculative_config"
+DEFAULT_LOOKUP_MAX = 4
+MAX_DRAFTS, MAX_NGRAM = 32, 64  # of a request in a step; tokens that are looked up
+
+
+@dataclass(frozen=True, slots=True)
+class DraftQuery:
+    """A request that wants drafts.
+
+    Attributes:
+        token_ids: prompt and outputs so far, as the engine keeps them: not to be changed. It only grows, as long as the
+            request is not forgotten.
+        count: most drafts wanted, at least 1.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    count: int
+
+
+class Proposer(Protocol):
+    """Guesses tokens.
+
+    Attributes:
+        is_free: a guess takes next to no time; so the engine asks first, and then decides what to make of it.
+    """
+
+    is_free: bool
+
+    def propose(self, queries: Sequence[DraftQuery]) -> list[list[int]]:
+        """Return at most `count` tokens for each query, perhaps none. An exception costs the drafts, no request."""
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended; it may be unknown."""
+
+    def shutdown(self) -> None:
+        """Free everything. No call may follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made, in vLLM's names.
+
+    Attributes:
+        method: "ngram" looks up the last tokens in the request's own text; "draft_model" asks a smaller model. Without
+            it the model decides: given, it is asked.
+        model: of "draft_model": a directory, a hub name or "demo-draft". It has the vocabulary of the other model.
+        num_speculative_tokens: most drafts of a request in a step. As many are computed as pay.
+        prompt_lookup_max, prompt_lookup_min: of "ngram": most and fewest tokens that are looked up.
+
+    Raises:
+        InvalidRequestError: a value is out of range, or belongs to the other method.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int = 5
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method is None and self.model is not None:
+            object.__setattr__(self, "method", DRAFT_MODEL)
+        check.check_choice(_name("method"), self.method, (NGRAM, DRAFT_MODEL))
+        check.check_int(_name("num_speculative_tokens"), self.num_speculative_tokens, 1, MAX_DRAFTS)
+        if self.method == DRAFT_MODEL:
+            check.check_str(_name("model"), self.model)
+            for name in ("prompt_lookup_max", "prompt_lookup_min"):
+                if getattr(self, name) is not None:
+                    raise check.fail(_name(name), getattr(self, name), "left out: only method = ngram looks up")
+            return
+        if self.model is not None:
+            raise check.fail(_name("model"), self.model, "left out: method = ngram has no model")
+        self._settle_lengths()
+
+    def _settle_lengths(self) -> None:
+        longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
+        longest = max(DEFAULT_LOOKUP_MAX, shortest or 1) if longest is None else longest
+        check.check_int(_name("prompt_lookup_max"), longest, 1, MAX_NGRAM)
+        shortest = 1 if shortest is None else shortest
+        check.check_int(_name("prompt_lookup_min"), shortest, 1, longest)
+        object.__setattr__(self, "prompt_lookup_max", longest)
+        object.__setattr__(self, "prompt_lookup_min", shortest)
+
+    @classmethod
+    def of(cls, value: Any) -> "SpeculativeConfig":
+        """Return the config of a dictionary, as users write it.
+
+        Raises:
+            InvalidRequestError: it has unknown keys or wrong values.
+        """
+        if not isinstance(value, dict):
+            raise check.fail(OPTION, value, 'an object like {"method": "ngram"}')
+        names = [item.name for item in fields(cls)]
+        unknown = next((str(key) for key in value if key not in names), None)
+        if unknown is not None:
+            message = f"{_name(check.shown(unknown))}: unknown key; known are {', '.join(names)}"
+            raise InvalidRequestError(message, param=OPTION)
+        return cls(**value)
+
+
+def _name(key: str) -> str:
+    return f"{OPTION}.{key}"
