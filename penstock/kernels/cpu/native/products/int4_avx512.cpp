@@ -137,7 +137,7 @@ struct Int8Rows {
             const Floats low_offset = low_scale * OFFSET, high_offset = high_scale * OFFSET;
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                const Ints high = (Ints)whole[p][r] - (Ints)low[p][r];
+                const Ints high = (Ints)_mm512_sub_epi32(whole[p][r], low[p][r]);  // wraps around, as the starts do
                 totals.add(p, r, 0, scaled((Ints)low[p][r], low_scale, low_offset));
                 totals.add(p, r, 1, scaled(high, high_scale, high_offset));
             }
