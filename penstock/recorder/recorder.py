@@ -4,7 +4,7 @@ can begin a segment."""
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
@@ -115,6 +115,7 @@ class Recorder:
             [item.num_new_tokens for item in plan.scheduled],
             [item.num_samples for item in plan.scheduled],
             tables,
+            [(copy.group, copy.source, copy.target) for copy in plan.block_copies],
         )
         self._write(record, reserve=RESULT_BYTES * (len(rows) + 8))
         for request_id in plan.removed_request_ids:
@@ -203,13 +204,7 @@ class RecordedExecutor:
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
         """Record the plan, then start the step, with checksums of its logits."""
         self._guarded(lambda recorder: recorder.planned(scheduler_output))
-        plan = SchedulerOutput(
-            scheduler_output.step_id,
-            scheduler_output.new_requests,
-            scheduler_output.scheduled,
-            scheduler_output.removed_request_ids,
-            checksum_logits=self._recorder is not None,
-        )
+        plan = replace(scheduler_output, checksum_logits=self._recorder is not None)
         return plan, self._executor.submit(plan)
 
     def collect(self, handle: Any) -> StepOutput:

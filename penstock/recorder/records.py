@@ -13,7 +13,7 @@ import msgspec
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
 
-FORMAT = 1  # raised with every change of a record
+FORMAT = 2  # raised with every change of a record
 
 
 class EngineDescription(msgspec.Struct, frozen=True):
@@ -89,6 +89,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag=True):
         removed: numbers.
         numbers, num_computed, num_new, num_samples: of the scheduled requests, in order.
         tables: index among them -> new_block_ids and num_released_blocks, where these change.
+        copies: its block_copies, as group, source and target.
     """
 
     step_id: int
@@ -100,6 +101,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_new: list[int]
     num_samples: list[int]
     tables: dict[int, tuple[list[list[int]], list[int]]]
+    copies: list[tuple[int, int, int]] = []
 
 
 class Computed(msgspec.Struct, frozen=True, array_like=True, tag=True):
