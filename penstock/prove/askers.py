@@ -97,7 +97,7 @@ class Offline:
     def _requests(self, index: int, member: Member) -> Iterator[EngineRequest]:
         query = self._queries[member.query]
         if query.is_search:
-            yield EngineRequest(f"{index} 0", query.prompt, query.params(member.n))
+            yield EngineRequest(f"{index} 0", query.prompt, query.params(member.n), cache_salt=member.salt)
             return
         for choice in range(member.n):
             known = self._expected[member.query, choice] if member.cut else Answer()
