@@ -33,7 +33,7 @@ FLOATS = (
 WITH_BEAM_SEARCH = (  # fields that may be set beside use_beam_search; the others choose or change tokens
     "n", "temperature", "seed", "ignore_eos", "max_tokens", "logprobs", "detokenize", "skip_special_tokens",
     "spaces_between_special_tokens", "include_stop_str_in_output", "use_beam_search", "length_penalty",
-    "early_stopping", "output_kind",
+    "early_stopping", "output_kind", "dry_sequence_breakers",  # the last does nothing without dry_multiplier
 )  # fmt: skip
 
 
