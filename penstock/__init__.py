@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PenstockError,
         RequestFailedError,
     )
+    from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
     from penstock.interface.prompts import read_prompts
     from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -36,6 +37,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncLLM": "entrypoints.async_llm",
+    "BeamSearchOutput": "interface.beam_search",
+    "BeamSearchParams": "interface.beam_search",
+    "BeamSearchSequence": "interface.beam_search",
     "CompletionOutput": "interface.outputs",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
@@ -68,6 +72,9 @@ __all__ = [  # noqa: RUF022  (in the order a reader needs them; a test checks it
     "FinishReason",
     "Logprob",
     "read_prompts",
+    "BeamSearchParams",
+    "BeamSearchOutput",
+    "BeamSearchSequence",
     "register_model",
     "register_logits_processor",
     "PenstockError",

@@ -2,13 +2,25 @@
 
 from dataclasses import replace
 
+from penstock.engine.beam_search import BeamSearch
 from penstock.engine.engine import Engine
 from penstock.engine.scripted import VOCAB_SIZE as VOCAB
-from penstock.engine.scripted import ScriptedExecutor, next_token
+from penstock.engine.scripted import ScriptedExecutor, likely_tokens, next_token
 from penstock.engine.speculation import Speculation
-from penstock.interface.messages import EngineOutput, EngineRequest, ModelInfo
+from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
+
+
+def expected_search(
+    prompt: list[int], params: SamplingParams, end_ids: tuple[int, ...] = (), window: int | None = None
+) -> list[Hypothesis]:
+    """What a beam search alone finds."""
+    search = BeamSearch(params, params.max_tokens, frozenset() if params.ignore_eos else frozenset(end_ids))
+    count = max(params.num_candidates(len(end_ids)), params.logprobs or 0)
+    while not search.is_done:
+        search.advance([likely_tokens([*prompt, *path.token_ids], count, window=window) for path in search.paths])
+    return search.hypotheses
 
 
 def expected_outputs(prompt: list[int], count: int, window: int | None = None) -> list[int]:

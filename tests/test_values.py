@@ -80,6 +80,9 @@ BAD_SAMPLING = {
     "spaces_between_special_tokens": [1, None],
     "include_stop_str_in_output": [1, None],
     "output_kind": ["all", None, 1],
+    "use_beam_search": [0, 1, "true", None],
+    "length_penalty": [0.5, -6, 5.1, math.nan, math.inf, "1", None, True],  # the first: without a beam search
+    "early_stopping": [True, "never", "always", 0, 1.0, None, ["never"]],  # the first two: without a beam search
     "structured_outputs": [{"json": {}}, "x", 1],
     "guided_decoding": [{"json": {}}, "x", 1],
 }

@@ -122,21 +122,22 @@ class Admission:
         Returns:
             The seconds within which its first token must come; None: it finds a free row, or may take any time.
         """
-        num_prompt_tokens, requests = len(prepared.prompt_token_ids), prepared.engine_requests
-        self.check(requests[0].flow, len(requests), num_prompt_tokens)
+        num_prompt_tokens, params = len(prepared.prompt_token_ids), prepared.params
+        flow = prepared.engine_requests[0].flow
+        self.check(flow, params.n, num_prompt_tokens)
         waits = self._queue.must_wait
-        for index, request in enumerate(requests):
+        for index in range(params.n):  # as many rows, of choices or beams
             prompt = 0 if index else num_prompt_tokens  # the others find it in the cache
-            outputs = self._outputs_left(request.params.max_tokens or 0, request.params.ignore_eos)
-            self._queue.add(request.flow, prompt, outputs)
-        return self._limits.max_queue_wait if waits else None
+            self._queue.add(flow, prompt, self._outputs_left(params.max_tokens or 0, params.ignore_eos))
+        patient = params.use_beam_search  # whose first token comes with its last
+        return self._limits.max_queue_wait if waits and not patient else None
 
     def note(self, outputs: Sequence[EngineOutput], stats: EngineStats) -> None:
         """Measure a step of the engine."""
         computed = stats.num_generated_tokens_total + stats.num_prompt_tokens_total - stats.num_cached_tokens_total
         self._throughput.note(self._clock(), computed, has_queue=stats.num_waiting > 0)
         for output in outputs:
-            if output.finish_reason is not None:
+            if output.finish_reason is not None and output.hypotheses is None:
                 length = max(1, output.start_index + len(output.new_token_ids))
                 before = length if self._typical_tokens is None else self._typical_tokens
                 self._typical_tokens = before + TYPICAL_WEIGHT * (length - before)
@@ -154,7 +155,8 @@ class Admission:
             for choice in self._requests.running_choices():
                 started, request = bool(choice.token_ids), choice.request
                 prompt = 0 if started or request.choice else len(request.prompt_token_ids)
-                self._queue.add(request.flow, prompt, self._left(choice), started=started)
+                for beam in range(request.params.n if request.params.use_beam_search else 1):
+                    self._queue.add(request.flow, 0 if beam else prompt, self._left(choice), started=started)
         return self._queue
 
     def _left(self, choice: Choice) -> float:

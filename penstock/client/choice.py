@@ -25,6 +25,7 @@ class Choice:
         mirostat_mu: mirostat's state after them; they come back together.
         finish_reason: None while it runs.
         changed: there is something that make_output has not returned yet.
+        cumulative_logprob: of the tokens so far; None where log-probabilities are not requested.
     """
 
     def __init__(self, request: EngineRequest, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
@@ -41,7 +42,7 @@ class Choice:
         self._stop_reason: int | str | None = None
         self._text: list[str] = []
         self._logprobs: list[LogprobsAt] | None = None if params.logprobs is None else []
-        self._cumulative_logprob = 0.0
+        self.cumulative_logprob = None if params.logprobs is None else 0.0
         self._num_sent = 0  # tokens returned in DELTA mode
 
     def add_tokens(self, output: EngineOutput, start: int = 0) -> None:
@@ -54,7 +55,7 @@ class Choice:
             self.mirostat_mu = self.mirostat_mu if output.mirostat_mu is None else output.mirostat_mu
             if output.logprobs is not None and self._logprobs is not None:
                 self._logprobs.append(logprobs_at(output.logprobs[position], self._tokenizer))
-                self._cumulative_logprob += output.logprobs[position].logprobs[0]
+                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + output.logprobs[position].logprobs[0]
             is_hidden = last_is_stop and position == len(ids) - 1
             if self._detokenizer is not None and not is_hidden:
                 self._add_text(self._detokenizer.push(ids[position : position + 1]))
@@ -84,7 +85,7 @@ class Choice:
             index=self.request.choice,
             text="".join(self._text),
             token_ids=self.token_ids[self._num_sent :],
-            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+            cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self._logprobs is None else list(self._logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,

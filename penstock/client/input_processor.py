@@ -32,7 +32,8 @@ class PreparedRequest:
         request_id: the user's, or a new one; whether it is in use is checked by OpenRequests.
         prompt: the text, if one was given.
         params: as the user gave them (stop strings included), with max_tokens and seed settled.
-        engine_requests: one per choice, in order. Their ids are never used twice, even if a request_id is.
+        engine_requests: one per choice, in order; one in all for a beam search. Their ids are never used twice, even if
+            a request_id is.
     """
 
     request_id: str
@@ -193,12 +194,15 @@ def check_salt(salt: Any) -> None:
 
 
 def _choices(source: EngineRequest) -> tuple[EngineRequest, ...]:
-    """Return one request per choice, without texts. Only the first computes the prompt's log-probabilities."""
+    """Return one request per choice, without texts. Only the first computes the prompt's log-probabilities.
+
+    The hypotheses of a beam search are the choices of one request.
+    """
     first = source.params.settled(stop=(), bad_words=(), dry_sequence_breakers=())
     later = first.settled(prompt_logprobs=None)
     return tuple(
         replace(source, request_id=f"{source.request_id}-{choice}", params=later if choice else first, choice=choice)
-        for choice in range(source.params.n)
+        for choice in range(1 if source.params.use_beam_search else source.params.n)
     )
 
 
@@ -212,6 +216,11 @@ def resumed(prepared: PreparedRequest, output_token_ids: Sequence[list[int]]) ->
     if not output_token_ids:
         return prepared
     params = prepared.params
+    if params.use_beam_search and not any(output_token_ids):
+        return prepared
+    if params.use_beam_search:
+        message = "output_token_ids: not with use_beam_search: a search begins anew"
+        raise InvalidRequestError(message, param="output_token_ids")
     num_tokens = [len(ids) for ids in output_token_ids]
     if len(num_tokens) != params.n or max(num_tokens) >= (params.max_tokens or 0):
         allowed = f"one list per choice, each shorter than max_tokens = {params.max_tokens}"

@@ -7,14 +7,14 @@ engine needs to continue. Knows no engine, process or clock; not for several thr
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Iterator, KeysView
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import replace
 
 from penstock.client.choice import Choice, logprobs_at
 from penstock.client.input_processor import PreparedRequest
 from penstock.client.prefixes import Prefixes
 from penstock.errors import InvalidRequestError, PenstockError, RequestFailedError
-from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
 from penstock.interface.outputs import FinishReason, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ class OpenRequests:
 
     def running_of(self, request: "OpenRequest") -> list[str]:
         """Return the engine request ids of a request's running choices."""
-        ids = (choice.request.request_id for choice in request.choices)
+        ids = (engine_request.request_id for engine_request in request.prepared.engine_requests)
         return [request_id for request_id in ids if request_id in self._running]
 
     def num_tokens_of(self, engine_request_id: str) -> int:
@@ -87,7 +87,8 @@ class OpenRequests:
         if prepared.request_id in self._requests:
             raise InvalidRequestError(f"request_id: {prepared.request_id!r} is in use", param="request_id")
         request = self._requests[prepared.request_id] = OpenRequest(prepared, self._tokenizer)
-        self._running |= {choice.request.request_id: (request, choice) for choice in request.choices}
+        for choice in request.choices:  # a beam search runs under its first one
+            self._running.setdefault(choice.request.request_id, (request, choice))
         request.take_what_it_came_with()
         return request
 
@@ -165,7 +166,7 @@ class OpenRequest:
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         self.prepared = prepared
-        self.choices = [Choice(engine_request, prepared, tokenizer) for engine_request in prepared.engine_requests]
+        self.choices = [Choice(engine_request, prepared, tokenizer) for engine_request in _of_choices(prepared)]
         self.mailbox = Mailbox(prepared.params.output_kind)
         self.paused = False
         self.patience_s: float | None = None  # for the first output; None: any time
@@ -197,10 +198,22 @@ class OpenRequest:
             self._num_cached_tokens = output.num_cached_tokens
         self._num_accepted_tokens += output.num_accepted_tokens
         self._num_rejected_tokens += output.num_rejected_tokens
+        if output.hypotheses is not None:
+            self._add_hypotheses(output.hypotheses)
+            return
         choice.add_tokens(output, max(repeated, 0))
         if output.finish_reason is not None and choice.finish_reason is None:
             self._error = output.error or self._error
-            choice.end(output.finish_reason, output.stop_reason)
+            for ended in self.choices if self.prepared.params.use_beam_search else (choice,):
+                ended.end(output.finish_reason, output.stop_reason)
+
+    def _add_hypotheses(self, hypotheses: Sequence[Hypothesis]) -> None:
+        """Take what a beam search has found as the choices, best first."""
+        for choice, found in zip(self.choices, hypotheses, strict=True):
+            request_id, reason = choice.request.request_id, found.finish_reason
+            choice.add_tokens(EngineOutput(request_id, 0, found.token_ids, found.logprobs, finish_reason=reason))
+            choice.cumulative_logprob = found.cumulative_logprob
+            choice.end(reason)
 
     def _add_prompt_logprobs(self, output: EngineOutput) -> bool:
         """Keep the new ones. False if some before them are missing."""
@@ -251,6 +264,13 @@ class OpenRequest:
             return None
         self._prompt_logprobs_sent = kind is RequestOutputKind.DELTA
         return list(self._prompt_logprobs)
+
+
+def _of_choices(prepared: PreparedRequest) -> Sequence[EngineRequest]:
+    """Return the engine request of each choice; a beam search is that of all."""
+    if not prepared.params.use_beam_search:
+        return prepared.engine_requests
+    return [replace(prepared.engine_requests[0], choice=choice) for choice in range(prepared.params.n)]
 
 
 class Mailbox:

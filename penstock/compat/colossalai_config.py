@@ -20,7 +20,7 @@ TEMPLATE_FIELD = "{input_text}"
 
 # Fields that must keep their default, and why.
 REASONS = {
-    "beam search is not built": "beam_width early_stopping",
+    "LLM.beam_search searches with beams": "beam_width early_stopping",
     "prompts and decoding share every step, so there is nothing to balance": "prefill_ratio",
     "sequences are packed without padding": "pad_input",
     "speculative decoding is not built yet": "use_spec_dec max_n_spec_tokens glimpse_large_kv",

@@ -80,6 +80,10 @@ class BlockPool:
         """Return the block with this content, in use or free."""
         return self._by_hash.get(block_hash)
 
+    def is_shared(self, block_id: int) -> bool:
+        """Return whether more than one request uses the block."""
+        return self._ref_counts[block_id] > 1
+
     def is_free(self, block_id: int) -> bool:
         return self._ref_counts[block_id] == 0
 

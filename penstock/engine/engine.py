@@ -6,6 +6,7 @@ fails alone ends with the error. What broke off half-way in the bookkeeping is d
 """
 
 from penstock import validation as check
+from penstock.engine.beams import Beam, Searches, check_search
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
@@ -45,6 +46,7 @@ class Engine:
             self.kv_cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
         self._requests: dict[str, Request] = {}
+        self._searches = Searches(self._requests)
         self._early_outputs: list[EngineOutput] = []  # of requests that ended without a step
         self._num_arrived = 0
         self._num_steps = self._num_failed_steps = self._failed_in_a_row = 0
@@ -64,7 +66,7 @@ class Engine:
                 is in use, or it names a logits processor that is not registered.
         """
         self._check(source)
-        request = Request(source, self._num_arrived, self.max_model_len)
+        request = self._made(source)
         self._num_arrived += 1
         if not self._fits(request):
             message = f"prompt and output of up to {request.max_total_tokens} tokens do not fit the cache"
@@ -77,6 +79,8 @@ class Engine:
             )
             self._early_outputs.append(last)
             return
+        if isinstance(request, Beam):
+            self._searches.open(request)
         self._requests[request.request_id] = request
         self.scheduler.add(request)
 
@@ -105,8 +109,14 @@ class Engine:
         """Let the blocks of a pinned prefix be evicted as any others. False if there is none of this name."""
         return self.kv_cache.pins.remove(name)
 
+    def _made(self, source: EngineRequest) -> Request:
+        if source.params.use_beam_search:
+            return Beam(source, self._num_arrived, self.max_model_len, self.eos_token_ids)
+        return Request(source, self._num_arrived, self.max_model_len)
+
     def _check(self, source: EngineRequest) -> None:
-        if source.request_id in self._requests or any(o.request_id == source.request_id for o in self._early_outputs):
+        in_use = source.request_id in self._requests or source.request_id in self._searches
+        if in_use or any(output.request_id == source.request_id for output in self._early_outputs):
             raise InvalidRequestError(f"request_id: {source.request_id!r} is in use", param="request_id")
         check_registered(source.params.logits_processors or ())
         length = len(source.prompt_token_ids)
@@ -123,10 +133,15 @@ class Engine:
             raise InvalidRequestError(message, param="mirostat_mu")
         if mu is not None:
             check.check_float("mirostat_mu", mu, -1e9, 1e9)
+        if source.params.use_beam_search:
+            check_search(source, self.vocab_size)
         check.check_ids("prompt", [*source.prompt_token_ids, *source.output_token_ids], self.vocab_size)
 
     def abort(self, request_id: str) -> bool:
         """End a request without another output. False if it is not open (it may just have finished)."""
+        if request_id in self._searches:
+            self._finish(self._searches.first_beam(request_id))
+            return True
         if request_id in self._requests:
             self._finish(self._requests[request_id])
             return True
@@ -196,15 +211,26 @@ class Engine:
         outputs: list[EngineOutput] = []
         is_broken = False
         for item in scheduled:
-            request = self._requests[item.request_id]
+            request = self._requests.get(item.request_id)
+            if request is None:  # a beam of a search that another one has ended
+                continue
             start = request.num_output_tokens
             try:
                 output = self._commit(request, item, results[item.request_id])
             except Exception as error:
                 is_broken = True
-                self._requests.pop(item.request_id, None)
+                self._searches.forget(request)
                 self._forget_drafts(item.request_id)
                 output = _ended(request, start, _failure(error).error)
+            if output is not None:
+                outputs.append(output)
+        for search in self._searches:
+            try:
+                output = self._searches.advance(search, self.scheduler)
+            except Exception as error:
+                is_broken = True
+                self._searches.forget(search.beams[0])
+                output = _ended(search.beams[0], 0, _failure(error).error)
             if output is not None:
                 outputs.append(output)
         if is_broken:
@@ -218,6 +244,10 @@ class Engine:
             return _ended(request, start, result.error)
         num_rejected = num_rejected_drafts(item, result)
         computed = request.num_computed_tokens + item.num_new_tokens - num_rejected
+        if isinstance(request, Beam):
+            request.num_computed_tokens = computed
+            self._score(request, result)
+            return None
         reason: FinishReason | None = None
         stop_token: int | None = None
         for token_id in result.new_token_ids:
@@ -255,10 +285,19 @@ class Engine:
             num_rejected_tokens=num_rejected,
         )
 
+    def _score(self, beam: Beam, result: RequestStepOutput) -> None:
+        """Note what a step has computed of a beam; its search chooses the token."""
+        self.kv_cache.commit(beam)
+        if result.logprobs:
+            beam.scored = result.logprobs[0]
+            self._num_generated_tokens += 1
+            self.scheduler.acquit(beam)
+
     def _finish(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        self._forget_drafts(request.request_id)
-        self.scheduler.remove(request)
+        """End a request; of a beam, its whole search."""
+        for member in self._searches.forget(request):
+            self._forget_drafts(member.request_id)
+            self.scheduler.remove(member)
 
     def _forget_drafts(self, request_id: str) -> None:
         if self.speculation is not None:
@@ -312,5 +351,5 @@ def _ended(request: Request, start: int, error: str | None) -> EngineOutput:
     """Return the last output of a request that failed with `start` outputs."""
     cached = request.num_cached_tokens or 0
     return EngineOutput(
-        request.request_id, start, [], finish_reason=FinishReason.ERROR, num_cached_tokens=cached, error=error
+        request.source_id, start, [], finish_reason=FinishReason.ERROR, num_cached_tokens=cached, error=error
     )

@@ -12,6 +12,9 @@ found by content hash (prefix reuse), from the moment when the step that filled 
 part of the hash of its first block, and so of all after it: requests of different salts find nothing of each other.
 Blocks of a public pin come before the salt (pins.py), so that every request may read them.
 
+A request may be forked: the fork shares all its blocks. Full ones stay shared; the last one, partly filled, until one
+of its users writes to it, which takes a copy of its own unless it is the last user (copy on write).
+
 A group may be a ring instead: a request has one block there, from its first step to its end, and overwrites the rows
 that its window has passed. Its content depends on the length of the request, so no prefix can be reused.
 """
@@ -23,7 +26,7 @@ from penstock.engine.block_pool import NO_BLOCK, NO_PARENT, BlockPool, hash_bloc
 from penstock.engine.pins import Pin, Pins
 from penstock.engine.request import Request
 from penstock.errors import InvalidRequestError, PenstockError
-from penstock.interface.step import CacheGroup
+from penstock.interface.step import BlockCopy, CacheGroup
 
 
 @dataclass(slots=True)
@@ -68,6 +71,8 @@ class KVCacheManager:
         self.pins = Pins(self.pools)
         self._tables: dict[str, list[BlockTable]] = {}
         self._in_progress: dict[bytes, str] = {}  # hash of a block being computed -> the request that computes it
+        self._forked: set[str] = set()  # requests that have written nothing since they were forked from another one
+        self._copies: list[BlockCopy] = []  # to be made before the next step
 
     # --- looking up ------------------------------------------------------------------------------------------------
 
@@ -82,6 +87,11 @@ class KVCacheManager:
         for table in tables:
             table.num_sent = len(table.block_ids)
         return new_ids, [table.num_released for table in tables]
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Return the copies that must be made before the step is computed, in order."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def fits_alone(self, num_tokens: int, chunk: int) -> bool:
         """Return whether a request that grows to num_tokens could run if it had the whole cache to itself."""
@@ -189,6 +199,21 @@ class KVCacheManager:
             raise PenstockError(f"request {request.request_id} was admitted without room")
         return num_new
 
+    def fork(self, parent: Request, child: Request) -> None:
+        """Give a waiting request all that another one has computed, which its tokens begin with.
+
+        The executor must not know the child yet: its table changes when it writes for the first time.
+        """
+        tables = self._tables[parent.request_id]
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.share(block_id for block_id in table.block_ids if block_id != NO_BLOCK)
+        self._tables[child.request_id] = [
+            BlockTable(list(table.block_ids), table.num_released, num_registered=table.num_registered)
+            for table in tables
+        ]
+        child.num_computed_tokens = parent.num_computed_tokens
+        self._forked.add(child.request_id)
+
     def _shared(self, group: CacheGroup, pool: BlockPool, hashes: list[bytes], count: int) -> list[int]:
         """Return the reusable leading blocks as a table, with -1 for those that the window has passed."""
         first = self._first_needed(group, count * self.block_size)
@@ -198,7 +223,8 @@ class KVCacheManager:
     def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
         """Free the blocks that the window has passed, then allocate for num_new_tokens after the computed ones.
 
-        False, with nothing allocated, if a group has too few free blocks.
+        A fork takes a copy of the block that it is the first to write to. False, with nothing allocated, if a group
+        has too few free blocks.
         """
         tables = self._tables[request.request_id]
         if self._has_windows:
@@ -208,13 +234,37 @@ class KVCacheManager:
             table_length(group, num_tokens) - len(table.block_ids)
             for group, table in zip(self.groups, tables, strict=True)
         ]
-        if max(missing) <= 0:  # most decodes
+        shared = self._shared_ends(request, tables) if request.request_id in self._forked else {}
+        if max(missing) <= 0 and not shared:  # most decodes
             return True
-        if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
-            return False
+        for group, (count, pool) in enumerate(zip(missing, self.pools, strict=True)):
+            if max(0, count) + (group in shared) > pool.num_free:
+                return False
+        for group, index in shared.items():
+            self._copy(group, tables[group], index)
         for count, pool, table in zip(missing, self.pools, tables, strict=True):
             table.block_ids.extend(pool.allocate(max(0, count)))
         return True
+
+    def _shared_ends(self, request: Request, tables: list[BlockTable]) -> dict[int, int]:
+        """Return, by group, the entry of a fork's table that it writes next and others use too."""
+        shared = {}
+        for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
+            index = 0 if self.groups[group].ring else request.num_computed_tokens // self.groups[group].block_size
+            if index < len(table.block_ids) and pool.is_shared(table.block_ids[index]):
+                shared[group] = index
+        if not shared:  # nor will it ever be
+            self._forked.discard(request.request_id)
+        return shared
+
+    def _copy(self, group: int, table: BlockTable, index: int) -> None:
+        """Replace a shared block by a copy."""
+        if table.num_sent > index:
+            raise PenstockError("a block is to be replaced that the executor knows")
+        pool, source = self.pools[group], table.block_ids[index]
+        (table.block_ids[index],) = pool.allocate(1)
+        pool.release([source])
+        self._copies.append(BlockCopy(group, source, table.block_ids[index]))
 
     def _release_passed(self, request: Request, tables: list[BlockTable]) -> None:
         """Free the blocks that the windows have passed."""
@@ -254,6 +304,7 @@ class KVCacheManager:
         for pool, table in zip(self.pools, self._tables.pop(request.request_id), strict=True):
             pool.release(block_id for block_id in reversed(table.block_ids) if block_id != NO_BLOCK)
         self._end_progress(request, 0, len(request.block_hashes))
+        self._forked.discard(request.request_id)
         request.num_computed_tokens = 0
 
     def reset(self) -> None:
@@ -262,6 +313,8 @@ class KVCacheManager:
         self.pins.lose_blocks(self.pools)
         self._tables.clear()
         self._in_progress.clear()
+        self._forked.clear()
+        self._copies.clear()
 
     # --- pins ------------------------------------------------------------------------------------------------------
 
@@ -303,9 +356,9 @@ class KVCacheManager:
             used = Counter(i for tables in self._tables.values() for i in tables[group].block_ids if i != NO_BLOCK)
             used.update(self.pins.held(group))
             pool.check_integrity(used)
-        unknown = set(self._in_progress.values()) - set(self._tables)
+        unknown = (set(self._in_progress.values()) | self._forked) - set(self._tables)
         if unknown:
-            raise PenstockError(f"blocks are being computed for unknown requests: {sorted(unknown)}")
+            raise PenstockError(f"blocks are being computed, or shared, for unknown requests: {sorted(unknown)}")
 
 
 def table_length(group: CacheGroup, num_tokens: int) -> int:

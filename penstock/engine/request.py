@@ -19,6 +19,7 @@ class Request:
     """State of one request. The engine appends tokens; the engine and the KVCacheManager set num_computed_tokens.
 
     Attributes:
+        source_id: under which outputs go to the client; request_id differs from it where a beam search has several.
         arrival: order of arrival; the youngest is preempted first.
         flow: what shares its turns with this request (scheduler.py); "" for none.
         max_output_tokens: number of outputs at which it ends with "length".
@@ -30,7 +31,7 @@ class Request:
     """
 
     def __init__(self, source: EngineRequest, arrival: int, max_model_len: int) -> None:
-        self.request_id = source.request_id
+        self.request_id = self.source_id = source.request_id
         self.params = source.params
         self.choice = source.choice
         self.arrival = arrival

@@ -21,7 +21,7 @@ that only the one to blame pays for it.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.kv_cache_manager import KVCacheManager
@@ -64,6 +64,7 @@ class Scheduler:
         self.num_preempted = 0
         self._alone: deque[Request] = deque()  # to be computed alone; the first one is
         self._removed: list[str] = []  # since the last step; the executor frees their rows
+        self._forked: set[str] = set()  # running, and not known to the executor yet
         self._short_of_blocks = False  # the last step had none for a waiting request
         self._next_step_id = 0
 
@@ -71,11 +72,11 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Drop a request that has ended, running or waiting."""
+        """Drop a request that has ended, running or waiting, or that was dropped before."""
         if request in self.running:
             self.running.remove(request)
             self._free(request)
-        else:
+        elif request in self.waiting:
             self.waiting.remove(request)
             self.num_preempted -= request.has_run
         if request in self._alone:
@@ -83,6 +84,23 @@ class Scheduler:
             self._alone.remove(request)
             if is_first:
                 self._gather()
+
+    def fork(self, parent: Request, children: Sequence[Request]) -> None:
+        """Replace a request, whatever its state, by others whose tokens begin with its own.
+
+        If it is running and all its tokens are computed, they share its blocks and run on, as far as there are rows;
+        the others wait at the head of the queue.
+        """
+        num_running = 0
+        if parent in self.running and parent.num_missing_tokens == 0 and not self._alone:
+            num_running = self.max_num_seqs - len(self.running) + 1
+        for child in children[:num_running]:
+            self.kv_cache.fork(parent, child)
+        self.remove(parent)
+        self.running += children[:num_running]
+        self._forked.update(child.request_id for child in children[:num_running])
+        self.waiting.extendleft(reversed(children[num_running:]))
+        self._put_first()
 
     @property
     def num_prefilling(self) -> int:
@@ -111,7 +129,11 @@ class Scheduler:
         """Preempt everybody, and put the next request to be computed alone at the head of the queue."""
         for request in sorted(self.running, key=lambda item: item.arrival, reverse=True):
             self.preempt(request)
-        if self._alone:
+        self._put_first()
+
+    def _put_first(self) -> None:
+        """Put the next request to be computed alone, if there is one and it waits, at the head of the queue."""
+        if self._alone and self._alone[0] in self.waiting:
             self.waiting.remove(self._alone[0])
             self.waiting.appendleft(self._alone[0])
 
@@ -125,6 +147,7 @@ class Scheduler:
         self.num_preempted = sum(request.has_run for request in self.waiting)
         self.running.clear()
         self._alone.clear()
+        self._forked.clear()
 
     @property
     def has_work(self) -> bool:
@@ -200,6 +223,7 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         self._removed.append(request.request_id)
+        self._forked.discard(request.request_id)
         self.kv_cache.free(request)
 
     def _schedule_waiting(self, plan: _Plan) -> None:
@@ -256,9 +280,12 @@ class Scheduler:
 
     def _output(self, plan: _Plan) -> SchedulerOutput:
         chosen = [request for request in self.running if request.request_id in plan.tokens]
-        new_requests = [self._new_request(request) for request in chosen if request.request_id in plan.new]
+        new = plan.new | self._forked
+        new_requests = [self._new_request(request) for request in chosen if request.request_id in new]
+        self._forked.difference_update(plan.tokens)
         scheduled = [self._scheduled_request(request, plan) for request in chosen]
-        return SchedulerOutput(self._next_step_id, new_requests, scheduled, self._removed)
+        copies = self.kv_cache.take_copies()
+        return SchedulerOutput(self._next_step_id, new_requests, scheduled, self._removed, block_copies=copies)
 
     def _new_request(self, request: Request) -> NewRequest:
         tables = self.kv_cache.tables(request)

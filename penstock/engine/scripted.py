@@ -9,10 +9,12 @@ import hashlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 from penstock.errors import EngineError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
+    BlockCopy,
     CacheGroup,
     NewRequest,
     RequestStepOutput,
@@ -42,6 +44,20 @@ def next_token(
     return int.from_bytes(digest, "big") % vocab_size
 
 
+def likely_tokens(
+    context: list[int], count: int, vocab_size: int = VOCAB_SIZE, window: int | None = None
+) -> TokenLogprobs:
+    """Return what a beam may go on with: tokens that depend on what the window sees, often of equal probability.
+
+    Any token, then the most likely ones, the lower id first on a tie.
+    """
+    random = Random(next_token(context, vocab_size, window=window))
+    size = min(40, vocab_size)
+    scores = {token: -random.randint(1, 64) / 8 for token in random.sample(range(size), max(size - 16, size // 2))}
+    ids = sorted(scores, key=lambda token: (-scores[token], token))[:count]
+    return TokenLogprobs([ids[0], *ids], [scores[token] for token in (ids[0], *ids)], 1)
+
+
 @dataclass
 class _Row:
     token_ids: list[int]
@@ -64,6 +80,7 @@ class ScriptedExecutor:
     groups: list[CacheGroup]
     vocab_size: int = VOCAB_SIZE
     keeps_steps: bool = True
+    num_end_tokens: int = 8  # of the model, at most: a search needs more candidates for each
     steps: list[SchedulerOutput] = field(default_factory=list)
     fail: Callable[[SchedulerOutput], set[str]] = lambda step: set()
     rows: dict[str, _Row] = field(default_factory=dict)
@@ -86,6 +103,8 @@ class ScriptedExecutor:
             EngineError: the scheduler named a block that does not hold what it should.
         """
         failed = self.fail(handle)
+        for copy in handle.block_copies:
+            self._copy(copy)
         for new in handle.new_requests:
             self._learn(new)
         self.max_rows = max(self.max_rows, len(self.rows))
@@ -95,6 +114,11 @@ class ScriptedExecutor:
 
     def shutdown(self) -> None:
         self.rows.clear()
+
+    def _copy(self, copy: BlockCopy) -> None:
+        size, slots = self.groups[copy.group].block_size, self.slots[copy.group]
+        source, target = copy.source * size, copy.target * size
+        slots[target : target + size] = slots[source : source + size]
 
     def _learn(self, new: NewRequest) -> None:
         _demand(new.request_id not in self.rows, f"{new.request_id} is introduced twice")
@@ -142,6 +166,8 @@ class ScriptedExecutor:
         drafts, found = item.draft_token_ids, list[int]()
         _demand(item.num_samples == 1 + len(drafts), f"{item.num_samples} samples with {len(drafts)} drafts")
         _demand(stop == len(row.token_ids) + len(drafts), f"{item.request_id} is sampled before it has caught up")
+        if row.params.use_beam_search:
+            return self._score(row, window)
         for draft in [*drafts, None]:
             token = next_token(row.token_ids, self.vocab_size, window=window, params=row.params, choice=row.choice)
             row.token_ids.append(token)
@@ -152,6 +178,13 @@ class ScriptedExecutor:
         return RequestStepOutput(
             found, None if asked is None else [self._logprobs(token, asked) for token in found], prompt_logprobs
         )
+
+    def _score(self, row: _Row, window: int) -> RequestStepOutput:
+        """Return what a beam may go on with; its search chooses the token, and brings it."""
+        count = max(row.params.num_candidates(self.num_end_tokens), row.params.logprobs or 0)
+        scored = likely_tokens(row.token_ids, count, self.vocab_size, window)
+        row.token_ids.append(scored.token_ids[0])
+        return RequestStepOutput(scored.token_ids[:1], [scored])
 
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
         others = [(token + 1 + i) % self.vocab_size for i in range(count)]

@@ -64,6 +64,7 @@ class Speculation:
             request.request_id: limit
             for request in running
             if not request.params.mirostat  # its state follows from each draw before, drafts included
+            and not request.params.use_beam_search  # whose tokens are chosen after the step
             and (limit := min(self._most, request.max_output_tokens - request.num_output_tokens - 1)) > 0
         }
         if not limits:

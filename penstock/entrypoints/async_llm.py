@@ -1,15 +1,20 @@
 """AsyncLLM: streams of tokens for asyncio programs, from an engine in a child process. Imports no torch."""
 
+import asyncio
+from contextlib import aclosing
 from typing import Any
 
 from penstock import validation as check
 from penstock.client.admission import AdmissionLimits
+from penstock.client.engine_client import Prompt
 from penstock.client.isolation import IsolatedTokenizer
 from penstock.client.process import ProcessClient
 from penstock.client.records import RecordOptions
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
+from penstock.entrypoints.beam_search import search_output, search_params
 from penstock.errors import NotSupportedError
+from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 
@@ -63,6 +68,18 @@ class AsyncLLM(ProcessClient):
                 self._supervisor.child.end()
                 found.close()
                 raise
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None
+    ) -> BeamSearchOutput:
+        """Return the beam_width best answers to a prompt. Cancelling it ends the search.
+
+        Raises:
+            InvalidRequestError, EngineDeadError, EngineOverloadedError, RequestFailedError: as `generate`.
+        """
+        async with aclosing(self.generate(prompt, search_params(params), request_id)) as outputs:
+            output = await anext(outputs)  # the only one
+        return await asyncio.to_thread(search_output, output, self._tokenizer)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:

@@ -13,7 +13,9 @@ from penstock.client.process import ProcessClient
 from penstock.client.steps import StepClient
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
+from penstock.entrypoints.beam_search import search_output, search_params
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
+from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.prompts import check_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -152,6 +154,16 @@ class LLM:
         with self._lock:
             results = dict(self.stream(listed, final))
         return [results[index] for index in range(len(listed))]
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Return the beam_width best answers to each prompt, in the order given, as vLLM's method of this name does.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong.
+            RequestFailedError: the computation failed.
+        """
+        outputs = self.generate(prompts, search_params(params))
+        return [search_output(output, self.client.tokenizer) for output in outputs]
 
     def stream(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -18,7 +18,8 @@ class EngineRequest:
     Attributes:
         request_id: unique among the open ones.
         prompt_token_ids: at least one.
-        params: with the seed settled; n is not used, since every choice is an EngineRequest of its own.
+        params: with the seed settled. n is not used, since every choice is an EngineRequest of its own, except with
+            use_beam_search: then one request searches with n beams, and answers with n hypotheses.
         choice: index among the choices of the prompt.
         output_token_ids: tokens generated before, by an engine that died for instance. They count as outputs: in
             penalties, lengths, noise positions and usage the request continues as if never interrupted.
@@ -37,6 +38,21 @@ class EngineRequest:
     cache_salt: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One answer that a beam search has found.
+
+    Attributes:
+        cumulative_logprob: the sum of its tokens' raw log-probabilities, added up in float32.
+        logprobs: one entry per token, if requested.
+    """
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+
+
 @dataclass(slots=True)  # not frozen: one is made per request and step, in a third of the time
 class EngineOutput:
     """The result of one step for one request.
@@ -53,6 +69,7 @@ class EngineOutput:
         mirostat_mu: mirostat's state after the last of new_token_ids: resumption needs it, for it does not follow from
             the tokens alone. None without mirostat.
         num_accepted_tokens, num_rejected_tokens: drafts that this step has computed for the request.
+        hypotheses: what a beam search has found, best first; in its only output, which has no new_token_ids.
     """
 
     request_id: str
@@ -68,6 +85,7 @@ class EngineOutput:
     mirostat_mu: float | None = None
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
+    hypotheses: list[Hypothesis] | None = None
 
 
 @dataclass(frozen=True, slots=True)

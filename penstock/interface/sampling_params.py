@@ -6,7 +6,7 @@ checks what depends on the model.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -15,6 +15,8 @@ from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.logits_params import MAX_TOKEN_ID, LogitsParams
 
 MAX_CHOICES = 128
+MAX_BEAM_WIDTH = 64
+MAX_LENGTH_PENALTY = 5.0  # a context of 2^20 tokens to this power is still far from the end of float32
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STRING_LENGTH = 256  # characters of a stop string or bad word
@@ -25,7 +27,14 @@ MAX_PROCESSORS = 16
 MAX_ARGUMENT_DEPTH = 8  # lists and mappings in an argument of a logits processor
 MAX_TOKENS = 2**31 - 1
 MIN_TEMPERATURE = 1e-5  # below it division by the temperature overflows float32; 0 means greedy
-FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+FLOATS = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p", "length_penalty",
+)  # fmt: skip
+WITH_BEAM_SEARCH = (  # fields that may be set beside use_beam_search; the others choose or change tokens
+    "n", "temperature", "seed", "ignore_eos", "max_tokens", "logprobs", "detokenize", "skip_special_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "use_beam_search", "length_penalty",
+    "early_stopping", "output_kind", "dry_sequence_breakers",  # the last does nothing without dry_multiplier
+)  # fmt: skip
 
 
 class RequestOutputKind(StrEnum):
@@ -63,6 +72,12 @@ class SamplingParams(LogitsParams):
         bad_words: words that are never completed. The client sets bad_words_token_ids from them.
         logits_processors: names of functions that a user has registered (plugins/logits_processors.py), or a mapping of
             names to their arguments, in the order in which they run.
+        use_beam_search: search for the n most likely answers with n beams, as Transformers' generate(num_beams=n) does;
+            they come at the end, best first. The raw distribution decides, so what changes it is not allowed.
+        length_penalty: of a beam search: answers are compared by the sum of their log-probabilities divided by
+            (number of tokens) ** length_penalty.
+        early_stopping: of a beam search: True ends it with the n-th complete answer, False where no better one is
+            likely to come, "never" where none can come.
         output_kind: what each streamed RequestOutput carries.
 
     LogitsParams has the options of Transformers' logits processors and of llama.cpp's samplers.
@@ -97,6 +112,9 @@ class SamplingParams(LogitsParams):
     logits_processors: Mapping[str, Any] | Sequence[str] | None = None
     structured_outputs: Any = None
     guided_decoding: Any = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -110,6 +128,7 @@ class SamplingParams(LogitsParams):
         for name in ("structured_outputs", "guided_decoding"):
             if getattr(self, name) is not None:
                 raise NotSupportedError(f"{name}: constrained decoding is not built yet", param=name)
+        self._check_beam_search()
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop: stop strings need detokenize=True", param="stop")
 
@@ -139,6 +158,7 @@ class SamplingParams(LogitsParams):
         check.check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
         check.check_int("top_k", self.top_k, -1, 2**31 - 1)
         check.check_float("min_p", self.min_p, 0.0, 1.0)
+        check.check_float("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         check.check_int("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
         check.check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
         check.check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
@@ -148,6 +168,31 @@ class SamplingParams(LogitsParams):
             raise check.fail("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
         for name in FLOATS:
             self._set(name, float(getattr(self, name)))  # a numpy number becomes a plain one
+
+    def _check_beam_search(self) -> None:
+        check.check_bool("use_beam_search", self.use_beam_search)
+        is_never = isinstance(self.early_stopping, str) and self.early_stopping == "never"
+        if not (is_never or isinstance(self.early_stopping, bool)):
+            raise check.fail("early_stopping", self.early_stopping, 'true, false or "never"')
+        if not self.use_beam_search:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != neutral:
+                    raise InvalidRequestError(f"{name}: only allowed with use_beam_search: true", param=name)
+            return
+        check.check_int("n", self.n, 1, MAX_BEAM_WIDTH)
+        if self.temperature not in (0.0, 1.0):
+            raise check.fail("temperature", self.temperature, "0 or 1 with use_beam_search: nothing is sampled")
+        self._set("temperature", 0.0)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            unchanged = value == field.default or (field.name == "top_k" and value == -1)
+            if field.name not in WITH_BEAM_SEARCH and not unchanged:
+                message = f"{field.name}: not supported with use_beam_search: the raw distribution decides there"
+                raise NotSupportedError(message, param=field.name)
+
+    def num_candidates(self, num_end_tokens: int) -> int:
+        """Return how many continuations of each beam a search needs: n go on even if n others, or more, end it."""
+        return max(2, 1 + (0 if self.ignore_eos else num_end_tokens)) * self.n
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:

@@ -82,6 +82,15 @@ class ScheduledRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The content of a block, in every layer of a cache group, to be copied to another block."""
+
+    group: int  # index of the cache group
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step: how many tokens of which requests to compute.
 
@@ -91,6 +100,8 @@ class SchedulerOutput:
         removed_request_ids: finished, aborted or preempted since the last step; their rows are free. To be removed
             before new_requests are added, so an id may be in both (preempted and admitted again).
         checksum_logits: results carry a checksum of the logits that were sampled from.
+        block_copies: to be made before anything is computed, in this order: a block may be a target, and later a
+            source or a target again.
     """
 
     step_id: int  # counts up from 0
@@ -98,6 +109,7 @@ class SchedulerOutput:
     scheduled: list[ScheduledRequest]
     removed_request_ids: list[str] = field(default_factory=list)
     checksum_logits: bool = False
+    block_copies: list[BlockCopy] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -119,7 +131,8 @@ class RequestStepOutput:
 
     Attributes:
         new_token_ids: sampled ids, several where drafts were accepted. Empty in the middle of a prompt.
-        logprobs: one entry per new id, if requested; None if there are none in this step.
+        logprobs: one entry per new id, if requested; None if there are none in this step. Of a beam
+            (params.use_beam_search) they are requested, with SamplingParams.num_candidates most likely tokens.
         prompt_logprobs: of the prompt tokens from num_computed_tokens + 1 on (the token after each computed position,
             if it belongs to the prompt), if requested; None if there are none in this step.
         error: why this request alone could not be computed; it has no new ids then.

@@ -173,6 +173,12 @@ class KVCache(Protocol):
     num_bytes: int
 
 
+def check_block_ids(num_blocks: int, *block_ids: int) -> None:
+    """Raise ValueError unless a cache of num_blocks has these blocks."""
+    if not all(0 <= block_id < num_blocks for block_id in block_ids):
+        raise ValueError(f"block ids: {block_ids}; the cache has blocks 0 to {num_blocks - 1}")
+
+
 def own(value: object, kind: type[Kind]) -> Kind:
     """Return a packed weight or a cache as the type that a backend makes.
 

@@ -238,6 +238,13 @@ class Ops(Protocol):
     def load_kv(self, cache: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Read slots [N] int64, none negative -> k, v [N, Hkv, D] float32. For hand-written attention and tests."""
 
+    def copy_block(self, cache: KVCache, source: int, target: int) -> None:
+        """Copy the keys and values of a whole block, scales per token included, to another block.
+
+        Raises:
+            ValueError: the cache has no such block.
+        """
+
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
         """Move metadata from the host to the device, with a plan for all layers that have such heads and such a cache.
 

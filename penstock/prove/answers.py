@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.engine.engine import Engine
 from penstock.errors import EngineError
-from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import TokenLogprobs
 
@@ -25,6 +25,10 @@ class Query:
     def params(self, n: int = 1) -> SamplingParams:
         return SamplingParams(n=n, **self.fields)
 
+    @property
+    def is_search(self) -> bool:
+        return bool(self.fields.get("use_beam_search"))
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -32,7 +36,7 @@ class Member:
 
     Attributes:
         query: its index among the queries.
-        n: choices.
+        n: choices, or beams.
         delay: of its arrival, in steps of an engine in this process.
         cut: outputs that it brings along, as if another engine had computed them.
         salt: of its cached prefixes.
@@ -76,6 +80,11 @@ class Answer:
         self.error = output.error
         self.num_cached = output.num_cached_tokens
 
+    def take(self, output: EngineOutput, found: Hypothesis) -> None:
+        """Take what a beam search has found."""
+        self.ids, self.ended, self.num_cached = found.token_ids, str(found.finish_reason), output.num_cached_tokens
+        self.logprobs = list(map(_entry, found.logprobs or ()))
+
     def difference(self, expected: "Answer", start: int = 0) -> str | None:
         """Return the first difference from what is expected, from its token `start` on; None if there is none."""
         for what, found, wanted in (
@@ -104,13 +113,27 @@ def _entry(at: TokenLogprobs) -> Entry:
 
 def ask_alone(engine: Engine, queries: list[Query], wanted: Iterable[Key]) -> dict[Key, Answer]:
     """Return the answers of choices, each asked when nothing else runs. Raise EngineError if one fails."""
-    found = {}
-    for query, choice in wanted:
-        engine.add_request(EngineRequest("alone", queries[query].prompt, queries[query].params(), choice))
-        answer = found[query, choice] = Answer()
+    found: dict[Key, Answer] = {}
+    keys = list(wanted)
+    widths = {query: sum(key[0] == query for key in keys) for query, _ in keys if queries[query].is_search}
+    for query, choice in keys:
+        if choice and query in widths:  # found with the best
+            continue
+        answers = [found.setdefault((query, choice + place), Answer()) for place in range(widths.get(query, 1))]
+        params = queries[query].params(len(answers))
+        engine.add_request(EngineRequest("alone", queries[query].prompt, params, choice))
         while engine.has_work:
             for output in engine.step():
-                answer.add(output)
-        if answer.error is not None:
-            raise EngineError(f"a request failed alone: {answer.error}")
+                add_output(answers, output)
+        if answers[0].error is not None:
+            raise EngineError(f"a request failed alone: {answers[0].error}")
     return found
+
+
+def add_output(answers: list[Answer], output: EngineOutput) -> None:
+    """Append what an engine says to the answer of a choice, or to those of a search."""
+    if output.hypotheses is None:
+        answers[0].add(output)
+        return
+    for answer, hypothesis in zip(answers, output.hypotheses, strict=True):
+        answer.take(output, hypothesis)

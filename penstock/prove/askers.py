@@ -20,7 +20,7 @@ from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import LogprobsAt, RequestOutput
-from penstock.prove.answers import Answer, Entry, Key, Member, Query
+from penstock.prove.answers import Answer, Entry, Key, Member, Query, add_output
 from penstock.prove.proof import Subject
 from penstock.prove.servers import serve, stream
 
@@ -57,7 +57,7 @@ class Offline:
         preempt = scheduler.preempt
 
         def noted(request: Any) -> None:
-            found[_key(request.request_id)].preempted = True
+            found[_key(request.source_id)].preempted = True
             preempt(request)
 
         if pinned:
@@ -70,7 +70,9 @@ class Offline:
                     for request in self._requests(*waiting.pop(0)):
                         self._add(request)
                 for output in self._engine.step():
-                    found[_key(output.request_id)].add(output)
+                    index, choice = _key(output.request_id)
+                    num = 1 if output.hypotheses is None else len(output.hypotheses)
+                    add_output([found[index, choice + place] for place in range(num)], output)
                 if left and scheduler.running and random.random() < PREEMPTION_RATE:
                     scheduler.preempt(random.choice(scheduler.running))
                     left -= 1
@@ -95,6 +97,9 @@ class Offline:
 
     def _requests(self, index: int, member: Member) -> Iterator[EngineRequest]:
         query = self._queries[member.query]
+        if query.is_search:
+            yield EngineRequest(f"{index} 0", query.prompt, query.params(member.n), cache_salt=member.salt)
+            return
         for choice in range(member.n):
             known = self._expected[member.query, choice] if member.cut else Answer()
             mu = known.mirostat_mus[member.cut - 1] if member.cut else None

@@ -80,7 +80,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "truncations": {"temperature": 1.2, "typical_p": 0.9, "top_h": 0.9, "eta_cutoff": 0.001, "min_p": 0.01},
     "XTC and DRY": {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.01, "dry_multiplier": 0.8},
     "mirostat": {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 4.0, "top_k": 100, "ignore_eos": True},
+    "beam search": {"use_beam_search": True, "length_penalty": 0.7},
 }
+BEAMS = 3  # of a beam search, which takes the place of n
 
 # How requests meet in an engine, and what befalls them there.
 CROWDS = (1, 2, 3, 4, 7, 8, 16, 33)
@@ -95,7 +97,7 @@ VIA = {"offline": 10, "AsyncLLM": 1, "HTTP": 1}  # way to the engine (askers.OPE
 OF_CROWDS: dict[str, Sequence[str]] = {  # every value that a comparison may have, beside those above
     "crowd": [*map(str, CROWDS)],
     "position": ("first", "between", "last"),
-    "n": [*map(str, CHOICES)],
+    "n": [*map(str, {*CHOICES, BEAMS})],
     "arrival": ARRIVALS,
     "disturbance": (*DISTURBANCES, KILLED),
     "preempted": ("no", "yes"),

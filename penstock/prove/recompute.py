@@ -9,7 +9,15 @@ from dataclasses import dataclass, field, replace
 
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import CacheGroup, Executor, NewRequest, ScheduledRequest, SchedulerOutput, StepOutput
+from penstock.interface.step import (
+    BlockCopy,
+    CacheGroup,
+    Executor,
+    NewRequest,
+    ScheduledRequest,
+    SchedulerOutput,
+    StepOutput,
+)
 from penstock.recorder.audit import needed_blocks
 from penstock.recorder.bundle import Bundle
 from penstock.recorder.history import Start, Step, history
@@ -128,12 +136,13 @@ class Replayer:
         first = {item.request_id: item.num_computed_tokens for item in plan.scheduled}
         if plan.removed_request_ids:  # before blocks are restored that were theirs
             self._prepare(SchedulerOutput(-1, [], [], plan.removed_request_ids))
+        copies = self._possible_copies(plan)
         for request in plan.new_requests:
             self._restore(request, first.get(request.request_id, 0))
         self._learn(plan.new_requests)
         self._note_written(plan)
         try:
-            output = self._run(replace(plan, removed_request_ids=[]))
+            output = self._run(replace(plan, removed_request_ids=[], block_copies=copies))
         except Exception as error:
             self._step_failed(step, error)
             return
@@ -163,6 +172,17 @@ class Replayer:
 
     def _learn(self, requests: list[NewRequest]) -> None:
         self._tables.update((item.request_id, [list(table) for table in item.block_tables]) for item in requests)
+
+    def _possible_copies(self, plan: SchedulerOutput) -> list[BlockCopy]:
+        """Return the copies of blocks that hold what they held there; other targets are computed again."""
+        possible = []
+        for copy in plan.block_copies:
+            if (copy.group, copy.source) in self._written:
+                possible.append(copy)
+                self._written.add((copy.group, copy.target))
+            else:
+                self._written.discard((copy.group, copy.target))
+        return possible
 
     def _note_written(self, plan: SchedulerOutput) -> None:
         """Note the blocks that the step writes, and forget the requests that it removed."""

@@ -162,8 +162,8 @@ def make_crowd(random: Random, this: Round, via: str, *, is_first: bool) -> tupl
     possible = [index for index, query in enumerate(this.queries) if via != SERVING or "prompt" not in query.kind]
     crowd = [
         Member(
-            random.choice(possible),
-            _weighted(random, axes.CHOICES),
+            query := random.choice(possible),
+            axes.BEAMS if this.queries[query].is_search else _weighted(random, axes.CHOICES),
             random.randint(0, MAX_DELAY) * (arrival != axes.ARRIVALS[0]),
             salt=random.choice((None, *axes.SALTS[1:])),
         )
@@ -182,6 +182,8 @@ def _weighted(random: Random, weights: dict[T, int]) -> T:
 
 def _cut(random: Random, this: Round, member: Member) -> int:
     """Return how many tokens a member brings along: at most all but one of its shortest choice."""
+    if this.queries[member.query].is_search:  # which begins anew
+        return 0
     shortest = min(len(this.expected[member.query, choice].ids) for choice in range(member.n))
     return random.randrange(shortest)
 

@@ -74,6 +74,7 @@ class Audit:
         for request in plan.new_requests:
             self._introduce(request)
         self._check_limits(plan)
+        self._check_copies(plan)
         for item in plan.scheduled:
             self._update_tables(item)
         for item in plan.scheduled:
@@ -149,6 +150,15 @@ class Audit:
                 raise malformed(f"step {plan.step_id} has {num_drafts} drafts of request {item.request_id!r}")
             if item.num_computed_tokens < 0 or item.num_new_tokens < 1 or end > length or not caught_up:
                 raise malformed(f"step {plan.step_id} computes request {item.request_id!r} beyond its last token")
+
+    def _check_copies(self, plan: SchedulerOutput) -> None:
+        groups = self._current().groups
+        for copy in plan.block_copies:
+            blocks = range(groups[copy.group].num_blocks) if 0 <= copy.group < len(groups) else ()
+            if copy.source not in blocks or copy.target not in blocks:
+                raise malformed(f"step {plan.step_id} copies block {copy.source} of cache group {copy.group}")
+            self.num_blocks[copy.group] = max(self.num_blocks[copy.group], copy.source + 1, copy.target + 1)
+            self._content.pop((copy.group, copy.target), None)
 
     # --- blocks ----------------------------------------------------------------------------------------------------
 

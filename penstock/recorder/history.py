@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from penstock.errors import InvalidRequestError
-from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.interface.step import BlockCopy, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.recorder.records import (
     Begun,
     Computed,
@@ -100,7 +100,8 @@ class _Reader:
             drafts = record.drafts.get(index, [])
             item = ScheduledRequest(self.ids[number], num_computed, num_new, blocks, released, num_samples, drafts)
             scheduled.append(item)
-        return SchedulerOutput(record.step_id, new, scheduled, removed, checksum_logits=True)
+        copies = [BlockCopy(*copy) for copy in record.copies]
+        return SchedulerOutput(record.step_id, new, scheduled, removed, checksum_logits=True, block_copies=copies)
 
 
 def history(records: list[Record]) -> Iterator[Start | Step]:

@@ -4,7 +4,7 @@ can begin a segment."""
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
@@ -124,6 +124,7 @@ class Recorder:
             [item.num_samples for item in plan.scheduled],
             tables,
             {index: list(item.draft_token_ids) for index, item in enumerate(plan.scheduled) if item.draft_token_ids},
+            [(copy.group, copy.source, copy.target) for copy in plan.block_copies],
         )
         self._write(record, reserve=RESULT_BYTES * (len(rows) + 8) + DRAFT_BYTES * plan.num_tokens)
         for request_id in plan.removed_request_ids:
@@ -213,13 +214,7 @@ class RecordedExecutor:
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
         """Record the plan, then start the step, with checksums of its logits."""
         self._guarded(lambda recorder: recorder.planned(scheduler_output))
-        plan = SchedulerOutput(
-            scheduler_output.step_id,
-            scheduler_output.new_requests,
-            scheduler_output.scheduled,
-            scheduler_output.removed_request_ids,
-            checksum_logits=self._recorder is not None,
-        )
+        plan = replace(scheduler_output, checksum_logits=self._recorder is not None)
         return plan, self._executor.submit(plan)
 
     def collect(self, handle: Any) -> StepOutput:

@@ -90,6 +90,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag=True):
         numbers, num_computed, num_new, num_samples: of the scheduled requests, in order.
         tables: index among them -> new_block_ids and num_released_blocks, where these change.
         drafts: index among them -> draft_token_ids, where there are any.
+        copies: its block_copies, as group, source and target.
     """
 
     step_id: int
@@ -102,6 +103,7 @@ class Planned(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_samples: list[int]
     tables: dict[int, tuple[list[list[int]], list[int]]]
     drafts: dict[int, list[int]] = {}
+    copies: list[tuple[int, int, int]] = []
 
 
 class Computed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -20,7 +20,14 @@ import numpy.typing as npt
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError
-from penstock.interface.step import CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
+from penstock.interface.step import (
+    BlockCopy,
+    CacheGroup,
+    RequestStepOutput,
+    SchedulerOutput,
+    StepOutput,
+    TokenLogprobs,
+)
 from penstock.kernels.arena import FEW_ROWS, LOGITS_ROWS
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, RecordingOps
@@ -112,10 +119,16 @@ class ModelRunner:
                 work once the requests of this one have been removed.
         """
         self.batch.update(scheduler_output)
+        self._copy_blocks(scheduler_output.block_copies)
         if not scheduler_output.scheduled:
             return StepOutput(scheduler_output.step_id, {})
         with self._computing():
             return self._compute(scheduler_output)
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            for layer in self._groups[copy.group].layers:
+                self._ops.copy_block(self._kv_caches[layer], copy.source, copy.target)
 
     def _compute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         self._checksum_step = scheduler_output.step_id if scheduler_output.checksum_logits else None

@@ -64,6 +64,9 @@ class SamplingRows:
         self.top_p[row] = 1.0 if params.greedy else params.top_p
         self.min_p[row] = 0.0 if params.greedy else params.min_p
         self.num_logprobs[row] = NOT_ASKED if params.logprobs is None else params.logprobs
+        if params.use_beam_search:
+            num_candidates = params.num_candidates(len(self._eos_token_ids))
+            self.num_logprobs[row] = max(num_candidates, params.logprobs or 0)
         self.num_prompt_logprobs[row] = NOT_ASKED if params.prompt_logprobs is None else params.prompt_logprobs
         custom = params.logits_processors
         self.custom_processors[row] = custom if isinstance(custom, dict) else {}

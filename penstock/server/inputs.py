@@ -35,6 +35,7 @@ from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
 LONG_TEXT = 4096  # characters or ids above which only few texts are tokenised at the same time
+NOISE = ("temperature", "top_p", "top_k", "min_p")  # the fields that say how to sample
 # Body fields that are fields of SamplingParams under the same name.
 COPIED = tuple({field.name for field in dataclasses.fields(SamplingParams)} & {*GenerationRequest.__struct_fields__})
 
@@ -239,6 +240,9 @@ def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
 def _params(body: GenerationRequest, info: ModelInfo, own: dict[str, Any]) -> SamplingParams:
     given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    params = SamplingParams(**{**info.default_sampling, **given, **own, "output_kind": kind})
+    defaults = info.default_sampling
+    if body.use_beam_search:  # nothing is sampled
+        defaults = {name: value for name, value in defaults.items() if name not in NOISE}
+    params = SamplingParams(**{**defaults, **given, **own, "output_kind": kind})
     params.check_vocabulary(info.vocab_size)
     return params

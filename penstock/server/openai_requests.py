@@ -56,6 +56,9 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     logit_bias: dict[int, float] | None = None
     bad_words: str | list[str] | None = None
     logits_processors: list[str] | dict[str, Any] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -77,6 +80,9 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
             raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
         if self.resumable and not self.stream:
             raise InvalidRequestError("resumable: only allowed with stream: true", param="resumable")
+        if self.resumable and self.use_beam_search:
+            message = "resumable: not with use_beam_search: the answer comes at the end, and as a whole"
+            raise InvalidRequestError(message, param="resumable")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs: not available with stream: true", param="prompt_logprobs")
 

@@ -214,7 +214,7 @@ def iter_ended(engine: InferenceEngine) -> list[Any]:
         ({"temperature": -1.0}, "temperature: -1.0 is not allowed"),
         ({"top_p": 2.0, "do_sample": True}, "top_p: 2.0 is not allowed"),
         ({"prompt_template": "llama"}, "prompt_template: 'llama' is not allowed"),
-        ({"beam_width": 2}, "beam_width: 2 is not allowed; it must be 1: beam search is not built"),
+        ({"beam_width": 2}, "beam_width: 2 is not allowed; it must be 1: LLM.beam_search searches with beams"),
     ],
 )
 def test_bad_values_are_refused_by_name(fields: dict[str, Any], message: str) -> None:

@@ -13,7 +13,15 @@ from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockSampling
 from penstock.kernels.cpu.products import ProductOps
 from penstock.kernels.cpu.program import fill_step
 from penstock.kernels.cpu.rows import RowOps
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache, own
+from penstock.kernels.metadata import (
+    AttentionMetadata,
+    AttentionParams,
+    CacheSpec,
+    Heads,
+    KVCache,
+    check_block_ids,
+    own,
+)
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.tensors import BOOL, FLOAT32, INT64, Dtype, Tensor, address_of, as_array, is_torch
 
@@ -56,6 +64,11 @@ class CpuOps(ProductOps, RowOps):
         slots_at = address(slots, (len(slots),), INT64, "slots")
         self._call("penstock_cache_load", (slots,), source.address, slots_at, len(slots), address_of(k), address_of(v))
         return k, v
+
+    def copy_block(self, cache: KVCache, source: int, target: int) -> None:
+        to = own(cache, CpuKVCache)
+        check_block_ids(to.spec.num_blocks, source, target)
+        to.memory[target] = to.memory[source]
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
         meta = own(cache, CpuKVCache).plan(meta, heads, self.element, self.level, self.threads)

@@ -26,6 +26,11 @@ class ReferenceKVCache:
             k_new, v_new, slots = k_new[kept], v_new[kept], slots[kept]
         self._write(k_new, v_new, slots)
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block to another one."""
+        for memory in (self.keys, self.values):
+            memory[target] = memory[source]
+
     def load(self, block_tables: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Read B sequences at positions [B, S] -> keys, values [B, S, Hkv, D]; 0 at negative positions."""
         absent = positions < 0
@@ -78,6 +83,12 @@ class Int8KVCache(ReferenceKVCache):
         else:
             of_keys, of_values = self.channels
         return kv.dequantize(keys, *of_keys), kv.dequantize(values, *of_values)
+
+    def copy(self, source: int, target: int) -> None:
+        super().copy(source, target)
+        if self.channels is None:
+            for scales in (self.key_scales, self.value_scales):
+                scales[target] = scales[source]
 
     def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return kv.dequantize(*self._quantize(k, 0)).to(k.dtype), kv.dequantize(*self._quantize(v, 1)).to(v.dtype)

@@ -26,6 +26,7 @@ from penstock.kernels.metadata import (
     KVCache,
     KVScales,
     RotaryParams,
+    check_block_ids,
     own,
 )
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
@@ -208,6 +209,11 @@ class ReferenceOps:
         if spec.slices or spec.scales is not None:
             raise NotSupportedError(f"slices, scales: for an int8 cache, not for {spec.dtype}", param="slices")
         return ReferenceKVCache(spec, self.device)
+
+    def copy_block(self, cache: KVCache, source: int, target: int) -> None:
+        to = own(cache, ReferenceKVCache)
+        check_block_ids(len(to.keys), source, target)
+        to.copy(source, target)
 
     def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
         own(cache, ReferenceKVCache).store(k, v, slots)

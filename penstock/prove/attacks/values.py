@@ -42,6 +42,14 @@ def on_both(name: str, *fields: dict[str, Any], expect: tuple[int, ...] = (400,)
 
 
 SAMPLING: tuple[Attack, ...] = (
+    on_both(
+        "a beam search beyond its limits",
+        {"use_beam_search": 1}, {"length_penalty": 2}, {"early_stopping": True},
+        *({"use_beam_search": True, **item} for item in (
+            {"n": 65}, *each("length_penalty", [1e308, -6, "1"]), *each("early_stopping", ["always", 1, 0.5]),
+            {"top_p": 0.5}, {"temperature": 0.5}, {"logit_bias": {"5": 1}}, {"stop": "a"}, {"min_tokens": 1},
+        )),
+    ),
     on_both("n without bounds (CVE-2026-34756)", *each("n", [10**9, 2**31, 2**63, 257, 0, -1, 1.5])),
     refused("best_of (CVE-2024-8939)", {"best_of": 10**6}, {"best_of": 2, "n": 1}, {"best_of": 1, "n": 2}),
     refused(
@@ -94,7 +102,7 @@ SAMPLING: tuple[Attack, ...] = (
     on_both("unknown fields", {"x": 1}, {" - at `$": 1}, {"": 1}, {"temperature ": 1}, {"__proto__": {}},
             {"x" * 100_000: 1}),
     on_both("a field name that a parser might walk", {" - at " * 20_000: 1}),
-    on_both("what this server cannot do", {"prompt_embeds": "AAAA"}, {"use_beam_search": True},
+    on_both("what this server cannot do", {"prompt_embeds": "AAAA"},
             {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 2**40}),
 )  # fmt: skip
 
