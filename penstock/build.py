@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from penstock import validation as check
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
+from penstock.engine.policies import Scheduling
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
@@ -126,9 +127,13 @@ def _make_engine(
     return Engine(
         LocalExecutor(runner),
         groups,
+        scheduling=Scheduling(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            policy=scheduler.scheduling_policy,
+            max_stall_s=None if scheduler.max_stall_ms is None else scheduler.max_stall_ms / 1000,
+        ),
         max_model_len=scheduler.max_model_len,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         enable_prefix_caching=config.cache.enable_prefix_caching,
@@ -241,6 +246,7 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         certificate=_certificate(model_config, weights, digest),
         max_num_seqs=config.scheduler.max_num_seqs,
         block_size=plan.groups[0].block_size,
+        scheduling_policy=config.scheduler.scheduling_policy,
     )
 
 

@@ -7,6 +7,7 @@ fails alone ends with the error. What broke off half-way in the bookkeeping is d
 
 from penstock import validation as check
 from penstock.engine.kv_cache_manager import KVCacheManager
+from penstock.engine.policies import Scheduling
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import EngineError, InvalidRequestError
@@ -27,9 +28,8 @@ class Engine:
         executor: Executor,
         groups: list[CacheGroup],
         *,
+        scheduling: Scheduling,
         max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
@@ -39,9 +39,8 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.kv_cache = KVCacheManager(groups, enable_prefix_caching=enable_prefix_caching)
-        self.scheduler = Scheduler(
-            self.kv_cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-        )
+        self.scheduler = Scheduler(self.kv_cache, scheduling, max_model_len)
+        self._clock = scheduling.clock
         self._requests: dict[str, Request] = {}
         self._early_outputs: list[EngineOutput] = []  # of requests that ended without a step
         self._num_arrived = 0
@@ -56,7 +55,7 @@ class Engine:
                 is in use, or it names a logits processor that is not registered.
         """
         self._check(source)
-        request = Request(source, self._num_arrived, self.max_model_len)
+        request = Request(source, self._num_arrived, self.max_model_len, self._clock())
         self._num_arrived += 1
         if not self._fits(request):
             message = f"prompt and output of up to {request.max_total_tokens} tokens do not fit the cache"
@@ -146,6 +145,7 @@ class Engine:
             self._note_failure(error)
             self.scheduler.reset(self._requests.values())
             return outputs
+        began = self._clock()
         try:
             results = self.executor.collect(self.executor.submit(plan)).results
         except MemoryError:  # no request's fault, and what this process would do next needs memory too
@@ -163,6 +163,8 @@ class Engine:
         else:
             self._num_steps += 1
             self._failed_in_a_row = 0
+            if self.scheduler.pace is not None:
+                self.scheduler.pace.note(plan.scheduled, self._clock() - began)
         return outputs + self._commit_all(plan.scheduled, results)
 
     def _note_failure(self, error: Exception) -> None:
@@ -210,6 +212,7 @@ class Engine:
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
         self._num_generated_tokens += len(new_ids)
+        self.scheduler.policy.generated(request, len(new_ids))
         prompt_logprobs_start, prompt_logprobs = request.num_prompt_logprobs + 1, result.prompt_logprobs
         if prompt_logprobs:
             prompt_logprobs = request.new_prompt_logprobs(item.num_computed_tokens, prompt_logprobs)

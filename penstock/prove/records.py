@@ -13,6 +13,7 @@ from penstock.build import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import peak_blocks
+from penstock.engine.policies import Scheduling
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
@@ -207,9 +208,10 @@ def _engine_on(executor: Executor, description: EngineDescription, built: BuiltE
     return Engine(
         executor,
         description.groups,
+        scheduling=Scheduling(
+            max_num_seqs=description.max_num_seqs, max_num_batched_tokens=description.max_num_batched_tokens
+        ),
         max_model_len=description.max_model_len,
-        max_num_seqs=description.max_num_seqs,
-        max_num_batched_tokens=description.max_num_batched_tokens,
         vocab_size=description.vocab_size,
         eos_token_ids=built.info.eos_token_ids,
         enable_prefix_caching=built.config.cache.enable_prefix_caching,
