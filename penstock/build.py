@@ -20,6 +20,7 @@ from penstock import validation as check
 from penstock.config import BLOCK_SIZE_UNIT, CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
 from penstock.engine.engine import Engine
 from penstock.engine.ngram import NgramProposer
+from penstock.engine.policies import Scheduling
 from penstock.engine.scripted import ScriptedExecutor
 from penstock.engine.speculation import Speculation
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
@@ -186,9 +187,13 @@ def _make_engine(
     return Engine(
         executor,
         groups,
+        scheduling=Scheduling(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            policy=scheduler.scheduling_policy,
+            max_stall_s=None if scheduler.max_stall_ms is None else scheduler.max_stall_ms / 1000,
+        ),
         max_model_len=scheduler.max_model_len,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         enable_prefix_caching=config.cache.enable_prefix_caching,
@@ -405,6 +410,7 @@ def _model_info(config: EngineConfig, model_config: ModelConfig, plan: CachePlan
         certificate=_certificate(model_config, weights, digest),
         max_num_seqs=config.scheduler.max_num_seqs,
         block_size=plan.groups[0].block_size,
+        scheduling_policy=config.scheduler.scheduling_policy,
     )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "bfloat16", "float32")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8")
+SCHEDULING_POLICIES = ("fcfs", "priority", "length_classes", "fair", "deadline")
 KERNELS = ("auto", "reference", "cpu", "triton")
 BLOCK_SIZE_UNIT = 16  # kernels read whole groups of 16 cached tokens
 KV_CACHE_SLICES = {"bfloat16": 2, "float32": 3}  # int8 slices per query over an int8 cache, by the model's dtype
@@ -85,11 +86,15 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits on what runs at once. Prompts longer than max_num_batched_tokens are computed in chunks."""
+    """What runs at once, and in which order. Prompts longer than max_num_batched_tokens are computed in chunks."""
 
     max_model_len: int | None = option(None, range(2, MAX_CONTEXT + 1), "longest prompt plus output, in tokens")
     max_num_seqs: int = option(32, range(1, 2**16 + 1), "most requests that run at once")
     max_num_batched_tokens: int | None = option(None, range(1, MAX_CONTEXT + 1), "most tokens per step (default: 2048)")
+    scheduling_policy: str = option("fcfs", SCHEDULING_POLICIES, "which waiting request comes next")
+    max_stall_ms: int | None = option(
+        None, range(1, 3_600_001), "most milliseconds that streams wait in a step for new prompts (default: any time)"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -1,9 +1,11 @@
 """Engines on the ScriptedExecutor, for tests of the engine and of everything above it."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from penstock.engine.beam_search import BeamSearch
 from penstock.engine.engine import Engine
+from penstock.engine.policies import Scheduling
 from penstock.engine.scripted import VOCAB_SIZE as VOCAB
 from penstock.engine.scripted import ScriptedExecutor, likely_tokens, next_token
 from penstock.engine.speculation import Speculation
@@ -43,6 +45,7 @@ def make_engine(
     enable_prefix_caching: bool = True,
     user_rows: bool = False,
     speculation: Speculation | None = None,
+    **scheduling: Any,
 ) -> Engine:
     """An engine on a ScriptedExecutor, a cache group a window. User rows: a block a request, a ring for a window."""
     groups = [CacheGroup((i,), window, num_blocks, block_size) for i, window in enumerate(windows)]
@@ -52,9 +55,8 @@ def make_engine(
     made = Engine(
         ScriptedExecutor(groups),
         groups,
+        scheduling=Scheduling(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduling),
         max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
         vocab_size=VOCAB,
         eos_token_ids=eos_token_ids,
         enable_prefix_caching=enable_prefix_caching,
@@ -68,9 +70,10 @@ def _row_group(group: CacheGroup, max_model_len: int) -> CacheGroup:
     return replace(group, block_size=size, ring=group.sliding_window is not None)
 
 
-def request(request_id: str, prompt: list[int], max_tokens: int = 8, **options: object) -> EngineRequest:
-    """A greedy request; fields of EngineRequest go there, the rest to SamplingParams."""
-    own = {name: options.pop(name) for name in ("output_token_ids", "choice", "flow", "cache_salt") if name in options}
+def request(request_id: str, prompt: list[int], max_tokens: int = 8, **options: Any) -> EngineRequest:
+    """A greedy request; options that are fields of EngineRequest go there, the rest to SamplingParams."""
+    names = {item.name for item in fields(EngineRequest)} & options.keys()
+    own: dict[str, Any] = {name: options.pop(name) for name in names}
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, **options)
     return EngineRequest(request_id, prompt, params, **own)
 

@@ -101,6 +101,8 @@ BAD_OPTIONS = {
     "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],
     "max_num_seqs": [0, -1, 2**20, "8", None, 1.0],
     "max_num_batched_tokens": [0, -1, 2**40, "1"],
+    "scheduling_policy": ["lifo", 1, None, ""],
+    "max_stall_ms": [0, -1, 1.5, "1", True, 3_600_001],
     "block_size": [0, 8, 17, -16, 16.0, "16"],
     "memory": [0, -1, 2**60, "2GiB", 1.5],
     "kv_cache_memory_bytes": [0, -1, 2**60, "2GiB", 1.5],

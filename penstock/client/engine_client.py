@@ -91,6 +91,8 @@ class EngineClient(Protocol):
         request_id: str | None = None,
         *,
         flow: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
         output_token_ids: Sequence[list[int]] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the request's outputs as SamplingParams.output_kind says; leaving the loop aborts the request.
@@ -100,6 +102,9 @@ class EngineClient(Protocol):
 
         Args:
             flow: names what the engine is fair to: all requests of one flow share its turns. None: this request.
+            priority: lower comes first, with scheduling_policy = "priority"; with another policy it must be 0.
+            timeout: seconds until the answer is due, with scheduling_policy = "deadline"; with another policy None.
+                It orders requests, and ends none.
             output_token_ids: tokens that an earlier computation of the request gave, one list per choice. They come
                 first, and the engine continues after them, with the seed of `params`.
 

@@ -3,8 +3,10 @@
 add_request -> InputProcessor -> Engine.step -> OpenRequests -> RequestOutputs
 """
 
+from collections import deque
 from dataclasses import replace
 
+from penstock import validation as check
 from penstock.client.engine_client import Prompt
 from penstock.client.input_processor import InputProcessor
 from penstock.client.open_requests import OpenRequests
@@ -15,6 +17,8 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
+
+MAX_STEPS = 2**20  # of a call
 
 
 class InProcessClient:
@@ -27,9 +31,16 @@ class InProcessClient:
         self._inputs = InputProcessor(tokenizer, model_info, seed=seed)
         self._requests = OpenRequests(tokenizer)
         self._closed = False
+        self._stepping = False
+        self._failure: Exception | None = None  # of a call of several steps, for the next call
+        self._aborted: deque[str] = deque()  # while a step was computed
 
-    def add_request(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None) -> str:
+    def add_request(
+        self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+    ) -> str:
         """Queue a request and return its id (a new one for None). Without params the model's own defaults apply.
+
+        priority: lower comes first, with scheduling_policy = "priority".
 
         Raises:
             InvalidRequestError: prompt or parameters are wrong, or the id is in use.
@@ -37,7 +48,7 @@ class InProcessClient:
         """
         if self._closed:
             raise EngineDeadError("the engine was shut down")
-        prepared = self._inputs.process(prompt, params, request_id, flow="")  # one user, whose order it is
+        prepared = self._inputs.process(prompt, params, request_id, "", priority)  # one user, whose order it is
         self._requests.open(prepared)
         try:
             for engine_request in prepared.engine_requests:
@@ -51,8 +62,38 @@ class InProcessClient:
         """Return whether `step` has anything to do."""
         return self.engine.has_work
 
-    def step(self) -> list[RequestOutput]:
-        """Compute one step. Return an output for each request with new tokens; finished ones have finished=True."""
+    def step(self, num_steps: int = 1) -> list[RequestOutput]:
+        """Compute one step, or up to num_steps while there is work, each as a call of its own would.
+
+        Returns, step by step, an output for each request with new tokens; finished ones have finished=True. A request
+        that ends, or is aborted by another thread meanwhile, takes no part in the steps that follow.
+        """
+        check.check_int("num_steps", num_steps, 1, MAX_STEPS)
+        made: list[RequestOutput] = []
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self._stepping = True
+        try:
+            for _ in range(num_steps):
+                made += self._step()
+                self._abort_all()
+                if not self.engine.has_work:
+                    break
+        except Exception as error:
+            if not made:
+                raise
+            self._failure = error  # after what the steps before it have given
+        finally:
+            self._stepping = False
+            self._abort_all()
+        return made
+
+    def _abort_all(self) -> None:
+        while self._aborted:
+            self._abort(self._aborted.popleft())
+
+    def _step(self) -> list[RequestOutput]:
         made = []
         for request, outputs in self._requests.by_request(self.engine.step()).items():
             try:
@@ -68,7 +109,16 @@ class InProcessClient:
         return made
 
     def abort(self, request_id: str) -> bool:
-        """End a request without another output. False if it is not open."""
+        """End a request without another output. False if it is not open.
+
+        While a step is computed, by another thread or by the caller of this, the request ends after it.
+        """
+        if self._stepping:
+            self._aborted.append(request_id)
+            return self._requests.get(request_id) is not None
+        return self._abort(request_id)
+
+    def _abort(self, request_id: str) -> bool:
         request = self._requests.get(request_id)
         if request is None:
             return False

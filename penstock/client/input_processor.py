@@ -7,6 +7,7 @@ a while.
 """
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -22,6 +23,8 @@ from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_u
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_SALT_LENGTH = 1024
+MAX_PRIORITY = 1000
+MAX_TIMEOUT_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,13 @@ class InputProcessor:
         self._last_bad_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = ((), ())
 
     def process(
-        self, prompt: Any, params: SamplingParams | Any = None, request_id: str | None = None, flow: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams | Any = None,
+        request_id: str | None = None,
+        flow: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> PreparedRequest:
         """Check and prepare a request.
 
@@ -68,6 +77,8 @@ class InputProcessor:
             params: None takes the model's defaults.
             request_id: None makes one.
             flow: what the scheduler is fair to (EngineRequest.flow); None: this request with its choices.
+            priority: lower comes first, with scheduling_policy = priority.
+            timeout: seconds until its answer is due, with scheduling_policy = deadline.
 
         Raises:
             InvalidRequestError: a value is wrong; code "context_length_exceeded" if the prompt leaves no room for an
@@ -80,6 +91,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):  # a dict is a common mistake
             raise check.fail("sampling_params", params, "a SamplingParams")
         params.check_vocabulary(self._info.vocab_size)
+        deadline = self._check_turn(priority, timeout)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError("stop: stop strings need a tokenizer, and the model has none", param="stop")
         text, ids = self._read_prompt(prompt)
@@ -88,12 +100,27 @@ class InputProcessor:
         request_id = request_id or f"request-{arrival}"
         params = self._settle(params, len(ids), arrival)
         unique = f"{request_id}#{arrival}"
-        first = EngineRequest(unique, ids, params, flow=unique if flow is None else flow, cache_salt=salt)
-        return PreparedRequest(request_id, text, ids, params, _choices(first))
+        flow = unique if flow is None else flow
+        turn = EngineRequest(unique, ids, params, flow=flow, priority=priority, deadline=deadline)
+        choices = _choices(replace(turn, cache_salt=salt, arrived_at=time.monotonic()))
+        return PreparedRequest(request_id, text, ids, params, choices)
 
     def read_prefix(self, prompt: Any) -> tuple[list[int], str | None]:
         """Return the ids and the salt of a prompt, as `process` reads it. Raises InvalidRequestError as it does."""
         return self._read_prompt(prompt)[1], _salt_of(prompt)
+
+    def _check_turn(self, priority: Any, timeout: Any) -> float | None:
+        """Return the deadline. Raise InvalidRequestError for a wish that the engine's policy does not know."""
+        check.check_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if timeout is not None:
+            check.check_float("timeout", timeout, 0.0, MAX_TIMEOUT_S, low_open=True)
+        policy = self._info.scheduling_policy
+        for name, value, needed in (("priority", priority or None, "priority"), ("timeout", timeout, "deadline")):
+            if value is not None and policy != needed:
+                raise InvalidRequestError(
+                    f"{name}: {value} has no effect with scheduling_policy = {policy}; it needs {needed}", param=name
+                )
+        return None if timeout is None else time.monotonic() + timeout
 
     def assign_seed(self) -> int:
         """Return the seed that a request without one would get now."""

@@ -8,8 +8,9 @@ request that cannot be handled ends alone.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from penstock.client import frames
@@ -140,6 +141,8 @@ class ProcessClient:
         request_id: str | None = None,
         *,
         flow: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
         output_token_ids: Sequence[list[int]] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request's outputs. See EngineClient.generate for what it raises.
@@ -147,7 +150,15 @@ class ProcessClient:
         Leaving the loop aborts the request as soon as nothing refers to the stream any more; a program that keeps it
         in a variable closes it itself (`contextlib.aclosing`).
         """
-        request = await self.open(prompt, params, request_id, flow=flow, output_token_ids=output_token_ids)
+        request = await self.open(
+            prompt,
+            params,
+            request_id,
+            flow=flow,
+            priority=priority,
+            timeout=timeout,
+            output_token_ids=output_token_ids,
+        )
         try:
             finished = False
             while not finished:
@@ -164,6 +175,8 @@ class ProcessClient:
         request_id: str | None,
         *,
         flow: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
         output_token_ids: Sequence[list[int]] = (),
     ) -> OpenRequest:
         """Check a request and give it to the engine. Its reader calls `next_output` up to the end, and then `close`.
@@ -173,7 +186,8 @@ class ProcessClient:
         """
         await self.start()
         self.check_admission(flow)
-        return self._admit(resumed(await self._prepare(prompt, params, request_id, flow), output_token_ids))
+        process = partial(self._input_processor().process, prompt, params, request_id, flow, priority, timeout)
+        return self._admit(resumed(await self._prepare(prompt, params, process), output_token_ids))
 
     def _admit(self, prepared: PreparedRequest) -> OpenRequest:
         self._check_serving()  # the engine may have failed while the prompt was tokenised
@@ -237,14 +251,13 @@ class ProcessClient:
             raise EngineDeadError("the engine takes no requests: it is draining")
 
     async def _prepare(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, flow: str | None
+        self, prompt: Prompt, params: SamplingParams | None, process: Callable[[], PreparedRequest]
     ) -> PreparedRequest:
-        inputs = self._input_processor()
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         others = getattr(params, "bad_words", None) or getattr(params, "dry_multiplier", None)
         if isinstance(text, str) or others:  # texts to tokenise: streams go on meanwhile
-            return await asyncio.to_thread(inputs.process, prompt, params, request_id, flow)
-        return inputs.process(prompt, params, request_id, flow)
+            return await asyncio.to_thread(process)
+        return process()
 
     async def _first(self, request: OpenRequest) -> RequestOutput:
         """Return a request's first output; refuse it if its patience ends, unless an engine has died meanwhile."""

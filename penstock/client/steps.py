@@ -11,7 +11,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from penstock import validation as check
 from penstock.client.engine_client import EngineStatus, Prompt
+from penstock.client.in_process import MAX_STEPS
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
 from penstock.errors import EngineDeadError, NotSupportedError, RequestFailedError
@@ -72,28 +74,38 @@ class StepClient:
         """Return a snapshot: the process, its restarts, what runs and waits."""
         return self._run(self._status())
 
-    def add_request(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None) -> str:
+    def add_request(
+        self, request_id: str | None, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+    ) -> str:
         """Queue a request and return its id (a new one for None). Without params the model's own defaults apply.
+
+        priority: lower comes first, with scheduling_policy = "priority".
 
         Raises:
             InvalidRequestError: prompt or parameters are wrong, or the id is in use.
             EngineDeadError: there is no engine any more.
         """
-        return self._run(self._add(request_id, prompt, params))
+        return self._run(self._add(request_id, prompt, params, priority))
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has anything to wait for."""
         return bool(self._streams)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, num_steps: int = 1) -> list[RequestOutput]:
         """Wait until there is an output. Return one for each request that has one; finished ones have finished=True.
+
+        num_steps: wait so many times, or until nothing is open.
 
         A request whose computation failed ends with its error; one that its engines died of, too.
 
         Raises:
             EngineDeadError: the engine died too often; all requests have ended.
         """
-        return self._run(self._step()) if self._streams else []
+        check.check_int("num_steps", num_steps, 1, MAX_STEPS)
+        made: list[RequestOutput] = []
+        for _ in range(num_steps):
+            made += self._run(self._step()) if self._streams else []
+        return made
 
     def abort(self, request_id: str) -> bool:
         """End a request without another output. False if it is not open."""
@@ -124,8 +136,8 @@ class StepClient:
 
     # --- in the thread of the event loop ---------------------------------------------------------------------------
 
-    async def _add(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None) -> str:
-        request = await self._client.open(prompt, params, request_id)
+    async def _add(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None, priority: int) -> str:
+        request = await self._client.open(prompt, params, request_id, priority=priority)
         self._streams[request.prepared.request_id] = _Stream(request, self._next_of(request))
         return request.prepared.request_id
 

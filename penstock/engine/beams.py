@@ -28,8 +28,10 @@ class Beam(Request):
         scored: its most likely next tokens; None until a step has computed them.
     """
 
-    def __init__(self, source: EngineRequest, arrival: int, max_model_len: int, end_ids: frozenset[int]) -> None:
-        super().__init__(source, arrival, max_model_len)
+    def __init__(
+        self, source: EngineRequest, arrival: int, max_model_len: int, end_ids: frozenset[int], now: float = 0.0
+    ) -> None:
+        super().__init__(source, arrival, max_model_len, now)
         self.search = Search(self, frozenset() if source.params.ignore_eos else end_ids)
         self.request_id = self.search.new_id()
         self.scored: TokenLogprobs | None = None

@@ -8,6 +8,7 @@ fails alone ends with the error. What broke off half-way in the bookkeeping is d
 from penstock import validation as check
 from penstock.engine.beams import Beam, Searches, check_search
 from penstock.engine.kv_cache_manager import KVCacheManager
+from penstock.engine.policies import Scheduling
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
@@ -29,9 +30,8 @@ class Engine:
         executor: Executor,
         groups: list[CacheGroup],
         *,
+        scheduling: Scheduling,
         max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
@@ -42,9 +42,8 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.kv_cache = KVCacheManager(groups, enable_prefix_caching=enable_prefix_caching)
-        self.scheduler = Scheduler(
-            self.kv_cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-        )
+        self.scheduler = Scheduler(self.kv_cache, scheduling, max_model_len)
+        self._clock = scheduling.clock
         self._requests: dict[str, Request] = {}
         self._searches = Searches(self._requests)
         self._early_outputs: list[EngineOutput] = []  # of requests that ended without a step
@@ -111,8 +110,8 @@ class Engine:
 
     def _made(self, source: EngineRequest) -> Request:
         if source.params.use_beam_search:
-            return Beam(source, self._num_arrived, self.max_model_len, self.eos_token_ids)
-        return Request(source, self._num_arrived, self.max_model_len)
+            return Beam(source, self._num_arrived, self.max_model_len, self.eos_token_ids, self._clock())
+        return Request(source, self._num_arrived, self.max_model_len, self._clock())
 
     def _check(self, source: EngineRequest) -> None:
         in_use = source.request_id in self._requests or source.request_id in self._searches
@@ -171,6 +170,7 @@ class Engine:
             return outputs
         if self.speculation is not None:
             self.speculation.begin_step()
+        began = self._clock()
         try:
             results = self.executor.collect(self.executor.submit(plan)).results
         except MemoryError:  # no request's fault, and what this process would do next needs memory too
@@ -190,6 +190,8 @@ class Engine:
             self._failed_in_a_row = 0
             if self.speculation is not None:
                 self.speculation.note(plan.scheduled, _num_accepted(plan.scheduled, results))
+            if self.scheduler.pace is not None:
+                self.scheduler.pace.note(plan.scheduled, self._clock() - began)
         return outputs + self._commit_all(plan.scheduled, results)
 
     def _drafts(self) -> dict[str, list[int]]:
@@ -261,6 +263,7 @@ class Engine:
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
         self._num_generated_tokens += len(new_ids)
+        self.scheduler.policy.generated(request, len(new_ids))
         prompt_logprobs_start, prompt_logprobs = request.num_prompt_logprobs + 1, result.prompt_logprobs
         if prompt_logprobs:
             prompt_logprobs = request.new_prompt_logprobs(item.num_computed_tokens, prompt_logprobs)
@@ -291,6 +294,7 @@ class Engine:
         if result.logprobs:
             beam.scored = result.logprobs[0]
             self._num_generated_tokens += 1
+            self.scheduler.policy.generated(beam, 1)
             self.scheduler.acquit(beam)
 
     def _finish(self, request: Request) -> None:

@@ -22,6 +22,8 @@ class Request:
         source_id: under which outputs go to the client; request_id differs from it where a beam search has several.
         arrival: order of arrival; the youngest is preempted first.
         flow: what shares its turns with this request (scheduler.py); "" for none.
+        priority, deadline: see EngineRequest; what they mean is a policy's business (policies.py).
+        arrived_at, waits_since: times on the engine's clock; the latter is later after a preemption.
         max_output_tokens: number of outputs at which it ends with "length".
         block_hashes: content hashes of the leading full blocks of token_ids, as far as computed.
         pending_salt: what the cache_salt adds to the hash of a block; b"" once it is in one, or if there is none.
@@ -30,12 +32,16 @@ class Request:
         num_prompt_logprobs: how many were delivered, so that a recomputed prompt delivers none twice.
     """
 
-    def __init__(self, source: EngineRequest, arrival: int, max_model_len: int) -> None:
+    def __init__(self, source: EngineRequest, arrival: int, max_model_len: int, now: float = 0.0) -> None:
         self.request_id = self.source_id = source.request_id
         self.params = source.params
         self.choice = source.choice
         self.arrival = arrival
         self.flow = source.flow
+        self.priority = source.priority
+        self.deadline = source.deadline
+        self.arrived_at = now if source.arrived_at is None else min(now, source.arrived_at)
+        self.waits_since = now
         self.token_ids = [*source.prompt_token_ids, *source.output_token_ids]
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.num_computed_tokens = 0
@@ -64,6 +70,11 @@ class Request:
     def num_missing_tokens(self) -> int:
         """Return the number of tokens whose keys and values are not computed yet: at least one, the last."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_stream(self) -> bool:
+        """Return whether a running request lacks its last output only: what it gets is not for a prompt."""
+        return self.num_missing_tokens == 1 and self.num_output_tokens > 0
 
     @property
     def max_total_tokens(self) -> int:

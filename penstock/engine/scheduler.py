@@ -3,28 +3,32 @@
 One loop serves chunked prefill, prefix hits, decode and resumption: num_computed_tokens of every request catches up
 with num_tokens, and a step gives each some tokens within max_num_batched_tokens:
 
-  1. running requests that lack one token (decodes), oldest first, so that a long prompt never stalls a stream;
-  2. running requests that lack more (chunks of prompts), oldest first;
+  1. running requests that lack one token (decodes), so that a long prompt never stalls a stream;
+  2. running requests that lack more (chunks of prompts);
   3. drafts of decodes (speculation.py), with what is left over;
-  4. waiting requests, as far as rows, tokens and blocks suffice: those of the flow with the fewest rows first, and
-     within it in order of arrival.
+  4. waiting requests, as far as rows, tokens and blocks suffice.
 
-When blocks run out, the youngest running request is preempted: its blocks are freed, and it waits at the head of the
-queue to be recomputed. A flow is whatever asks as one: a user's call with all its choices, or all calls of an API key.
-One that waits without a row takes one from the flow that has the most, so that no call keeps others out, and a call
-alone still has the whole machine. Requests without a flow, as those of a batch, are taken in order of arrival. Nothing
-starves: the oldest request can take every block, a flow keeps its last row, and within a flow a waiting request is
-overtaken only while it waits for a prefix that another request computes.
+The policy (policy.py) says which comes first in each, and who is preempted when blocks run out: its blocks are freed,
+and it waits to be recomputed. What follows is the first one, `fcfs`, which takes the oldest first and preempts the
+youngest. A flow is whatever asks as one: a user's call with all its choices, or all calls of an API key. Flows with
+fewer rows come first, and one that waits without a row takes one from the flow that has the most, so that no call keeps
+others out, and a call alone still has the whole machine. Requests without a flow, as those of a batch, are taken in
+order of arrival. Nothing starves: the oldest request can take every block, a flow keeps its last row, and within a flow
+a waiting request is overtaken only while it waits for a prefix that another request computes.
+
+Streams wait for the prompts of a step. With `max_stall_s` these are as many as do not take longer (pace.py).
 
 When a step fails, nobody knows which of its requests is to blame. Each of them is then computed alone for one token, so
 that only the one to blame pays for it.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.kv_cache_manager import KVCacheManager
+from penstock.engine.pace import Allowance, Pace
+from penstock.engine.policies import Scheduling
 from penstock.engine.request import Request
 from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
 
@@ -34,9 +38,15 @@ MAX_HELD_BACK = 64  # waiting requests per step that may be skipped because anot
 
 @dataclass(slots=True)
 class _Plan:
-    """A step while it is being planned."""
+    """A step while it is being planned.
+
+    Attributes:
+        allowance: of tokens of prompts; None: all of the budget. Known when the streams are planned.
+    """
 
     budget: int
+    num_stream_tokens: int = 0
+    allowance: Allowance | None = None
     tokens: dict[str, int] = field(default_factory=dict)  # request id -> tokens computed in this step
     new: set[str] = field(default_factory=set)
     preempted: set[str] = field(default_factory=set)
@@ -47,17 +57,19 @@ class Scheduler:
     """Queues, and the plan of each step.
 
     Attributes:
-        waiting: in order of arrival, preempted ones first.
+        waiting: in order of arrival, preempted ones first; taken in the policy's order.
         running: each holds blocks and a row.
         num_preempted: of those that wait, how many have run before.
         num_preemptions, num_prompt_tokens, num_prefix_queries (tokens of prompts that were looked up in the cache),
             num_cached_tokens: since the start; prompts count once, when admitted.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, kv_cache: KVCacheManager, scheduling: Scheduling, max_model_len: int) -> None:
         self.kv_cache = kv_cache
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = scheduling.max_num_seqs
+        self.max_num_batched_tokens = scheduling.max_num_batched_tokens
+        self.policy = scheduling.make_policy(max_model_len)
+        self.pace = None if scheduling.max_stall_s is None else Pace(scheduling.max_stall_s)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = self.num_prompt_tokens = self.num_prefix_queries = self.num_cached_tokens = 0
@@ -69,6 +81,7 @@ class Scheduler:
         self._next_step_id = 0
 
     def add(self, request: Request) -> None:
+        self.policy.added(request)
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -76,9 +89,11 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             self._free(request)
+            self.policy.removed(request, was_running=True)
         elif request in self.waiting:
             self.waiting.remove(request)
             self.num_preempted -= request.has_run
+            self.policy.removed(request, was_running=False)
         if request in self._alone:
             is_first = request is self._alone[0]
             self._alone.remove(request)
@@ -97,9 +112,14 @@ class Scheduler:
         for child in children[:num_running]:
             self.kv_cache.fork(parent, child)
         self.remove(parent)
-        self.running += children[:num_running]
-        self._forked.update(child.request_id for child in children[:num_running])
+        for child in children:
+            self.policy.added(child)
+        for child in children[:num_running]:
+            self.running.append(child)
+            self._forked.add(child.request_id)
+            self.policy.started(child, 0)
         self.waiting.extendleft(reversed(children[num_running:]))
+        self.num_preempted += sum(child.has_run for child in children[num_running:])
         self._put_first()
 
     @property
@@ -145,6 +165,7 @@ class Scheduler:
         for request in self.waiting:
             request.num_computed_tokens = 0
         self.num_preempted = sum(request.has_run for request in self.waiting)
+        self.policy.reset(self.waiting)
         self.running.clear()
         self._alone.clear()
         self._forked.clear()
@@ -161,8 +182,8 @@ class Scheduler:
         """
         plan = _Plan(self.max_num_batched_tokens)
         self._make_way()
-        for request in sorted(self.running, key=lambda item: (item.num_missing_tokens > 1, item.arrival)):
-            if request.request_id not in plan.preempted:  # by an older one in this loop
+        for request in sorted(self.running, key=lambda item: (item.num_missing_tokens > 1, self.policy.rank(item))):
+            if request.request_id not in plan.preempted:  # by an earlier one in this loop
                 self._schedule_running(request, plan)
         if drafts and not plan.preempted and not self._short_of_blocks:
             self._add_drafts(plan, drafts)
@@ -173,20 +194,15 @@ class Scheduler:
         return output
 
     def _make_way(self) -> None:
-        """Preempt a request of the flow with the most rows, where rows or blocks are short and a flow waits with none.
+        """Preempt whom the policy says, where rows or blocks are short.
 
         One in a step: each flow that arrives costs the others at most a few rows to recompute.
         """
         if self._alone or not self.waiting or not (self._short_of_blocks or len(self.running) == self.max_num_seqs):
             return
-        rows = self._rows()
-        flow, most = max(rows.items(), key=lambda item: item[1], default=("", 0))
-        if most > 1 and any(request.flow and request.flow not in rows for request in self.waiting):
-            self.preempt(max((item for item in self.running if item.flow == flow), key=lambda item: item.arrival))
-
-    def _rows(self) -> Counter[str]:
-        """Return the number of running requests of each flow."""
-        return Counter(request.flow for request in self.running if request.flow)
+        giver = self.policy.giver(self.waiting, self.running)
+        if giver is not None:
+            self.preempt(giver)
 
     def _add_drafts(self, plan: _Plan, drafts: Mapping[str, list[int]]) -> None:
         """Let requests that lack one token compute their drafts too, as far as tokens and free blocks are left over."""
@@ -198,20 +214,37 @@ class Scheduler:
                 plan.drafts[request.request_id] = ids
                 plan.tokens[request.request_id] += len(ids)
                 plan.budget -= len(ids)
+                plan.num_stream_tokens += len(ids)
 
     def _schedule_running(self, request: Request, plan: _Plan) -> None:
-        num_new = min(request.num_missing_tokens, plan.budget)
+        num_new = self._fit(plan, request, request.num_computed_tokens)
         if num_new == 0:
             return
         while not self.kv_cache.allocate_slots(request, num_new):
-            victim = max(self.running, key=lambda item: item.arrival)
+            victim = max(self.running, key=self.policy.rank)
             self.preempt(victim)
             plan.budget += plan.tokens.pop(victim.request_id, 0)
             plan.preempted.add(victim.request_id)
             if victim is request:
                 return
+        self._take(plan, request, num_new)
+
+    def _fit(self, plan: _Plan, request: Request, num_computed: int) -> int:
+        """Return how many tokens of a request the step still has room for, beginning with this one."""
+        num_new = min(request.num_tokens - num_computed, plan.budget)
+        if self.pace is None or not num_new or request.is_stream:
+            return num_new
+        if plan.allowance is None and plan.num_stream_tokens:
+            plan.allowance = self.pace.allowance(plan.num_stream_tokens)
+        return num_new if plan.allowance is None else plan.allowance.fit(num_new, num_computed)
+
+    def _take(self, plan: _Plan, request: Request, num_new: int) -> None:
         plan.tokens[request.request_id] = num_new
         plan.budget -= num_new
+        if request.is_stream:
+            plan.num_stream_tokens += num_new
+        elif plan.allowance is not None:
+            plan.allowance.take(num_new, request.num_computed_tokens)
 
     def preempt(self, request: Request) -> None:
         """Free a running request's blocks; it waits at the head of the queue to be recomputed."""
@@ -219,6 +252,7 @@ class Scheduler:
         self._free(request)
         self.waiting.appendleft(request)
         self.num_preempted += 1
+        self.policy.preempted(request)
         self.num_preemptions += 1
 
     def _free(self, request: Request) -> None:
@@ -229,14 +263,19 @@ class Scheduler:
     def _schedule_waiting(self, plan: _Plan) -> None:
         """Start waiting requests in turn; none in a step that had to preempt, for lack of blocks."""
         self._short_of_blocks = False
-        if plan.preempted or not self.waiting:
+        if plan.preempted or not self.waiting or len(self.running) == self.max_num_seqs:
             return
-        rows = self._rows()
+        if not self._alone and not self.policy.is_time_to_start(self.waiting, len(self.running)):
+            return
         held_back: list[Request] = []
         max_num_seqs = 1 if self._alone else self.max_num_seqs
         held_hashes: set[bytes] = set()  # of whole prompts that wait, so that equal ones are not looked up again
-        while self.waiting and plan.budget and len(self.running) < max_num_seqs and len(held_back) < MAX_HELD_BACK:
-            request = self.waiting.popleft() if self._alone else self._next_in_turn(rows)
+        turns = iter([self._alone[0]]) if self._alone else self.policy.turns(self.waiting)
+        while plan.budget and len(self.running) < max_num_seqs and len(held_back) < MAX_HELD_BACK:
+            request = next(turns, None)
+            if request is None:
+                break
+            self.waiting.remove(request)
             if request.block_hashes and request.block_hashes[-1] in held_hashes:
                 held_back.append(request)
                 continue
@@ -245,38 +284,28 @@ class Scheduler:
                 held_back.append(request)
                 held_hashes.add(request.block_hashes[-1])
                 continue
-            num_new = self.kv_cache.admit(request, prefix, plan.budget)
+            room = self._fit(plan, request, prefix.num_blocks * self.kv_cache.block_size)
+            num_new = self.kv_cache.admit(request, prefix, room) if room else None
             if num_new is None:
-                self._short_of_blocks = True
+                self._short_of_blocks = room > 0
                 held_back.append(request)
                 break
             self._start(request, num_new, plan)
-            rows[request.flow] += bool(request.flow)
         self.waiting.extendleft(reversed(held_back))
-
-    def _next_in_turn(self, rows: Counter[str]) -> Request:
-        """Take the first request of a flow with the fewest rows out of the queue."""
-        chosen, fewest = 0, rows[self.waiting[0].flow]
-        for index, request in enumerate(self.waiting):
-            if fewest == 0:
-                break
-            if rows[request.flow] < fewest:
-                chosen, fewest = index, rows[request.flow]
-        request = self.waiting[chosen]
-        del self.waiting[chosen]
-        return request
 
     def _start(self, request: Request, num_new: int, plan: _Plan) -> None:
         self.num_preempted -= request.has_run
+        num_prompt_tokens = 0
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            num_prompt_tokens = request.num_prompt_tokens - request.num_cached_tokens
             self.num_cached_tokens += request.num_cached_tokens
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_prefix_queries += request.num_prompt_tokens * self.kv_cache.looks_up(request)
         self.running.append(request)
         plan.new.add(request.request_id)
-        plan.tokens[request.request_id] = num_new
-        plan.budget -= num_new
+        self.policy.started(request, num_prompt_tokens)
+        self._take(plan, request, num_new)
 
     def _output(self, plan: _Plan) -> SchedulerOutput:
         chosen = [request for request in self.running if request.request_id in plan.tokens]

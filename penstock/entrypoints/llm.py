@@ -137,6 +137,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Return one RequestOutput per prompt, in the order given.
 
@@ -144,6 +146,7 @@ class LLM:
             prompts: a string, a mapping with `prompt` or `prompt_token_ids` and perhaps a `cache_salt`, or a list of
                 these.
             sampling_params: one for all, or one per prompt; None takes the model's defaults.
+            priority: one per prompt; lower comes first, with scheduling_policy="priority".
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong; nothing is generated then.
@@ -152,7 +155,7 @@ class LLM:
         params = self._params(sampling_params, len(listed))
         final = [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in params]
         with self._lock:
-            results = dict(self.stream(listed, final))
+            results = dict(self.stream(listed, final, priority=priority))
         return [results[index] for index in range(len(listed))]
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
@@ -166,7 +169,11 @@ class LLM:
         return [search_output(output, self.client.tokenizer) for output in outputs]
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield (index of the prompt, output) as tokens arrive, as its output_kind says. Leaving early aborts the rest.
 
@@ -179,10 +186,14 @@ class LLM:
                 "requests of llm.engine.add_request or of another stream are under way; finish or abort them first"
             )
         params = self._params(sampling_params, len(prompts))
+        turns = [0] * len(prompts) if priority is None else check.list_of("priority", priority, max_items=len(prompts))
+        if len(turns) != len(prompts):
+            message = f"priority: {len(turns)} for {len(prompts)} prompts; give one per prompt"
+            raise InvalidRequestError(message, param="priority")
         indices: dict[str, int] = {}
         try:
-            for index, (prompt, choice) in enumerate(zip(prompts, params, strict=True)):
-                indices[self.client.add_request(None, prompt, choice)] = index
+            for index, (prompt, choice, turn) in enumerate(zip(prompts, params, turns, strict=True)):
+                indices[self.client.add_request(None, prompt, choice, turn)] = index
             while indices:
                 for output in self.client.step():
                     index = indices[output.request_id]

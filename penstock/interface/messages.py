@@ -26,6 +26,10 @@ class EngineRequest:
         mirostat_mu: mirostat's state after output_token_ids, as EngineOutput had it; None without mirostat or outputs.
         flow: requests of one flow share its turns; among flows the engine is fair. "": none, in order of arrival.
         cache_salt: the request finds the cached prefixes of requests with the same salt; None is a salt like another.
+        priority: lower comes first, with the policy that is called so.
+        deadline: when the answer is due, in seconds of time.monotonic(), which all processes of a machine share; None:
+            at no certain time.
+        arrived_at: when the client got it, on the same clock; None: when the engine does.
     """
 
     request_id: str
@@ -36,6 +40,9 @@ class EngineRequest:
     flow: str = ""
     mirostat_mu: float | None = None
     cache_salt: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+    arrived_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +132,7 @@ class ModelInfo:
         choices_made: option -> the automatic choice and its reason, for the start-up message.
         max_num_seqs: requests that run at once.
         block_size: tokens per block of the cache: prefixes are reused and pinned in whole blocks.
+        scheduling_policy: which request comes next (engine/policies.py).
         certificate: what `penstock check` has proved (models/certificate.py), and `same_weights`, whether it was with
             these weights; None if nothing was proved.
         memory: planned bytes by what they are for (planner/ledger.py); empty where torch computes.
@@ -142,3 +150,4 @@ class ModelInfo:
     memory: dict[str, int] = field(default_factory=dict)
     max_num_seqs: int = 1
     block_size: int = 16
+    scheduling_policy: str = "fcfs"

@@ -15,6 +15,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -228,5 +229,5 @@ def _inner(model: ModelConfig) -> int:
     return (model.moe_intermediate_size or model.intermediate_size) if model.num_experts else 0
 
 
-def _with(config: EngineConfig, **changes: int) -> EngineConfig:
+def _with(config: EngineConfig, **changes: Any) -> EngineConfig:
     return replace(config, scheduler=replace(config.scheduler, **changes))

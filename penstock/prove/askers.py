@@ -105,7 +105,8 @@ class Offline:
             mu = known.mirostat_mus[member.cut - 1] if member.cut else None
             yield EngineRequest(
                 f"{index} {choice}", query.prompt, query.params(), choice, known.ids[: member.cut],
-                mirostat_mu=mu, cache_salt=member.salt,
+                mirostat_mu=mu, cache_salt=member.salt, flow=f"flow {index % 3}", priority=index % 4,
+                deadline=float(index % 5),
             )  # fmt: skip
 
 

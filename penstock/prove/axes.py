@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from penstock.config import SCHEDULING_POLICIES
+
 Axis = dict[str, dict[str, Any]]
 
 MAX_MODEL_LEN = 144
@@ -44,6 +46,8 @@ LAYOUTS: dict[str, Axis] = {
         "of 64": {"block_size": 64},
         "one per request": {"block_size": MAX_MODEL_LEN, "enable_prefix_caching": False},
     },
+    "scheduling_policy": {name: {"scheduling_policy": name} for name in SCHEDULING_POLICIES},
+    "stall": {"any": {}, "1 ms": {"max_stall_ms": 1}},
     "room": {"for all": {ROOM: 33}, "for 2": {ROOM: 2}},
     "speculation": {
         "off": {},

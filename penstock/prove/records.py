@@ -15,6 +15,7 @@ from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import peak_blocks
 from penstock.engine.ngram import NgramProposer
+from penstock.engine.policies import Scheduling
 from penstock.engine.speculation import Speculation
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
@@ -213,9 +214,10 @@ def _engine_on(executor: Executor, description: EngineDescription, built: BuiltE
     made = Engine(
         executor,
         description.groups,
+        scheduling=Scheduling(
+            max_num_seqs=description.max_num_seqs, max_num_batched_tokens=description.max_num_batched_tokens
+        ),
         max_model_len=description.max_model_len,
-        max_num_seqs=description.max_num_seqs,
-        max_num_batched_tokens=description.max_num_batched_tokens,
         vocab_size=description.vocab_size,
         eos_token_ids=built.info.eos_token_ids,
         enable_prefix_caching=built.config.cache.enable_prefix_caching,

@@ -20,6 +20,7 @@ from penstock.client.open_requests import Mailbox
 from penstock.client.records import SavedRecord
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.engine.engine import Engine
+from penstock.engine.policies import Scheduling
 from penstock.engine.scripted import ScriptedExecutor
 from penstock.errors import InvalidRequestError, ModelLoadError, RequestFailedError
 from penstock.interface.messages import ModelInfo
@@ -49,9 +50,8 @@ class ScriptedClient:
         self.engine = Engine(
             self.executor,
             groups,
+            scheduling=Scheduling(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS),
             max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_STEP_TOKENS,
             vocab_size=size,
             eos_token_ids=ends,
         )
@@ -80,12 +80,14 @@ class ScriptedClient:
         request_id: str | None = None,
         *,
         flow: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
         output_token_ids: Sequence[list[int]] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
-        if any(output_token_ids):
-            raise NotImplementedError("no engine dies here, so nothing is resumed")
+        if any(output_token_ids) or timeout is not None:
+            raise NotImplementedError("no engine dies here, so nothing is resumed, and nothing is due")
         params = params or SamplingParams()
-        request_id = self._client.add_request(request_id, prompt, params)
+        request_id = self._client.add_request(request_id, prompt, params, priority)
         mailbox = self._mailboxes[request_id] = Mailbox(params.output_kind)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._step_until_idle())

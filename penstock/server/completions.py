@@ -21,6 +21,7 @@ from penstock.server.context import ServerContext, account_of, context_of, json_
 from penstock.server.generation import EventStream, Generation, until_disconnect
 from penstock.server.inputs import chat_params, chat_prompts, completion_params, completion_prompts, salted
 from penstock.server.kept_calls import KeptCall, Source
+from penstock.server.keys import priority_of
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.records import EncodedPrompt
 from penstock.server.resumption import ChunkSource, continued, keep, stream_of
@@ -57,6 +58,7 @@ async def _answer(
     account = account_of(request)
     if account is not None:
         params = account.limited(params, len(prompts))
+    log.timeout_s, log.priority = body.timeout, priority_of(account, body.priority)
     answer_id = f"{SHAPES[kind].id_prefix}-{uuid4().hex}"
     if body.resumable:
         grace_s = context.options.resume_grace_s

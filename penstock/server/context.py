@@ -126,12 +126,15 @@ class RequestLog:
         request_id: the caller's X-Request-Id or a new one, for the log and the answer's header only.
         labels: the body's labels (`user`, ...), ready to print.
         key: the name of the API key, "" where it has none.
+        priority, timeout_s: what its body says of its turn, and of the time that it may take.
     """
 
     request_id: str
     started: float = field(default_factory=time.monotonic)
     labels: str = ""
     key: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0

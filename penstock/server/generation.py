@@ -29,6 +29,7 @@ Indexed = tuple[int, RequestOutput]  # a prompt's index, and an output of it
 Events = AsyncGenerator[msgspec.Struct | bytes | None, None]  # bytes: as sent; None: silent for the keep-alive interval
 T = TypeVar("T")
 
+SOON_S = 1e-3  # time left of a call whose time is over
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
@@ -75,13 +76,17 @@ class Generation:
 
     def _silence_s(self) -> float:
         """Return how long nothing may come before the client is told so."""
-        options = self.context.options
-        if options.request_timeout_s is None:
-            return options.keep_alive_s
-        return max(0.0, min(options.keep_alive_s, options.request_timeout_s - self.log.age_s()))
+        keep_alive_s, limit = self.context.options.keep_alive_s, self._limit_s
+        return keep_alive_s if limit is None else max(0.0, min(keep_alive_s, limit - self.log.age_s()))
+
+    @property
+    def _limit_s(self) -> float | None:
+        """Return how long the call may take: the server's limit or its own, whichever is shorter."""
+        limits = (self.context.options.request_timeout_s, self.log.timeout_s)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _check_deadline(self) -> None:
-        limit = self.context.options.request_timeout_s
+        limit = self._limit_s
         if limit is not None and self.log.age_s() >= limit:
             raise ApiError(504, f"The answer was not complete within {limit:g} s.", code="request_timeout")
 
@@ -125,7 +130,13 @@ class Generation:
         before, flow = prompt.output_token_ids or (), self.log.flow or self.id
         while True:
             outputs = self.context.client.generate(
-                prompt.as_given(), params, f"{self.id}-{index}", flow=flow, output_token_ids=before
+                prompt.as_given(),
+                params,
+                f"{self.id}-{index}",
+                flow=flow,
+                priority=self.log.priority,
+                timeout=self._time_left_s(),
+                output_token_ids=before,
             )
             try:
                 async with aclosing(outputs):
@@ -136,6 +147,13 @@ class Generation:
                 if not self.is_patient:
                     raise
                 await asyncio.sleep(error.retry_after_s)
+
+    def _time_left_s(self) -> float | None:
+        """Return when the answer is due, for an engine that goes by it."""
+        limit = self._limit_s
+        if limit is None or self.context.known_info().scheduling_policy != "deadline":
+            return None
+        return max(SOON_S, limit - self.log.age_s())
 
     def _note(self, index: int, output: RequestOutput) -> None:
         _raise_failure(output)

@@ -5,6 +5,7 @@
     max_concurrent_requests = 8      # the limits are optional
     requests_per_minute = 600
     tokens_per_minute = 100_000      # of prompts and answers; counted when a request ends
+    priority = 5                     # of its requests, which may ask for less urgency (a higher number), not for more
     max_choices = 4                  # prompts times n of one call
     max_tokens = 2048                # of one answer
     admin = false                    # true: may pin prefixes, and see which are used
@@ -44,6 +45,7 @@ class KeyRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_choices: Limit = None
     max_tokens: Limit = None
     admin: bool = False
+    priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] | None = None
 
 
 class Bucket:
@@ -127,6 +129,14 @@ class Account:
 
     def _exceeded(self, limit: str, retry_after_s: float) -> EngineOverloadedError:
         return EngineOverloadedError(f"the key {self.name} has reached {limit}", retry_after_s=retry_after_s)
+
+
+def priority_of(account: Account | None, asked: int | None) -> int:
+    """Return the priority of a call: what it asks for, or its key's where it asks for nothing, or for more urgency."""
+    own = None if account is None else account.rules.priority
+    if own is None:
+        return asked or 0
+    return own if asked is None else max(asked, own)
 
 
 def _bucket(per_minute: int | None, clock: Callable[[], float]) -> Bucket | None:

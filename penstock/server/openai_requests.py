@@ -14,11 +14,17 @@ import msgspec
 from penstock.errors import InvalidRequestError
 from penstock.server.logits_fields import LogitsFields
 from penstock.server.unsupported import strip_unsupported
-from penstock.validation import shown
+from penstock.validation import check_float, shown
 
 MAX_LABEL = 64  # characters of a label that the log shows
 MAX_LABEL_ITEMS = 6  # of an object or a list, one more than `shown` shows
 LABELS = ("user", "metadata", "safety_identifier", "session_id", "request_id", "prompt_cache_key")
+
+
+def check_timeout(seconds: float | None) -> None:
+    """Raise InvalidRequestError for a time that a request cannot be given."""
+    if seconds is not None:
+        check_float("timeout", seconds, 0.0, 86400.0, low_open=True)
 
 
 class Strict(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -67,6 +73,8 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     return_tokens_as_token_ids: bool | None = None
     resumable: bool | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -85,6 +93,7 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
             raise InvalidRequestError(message, param="resumable")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs: not available with stream: true", param="prompt_logprobs")
+        check_timeout(self.timeout)
 
     @property
     def usage_at_end(self) -> bool:

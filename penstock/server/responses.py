@@ -11,10 +11,11 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequestError
 from penstock.server.api_errors import ApiError
-from penstock.server.context import ServerContext, account_of, context_of, json_response, read_body
+from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
 from penstock.server.generation import until_disconnect
 from penstock.server.inputs import salted
 from penstock.server.kept_calls import KeptCall
+from penstock.server.keys import priority_of
 from penstock.server.responses_input import ResponseRequest, continuing, messages_of, response_params, response_prompts
 from penstock.server.resumption import keep, owner_of, resume, stream_of
 
@@ -35,6 +36,8 @@ async def create_response(request: Request) -> Response:
     account = account_of(request)
     if account is not None:
         params = account.limited(params, len(prompts))
+    log = log_of(request)
+    log.timeout_s, log.priority = body.timeout, priority_of(account, body.priority)
     call = await keep(
         request, f"resp_{uuid4().hex}", KIND, body, params, prompts,
         grace_s=None if body.background else 0.0,

@@ -13,7 +13,7 @@ from penstock.interface.sampling_params import MAX_TOKENS, RequestOutputKind, Sa
 from penstock.server.context import ServerContext
 from penstock.server.inputs import COPIED, chat_prompts
 from penstock.server.logits_fields import LogitsFields
-from penstock.server.openai_requests import ChatRequest, Strict, to_request
+from penstock.server.openai_requests import ChatRequest, Strict, check_timeout, to_request
 from penstock.server.records import EncodedPrompt
 from penstock.server.unsupported import MAX_MESSAGES
 
@@ -58,6 +58,8 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     logits_processors: list[str] | dict[str, Any] | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -69,6 +71,7 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
             raise InvalidRequestError(
                 "background: a response in the background is stored; leave out store", param="store"
             )
+        check_timeout(self.timeout)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:

@@ -61,7 +61,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "output_hidden_states": Unsupported(neutral=(False,)),
     "parallel_tool_calls": Unsupported("chat responses", (True, False)),
     "prediction": Unsupported("chat"),
-    "priority": Unsupported(neutral=(0,)),
     "prompt": Unsupported("responses"),
     "prompt_cache_retention": Unsupported("responses", ("in_memory",)),
     "prompt_embeds": Unsupported("completions"),

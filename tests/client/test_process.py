@@ -328,6 +328,7 @@ async def stream_all(llm, num_tokens, *, output_kind="delta"):
     return await asyncio.gather(*(read(prompt, fields) for prompt, fields in pairs))
 
 
+@pytest.mark.covers("F37")
 @pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 def test_no_stream_notices_that_engines_die(monkeypatch, fault):
@@ -552,6 +553,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.covers("F37")
 def test_the_childs_life_ends_with_its_parents_and_torch_stays_in_the_child():
     """An engine that outlives a killed parent would hold the memory for ever."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)

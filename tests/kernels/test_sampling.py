@@ -39,6 +39,11 @@ def draws(logits: Tensor, count: int, **fields: Any) -> Tensor:
         ("hot", {"temperature": torch.tensor(1.7)}),
         ("top_k", {"temperature": torch.tensor(0.8), "top_k": torch.tensor(12)}),
         ("top_p", {"temperature": torch.tensor(1.0), "top_p": torch.tensor(0.8)}),
+        pytest.param(
+            "top_k and top_p",
+            {"temperature": torch.tensor(1.0), "top_k": torch.tensor(5), "top_p": torch.tensor(0.9)},
+            marks=pytest.mark.covers("F12"),
+        ),
         ("min_p", {"temperature": torch.tensor(1.3), "min_p": torch.tensor(0.2)}),
     ],
 )

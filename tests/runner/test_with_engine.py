@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from penstock.engine.engine import Engine
+from penstock.engine.policies import Scheduling
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
@@ -40,8 +41,14 @@ def engine_for(
     num_layers = sum(len(group.layers) for group in groups)
     model_config = model_config or tiny_config(VOCAB, num_hidden_layers=num_layers)
     runner = ModelRunner(model, ops, groups, resolved_config(**limits), model_config)
+    scheduling = Scheduling(**{name: limits.pop(name) for name in ("max_num_seqs", "max_num_batched_tokens")})
     return Engine(
-        LocalExecutor(runner), groups, vocab_size=VOCAB, enable_prefix_caching=enable_prefix_caching, **limits
+        LocalExecutor(runner),
+        groups,
+        scheduling=scheduling,
+        vocab_size=VOCAB,
+        enable_prefix_caching=enable_prefix_caching,
+        **limits,
     )
 
 

@@ -95,6 +95,7 @@ class FakeEngineClient:
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.seen: list[tuple[list[int], SamplingParams, str]] = []
+        self.turns: list[tuple[int, float | None]] = []  # priority and timeout of each
         self.resumed: dict[str, list[list[int]]] = {}  # by request id, the tokens that it came with
         self.num_tokens = 0
         self.salts: list[str | None] = []  # of the prompts, in order
@@ -129,12 +130,15 @@ class FakeEngineClient:
         request_id: str | None = None,
         *,
         flow: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
         output_token_ids: Sequence[list[int]] = (),
     ) -> AsyncIterator[RequestOutput]:
         params = params or SamplingParams()
         request_id = request_id or f"request-{next(self._arrivals)}"
         ids = prompt["prompt_token_ids"]
         self.salts.append(prompt["cache_salt"])
+        self.turns.append((priority, timeout))
         self.seen.append((ids, params, request_id))
         self.resumed[request_id] = [list(known) for known in output_token_ids]
         if self.state is not EngineState.READY:

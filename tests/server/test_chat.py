@@ -155,7 +155,6 @@ def test_fields_beside_a_text_are_refused(name: str) -> None:
         {"service_tier": "priority"},
         {"truncate_prompt_tokens": 5},
         {"best_of": 3},
-        {"priority": 1},
         {"echo": True},
         {"audio": {}},
     ],

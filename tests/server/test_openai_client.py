@@ -14,6 +14,7 @@ from tests.server.harness import RunningServer, running
 
 USER: Any = [{"role": "user", "content": "Hi"}]
 KEY = "sk-test"
+pytestmark = pytest.mark.covers("F38")
 
 
 @pytest.fixture(scope="module")
