@@ -28,7 +28,8 @@ def penstock(*words: str, stdin: str | None = None) -> subprocess.CompletedProce
 
 def called(*words: str) -> subprocess.CompletedProcess:
     """The same in this process, for lines that are refused: an exception would not be caught."""
-    handler, streams = signal.getsignal(signal.SIGINT), (io.StringIO(), io.StringIO())
+    handler, stdin, streams = signal.getsignal(signal.SIGINT), sys.stdin, (io.StringIO(), io.StringIO())
+    sys.stdin = io.TextIOWrapper(io.BytesIO())  # empty, as a process of a test has it
     with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         try:
             code = main(list(words))
@@ -36,6 +37,7 @@ def called(*words: str) -> subprocess.CompletedProcess:
             code = end.code
         finally:
             signal.signal(signal.SIGINT, handler)
+            sys.stdin = stdin
     return subprocess.CompletedProcess(words, code, *(stream.getvalue() for stream in streams))
 
 
