@@ -24,7 +24,7 @@ from penstock import (
     RequestOutput,
     SamplingParams,
 )
-from penstock.build import BuiltEngine, build_engine
+from penstock.assembly import BuiltEngine, build_engine
 from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.build import build_engine
+from penstock.assembly import build_engine
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.kernels.cpu.library import LEVEL_VARIABLE, level_of_bits

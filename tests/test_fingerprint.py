@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.build import build_engine
+from penstock.assembly import build_engine
 from penstock.config import EngineConfig, option_names
 from penstock.errors import NotSupportedError
 from penstock.layers import rotary

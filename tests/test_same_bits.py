@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.build import BuiltEngine, build_engine
+from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from tests.answers import MAX_MODEL_LEN, PROMPTS, WATCHED, Answer, ask, ask_alone, check, check_resumed, request
 from tests.families.case import all_cases

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.build import build_engine
+from penstock.assembly import build_engine
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineRequest

@@ -16,11 +16,11 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
+from penstock.assembly import BuiltEngine
 from penstock.bench.costs import Cost, ModelCosts
 from penstock.bench.machine import MachineLimits
 from penstock.bench.profile import DECODE, PREFILL, Profile, Span, Step, Stretch
 from penstock.bench.samples import Rates, Sample, Work
-from penstock.build import BuiltEngine
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.kernels.attention.plan import describe_key
 from penstock.kernels.cpu.library import PenstockCall, PenstockSpan

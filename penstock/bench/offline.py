@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import validation as check
+from penstock.assembly import build_engine
 from penstock.bench.machine import Progress
 from penstock.bench.meter import MeteredExecutor
 from penstock.bench.phases import NO_LIMITS, Run
 from penstock.bench.profile import Profile
-from penstock.build import build_engine
 from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, InvalidRequestError

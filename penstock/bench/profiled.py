@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import Protocol
 from unittest.mock import patch
 
+from penstock.assembly import BuiltEngine
 from penstock.bench.meter import MeteredExecutor
 from penstock.bench.phases import NO_LIMITS
 from penstock.bench.profile import Profile
-from penstock.build import BuiltEngine
 from penstock.errors import InvalidRequestError
 from penstock.interface.outputs import RequestOutput
 from penstock.kernels.cpu.ops import CpuOps

@@ -16,8 +16,8 @@ from statistics import median
 from typing import Any
 
 from penstock import validation as check
+from penstock.assembly import build_engine
 from penstock.bench.machine import Progress
-from penstock.build import build_engine
 from penstock.config import EngineConfig
 from penstock.demo import MODEL_DIR, chats
 from penstock.engine.engine import Engine

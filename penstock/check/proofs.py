@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from penstock.build import build_engine
+from penstock.assembly import build_engine
 from penstock.check.report import Proof
 from penstock.config import BLOCK_SIZE_UNIT, MAX_CONTEXT, EngineConfig
 from penstock.engine.engine import Engine

@@ -32,7 +32,7 @@ from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.ring import Ring
 
 if TYPE_CHECKING:
-    from penstock.build import BuiltEngine
+    from penstock.assembly import BuiltEngine
 
 HEARTBEAT_S = 0.5
 HEARTBEATS_TO_CHECK = 4
@@ -201,7 +201,7 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
         raise PenstockError("the first frame is not Start")
     try:
         with _heartbeats(sock, first.epoch):
-            from penstock.build import build_engine  # not at the top, so that the reader thread runs meanwhile
+            from penstock.assembly import build_engine  # not at the top, so that the reader thread runs meanwhile
             from penstock.config import EngineConfig
 
             built = build_engine(EngineConfig.from_options(**first.options), takes_over=first.takes_over)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock import validation as check
-from penstock.build import BuiltEngine, build_engine
+from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.engine_client import Prompt
 from penstock.client.in_process import InProcessClient
 from penstock.client.process import ProcessClient

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from random import Random
 from typing import Any
 
-from penstock.build import build_engine
+from penstock.assembly import build_engine
 from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine

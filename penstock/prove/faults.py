@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from penstock.build import build_engine
+from penstock.assembly import build_engine
 from penstock.client import supervisor
 from penstock.client.child import EngineChild
 from penstock.config import EngineConfig

@@ -63,7 +63,7 @@ def _fill(options: dict[str, Any]) -> dict[str, Any]:
 
 def fill(options: dict[str, Any]) -> dict[str, int]:
     """Build an engine, take every block of its cache and make its largest steps; return planned and peak bytes."""
-    from penstock.build import build_engine
+    from penstock.assembly import build_engine
     from penstock.config import EngineConfig
     from penstock.interface.messages import EngineRequest
     from penstock.interface.sampling_params import SamplingParams

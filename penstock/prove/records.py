@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from penstock.build import BuiltEngine, build_engine
+from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.engine import Engine

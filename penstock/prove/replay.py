@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.build import BuiltEngine, build_engine
+from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import MAX_CONTEXT, EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.plugins.logits_processors import check_registered

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.assembly import build_engine
 from penstock.bench import experts, machine, ops
 from penstock.bench.costs import ModelCosts
 from penstock.bench.experts import ExpertsCase, LayerUnderTest
 from penstock.bench.samples import Work
-from penstock.build import build_engine
 from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.kernels.cpu.library import load_library

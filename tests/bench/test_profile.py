@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from penstock.assembly import build_engine
 from penstock.bench import machine, meter
 from penstock.bench.costs import Cost, ModelCosts
 from penstock.bench.meter import CallMeter, Watch
 from penstock.bench.profile import ENGINE, RUNNER, Profile, Span, Step, Stretch
 from penstock.bench.samples import Rates, Sample, Work
-from penstock.build import build_engine
 from penstock.cli.main import main
 from penstock.config import EngineConfig
 from penstock.errors import EngineError

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from penstock import build
-from penstock.build import build_engine
+from penstock.assembly import build_engine, info
 from penstock.check.run import Options, check_model
 from penstock.cli.main import main
 from penstock.config import EngineConfig
@@ -141,7 +140,7 @@ def test_the_certificate_comes_and_goes(
 
     assert info_certificate(edited(directory, lambda c: c.update(rms_norm_eps=2e-6))) is None
     with monkeypatch.context() as patch:
-        patch.setattr(build, "NUMERICS_VERSION", NUMERICS_VERSION + 1)
+        patch.setattr(info, "NUMERICS_VERSION", NUMERICS_VERSION + 1)
         assert info_certificate(directory) is None
     text = file.read_text()
     for damaged in ("", "[]", text[:-9], text.replace('"date"', '"data"'), text.replace(found["table"], "0" * 32)):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.build import BuiltEngine, build_engine
+from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams

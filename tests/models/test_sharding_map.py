@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.build import build_engine
+from penstock.assembly import build_engine
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models.config_json import load_model_config

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from penstock.build import build_engine
+from penstock.assembly import build_engine
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.planner.ledger import Ledger, ModelSizes

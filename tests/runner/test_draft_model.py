@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, SamplingParams
-from penstock.build import build_engine
+from penstock.assembly import build_engine
 from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.interface.messages import EngineRequest

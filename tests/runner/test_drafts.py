@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.build import BuiltEngine, build_engine
+from penstock.assembly import BuiltEngine, build_engine
 from penstock.config import EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.engine.speculation import Speculation

@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from penstock.build import build_engine
+from penstock.assembly import build_engine
 from penstock.config import EngineConfig
 from penstock.errors import ModelLoadError
 from penstock.kernels.backends import load_ops

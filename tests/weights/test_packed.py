@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.build import build_engine
+from penstock.assembly import build_engine
 from penstock.check.files import check_files
 from penstock.config import EngineConfig, NumericsConfig
 from penstock.errors import InvalidRequestError, ModelLoadError

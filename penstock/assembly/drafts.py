@@ -1,0 +1,122 @@
+"""What guesses the next tokens of requests, if a speculative config asks for it: prompt lookup, or a draft model."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.assembly.model import Weights, make_model, make_ops
+from penstock.config import BLOCK_SIZE_UNIT, CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
+from penstock.engine.ngram import NgramProposer
+from penstock.engine.speculation import Speculation
+from penstock.errors import InvalidRequestError
+from penstock.interface.step import CacheGroup
+from penstock.kernels.tensors import is_torch
+from penstock.layers.lm_head import HeadLayout
+from penstock.models.config_json import load_model_config
+from penstock.planner.ledger import Ledger
+from penstock.planner.memory import (
+    cached_token_bytes,
+)
+from penstock.runner.draft_model import DraftModelProposer
+from penstock.runner.model_runner import ModelRunner
+from penstock.spec.model_config import ModelConfig
+from penstock.weights.hub import resolve_model
+from penstock.weights.sizes import model_sizes
+
+MAX_DRAFTED = 16  # requests that a draft model follows: beyond, a step has rows enough to be busy without drafts
+INDEX_BYTES = 64  # per token, of the index that prompts are looked up in; measured on texts of few equal tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What makes drafts, before anything is allocated.
+
+    Attributes:
+        num_bytes: what it will take.
+        config, model_config, weights, groups: of a draft model.
+    """
+
+    num_bytes: int = 0
+    config: EngineConfig | None = None
+    model_config: ModelConfig | None = None
+    weights: Path | None = None
+    groups: tuple[CacheGroup, ...] = ()
+
+
+def find_draft(config: EngineConfig, target: ModelConfig, target_weights: Weights) -> Draft:
+    """Return what the speculative config needs.
+
+    Raises:
+        InvalidRequestError: the draft model has another vocabulary.
+        ModelLoadError: it cannot be served.
+    """
+    wanted, scheduler = config.speculation.drafts, config.scheduler
+    if wanted is None or wanted.model is None:
+        entries = 0 if wanted is None else scheduler.max_num_seqs * (scheduler.max_model_len or 0)
+        return Draft(entries * INDEX_BYTES)
+    weights = resolve_model(wanted.model)
+    model = load_model_config(weights)
+    if model.vocab_size != target.vocab_size or not _same_tokens(weights, target_weights):
+        message = f"{wanted.model} has {model.vocab_size} tokens, and {config.model} others or {target.vocab_size}"
+        param = "speculative_config"
+        raise InvalidRequestError(f"{param}.model: {message}; both need one vocabulary", param=param)
+    own = _draft_config(config, wanted.model, model)
+    rows, length = own.scheduler.max_num_seqs, own.cache.block_size or 0
+    groups = tuple(CacheGroup(layers, window, rows, length) for layers, window in model.cache_groups())
+    num_bytes = rows * length * model.num_hidden_layers * cached_token_bytes(own, model)
+    ops = make_ops(own, model)
+    if not is_torch(ops.dtype):
+        ledger = Ledger(model, lambda scheme: model_sizes(model, ops, scheme, HeadLayout(1, 1)), 0, 0)
+        num_bytes += ledger.bytes_beside_cache(own)
+    return Draft(num_bytes, own, model, weights, groups)
+
+
+def _same_tokens(draft: Path, target: Weights) -> bool:
+    """Return whether two models have one vocabulary, as far as their tokenizer.json tell."""
+    if not isinstance(target, Path):
+        return True
+    files = [path / "tokenizer.json" for path in (draft, target)]
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return True
+    try:
+        one, other = (json.loads(file.read_bytes())["model"]["vocab"] for file in files)
+    except (ValueError, LookupError, TypeError):
+        return True  # what the tokenizer makes of such a file, it says itself
+    return bool(one == other)
+
+
+def _draft_config(config: EngineConfig, name: str, model: ModelConfig) -> EngineConfig:
+    """Return the resolved config of a draft model: a block for each of MAX_DRAFTED requests, and its own weights."""
+    length = min(config.scheduler.max_model_len or model.context, model.context)
+    block_size = -(-length // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
+    numerics = config.numerics
+    found = EngineConfig(
+        model=name,
+        cache=CacheConfig(block_size=block_size, enable_prefix_caching=False),
+        scheduler=SchedulerConfig(
+            max_model_len=length,
+            max_num_seqs=min(config.scheduler.max_num_seqs, MAX_DRAFTED),
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        ),
+        numerics=NumericsConfig(
+            dtype="auto", kernels=numerics.kernels, load_format=numerics.load_format, cpu_affinity="none"
+        ),
+    ).resolve(model)
+    threads = min(found.numerics.threads or 1, numerics.threads or 1)
+    return replace(found, numerics=replace(found.numerics, threads=threads))
+
+
+def make_speculation(config: EngineConfig, draft: Draft) -> Speculation | None:
+    """Load the draft model, if there is one. Return what asks for drafts."""
+    wanted = config.speculation.drafts
+    if wanted is None:
+        return None
+    if draft.config is None or draft.model_config is None or draft.weights is None:
+        lookup = NgramProposer(wanted.prompt_lookup_max or 1, wanted.prompt_lookup_min or 1)
+        return Speculation(lookup, wanted.num_speculative_tokens)
+    own, scheduler = draft.config, draft.config.scheduler
+    ops = make_ops(own, draft.model_config)
+    model = make_model(own, draft.model_config, draft.weights, ops)
+    runner = ModelRunner(model, ops, draft.groups, own, draft.model_config)
+    proposer = DraftModelProposer(runner, scheduler.max_num_seqs, scheduler.max_num_batched_tokens or 1)
+    return Speculation(proposer, wanted.num_speculative_tokens)

@@ -1,0 +1,243 @@
+"""Makes an engine: directory -> ModelConfig -> resolved EngineConfig -> model -> cache plan -> runner -> engine."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from penstock import validation as check
+from penstock.assembly.drafts import Draft, find_draft, make_speculation
+from penstock.assembly.info import describe, with_memory
+from penstock.assembly.model import Weights, make_model, make_ops
+from penstock.config import EngineConfig
+from penstock.engine.engine import Engine
+from penstock.engine.policies import Scheduling
+from penstock.engine.scripted import ScriptedExecutor
+from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock.interface.messages import ModelInfo
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup, Executor
+from penstock.kernels.metadata import KVScales
+from penstock.kernels.ops import Ops
+from penstock.kernels.tensors import Tensor, is_torch
+from penstock.layers.context import CausalLM, ForwardContext
+from penstock.layers.lm_head import HeadLayout
+from penstock.models.config_json import load_model_config
+from penstock.planner.ledger import Ledger, MemoryPlan
+from penstock.planner.memory import (
+    CachePlan,
+    free_memory_bytes,
+    plan_given_cache,
+    plan_kv_cache,
+    resident_bytes,
+)
+from penstock.plugins.user_files import import_files
+from penstock.runner.forward_pass import ForwardPass
+from penstock.runner.model_runner import LocalExecutor, ModelRunner
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.sharding_map import ShardingMap
+from penstock.validation import fail
+from penstock.weights import packed
+from penstock.weights.checksums import verify
+from penstock.weights.hub import resolve_model
+from penstock.weights.instance import ModelInstance
+from penstock.weights.kv_scales import read_kv_scales
+from penstock.weights.sizes import model_sizes
+from penstock.weights.sources import read_parameters
+
+UNLIMITED = 2**62  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine ready to work, its resolved config, and the description of its model for clients.
+
+    model, model_config and ops are the engine's own, for measurements; forward_pass looks into the model.
+    """
+
+    engine: Engine
+    config: EngineConfig
+    info: ModelInfo
+    cache_bytes: int
+    model: CausalLM
+    model_config: ModelConfig
+    ops: Ops
+    forward_pass: ForwardPass
+
+
+def build_engine(
+    config: EngineConfig,
+    instance: object | None = None,
+    *,
+    takes_over: bool = False,
+    groups: list[CacheGroup] | None = None,
+) -> BuiltEngine:
+    """Load the model and make its engine.
+
+    Args:
+        instance: a model object of Transformers, served instead of the model that config.model names. Its weights are
+            copied and not read again.
+        takes_over: config.cache.kv_cache_memory_bytes is what an engine had whose end frees it, so it is not refused.
+        groups: of the cache, with their blocks; None plans them.
+
+    Raises:
+        ModelLoadError: the model directory, or the object, cannot be served.
+        InvalidRequestError: an option does not fit the model or the machine.
+    """
+    import_files(config.imports)
+    model_config, weights = _find(config, instance)
+    config = _resolve(config, model_config, weights)
+    if config.numerics.load_format == "mock":
+        return _build_mock(config, model_config, weights, groups)
+    kv_scales = _read_kv_scales(config, model_config)
+    ops = make_ops(config, model_config)
+    free = UNLIMITED if takes_over else free_memory_bytes()
+    draft = find_draft(config, model_config, weights)
+    free -= draft.num_bytes
+    config, memory = (
+        _plan_memory(config, model_config, ops, free, draft.num_bytes) if groups is None else (config, None)
+    )
+    model = make_model(config, model_config, weights, ops)
+    plan = memory.cache if memory is not None else _plan_cache(config, model_config, free, groups)
+    runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
+    if runner.cache_bytes != plan.num_bytes:
+        raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
+    engine = _make_engine(config, model_config, LocalExecutor(runner), plan.groups)
+    engine.speculate(make_speculation(config, draft))
+    info = with_memory(describe(config, model_config, plan, weights), memory)
+    forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
+    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops, forward_pass)
+
+
+class _NoModel:
+    """The model of an engine that has none."""
+
+    def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        raise NotSupportedError("load_format: mock has no model", param="load_format")
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        raise NotSupportedError("load_format: mock has no model", param="load_format")
+
+
+def _build_mock(
+    config: EngineConfig, model_config: ModelConfig, weights: Weights, groups: list[CacheGroup] | None
+) -> BuiltEngine:
+    """Make an engine that is whole but for its model: its tokens are a hash of those before them."""
+    reason = {"load_format": "mock: no model is loaded, and the tokens mean nothing"}
+    config = replace(config, reasons=config.reasons | reason)
+    plan = replace(_plan_cache(config, model_config, UNLIMITED, groups), reason="none: its cache holds token ids")
+    executor = ScriptedExecutor(plan.groups, model_config.vocab_size, keeps_steps=False)
+    engine = _make_engine(config, model_config, executor, plan.groups)
+    if config.speculation.drafts is not None and config.speculation.drafts.model is not None:
+        raise fail("speculative_config", config.speculation.drafts.model, 'with the method "ngram": mock has no model')
+    engine.speculate(make_speculation(config, Draft()))
+    model, ops = _NoModel(), make_ops(config, model_config)
+    return BuiltEngine(
+        engine=engine,
+        config=config,
+        info=describe(config, model_config, plan, weights),
+        cache_bytes=plan.num_bytes,
+        model=model,
+        model_config=model_config,
+        ops=ops,
+        forward_pass=ForwardPass(model, ops, config, model_config),
+    )
+
+
+def _make_engine(
+    config: EngineConfig, model_config: ModelConfig, executor: Executor, groups: list[CacheGroup]
+) -> Engine:
+    scheduler = config.scheduler
+    if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
+        raise EngineError("the engine needs a resolved config")
+    return Engine(
+        executor,
+        groups,
+        scheduling=Scheduling(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            policy=scheduler.scheduling_policy,
+            max_stall_s=None if scheduler.max_stall_ms is None else scheduler.max_stall_ms / 1000,
+        ),
+        max_model_len=scheduler.max_model_len,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+
+
+def _read_kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
+    """Read the scales per channel of an int8 cache, one entry per layer; None where the config names no file."""
+    file = config.cache.kv_cache_scales
+    if file is None:
+        return None
+    return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
+
+
+def _plan_cache(
+    config: EngineConfig, model_config: ModelConfig, free: int, groups: list[CacheGroup] | None
+) -> CachePlan:
+    """Plan the cache of an engine that has no ledger."""
+    if groups is not None:
+        return plan_given_cache(config, model_config, free, groups)
+    return plan_kv_cache(config, model_config, free)
+
+
+def _plan_memory(
+    config: EngineConfig, model_config: ModelConfig, ops: Ops, free_bytes: int, draft_bytes: int
+) -> tuple[EngineConfig, MemoryPlan | None]:
+    """Return the ledger of an engine before its model is loaded; None where torch computes, whose memory is its own.
+
+    Raises:
+        InvalidRequestError: the engine does not fit the option `memory`, or the option needs a ledger.
+    """
+    if is_torch(ops.dtype):
+        if config.cache.memory is not None:
+            raise check.fail("memory", config.cache.memory, "null: only models of the native kernels can be planned")
+        return config, None
+    layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
+    sizes = cache(lambda scheme: model_sizes(model_config, ops, scheme, layout))
+    ledger = Ledger(model_config, sizes, resident_bytes(), free_bytes, draft_bytes)
+    return ledger.fit(config)
+
+
+def _find(config: EngineConfig, instance: object | None) -> tuple[ModelConfig, Weights]:
+    """Return the numbers of the model and where its weights are, without reading them."""
+    weights: Weights
+    if instance is None:
+        weights = resolve_model(config.model)
+        model_config = load_model_config(weights)
+    else:
+        found = ModelInstance.of(instance)
+        model_config, weights = found.config, found.weights
+    try:  # requests without parameters get these
+        SamplingParams(**model_config.default_sampling).check_vocabulary(model_config.vocab_size)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"generation_config.json: {error}") from error
+    return replace(model_config, model_impl=config.numerics.model_impl), weights
+
+
+def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights) -> EngineConfig:
+    """Choose every option that was left open: from a packed directory, the model and the machine."""
+    numerics, reasons = config.numerics, dict[str, str]()
+    if numerics.verify_files and not isinstance(weights, Path):
+        raise fail("verify_files", True, "false: a model object has no files")
+    if isinstance(weights, Path):
+        numerics, reasons = packed.fit(numerics, weights)
+        if numerics.verify_files and numerics.load_format == "auto":
+            reasons["verify_files"] = f"on: {verify(weights)}"
+    config = replace(config, numerics=numerics).resolve(model)
+    return replace(config, reasons=config.reasons | reasons | _check_sharding(config, model))
+
+
+def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
+    """Check that a sharding file fits the model. Return its effect on one device, for EngineConfig.reasons."""
+    file = config.parallel.sharding_config
+    if file is None:
+        return {}
+    try:
+        axes = ShardingMap.from_file(Path(file)).resolve(read_parameters(model))
+    except ModelLoadError as error:
+        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+    split = sum(axis is not None for axis in axes.values())
+    reason = f"{file}: it fits, and splits {split} of {len(axes)} parameters; on one device nothing is split"
+    return {"sharding_config": reason}

@@ -1,0 +1,115 @@
+"""What clients are told of an engine: its ModelInfo, with the fingerprint of all that can change a bit."""
+
+import hashlib
+import inspect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.assembly.model import Weights
+from penstock.config import EngineConfig
+from penstock.interface.messages import ModelInfo
+from penstock.kernels.cpu.library import level_of_bits
+from penstock.kernels.ops import NUMERICS_VERSION
+from penstock.layers.rotary import rotary_fingerprint
+from penstock.models.certificate import find_basis, read_certificate
+from penstock.models.registry import ModelVersion, find_model
+from penstock.planner.ledger import MemoryPlan
+from penstock.planner.memory import (
+    CachePlan,
+    mib,
+    resident_bytes,
+)
+from penstock.plugins.user_files import files_fingerprint
+from penstock.spec.model_config import ModelConfig
+from penstock.weights.kv_scales import kv_scales_fingerprint
+from penstock.weights.safetensors import fingerprint
+
+
+def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, weights: Weights) -> ModelInfo:
+    """Return what clients are told of a resolved config and its model."""
+    if config.numerics.load_format != "auto":
+        digest = config.numerics.load_format
+    else:
+        digest = fingerprint(weights) if isinstance(weights, Path) else weights.fingerprint()
+    choices_made = {**config.reasons, "kv_cache_memory_bytes": plan.reason}
+    if model_config.ignored_generation:
+        choices_made["generation_config.json"] = f"{', '.join(model_config.ignored_generation)}: not applied"
+    return ModelInfo(
+        model=config.model,
+        max_model_len=config.scheduler.max_model_len or 0,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        dtype=config.numerics.dtype,
+        system_fingerprint=_system_fingerprint(config, model_config, digest),
+        default_sampling=dict(model_config.default_sampling),
+        choices_made=choices_made,
+        certificate=_certificate(model_config, weights, digest),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        block_size=plan.groups[0].block_size,
+        scheduling_policy=config.scheduler.scheduling_policy,
+    )
+
+
+def with_memory(info: ModelInfo, plan: MemoryPlan | None) -> ModelInfo:
+    """Add the ledger, and what is in use now that the model is loaded."""
+    if plan is None:
+        return info
+    shown = {"memory": f"{plan}; {mib(resident_bytes())} in use after loading"}
+    return replace(info, memory=plan.entries, choices_made=info.choices_made | shown)
+
+
+def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights: str) -> str:
+    """Name everything that can change a bit of an answer; `weights` is their fingerprint.
+
+    tests/test_fingerprint.py holds it against every option of the engine.
+    """
+    numerics, kv_scales = config.numerics, config.cache.kv_cache_scales
+    entry = find_model(model_config.architecture, model_config.model_impl)
+    kernels = f"cpu.{level_of_bits()}" if numerics.kernels == "cpu" else numerics.kernels
+    ropes = [rope for rope in (model_config.rope, model_config.local_rope) if rope is not None]
+    parts = [
+        weights,
+        repr(replace(model_config, model_impl="")),
+        _code_fingerprint(entry),
+        *(rotary_fingerprint(rope, model_config.head_dim, config.scheduler.max_model_len or 0) for rope in ropes),
+        numerics.dtype,
+        config.cache.kv_cache_dtype,
+        "" if kv_scales is None else kv_scales_fingerprint(Path(kv_scales)),
+        repr(numerics.scheme),
+        kernels,
+        *(_torch_version() if numerics.kernels != "cpu" or entry.needs_torch else ()),
+        *([files_fingerprint(config.imports)] if config.imports else []),
+    ]
+    digest = hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()
+    quantization = [] if numerics.quantization is None else [numerics.quantization]
+    return "-".join(["penstock", str(NUMERICS_VERSION), kernels, numerics.dtype, *quantization, digest])
+
+
+def _code_fingerprint(entry: ModelVersion) -> str:
+    """Name the implementation; NUMERICS_VERSION stands for the code of a built-in one."""
+    if isinstance(entry.source, str):
+        return f"{entry.source} {entry.table_file.name}"
+    return f"{entry.source.__qualname__} {files_fingerprint([inspect.getfile(entry.source), str(entry.table_file)])}"
+
+
+def _torch_version() -> tuple[str, ...]:
+    """Return what decides how plain torch rounds, as far as it is known: its version and its number of threads."""
+    import torch
+
+    return torch.__version__, str(torch.get_num_threads())
+
+
+def _certificate(model_config: ModelConfig, place: Weights, weights: str) -> dict[str, Any] | None:
+    """Return what `penstock check` has proved about this model, and whether it was with these weights."""
+    if not isinstance(place, Path):  # a model object has no config.json that a proof could rest on
+        return None
+    entry = find_model(model_config.architecture, model_config.model_impl)
+    try:
+        file = Path(inspect.getfile(entry.model_class))
+        config_file = place / "config.json"
+        basis = find_basis(model_config.architecture, file, entry.table_file, config_file, NUMERICS_VERSION)
+    except OSError:
+        return None
+    found = read_certificate(basis)
+    return None if found is None else found | {"same_weights": found["weights"] == weights}

@@ -1,0 +1,50 @@
+"""The backend that computes, and a model with its weights."""
+
+from pathlib import Path
+
+from penstock.config import EngineConfig
+from penstock.kernels.backends import load_ops
+from penstock.kernels.cpu.cores import pinned_cores
+from penstock.kernels.ops import Ops
+from penstock.layers.context import CausalLM
+from penstock.layers.lm_head import HeadLayout
+from penstock.planner.memory import (
+    free_memory_bytes,
+)
+from penstock.spec.model_config import ModelConfig
+from penstock.weights.instance import InstanceWeights
+from penstock.weights.loader import dtype_for, load_model
+
+Weights = Path | InstanceWeights
+
+
+def make_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
+    """Return the backend that a resolved config asks for."""
+    numerics = config.numerics
+    threads = numerics.threads or 1
+    cores = pinned_cores(numerics.cpu_affinity, threads) if numerics.kernels == "cpu" else ()
+    dtype = dtype_for(model_config, numerics.kernels, numerics.dtype)
+    return load_ops(numerics.kernels, dtype, threads=threads, cores=cores)
+
+
+def head_layout(config: EngineConfig) -> HeadLayout:
+    """Return how the LM head is cut and padded."""
+    return HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
+
+
+def make_model(config: EngineConfig, model_config: ModelConfig, weights: Weights, ops: Ops) -> CausalLM:
+    """Load a model as a resolved config asks for it.
+
+    Raises:
+        ModelLoadError: its weights cannot be served.
+    """
+    return load_model(
+        weights,
+        model_config,
+        ops,
+        config.numerics.load_format,
+        scheme=config.numerics.scheme,
+        max_model_len=config.scheduler.max_model_len,
+        head=head_layout(config),
+        free_memory=free_memory_bytes,
+    )
