@@ -187,8 +187,10 @@ class InferenceEngine:
         ]
 
     def enable_spec_dec(self, *_: Any, **__: Any) -> None:
-        """Raise NotSupportedError: speculative decoding is not built."""
-        raise NotSupportedError("enable_spec_dec: speculative decoding is not built yet")
+        """Raise NotSupportedError: an engine has its draft model from its start on."""
+        raise NotSupportedError(
+            "enable_spec_dec: use LLM(..., speculative_config={...}), which takes the draft model at the start"
+        )
 
     def shutdown(self) -> None:
         """Release the model. A second call does nothing."""

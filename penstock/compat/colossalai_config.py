@@ -23,7 +23,7 @@ REASONS = {
     "LLM.beam_search searches with beams": "beam_width early_stopping",
     "prompts and decoding share every step, so there is nothing to balance": "prefill_ratio",
     "sequences are packed without padding": "pad_input",
-    "speculative decoding is not built yet": "use_spec_dec max_n_spec_tokens glimpse_large_kv",
+    "LLM(speculative_config=...) decodes speculatively": "use_spec_dec max_n_spec_tokens glimpse_large_kv",
     "the model is on one device; more are planned": "tp_size pp_size micro_batch_size micro_batch_buffer_size",
     "kernels are chosen automatically, and there is no CUDA graph": (
         "use_cuda_kernel use_cuda_graph max_context_len_to_capture"
