@@ -97,6 +97,7 @@ BAD_OPTIONS = {
     "model_impl": ["", None, 5, "x" * 100],
     "load_format": ["gguf", None],
     "verify_files": [1, None, "yes"],
+    "speculative_config": [5, "ngram", ["ngram"]],
     "kernels": ["cuda", "triton", None],
     "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],
     "max_num_seqs": [0, -1, 2**20, "8", None, 1.0],

@@ -110,7 +110,10 @@ class SpeculativeConfig:
         if unknown is not None:
             message = f"{_name(check.shown(unknown))}: unknown key; known are {', '.join(names)}"
             raise InvalidRequestError(message, param=OPTION)
-        return cls(**value)
+        try:
+            return cls(**value)
+        except InvalidRequestError as error:  # to a user it is one option
+            raise InvalidRequestError(str(error), param=OPTION) from None
 
 
 def _name(key: str) -> str:

@@ -83,6 +83,8 @@ def serve(subject: Subject, *flags: str, port: int = 0) -> Iterator[Server]:
 
 
 def _flag(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        value = json.dumps(value)
     return f"--{name}={value}" if not isinstance(value, bool) else f"--{name}" if value else f"--no-{name}"
 
 

@@ -194,8 +194,8 @@ class Witness(ScriptedExecutor):
         self._reader = item.request_id.split()[0]
         return super()._run(item)
 
-    def _write(self, index, group, row, start, stop):
-        super()._write(index, group, row, start, stop)
+    def _write(self, index, group, row, token_ids, start, stop):
+        super()._write(index, group, row, token_ids, start, stop)
         self.owners |= {(index, self._slot(group, row.tables[index], at)): self._reader for at in range(start, stop)}
 
     def _check_context(self, index, group, row, start):

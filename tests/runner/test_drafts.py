@@ -84,7 +84,8 @@ def test_drafts_change_no_bit(model: str, options: dict[str, Any], places: dict[
     processors that count a draft too many or too few, and a window, ring or prefix with a rejected draft in it."""
     engine = built(model, places, **options).engine
     asked = queries(engine.vocab_size)
-    crowd = [Member(index, 1 + index % 2, delay=index, cut=index % 3) for index in range(len(asked))]
+    cuts = [0 if query.is_search else index % 3 for index, query in enumerate(asked)]
+    crowd = [Member(index, 1 + index % 2, delay=index, cut=cut) for index, cut in enumerate(cuts)]
     wanted = sorted({(member.query, choice) for member in crowd for choice in range(member.n)})
     expected = ask_alone(engine, asked, wanted)
     for share in (1.0, 0.6):
