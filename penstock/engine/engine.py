@@ -227,12 +227,13 @@ class Engine:
             if output is not None:
                 outputs.append(output)
         for search in self._searches:
+            first = search.beams[0]  # there may be none afterwards
             try:
                 output = self._searches.advance(search, self.scheduler)
             except Exception as error:
                 is_broken = True
-                self._searches.forget(search.beams[0])
-                output = _ended(search.beams[0], 0, _failure(error).error)
+                self._searches.forget(first)
+                output = _ended(first, 0, _failure(error).error)
             if output is not None:
                 outputs.append(output)
         if is_broken:
@@ -343,7 +344,7 @@ def _num_accepted(scheduled: list[ScheduledRequest], results: dict[str, RequestS
     return {
         item.request_id: len(item.draft_token_ids) - num_rejected_drafts(item, result)
         for item in scheduled
-        if item.draft_token_ids and (result := results[item.request_id]).error is None
+        if item.draft_token_ids and (result := results.get(item.request_id)) is not None and result.error is None
     }
 
 

@@ -51,8 +51,11 @@ class LengthClasses(Urgency):
         return since + CLASS_AGING_S * (NUM_CLASSES - 1 - longer)
 
     def is_time_to_start(self, waiting: Sequence[Request], num_running: int) -> bool:
-        """Return whether so many wait that a step of prompts pays, or one has waited for long enough."""
-        if len(waiting) >= PREFILL_RATIO * num_running:
+        """Return whether so many wait that a step of prompts pays, or one has waited for long enough.
+
+        One that has begun already goes on at once: a search would wait so long for a beam of each of its tokens.
+        """
+        if len(waiting) >= PREFILL_RATIO * num_running or any(request.has_run for request in waiting):
             return True
         return min(request.waits_since for request in waiting) <= self.clock() - CLASS_AGING_S
 

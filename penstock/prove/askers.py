@@ -30,6 +30,7 @@ MAX_STEPS = 100_000  # of a crowd: more would be a hang
 MAX_WAIT_S = 180.0  # for a crowd, where it is another process that may hang
 MAX_KILL_AFTER = 30  # outputs of a crowd
 PIN = "pin"
+PATIENT = "--max-queue-wait=100000"  # of a server: this is about bits, and a busy machine is no reason to refuse
 AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
@@ -193,7 +194,7 @@ class Serving:
     def __init__(self, stack: ExitStack, options: dict[str, Any], queries: list[Query]) -> None:
         model = options["model"]
         subject = Subject(model, {name: value for name, value in options.items() if name != "model"})
-        self._server = stack.enter_context(serve(subject))
+        self._server = stack.enter_context(serve(subject, PATIENT))
         self._queries = queries
 
     def ask(self, crowd: list[Member], random: Random, *, disturbed: bool, pinned: bool = False) -> dict[Key, Answer]:
