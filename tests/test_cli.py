@@ -63,7 +63,7 @@ def test_version_and_help_import_no_torch():
         (["generate", "-p", "x", "--quantization-group-size", "64"], "--quantization-group-size: 64 is not allowed"),
         (["generate", "-p", "x", "--kernels", "triton"], "--kernels: 'triton' is planned but not built yet"),
         (["generate", "-p", "x", "--max-model-len", "2k"], "--max-model-len: 2000 is not allowed"),
-        (["generate", "-p", "x", "--kv-cache-memory-bytes", "lots"], "'lots' is not a size"),
+        (["generate", "-p", "x", "--kv-cache-memory-bytes", "lots"], "'lots' is not a number"),
         (["generate", "-p", ""], "prompt: '' is not allowed"),
         (["generate"], "give a prompt with -p TEXT, --prompts FILE (which must hold one) or standard input"),
         (["generate", "--prompts", "/nowhere.jsonl"], "--prompts: cannot read '/nowhere.jsonl'"),

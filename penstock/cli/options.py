@@ -43,7 +43,7 @@ def parse_size(text: str) -> int:
     """
     match = SIZE.fullmatch(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give a number with a unit, like 4096, 4k or 2GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on; write it like 4096, 4k or 2GiB")
     number, unit, suffix = match.groups()
     decimal = unit.islower() if suffix is None else not suffix.startswith("i")
     size = Fraction(number) * (1000 if decimal else 1024) ** POWERS[unit.lower()]

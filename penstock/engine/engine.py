@@ -96,10 +96,14 @@ class Engine:
         check.check_ids("prompt", prompt_token_ids, self.vocab_size)
         source = EngineRequest(name, prompt_token_ids, SamplingParams(max_tokens=1), cache_salt=cache_salt)
         prefix = Request(source, 0, self.max_model_len)
+        known = [(item, len(item.block_hashes), item.pending_salt) for item in self._requests.values()]
         self.kv_cache.pin(name, prefix)
         for request in (prefix, *self._requests.values()):
             if not self._fits(request):
                 self.kv_cache.pins.remove(name)
+                for item, count, salt in known:  # what was hashed without its salt, because of this pin
+                    del item.block_hashes[count:]
+                    item.pending_salt = salt
                 what = "there is no room to compute it" if request is prefix else "a request that runs has too little"
                 message = f"prompt: beside all pinned prefixes {what}; at most half of the cache may be pinned"
                 raise InvalidRequestError(message, param="prompt", code="pin_limit_exceeded")

@@ -77,6 +77,11 @@ def _parsed(place: str, text: str) -> Any:
 
 def _prompt(place: str, value: Any) -> Written:
     if isinstance(value, dict) and value and set(value) <= set(PROMPT_KEYS):
+        text, ids = value.get("prompt"), value.get("prompt_token_ids")
+        is_one = isinstance(text, str) if ids is None else isinstance(ids, list) and text is None
+        if not is_one or not (text or ids):
+            message = f"prompts: {place} needs either prompt, a text, or prompt_token_ids, a list of ids; not empty"
+            raise InvalidRequestError(message, param="prompts")
         return value
     if not isinstance(value, str):
         message = f"prompts: {place} must be a string or an object with prompt or prompt_token_ids, and nothing else"

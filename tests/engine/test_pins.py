@@ -292,3 +292,17 @@ def test_whatever_happens_pins_stay_salts_are_apart_and_no_block_is_lost(actions
         engine.unpin(name)
     engine.check_integrity()
     assert engine.kv_cache.num_free == engine.kv_cache.num_blocks
+
+
+def test_a_pin_that_is_refused_leaves_no_trace_in_hashes() -> None:
+    """Guards against a salted request that others find, because it was hashed while a refused pin seemed public."""
+    engine = make_engine(num_blocks=16)
+    engine.add_request(request("secret", prompt_of(64), max_tokens=1, cache_salt="a"))
+    engine.add_request(request("large", [7] * 230, max_tokens=20))
+    with pytest.raises(InvalidRequestError, match="a request that runs has too little"):
+        engine.pin("first", prompt_of(64))
+    engine.abort("large")
+    run(engine)
+    engine.add_request(request("guess", prompt_of(64), max_tokens=1))
+    (output,) = run(engine)["guess"]
+    assert output.num_cached_tokens == 0
