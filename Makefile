@@ -57,8 +57,8 @@ compare: $(VENV)/.installed
 		$(if $(WORKLOADS),--workloads "$(WORKLOADS)") $(if $(OUT),--out "$(OUT)") \
 		$(if $(TIME_LIMIT),--time-limit $(TIME_LIMIT)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
-# make sanitize [FUZZ=CALLS]: the native library under address and undefined-behaviour sanitizers, in a build folder of its own. Python has no
-# sanitizer, so that its library is loaded first, its leaks are not reported, and it allocates with malloc.
+# make sanitize [FUZZ=CALLS]: the native library under address and undefined-behaviour sanitizers, in a build folder of
+# its own. Python has no sanitizer, so that its library is loaded first, its leaks are not reported, and it allocates with malloc.
 SANITIZED := build/sanitize/penstock_cpu.so
 SANITIZER = LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PENSTOCK_CPU_LIBRARY=$(SANITIZED)
