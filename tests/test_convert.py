@@ -151,6 +151,35 @@ def test_only_what_was_written_is_removed(tmp_path: Path) -> None:
     assert names(target) == {"theirs"}
 
 
+def test_an_interrupt_just_as_a_file_is_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a file that is on the disk before the list of what to remove knows it."""
+    target = tmp_path / "target"
+    really_open = Path.open
+
+    def interrupted(path: Path, mode: str) -> None:
+        really_open(path, mode).close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt), Destination(target) as directory, directory.file("a"):
+        pass
+    assert not target.exists()
+
+
+def test_a_file_of_somebody_else_under_a_temporary_name_is_kept(tmp_path: Path) -> None:
+    """Guards against removing, after a failure, the file that caused it."""
+    theirs = tmp_path / "target" / f"a{UNFINISHED}"
+
+    def hindered() -> None:
+        with Destination(theirs.parent) as directory:
+            theirs.write_text("theirs")
+            directory.file("a").__enter__()
+
+    with pytest.raises(ModelLoadError):
+        hindered()
+    assert theirs.read_text() == "theirs"
+
+
 def test_a_directory_is_filled_by_one_at_a_time(tmp_path: Path) -> None:
     """Guards against a second conversion that takes the files of a running one for leftovers."""
     with Destination(tmp_path / "target") as directory, directory.file("a"):

@@ -64,8 +64,13 @@ class Destination:
     def file(self, name: str) -> Iterator[BinaryIO]:
         """Yield a new file to write; afterwards it is on the disk, under its temporary name."""
         file = self.path / name
-        with _unfinished(file).open("xb") as stream:
-            self._files.append(file)
+        self._files.append(file)  # first, so that an interrupt just after the file is made finds it here
+        try:
+            stream = _unfinished(file).open("xb")
+        except FileExistsError:  # of somebody else
+            self._files.remove(file)
+            raise
+        with stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
