@@ -70,7 +70,6 @@ def test_version_and_help_import_no_torch():
         (["generate", "/nowhere", "-p", "x"], "model: there is no directory '/nowhere'"),
         (["generate", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["serve", "--port", "99999"], "--port: 99999 is not allowed"),
-        (["bench", "serve", "demo", "--json", "x"], "bench serve is planned but not built yet"),
         (["bench", "offline", "--json", "/nowhere/x.json"], "--json: cannot write '/nowhere/x.json'"),
         (["generate", "-p", "x", "--logprobs", "2"], "--logprobs: log-probabilities are shown with --json only"),
         (["generate", "-p", "x", "--logit-bias", "5:1"], "'5:1' is not ID=BIAS"),

@@ -1,4 +1,4 @@
-"""`penstock bench`: measure throughput, latency and kernels."""
+"""`penstock bench`: measure throughput, latency, a running server and kernels."""
 
 import argparse
 import json
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.cli import bench_serve
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import progress, show_choices
 from penstock.errors import InvalidRequestError
 
-DESCRIPTION = "Measure throughput and latency in this process (serve is not built yet)."
+DESCRIPTION = "Measure throughput and latency, in this process or of a running server, and kernels."
 EXAMPLES = """examples:
   penstock bench offline demo --num-prompts 32 --input-len 64 --output-len 64
   penstock bench offline /models/llama --json result.json
@@ -23,6 +24,7 @@ EXAMPLES = """examples:
   penstock bench ops --dtype bf16 int8 --rows 1 512 --shape 5632x2048
   penstock bench ops --op attend_decode attend_prefill  attention only
   penstock bench ops demo --dtype int8                  the shapes of that model
+  penstock bench serve --help                           how to measure a running server
 """
 
 Result = dict[str, Any]
@@ -58,9 +60,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ops.add_argument("--rows", **several, type=int, metavar="M", help="rows of a product (default: 1 to 512)")
     ops.add_argument("--shape", **several, type=_parse_shape, metavar="NxK", help="weight shapes, like 5632x2048")
     ops.add_argument("--threads", type=int, metavar="N", help="cores that compute (default: all)")
-    for command in (offline, ops):
+    serve = kinds.add_parser(
+        "serve",
+        help="a running server under load",
+        epilog=bench_serve.EXAMPLES,
+        formatter_class=shown["formatter_class"],
+    )
+    bench_serve.configure(serve)
+    for command in (offline, serve, ops):
         command.add_argument("--json", metavar="FILE", help="write the figures to FILE (- is standard output)")
-    kinds.add_parser("serve", help="not built yet", add_help=False)
 
 
 def _parse_shape(text: str) -> tuple[int, int]:
@@ -72,7 +80,8 @@ def _parse_shape(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write the figures to a file and print a table; with --json - print only JSON."""
-    measure, show = (_prepare_offline if args.kind == "offline" else _prepare_ops)(args)
+    prepare = {"offline": _prepare_offline, "serve": bench_serve.prepare, "ops": _prepare_ops}[args.kind]
+    measure, show = prepare(args)
     to_file = args.json and args.json != "-"
     if to_file:
         _check_writable("json", args.json)

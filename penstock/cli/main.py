@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command line and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     parser = build_parser(words)
-    planned = next((name for name in (*PLANNED, "bench serve") if words[: len(name.split())] == name.split()), None)
+    planned = next((name for name in PLANNED if words[: len(name.split())] == name.split()), None)
     if planned is not None:
         parser.error(f"{planned} is planned but not built yet")
     args = parser.parse_args(dashed(words))
