@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -132,13 +133,42 @@ def test_a_reader_that_goes_away_is_no_traceback():
 
 
 def test_chat_keeps_the_conversation():
-    done = penstock(
-        "chat", "--temperature", "0", "--max-tokens", "20", stdin="Hello\nWhat is 2 + 3?\n/reset\nHello\n/exit\n"
-    )
+    """Guards against commands that are sent to the model, and a full conversation that can only be forgotten."""
+    lines = ["/retry", "What is 2 + 3?", "/retry", "/help", "/what", "/reset", "Hello", "What is 2 + 3?", "/system"]
+    lines += ["Hello", *["What is 2 + 3? " * 12] * 6, "x" * 9000, "//x", "/exit", "Hello"]
+    done = penstock("chat", "--temperature", "0", "--max-tokens", "20", stdin="\n".join(lines))
     assert done.returncode == 0
-    answers = done.stdout.strip().splitlines()
-    assert len(answers) >= 3
-    assert answers[0] == answers[-1]  # after /reset the same question gets the same answer
+    first, again, hello, _, hello_again, *others = done.stdout.splitlines()
+    assert (first, hello) == (again, hello_again)  # after /reset and /system the same question gets the same answer
+    assert len(others) == 6 + 1
+    for text in ("no message to answer yet", "there is no command /what", "/retry    ", "are left out", "not sent:"):
+        assert text in done.stderr
+
+
+def test_chat_in_a_terminal_edits_lines_and_remembers_them(tmp_path: Path):
+    """Guards against Ctrl-C at an empty prompt that ends the program, arrows that print codes, and a history lost."""
+    history = tmp_path / "penstock" / "chat_history"
+    history.parent.mkdir()
+    history.write_text("Helo\n")
+    child, terminal = pty.fork()
+    if child == 0:
+        words = [sys.executable, "-m", "penstock", "chat", "--temperature", "0", "--max-tokens", "20"]
+        os.execve(sys.executable, words, os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"})
+    up_left_left = b"\x1b[A\x1b[D\x1b[D"
+    seen = b""
+    for keys, *awaited in ((b"\x03", b"> "), (up_left_left + b"l\r", b"> "), (b"\x04", b"Penstock", b"\n> ")):
+        for text in awaited:
+            start = len(seen)
+            while text not in seen[start:]:
+                seen += os.read(terminal, 1)
+        os.write(terminal, keys)
+    with contextlib.suppress(OSError):  # the end of a terminal is an error
+        while part := os.read(terminal, 4096):
+            seen += part
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert b"Ctrl-D or /exit leaves" in seen
+    assert history.read_text() == "Helo\nHello\n"
 
 
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("cpu", marks=needs_library)])

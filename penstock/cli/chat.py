@@ -1,25 +1,42 @@
-"""`penstock chat`: a conversation in the terminal, with history and chat template."""
+"""`penstock chat`: a conversation in the terminal, with line editing, history and the model's chat template."""
 
 import argparse
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.cli.options import add_generation_options, load_llm, sampling_options
 from penstock.cli.terminal import handle_signals, note, show_choices
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.tokenizer.conversation import render_chat
 
 if TYPE_CHECKING:
     from penstock.entrypoints.llm import LLM
 
 DESCRIPTION = "Talk to a model in the terminal."
-EXAMPLES = """examples:
+COMMANDS = """\
+/help          these lines
+/retry         answer the last message again (with --temperature above 0 and no --seed: differently)
+/system TEXT   begin a new conversation under this system message; without TEXT: under none
+/reset         forget the conversation
+/exit, Ctrl-D  leave
+//TEXT         send TEXT with its slash: //help sends /help
+Ctrl-C         stop an answer, or drop the line being typed
+"""
+EXAMPLES = f"""examples:
   penstock chat                                talk to the bundled demo model
   penstock chat /models/llama --system "Answer in one sentence." --temperature 0.7
   echo "What is 7 + 5?" | penstock chat --temperature 0
 
-Commands: /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
+commands:
+{COMMANDS}
+When the context is full, the oldest messages are left out.
 """
+HISTORY_LINES = 1000
+SHARE_FOR_ANSWER = 4  # one part in so many of the context is kept free for the answer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,49 +51,143 @@ def run(args: argparse.Namespace) -> int:
         params = llm.default_params(**sampling_options(args), output_kind=RequestOutputKind.DELTA)
         if params.n != 1:
             raise InvalidRequestError("n: a conversation has one answer at a time", param="n")
-        note("/reset forgets the conversation, /exit leaves")
-        _talk(llm, params, args.system)
+        note("/help lists the commands, /exit leaves")
+        with _line_editor():
+            _talk(Conversation(llm, params, args.system))
     return 0
 
 
-def _talk(llm: "LLM", params: SamplingParams, system: str | None) -> None:
-    start = [{"role": "system", "content": system}] if system else []
-    history: list[dict[str, Any]] = list(start)
-    while (line := _read_line()) is not None:
-        if line == "/exit":
+class Conversation:
+    """The messages so far, of which the oldest are left out when the context is full.
+
+    Args:
+        params: of every answer.
+        system: the system message, which is never left out.
+    """
+
+    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self.begin(system)
+
+    def begin(self, system: str | None) -> None:
+        """Forget the messages, and go on under this system message."""
+        self._system = [{"role": "system", "content": system}] if system else []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the messages but for the system message."""
+        self._messages: list[dict[str, str]] = []
+
+    def say(self, text: str) -> None:
+        """Send a message and print its answer as it comes."""
+        self._messages.append({"role": "user", "content": text})
+        self._answer()
+
+    def retry(self) -> None:
+        """Answer the last message again."""
+        while self._messages and self._messages[-1]["role"] == "assistant":
+            self._messages.pop()
+        if self._messages:
+            self._answer()
+        else:
+            note("there is no message to answer yet")
+
+    def _answer(self) -> None:
+        self._leave_out()
+        texts: list[str] = []
+        try:
+            for text in self._llm.stream_chat(self._system + self._messages, self._params):
+                texts.append(text)
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            note(" (stopped)")
+        except InvalidRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            self._messages.pop()
+            note(f"not sent: {error}")
             return
-        if line == "/reset":
-            history = list(start)
-        elif line:
-            history.append({"role": "user", "content": line})
-            history = _answer(llm, params, history)
+        print(flush=True)
+        self._messages.append({"role": "assistant", "content": "".join(texts)})
+
+    def _leave_out(self) -> None:
+        """Drop the oldest messages until the rest leaves room for an answer; the last one stays in any case."""
+        tokenizer, context = self._llm.get_tokenizer(), self._llm.engine.model_info.max_model_len
+        if tokenizer is None:
+            return  # the answer says what is missing
+        room = context - min(self._params.max_tokens or context, context // SHARE_FOR_ANSWER)
+        before = len(self._messages)
+        while len(self._messages) > 1:
+            chat = render_chat(tokenizer, self._system + self._messages, add_generation_prompt=True)
+            if len(chat.token_ids(tokenizer)) <= room:
+                break
+            later_turns = [at for at, message in enumerate(self._messages) if at and message["role"] == "user"]
+            del self._messages[: later_turns[0]]  # whole turns: templates want roles that alternate
+        if left_out := before - len(self._messages):
+            note(f"(the context of {context} tokens is full: the oldest {left_out} messages are left out from here on)")
+
+
+def _talk(conversation: Conversation) -> None:
+    while (line := _read_line()) is not None:
+        command, _, rest = line.partition(" ")
+        if line.startswith("//"):
+            conversation.say(line[1:])
+        elif not line.startswith("/"):
+            if line:
+                conversation.say(line)
+        elif command == "/system":
+            conversation.begin(rest.strip() or None)
+        elif line == "/exit":
+            return
+        elif line == "/reset":
+            conversation.reset()
+        elif line == "/retry":
+            conversation.retry()
+        else:
+            note(COMMANDS.rstrip() if line == "/help" else f"there is no command {command}; /help lists them")
 
 
 def _read_line() -> str | None:
     """Return the user's next line; None at the end of the input."""
     interactive = sys.stdin.isatty()
-    try:
-        return (input("> ") if interactive else input()).strip()
-    except (EOFError, KeyboardInterrupt):
-        if interactive:
+    while True:
+        try:
+            return (input("> ") if interactive else input()).strip()
+        except KeyboardInterrupt:
             print()
-        return None
+            if not interactive:
+                return None
+            note("(Ctrl-D or /exit leaves)")
+        except EOFError:
+            if interactive:
+                print()
+            return None
 
 
-def _answer(llm: "LLM", params: SamplingParams, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Stream the answer and return the history with it, or without its question if the context is too short."""
-    texts: list[str] = []
-    try:
-        for text in llm.stream_chat(history, params):
-            texts.append(text)
-            sys.stdout.write(text)
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        note(" (stopped)")
-    except InvalidRequestError as error:
-        if error.code != "context_length_exceeded":
-            raise
-        note(f"{error}; /reset begins a new conversation")
-        return history[:-1]
-    print(flush=True)
-    return [*history, {"role": "assistant", "content": "".join(texts)}]
+class _line_editor:
+    """Line editing and a history that outlives the process, in a file that only its user can read."""
+
+    def __init__(self) -> None:
+        base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+        self._file = Path(base) / "penstock" / "chat_history"
+
+    def __enter__(self) -> None:
+        if not sys.stdin.isatty():
+            return
+        with suppress(ImportError, OSError):  # no readline, or no history yet
+            import readline  # its import gives input() line editing
+
+            readline.set_history_length(HISTORY_LINES)
+            readline.read_history_file(self._file)
+
+    def __exit__(self, *_: object) -> None:
+        if not sys.stdin.isatty():
+            return
+        with suppress(ImportError, OSError):  # a history that cannot be kept is no reason to fail
+            import readline
+
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(self._file)
+            self._file.chmod(0o600)
