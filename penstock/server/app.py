@@ -3,11 +3,8 @@
 Knows nothing of sockets or processes.
 """
 
-import asyncio
 import os
 from dataclasses import asdict
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -33,6 +30,7 @@ from penstock.server.keys import KeyRing
 from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, SiteMiddleware
 from penstock.server.openai_requests import DetokenizeRequest, TokenizeRequest
 from penstock.server.options import ServerOptions
+from penstock.server.page import page
 from penstock.server.pins import create_pin, delete_pin, list_pins, use_object
 from penstock.server.responses import cancel_response, create_response, delete_response, retrieve_response
 from penstock.server.responses_events import ResponseSource
@@ -42,12 +40,6 @@ from penstock.tokenizer.tokenizer import MAX_CHARS_PER_TOKEN
 
 SOURCES = {"completions": source_of, "chat": source_of, "responses": ResponseSource}
 SHOWN_PREFIXES = 10
-PAGE = Path(__file__).parent / "static" / "index.html"
-# The page loads nothing but itself and this server's answers; no other page may frame it.
-PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 def create_app(client: EngineClient, options: ServerOptions | None = None) -> Starlette:
@@ -274,18 +266,6 @@ async def create_text(request: Request) -> Response:
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
-
-
-async def page(request: Request) -> Response:
-    """Answer with the web page: one file that loads nothing else."""
-    body = await asyncio.to_thread(_page)
-    headers = {"Content-Security-Policy": PAGE_POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
-    return Response(body, media_type="text/html", headers=headers)
-
-
-@cache
-def _page() -> bytes:
-    return PAGE.read_bytes()
 
 
 async def not_built(request: Request) -> Response:
