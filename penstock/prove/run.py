@@ -18,9 +18,11 @@ from penstock.prove.records import Replays
 from penstock.prove.same_bits import SameBits
 from penstock.prove.server_deaths import ServerDeaths
 from penstock.prove.shutdown import Drains
+from penstock.prove.together import Together
 
 PROOFS: tuple[Proof, ...] = (
     SameBits(),
+    Together(),
     EngineDeaths(),
     StandbyDeaths(),
     ServerDeaths(),

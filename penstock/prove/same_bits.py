@@ -146,11 +146,18 @@ def engine_options(this: Round, layout: dict[str, Any]) -> dict[str, Any]:
     drafts = options.get("speculative_config")
     if drafts is not None and drafts.get("model") == axes.ITSELF:
         options["speculative_config"] = {**drafts, "model": options["model"]}
-    numerics = this.undisturbed.config.numerics  # a directory of packed weights decides some
+    return options | {"kv_cache_memory_bytes": room_bytes(options, this.undisturbed, room)}
+
+
+def room_bytes(options: dict[str, Any], built: BuiltEngine, room: int) -> int:
+    """Return how large the cache of an engine with these options is that has room for so many of the longest requests.
+
+    built: an engine of the same model.
+    """
+    numerics = built.config.numerics  # a directory of packed weights decides some
     chosen = {name: getattr(numerics, name) for name in ("dtype", "quantization", "quantization_group_size")}
     sized = EngineConfig.from_options(**options | chosen | {"max_num_seqs": room})
-    plan = plan_kv_cache(sized.resolve(this.undisturbed.model_config), this.undisturbed.model_config, ANY_MEMORY)
-    return options | {"kv_cache_memory_bytes": plan.num_bytes}
+    return plan_kv_cache(sized.resolve(built.model_config), built.model_config, ANY_MEMORY).num_bytes
 
 
 def make_crowd(random: Random, this: Round, via: str, *, is_first: bool) -> tuple[list[Member], dict[str, str]]:
