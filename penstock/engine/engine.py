@@ -172,8 +172,6 @@ class Engine:
             self._note_failure(error)
             self.scheduler.reset(self._requests.values())
             return outputs
-        if self.speculation is not None:
-            self.speculation.begin_step()
         began = self._clock()
         try:
             results = self.executor.collect(self.executor.submit(plan)).results

@@ -17,7 +17,8 @@ from penstock.engine.request import Request
 from penstock.interface.drafts import DraftQuery, Proposer
 from penstock.interface.step import CacheGroup, ScheduledRequest
 
-MAX_PAUSE = 15  # steps: asking takes time too
+MAX_PAUSE = 15  # steps without a question, where none pays; for asking takes time too,
+CHEAP = 0.002  # unless it is no more than this share of a step
 LOGGER = logging.getLogger("penstock")
 
 
@@ -39,13 +40,15 @@ class Speculation:
         policy: DraftPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.policy = policy or DraftPolicy()
+        self.policy = policy or DraftPolicy(hears_of_all=proposer.is_free)
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.accepted_per_position = [0] * num_speculative_tokens
         self._proposer: Proposer | None = proposer
         self._most = num_speculative_tokens
         self._clock = clock
-        self._began = self._proposing_s = 0.0
+        self._began = 0.0  # when the last proposal was done
+        self._is_measured = False  # the step that was proposed last
+        self._guesses: dict[str, tuple[int, list[int]]] = {}  # not computed: position of the first, and ids
         self._pause = self._steps_to_pause = 0  # steps without a question, after answers that nothing pays
 
     def fit(self, groups: Iterable[CacheGroup]) -> None:
@@ -54,63 +57,75 @@ class Speculation:
 
     def propose(self, running: Sequence[Request]) -> dict[str, list[int]]:
         """Return the drafts of the next step by request id. None while prompts are computed, when none would pay."""
-        self._proposing_s = 0.0
-        if self._proposer is None or any(request.num_missing_tokens > 1 for request in running):
+        self._is_measured = False
+        if self._proposer is None:
             return {}
         if self._steps_to_pause:
             self._steps_to_pause -= 1
             return {}
-        limits = {
-            request.request_id: limit
-            for request in running
-            if not request.params.mirostat  # its state follows from each draw before, drafts included
-            and not request.params.use_beam_search  # whose tokens are chosen after the step
-            and (limit := min(self._most, request.max_output_tokens - request.num_output_tokens - 1)) > 0
-        }
-        if not limits:
+        if not self.policy.may_think or any(request.num_missing_tokens > 1 for request in running):
             return {}
+        began = self._clock()
         try:
-            drafts = self._drafts({request.request_id: request for request in running}, limits)
+            drafts = self._drafts({request.request_id: request for request in running})
         except Exception:
             LOGGER.exception("the proposer of drafts failed and is off from now on; no request is affected")
             self.shutdown()
             return {}
-        self._pause = 0 if self.policy.pays else min(2 * self._pause + 1, MAX_PAUSE)
+        self._is_measured = True
+        self._began = self._clock()
+        spent = self._began - began
+        self.policy.note_overhead(spent)
+        is_fine = self.policy.pays or spent <= CHEAP * self.policy.base
+        self._pause = 0 if is_fine else min(2 * self._pause + 1, MAX_PAUSE)
         self._steps_to_pause = self._pause
         return drafts
 
-    def _drafts(self, running: dict[str, Request], limits: dict[str, int]) -> dict[str, list[int]]:
+    def _drafts(self, running: dict[str, Request]) -> dict[str, list[int]]:
+        limits = {
+            name: limit
+            for name, request in running.items()
+            if not request.params.mirostat  # its state follows from each draw before, drafts included
+            and not request.params.use_beam_search  # whose tokens are chosen after the step
+            and (limit := min(self._most, request.max_output_tokens - request.num_output_tokens - 1)) > 0
+        }
         proposer = self._proposer
-        if proposer is None:
+        if proposer is None or not limits:
             return {}
         if proposer.is_free:
+            self._settle_guesses(running)
             found = _ask(proposer, running, limits)
             counts = self.policy.choose({name: len(ids) for name, ids in found.items()}, len(running))
+            self._guesses = {name: (running[name].num_tokens, ids) for name, ids in found.items() if name not in counts}
             return {name: found[name][:count] for name, count in counts.items()}
         counts = self.policy.choose(limits, len(running))
         if not counts:
             return {}
         began = self._clock()
         found = _ask(proposer, running, counts)
-        self._proposing_s = self._clock() - began
-        self.policy.note_proposal(max(counts.values()), self._proposing_s)
+        self.policy.note_proposal(max(counts.values()), self._clock() - began)
         return found
 
-    def begin_step(self) -> None:
-        self._began = self._clock()
+    def _settle_guesses(self, running: dict[str, Request]) -> None:
+        """See which guesses that were not computed would have been right: so to know it costs next to nothing."""
+        for name, (start, ids) in self._guesses.items():
+            known = running[name].token_ids[start : start + len(ids)] if name in running else []
+            if known:
+                self.policy.note_drafts(name, len(known), _num_right(ids, known))
 
     def note(self, scheduled: list[ScheduledRequest], accepted: dict[str, int]) -> None:
         """Learn from a step that succeeded. accepted: how many drafts of each request that had any."""
-        if self._steps_to_pause:
+        if not self._is_measured:
             self.policy.note_pause()
             return
-        seconds = self._clock() - self._began
+        ended = self._clock()
         for item in scheduled:
             if item.draft_token_ids and item.request_id in accepted:
                 self._count(item.request_id, len(item.draft_token_ids), accepted[item.request_id])
         if all(item.num_samples == item.num_new_tokens for item in scheduled):
             num_tokens = sum(item.num_new_tokens for item in scheduled)
-            self.policy.note_step(len(scheduled), num_tokens, seconds, sum(accepted.values()), self._proposing_s)
+            self.policy.note_step(len(scheduled), num_tokens, ended - self._began, sum(accepted.values()))
+        self.policy.note_overhead(self._clock() - ended)
 
     def _count(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         self.num_drafts += 1
@@ -149,6 +164,12 @@ def ring_slack(group: CacheGroup) -> int:
     is the last computed position, and still attends to c + 2 - sliding_window; so p is at most that + block_size - 1.
     """
     return max(0, group.block_size - (group.sliding_window or group.block_size) + 1)
+
+
+def _num_right(drafts: list[int], token_ids: list[int]) -> int:
+    """Return how many drafts at the beginning are the tokens."""
+    pairs = enumerate(zip(drafts, token_ids, strict=False))
+    return next((place for place, (draft, token) in pairs if draft != token), min(len(drafts), len(token_ids)))
 
 
 def _ask(proposer: Proposer, running: dict[str, Request], counts: dict[str, int]) -> dict[str, list[int]]:
