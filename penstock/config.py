@@ -95,9 +95,14 @@ class SchedulerConfig:
     max_stall_ms: int | None = option(
         None, range(1, 3_600_001), "most milliseconds that streams wait in a step for new prompts (default: any time)"
     )
+    prefill_ratio: float | None = option(
+        None, float, "length_classes: how many requests wait for each running one until they start (default: 1.2)"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.prefill_ratio is not None and self.scheduling_policy != "length_classes":
+            raise fail("prefill_ratio", self.prefill_ratio, "left out unless scheduling_policy = length_classes")
 
     def resolve(self, model: "ModelConfig") -> tuple["SchedulerConfig", dict[str, str]]:
         """Return the config without open values, and the reason of each choice.

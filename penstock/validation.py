@@ -148,5 +148,7 @@ def check_options(config: Any) -> None:
         elif allowed is dict:
             if not isinstance(value, dict):
                 raise fail(name, value, "an object")
+        elif allowed is float:
+            check_float(name, value, 0.0, 1e6, low_open=True)
         else:
             check_str(name, value)

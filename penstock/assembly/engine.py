@@ -157,6 +157,7 @@ def _make_engine(
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             policy=scheduler.scheduling_policy,
             max_stall_s=None if scheduler.max_stall_ms is None else scheduler.max_stall_ms / 1000,
+            prefill_ratio=scheduler.prefill_ratio,
         ),
         max_model_len=scheduler.max_model_len,
         vocab_size=model_config.vocab_size,

@@ -66,21 +66,38 @@ def parse_bias(text: str) -> tuple[int, float]:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Return a JSON object.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is none.
-    """
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not JSON: {error}") from None
+    """Return a JSON object. Raise argparse.ArgumentTypeError if the text is none."""
+    found = _parse_json(text)
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a JSON object")
     return found
 
 
+def parse_list(text: str) -> list[Any]:
+    """Return a JSON array. Raise argparse.ArgumentTypeError if the text is none."""
+    found = _parse_json(text)
+    if not isinstance(found, list):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a JSON array")
+    return found
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not JSON: {error}") from None
+
+
+def parse_early_stopping(text: str) -> bool | str:
+    """Return true or false as a bool, and any other text as it is, for SamplingParams to check."""
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
 INTEGER, NUMBER, SWITCH = {"type": int, "metavar": "N"}, {"type": float, "metavar": "X"}, {"action": "store_true"}
+IDS: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "ID"}
+DECAY: dict[str, Any] = {"type": float, "nargs": 2, "metavar": ("N", "FACTOR")}
+LIST: dict[str, Any] = {"type": parse_list, "metavar": "JSON"}
+BOOLEAN: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 SAMPLING: tuple[tuple[str, dict[str, Any], str], ...] = (  # field of SamplingParams, kind of flag, help text
     ("max_tokens", {**INTEGER, "default": 256}, "most tokens generated (default: 256)"),
     ("min_tokens", INTEGER, "no end token or stop string counts before this many"),
@@ -94,7 +111,7 @@ SAMPLING: tuple[tuple[str, dict[str, Any], str], ...] = (  # field of SamplingPa
     ("n", INTEGER, "choices generated for each prompt"),
     ("seed", INTEGER, "seed of the request: repeats the answer"),
     ("stop", {"action": "append", "metavar": "TEXT"}, "end before this text (repeatable)"),
-    ("stop_token_ids", {"type": int, "nargs": "+", "metavar": "ID"}, "tokens that end the text"),
+    ("stop_token_ids", IDS, "tokens that end the text"),
     ("logprobs", INTEGER, "report the log-probabilities of N tokens per position (--json)"),
     ("prompt_logprobs", INTEGER, "the same for the prompt"),
     ("logit_bias", {"type": parse_bias, "action": "append", "metavar": "ID=BIAS"}, "like 42=-5 (repeatable)"),
@@ -105,7 +122,7 @@ SAMPLING: tuple[tuple[str, dict[str, Any], str], ...] = (  # field of SamplingPa
     ("eta_cutoff", NUMBER, "the same, less where the entropy is high"),
     ("no_repeat_ngram_size", INTEGER, "no sequence of N tokens occurs twice"),
     ("min_length", INTEGER, "no end token before prompt and answer have N tokens"),
-    ("suppress_tokens", {"type": int, "nargs": "+", "metavar": "ID"}, "tokens that are never chosen"),
+    ("suppress_tokens", IDS, "tokens that are never chosen"),
     ("xtc_probability", NUMBER, "how often the likeliest tokens are dropped but for the last of them"),
     ("xtc_threshold", NUMBER, "how likely those are at least"),
     ("dry_multiplier", NUMBER, "what a token loses that continues a repetition; 0 is off"),
@@ -116,6 +133,19 @@ SAMPLING: tuple[tuple[str, dict[str, Any], str], ...] = (  # field of SamplingPa
     ("mirostat", INTEGER, "1 or 2: keep the surprise of the tokens near --mirostat-tau"),
     ("mirostat_tau", NUMBER, "surprise in bits"),
     ("mirostat_eta", NUMBER, "how fast mirostat learns"),
+    ("begin_suppress_tokens", IDS, "tokens that are not chosen as the first one"),
+    ("forced_bos_token_id", {"type": int, "metavar": "ID"}, "the second token of a text whose prompt is one token"),
+    ("forced_eos_token_id", IDS, "the last of --max-tokens tokens"),
+    ("min_new_tokens", INTEGER, "no end token before the answer has N tokens"),
+    ("exponential_decay_length_penalty", DECAY, "after N tokens end tokens become more likely by FACTOR with each"),
+    ("bad_words_ids", LIST, 'sequences of ids that are never completed, like "[[5, 6], [7]]"'),
+    ("sequence_bias", LIST, 'added where a sequence is completed, like "[[[5, 6], -2.5]]"'),
+    ("logits_processors", {"type": parse_object, "metavar": "JSON"}, "names of --import's functions, with arguments"),
+    ("use_beam_search", SWITCH, "search for the -n most likely answers with as many beams"),
+    ("length_penalty", NUMBER, "of a beam search: above 0 prefers long answers"),
+    ("early_stopping", {"type": parse_early_stopping, "metavar": "{true,false,never}"}, "when a beam search ends"),
+    ("skip_special_tokens", BOOLEAN, "leave special tokens out of the text"),
+    ("spaces_between_special_tokens", BOOLEAN, "put spaces between them"),
     ("ignore_eos", SWITCH, "continue after the end token"),
     ("include_stop_str_in_output", SWITCH, "keep the stop string in the text"),
 )
@@ -159,6 +189,8 @@ def _flag_kind(item: Field[Any]) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if allowed is str:
         return {"metavar": "FILE" if item.default is None else "NAME"}
+    if allowed is float:
+        return NUMBER
     if allowed is dict:
         return {"type": parse_object, "metavar": "JSON"}
     if isinstance(allowed, range):

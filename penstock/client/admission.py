@@ -156,7 +156,10 @@ class Admission:
                 started, request = bool(choice.token_ids), choice.request
                 prompt = 0 if started or request.choice else len(request.prompt_token_ids)
                 for beam in range(request.params.n if request.params.use_beam_search else 1):
-                    self._queue.add(request.flow, 0 if beam else prompt, self._left(choice), started=started)
+                    # A search tells nothing before its end: it takes its rows, and waits as one request.
+                    self._queue.add(
+                        request.flow, 0 if beam else prompt, self._left(choice), started=started or beam > 0
+                    )
         return self._queue
 
     def _left(self, choice: Choice) -> float:

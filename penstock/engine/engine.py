@@ -343,11 +343,14 @@ class Engine:
 
 def _num_accepted(scheduled: list[ScheduledRequest], results: dict[str, RequestStepOutput]) -> dict[str, int]:
     """Return how many drafts were accepted, of each request that had any and did not fail."""
-    return {
-        item.request_id: len(item.draft_token_ids) - num_rejected_drafts(item, result)
-        for item in scheduled
-        if item.draft_token_ids and (result := results.get(item.request_id)) is not None and result.error is None
-    }
+    try:
+        return {
+            item.request_id: len(item.draft_token_ids) - num_rejected_drafts(item, result)
+            for item in scheduled
+            if item.draft_token_ids and (result := results.get(item.request_id)) is not None and result.error is None
+        }
+    except (AttributeError, TypeError):  # a malformed result, which the commit will find
+        return {}
 
 
 def _failure(error: Exception) -> RequestStepOutput:

@@ -43,6 +43,8 @@ class ByPriority(Urgency):
 class LengthClasses(Urgency):
     """Three classes of prompt lengths, the longest first, started together: long sequences then decode together."""
 
+    prefill_ratio = PREFILL_RATIO
+
     def rank(self, request: Request) -> Place:
         return self.urgency(request, request.arrived_at), request.arrival
 
@@ -55,7 +57,7 @@ class LengthClasses(Urgency):
 
         One that has begun already goes on at once: a search would wait so long for a beam of each of its tokens.
         """
-        if len(waiting) >= PREFILL_RATIO * num_running or any(request.has_run for request in waiting):
+        if len(waiting) >= self.prefill_ratio * num_running or any(request.has_run for request in waiting):
             return True
         return min(request.waits_since for request in waiting) <= self.clock() - CLASS_AGING_S
 
@@ -97,7 +99,7 @@ class Fair(Urgency):
 
     def added(self, request: Request) -> None:
         flow = request.flow
-        if flow not in self._queues:
+        if flow not in self._queues and not request.has_run:  # a fork of one that runs is no new turn
             first = self._next_turn(Counter())
             lowest = self._last if first is None else self.counters[first[-1]]
             self.counters[flow] = max(self.counters.get(flow, 0), lowest)
@@ -142,6 +144,7 @@ class Scheduling:
         max_num_batched_tokens: most tokens of a step.
         policy: a name of POLICIES.
         max_stall_s: longest that streams may wait in a step for the prompts in it; None: any time.
+        prefill_ratio: of LengthClasses; None: PREFILL_RATIO.
         clock: returns seconds.
     """
 
@@ -149,9 +152,13 @@ class Scheduling:
     max_num_batched_tokens: int
     policy: str = "fcfs"
     max_stall_s: float | None = None
+    prefill_ratio: float | None = None
     clock: Clock = time.monotonic
 
     def make_policy(self, max_model_len: int) -> Policy:
         """Return a new policy. Raises InvalidRequestError if there is none of that name."""
         check.check_choice("scheduling_policy", self.policy, tuple(POLICIES))
-        return POLICIES[self.policy](self.clock, max_model_len)
+        policy = POLICIES[self.policy](self.clock, max_model_len)
+        if isinstance(policy, LengthClasses) and self.prefill_ratio is not None:
+            policy.prefill_ratio = self.prefill_ratio
+        return policy

@@ -135,8 +135,9 @@ class Scheduler:
     def isolate(self, failed: SchedulerOutput) -> None:
         """Compute each request of a failed step alone, until it has a token, fails or ends; the others wait."""
         self._removed = [*failed.removed_request_ids, *self._removed]  # the executor may not have seen them
-        ids = {item.request_id for item in failed.scheduled}
-        self._alone = deque(sorted((r for r in self.running if r.request_id in ids), key=lambda item: item.arrival))
+        if not self._alone:  # else it was the turn of the first of them, and is again
+            ids = {item.request_id for item in failed.scheduled}
+            self._alone = deque(sorted((r for r in self.running if r.request_id in ids), key=lambda item: item.arrival))
         self._gather()
 
     def acquit(self, request: Request) -> None:

@@ -33,7 +33,7 @@ class BeamSearchParams:
     """
 
     beam_width: int
-    max_tokens: int
+    max_tokens: int = 16
     ignore_eos: bool = False
     temperature: float = 0.0
     length_penalty: float = 1.0

@@ -91,7 +91,7 @@ class LogitsParams:
         check.check_int("forced_bos_token_id", self.forced_bos_token_id, 0, MAX_TOKEN_ID, optional=True)
         for name, most in (("bad_words_ids", MAX_LISTED_IDS), ("dry_sequence_breaker_ids", MAX_BREAKER_IDS)):
             words = check.list_of(name, getattr(self, name), max_items=most)
-            self._set(name, tuple(word for word in (_ids(name, word, MAX_SEQUENCE) for word in words) if word))
+            self._set(name, tuple(_sequence(name, word) for word in words))
         self._set("sequence_bias", _sequence_bias(self.sequence_bias))
         limits = {"max_items": MAX_BREAKERS, "max_length": MAX_BREAKER_LENGTH}
         breakers = check.string_tuple("dry_sequence_breakers", self.dry_sequence_breakers, **limits)
@@ -148,6 +148,13 @@ NUMBERS = (  # field, lowest and highest value, whether it must be above the low
 
 def _ids(name: str, value: Any, max_items: int) -> tuple[int, ...]:
     return check.int_tuple(name, value, low=0, high=MAX_TOKEN_ID, max_items=max_items)
+
+
+def _sequence(name: str, value: Any) -> tuple[int, ...]:
+    ids = _ids(name, value, MAX_SEQUENCE)
+    if not ids:
+        raise check.fail(name, value, "a list of sequences of at least one token id")
+    return ids
 
 
 def _sequence_bias(value: Any) -> Bias:

@@ -27,6 +27,8 @@ def read_prompts(name: str | Path) -> list[Written]:
     Raises:
         InvalidRequestError: the file cannot be read, or holds what is not a prompt; the message names the place.
     """
+    if not isinstance(name, str | Path):
+        raise fail("prompts", name, "the name of a file")
     text = read_text(name)
     is_json = Path(name).suffix in JSON_SUFFIXES or text.lstrip().startswith(JSON_BEGINNINGS)
     if not is_json:

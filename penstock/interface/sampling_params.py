@@ -142,7 +142,9 @@ class SamplingParams(LogitsParams):
         words = check.list_of("bad_words_token_ids", self.bad_words_token_ids, max_items=MAX_ID_LISTS)
         range_ = {"low": 0, "high": MAX_TOKEN_ID, "max_items": MAX_WORD_IDS}
         word_ids = tuple(check.int_tuple("bad_words_token_ids", word, **range_) for word in words)
-        self._set("bad_words_token_ids", tuple(word for word in word_ids if word))
+        if () in word_ids:
+            raise check.fail("bad_words_token_ids", [], "a list of sequences of at least one token id")
+        self._set("bad_words_token_ids", word_ids)
         self._set("logits_processors", _processors(self.logits_processors))
         check.check_choice("output_kind", self.output_kind, list(RequestOutputKind))
         self._set("output_kind", RequestOutputKind(self.output_kind))

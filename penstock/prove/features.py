@@ -111,7 +111,7 @@ class Maker:
 
     def _fields(self, random: Random) -> tuple[tuple[str, ...], Fields]:
         if random.random() < SEARCH_RATE:
-            fields = {"use_beam_search": True, "n": random.randint(1, 4), "logprobs": random.choice([None, 2])}
+            fields: Fields = {"use_beam_search": True, "n": random.randint(1, 4), "logprobs": random.choice([None, 2])}
             fields |= {"length_penalty": random.choice([0.0, 1.0, 2.0]), "early_stopping": random.random() < 0.3}
             return ("beam search",), fields
         names = tuple(name for name, (rate, _) in FEATURES.items() if random.random() < rate)

@@ -101,8 +101,8 @@ def _open(trials: Trials) -> _Crowd:
     size = alone.info.vocab_size
     shared = [random.choices(range(size), k=longest) for _ in range(NUM_SHARED)]
     maker = Maker(size, (LENGTHS[0], min(LENGTHS[1], longest)), shared)
-    clients = [InProcessClient(built.engine, built.info, tokenizer) for built in (served, alone)]
-    return _Crowd(trials, maker, served, *clients)
+    client, other = (InProcessClient(built.engine, built.info, tokenizer) for built in (served, alone))
+    return _Crowd(trials, maker, served, client, other)
 
 
 def _sit(crowd: _Crowd) -> None:
@@ -170,7 +170,7 @@ def _ask_alone(client: InProcessClient, asked: Asked) -> RequestOutput:
 
 def _difference(found: RequestOutput, wanted: RequestOutput) -> str | None:
     """Return in what two answers differ; of one that was aborted, what there is must be the beginning."""
-    pairs = {"error": (found.error, wanted.error), "log-probabilities of the prompt": (
+    pairs: dict[str, tuple[Any, Any]] = {"error": (found.error, wanted.error), "log-probabilities of the prompt": (
         found.prompt_logprobs, wanted.prompt_logprobs if found.prompt_logprobs is not None or found.finished else None
     )}  # fmt: skip
     for one, other in zip(found.outputs, wanted.outputs, strict=True):

@@ -109,6 +109,8 @@ class ForwardPass:
 
     def _blocks(self) -> list[tuple[Any, Attention]]:
         """Return each decoder block with its attention, in the order of the layers."""
+        if self._config.numerics.load_format == "mock":
+            raise NotSupportedError("forward: load_format = mock has no model to look into", param="load_format")
         modules = dict(named_modules(self._model))
         named = ((BLOCK.match(name), item) for name, item in modules.items() if isinstance(item, Attention))
         found = [(modules[match[1]], item) for match, item in named if match is not None]

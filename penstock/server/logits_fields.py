@@ -29,6 +29,7 @@ class LogitsFields(msgspec.Struct, kw_only=True, frozen=True):
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
     dry_sequence_breakers: str | list[str] | None = None
+    dry_sequence_breaker_ids: list[list[int]] | None = None
     mirostat: int | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None

@@ -189,6 +189,18 @@ class DetokenizeRequest(Strict, kw_only=True, frozen=True):
 Body = TypeVar("Body", bound=Strict)
 MISSING = "Object missing required field `"
 UNKNOWN = "Object contains unknown field `"
+HINTS = {  # names of Transformers, llama.cpp and TGI -> what it is here
+    "do_sample": "temperature: 0 is greedy",
+    "max_length": "it is max_tokens here, which counts the answer alone",
+    "max_new_tokens": "it is max_tokens here",
+    "n_predict": "it is max_tokens here",
+    "num_beams": "it is n here, with use_beam_search: true",
+    "num_return_sequences": "it is n here",
+    "penalty_alpha": "contrastive search is not built",
+    "repeat_penalty": "it is repetition_penalty here",
+    "stop_sequences": "it is stop here",
+    "stop_strings": "it is stop here",
+}
 
 
 def parse(data: bytes, kind: type[Strict]) -> Any:
@@ -206,7 +218,8 @@ def to_request(parsed: Any, kind: type[Body]) -> Body:
     if isinstance(parsed, dict):
         for name in parsed:
             if name not in kind.__struct_fields__:
-                raise InvalidRequestError(f"{name}: unknown field", param=name, code="unknown_field")
+                hint = f"; {HINTS[name]}" if name in HINTS else ""
+                raise InvalidRequestError(f"{name}: unknown field{hint}", param=name, code="unknown_field")
     with _naming_the_field():
         return msgspec.convert(parsed, kind, str_keys=True)
 

@@ -45,6 +45,8 @@ class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         fingerprint: of the engine that computes it; another one would give other tokens.
         grace_s: without a reader for so long it is given up; None: never.
         keep_s: how long it may be fetched after its end.
+        key: name of its API key, whose turns it takes.
+        priority, timeout_s: what it says of its turn, and of the time that it may take, from `created` on.
     """
 
     id: str
@@ -58,6 +60,9 @@ class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     prompts: list[EncodedPrompt]
     grace_s: float | None
     keep_s: float
+    key: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
 
     @property
     def num_bytes(self) -> int:

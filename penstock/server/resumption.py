@@ -22,7 +22,7 @@ from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError
 from penstock.server.authentication import sent_key
 from penstock.server.context import RequestLog, ServerContext, context_of, log_of
-from penstock.server.generation import DONE, EventStream, Generation, sse_data
+from penstock.server.generation import DONE, SOON_S, EventStream, Generation, sse_data
 from penstock.server.kept_calls import MAX_LANES, Frame, KeptCall, position_of
 from penstock.server.openai_requests import Strict
 from penstock.server.openai_responses import Answer
@@ -75,7 +75,7 @@ async def keep(
 ) -> KeptCall:  # fmt: skip
     """Accept a call that is kept, settle its seeds and compute it. See Begun for the arguments."""
     context = context_of(request)
-    info = context.info()
+    info, log = context.info(), log_of(request)
     if len(prompts) * params.n >= MAX_LANES:
         message = f"resumable: at most {MAX_LANES - 1} choices, prompts times n, can be continued"
         raise InvalidRequestError(message, param="resumable")
@@ -91,9 +91,12 @@ async def keep(
         prompts=[_settled(context, prompt, params) for prompt in prompts],
         grace_s=grace_s,
         keep_s=keep_s,
+        key=log.key,
+        priority=log.priority,
+        timeout_s=log.timeout_s,
     )
     call = await context.kept.begin(begun)
-    generation = _generation(context, call, log_of(request))
+    generation = _generation(context, call, log)
     context.kept.run(call, context.sources[kind](context, call, generation))
     return call
 
@@ -132,7 +135,7 @@ def resume(context: ServerContext) -> None:
 
 
 def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo) -> None:
-    generation = _generation(context, call, RequestLog(call.begun.id))
+    generation = _generation(context, call, _restored_log(call.begun, info))
     generation.is_patient = True
     source = context.sources[call.begun.kind](context, call, generation)
     if call.begun.fingerprint == info.system_fingerprint:
@@ -141,6 +144,16 @@ def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo) -> None
     change = f"{call.begun.fingerprint} became {info.system_fingerprint}"
     error = ApiError(500, f"the new engine computes otherwise: {change}; send the request again", code="model_changed")
     context.kept.fail(call, error, source)
+
+
+def _restored_log(begun: Begun, info: ModelInfo) -> RequestLog:
+    """Return what a call from the journal says of its turn, as far as this server's policy knows it."""
+    log = RequestLog(begun.id, key=begun.key)
+    if info.scheduling_policy == "priority":
+        log.priority = begun.priority
+    if begun.timeout_s is not None:
+        log.timeout_s = max(SOON_S, begun.created + begun.timeout_s - time.time())
+    return log
 
 
 def stream_of(context: ServerContext, call: KeptCall, after: Sequence[int], *, done: bytes = DONE) -> EventStream:
