@@ -79,14 +79,20 @@ class Admission:
         self._queue = _Queue(1)
         self._forecast_at = -math.inf
 
-    def check(self, flow: str | None, num_choices: int = 1, num_prompt_tokens: int = 0) -> None:
+    def check(
+        self, flow: str | None, num_choices: int = 1, num_prompt_tokens: int = 0, priority: int | None = None
+    ) -> None:
         """Raise EngineOverloadedError if a request of this size is refused now.
 
         Args:
             flow: whose request it is (EngineRequest.flow); None: of a flow of its own.
             num_prompt_tokens: 0 where they are not known yet.
+            priority: under that policy: what is more urgent than all that waits is let in, for it comes next; as there
+                are few priorities, these are few.
         """
         queue, rate = self._forecast(), self._throughput.tokens_per_s
+        if priority is not None and queue.num_queued and priority < queue.most_urgent:
+            return
         mine = queue.flows.get(flow or "", _Flow())
         self._check_room(queue, mine, num_choices, num_prompt_tokens)
         limit = self._limits.max_queue_wait
@@ -124,11 +130,13 @@ class Admission:
         """
         num_prompt_tokens, params = len(prepared.prompt_token_ids), prepared.params
         flow = prepared.engine_requests[0].flow
-        self.check(flow, params.n, num_prompt_tokens)
+        priority = prepared.engine_requests[0].priority
+        self.check(flow, params.n, num_prompt_tokens, priority)
         waits = self._queue.must_wait
         for index in range(params.n):  # as many rows, of choices or beams
             prompt = 0 if index else num_prompt_tokens  # the others find it in the cache
             self._queue.add(flow, prompt, self._outputs_left(params.max_tokens or 0, params.ignore_eos))
+        self._queue.most_urgent = min(self._queue.most_urgent, priority)
         patient = params.use_beam_search  # whose first token comes with its last
         return self._limits.max_queue_wait if waits and not patient else None
 
@@ -155,6 +163,8 @@ class Admission:
             for choice in self._requests.running_choices():
                 started, request = bool(choice.token_ids), choice.request
                 prompt = 0 if started or request.choice else len(request.prompt_token_ids)
+                if not started:
+                    self._queue.most_urgent = min(self._queue.most_urgent, request.priority)
                 for beam in range(request.params.n if request.params.use_beam_search else 1):
                     # A search tells nothing before its end: it takes its rows, and waits as one request.
                     self._queue.add(
@@ -181,13 +191,18 @@ class _Flow:
 
 
 class _Queue:
-    """What is open, by flow in order of arrival."""
+    """What is open, by flow in order of arrival.
+
+    Attributes:
+        most_urgent: the least priority of what waits.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.flows: dict[str, _Flow] = {}
         self.num_open = self.num_queued = self.num_queued_tokens = 0
         self.num_tokens = 0.0
+        self.most_urgent: float = math.inf
         self._rows: list[float] | None = None  # what each has to work off, a heap; made when it is asked for
 
     @property

@@ -7,6 +7,7 @@ OUTLIER = 1.5  # times the usual: a step that took longer counts as so long, and
 FIRST_TIMES = 3  # of which the least counts: the first step of a size records its program (runner/programs.py)
 MAX_LOSS = 0.02  # of the time of all steps, that drafts may lose
 CREDIT_STEPS = 1.0  # most steps' time that is saved up for losses to come
+FULL = 0.8  # of it is enough for a trial
 
 
 class StepCosts:
@@ -100,4 +101,4 @@ class Budget:
 
     @property
     def is_full(self) -> bool:
-        return 0.0 < self._most <= self.seconds
+        return 0.0 < FULL * self._most <= self.seconds

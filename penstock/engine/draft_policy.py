@@ -19,6 +19,7 @@ MARGIN = 1.02  # by which drafts must be faster
 TRIAL_DRAFTS = 2  # of all requests together, where nothing is known of steps with drafts
 NUMBERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256)  # of drafts in a step
 FIRST_WAIT, MAX_WAIT = 64, 4096  # steps until what did not pay is tried again; doubled each time
+RARE_LOSS = 0.005  # of the time, that trials may lose again that have lost more than a step
 HOPE = 0.6  # share of right drafts that is hoped for then, where only a trial can tell
 WORTH = 1.1  # times as many tokens, that a step must be hoped to give, to be tried again
 FORGETTING = 0.9  # weight of a request's earlier drafts beside its latest
@@ -76,8 +77,8 @@ class DraftPolicy:
 
     @property
     def may_think(self) -> bool:
-        """Return whether there is time to think about drafts at all."""
-        return not self.budget.is_used_up
+        """Return whether there is time to think about drafts at all; at first, to measure a step."""
+        return not self.base or not self.budget.is_used_up
 
     def choose(self, limits: Mapping[str, int], num_requests: int) -> dict[str, int]:
         """Return how many drafts to compute, at most `limits`, of requests in a step of num_requests; without zeros."""
@@ -156,8 +157,11 @@ class DraftPolicy:
         counted = self.costs.note(num_tokens, seconds)
         self.base = base = self.costs.estimate(num_requests)
         if num_tokens > num_requests:
-            self.budget.spend(counted - base * (num_requests + num_accepted) / num_requests)
+            loss = counted - base * (num_requests + num_accepted) / num_requests
+            self.budget.spend(loss)
             self._since_refresh += 1
+            if loss > base:  # nobody foresaw it: again only when it is a small part of the time since
+                self._steps_to_wait = max(self._steps_to_wait, int(loss / base / RARE_LOSS))
         else:
             self._since_refresh = 0
         self._pass()

@@ -58,7 +58,7 @@ class Speculation:
     def propose(self, running: Sequence[Request]) -> dict[str, list[int]]:
         """Return the drafts of the next step by request id. None while prompts are computed, when none would pay."""
         self._is_measured = False
-        if self._proposer is None:
+        if self._proposer is None or not running:
             return {}
         if self._steps_to_pause:
             self._steps_to_pause -= 1

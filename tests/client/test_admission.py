@@ -1,5 +1,6 @@
 """What is let in: on a clock of the test's own, with an engine of four rows that nobody computes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,14 +26,15 @@ class Queue:
         self.requests = OpenRequests(None)
         self.admission = Admission(AdmissionLimits(**limits), self.requests, lambda: self.now)
         self.admission.engine_ready(ROWS)
-        self._inputs = InputProcessor(None, model_info(10_000, 100))
+        self._inputs = InputProcessor(None, replace(model_info(10_000, 100), scheduling_policy="priority"))
         self._computed = 0
 
     def send(
-        self, prompt: int = 10, max_tokens: int = 90, n: int = 1, ignore_eos: bool = True, flow: str | None = None
-    ) -> OpenRequest:
-        params = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=ignore_eos, detokenize=False)
-        prepared = self._inputs.process([1] * prompt, params, None, flow)
+        self, prompt: int = 10, max_tokens: int = 90, n: int = 1, ignore_eos: bool = True, flow: str | None = None,
+        priority: int = 0, **fields: Any,
+    ) -> OpenRequest:  # fmt: skip
+        params = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=ignore_eos, detokenize=False, **fields)
+        prepared = self._inputs.process([1] * prompt, params, None, flow, priority)
         self.patience_s = self.admission.admit(prepared)
         return self.requests.open(prepared)
 
@@ -69,6 +71,32 @@ def test_the_queue_is_bounded_in_requests() -> None:
     assert "3 of 3 requests" in str(queue.refusal())
     with pytest.raises(EngineOverloadedError):
         queue.admission.check(None)
+
+
+def test_what_comes_next_is_let_in() -> None:
+    """Guards against a full queue of what can wait that keeps out what cannot; and against one without an end."""
+    queue = Queue(max_queued_requests=3)
+    queue.fill_rows()
+    for _ in range(3):
+        queue.send()
+    queue.send(priority=-1)
+    for priority in (-1, 0):
+        queue.refusal(priority=priority)
+    queue.now += 1
+    queue.refusal(priority=-1)
+    queue.send(priority=-2)
+
+
+def test_a_search_takes_its_rows_and_waits_as_one() -> None:
+    """Guards against a search that fills the queue for as long as it runs, because it tells nothing before its end."""
+    queue = Queue(max_queued_requests=3)
+    queue.send(n=ROWS, use_beam_search=True)
+    queue.now += 1
+    for _ in range(2):
+        queue.send()
+    queue.now += 1
+    assert queue.admission._queue.must_wait
+    queue.send(n=1)
 
 
 def test_the_queue_is_bounded_in_tokens() -> None:

@@ -65,6 +65,20 @@ def test_lookup_equals_a_search_through_the_text(text: list[int], shortest: int,
         assert found == expected[:count]
 
 
+TICK_S = 0.0002  # that pass whenever the clock is read: thinking takes time too
+
+
+class Ticking(Clock):
+    """A clock of a machine whose Python takes time."""
+
+    ticked = 0.0
+
+    def __call__(self) -> float:
+        self.now += TICK_S
+        self.ticked += TICK_S
+        return self.now
+
+
 @dataclass
 class Machine:
     """Streams on a machine whose step times are known, with drafts whose worth is.
@@ -84,7 +98,7 @@ class Machine:
     random: Random = field(default_factory=lambda: Random(0))
 
     def __post_init__(self) -> None:
-        self.clock, self.spent, self.made, self.number = Clock(), 0.0, 0, 0
+        self.clock, self.spent, self.number = Ticking(), 0.0, 0
         truth = Oracle(lambda _, ids, count: expected_outputs(ids, count, WINDOW), random=self.random)
         truth.is_free, self._oracle, self._propose = not self.drafting_s, truth, truth.propose
         truth.propose = self._draft  # type: ignore[method-assign]
@@ -114,14 +128,14 @@ class Machine:
         names = [f"{self.number} {index}" for index in range(self.streams)]
         for index, name in enumerate(names):
             self.engine.add_request(request(name, [index, self.number], tokens, ignore_eos=True))
-        before, made, is_over = self.spent, 0, False
+        before, made, is_over = self.spent + self.clock.ticked, 0, False
         while not is_over:
             outputs = self.engine.step()
             made += sum(len(output.new_token_ids) for output in outputs)
             is_over = any(output.finish_reason is not None for output in outputs)
         for name in names:
             self.engine.abort(name)
-        return made * self.cost(self.streams) / self.streams / (self.spent - before)
+        return made * self.cost(self.streams) / self.streams / (self.spent + self.clock.ticked - before)
 
 
 def flat(tokens: int) -> float:

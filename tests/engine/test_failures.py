@@ -98,6 +98,30 @@ def test_a_step_without_memory_leaves_its_requests_as_they_were() -> None:
     check_all(found)
 
 
+def test_no_memory_for_a_request_that_is_tried_alone_forgets_no_other() -> None:
+    """Guards against a second failure that lets the others, of whom one is to blame, run together again."""
+    engine = make_engine(max_num_batched_tokens=40, max_num_seqs=5)
+
+    def fail(step: SchedulerOutput) -> set[str]:
+        if len(scripted(engine).steps) in (3, 5):
+            raise RuntimeError("scripted") if len(scripted(engine).steps) == 3 else MemoryError
+        return set()
+
+    scripted(engine).fail = fail
+    ask_all(engine)
+    outputs = [output for _ in range(4) for output in engine.step()]
+    with pytest.raises(MemoryError):
+        engine.step()
+    alone = engine.scheduler._alone
+    assert len(alone) > 1
+    outputs += engine.step()
+    assert len(engine.executor.steps[-1].scheduled) == 1  # type: ignore[attr-defined]
+    found = run(engine)
+    for output in reversed(outputs):
+        found.setdefault(output.request_id, []).insert(0, output)
+    check_all(found)
+
+
 def test_aborting_the_one_that_is_tried_goes_on_with_the_next() -> None:
     """Guards against a queue that waits for ever for a request that is gone."""
     engine = make_engine(max_num_seqs=5)

@@ -236,6 +236,22 @@ def test_prompts_are_begun_together() -> None:
     assert CLASS_AGING_S <= timed.wait_of("alone") < CLASS_AGING_S + 0.3
 
 
+def test_the_ratio_is_an_option() -> None:
+    """Guards against prefill_ratio that is accepted and ignored: of the two that wait beside five, half are enough."""
+    started = {}
+    for ratio in (None, 0.4):
+        options = {"policy": "length_classes", "prefill_ratio": ratio, "max_num_seqs": 12, "num_blocks": 200}
+        timed = Timed.make(lambda step: 0.1, **options)
+        for index in range(5):
+            timed.add(request(f"first {index}", [index, 1], 80))
+        timed.step()
+        for index in range(2):
+            timed.add(request(f"second {index}", [index, 2], 80))
+        timed.step()
+        started[ratio] = timed.engine.stats().num_running
+    assert started == {None: 5, 0.4: 7}
+
+
 # --- fair -----------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +271,18 @@ def test_keys_get_equal_amounts_of_work_not_of_requests() -> None:
             given_[key] += 2 * len(output.new_token_ids) + (120 if key == "long" else 30) * (output.start_index == 0)
     assert min(given_.values()) > 2000
     assert 0.9 < given_["long"] / given_["short"] < 1.1
+
+
+def test_a_fork_is_no_new_turn() -> None:
+    """Guards against a search that pays, with each token of its beams, for what others have had."""
+    timed = Timed.make(policy="fair", max_num_seqs=12, num_blocks=300)
+    timed.add(request("search", [1, 2, 3], 30, n=4, use_beam_search=True, ignore_eos=True, flow="a"))
+    timed.add(request("stream", [5], 200, ignore_eos=True, flow="b"))
+    timed.engine.scheduler.policy.counters["b"] = 10_000  # type: ignore[attr-defined]
+    timed.add(request("waits", [6] * 500, 1, flow="b"))
+    while "search" not in timed.ended:
+        timed.step()
+        assert timed.engine.scheduler.policy.counters.get("a", 0) < 10_000  # type: ignore[attr-defined]
 
 
 def test_idle_time_saves_up_no_turns() -> None:
