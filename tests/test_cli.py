@@ -10,12 +10,16 @@ import subprocess
 import sys
 import time
 import urllib.request
+from argparse import ArgumentParser
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from penstock.cli import options
 from penstock.cli.main import main
 from penstock.cli.options import parse_size
+from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.cpu.library import load_library
 from tests.hf_models import make_llama
 
@@ -256,3 +260,19 @@ def test_serve_survives_its_engine_and_drains(server):
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
+
+
+def test_every_sampling_field_is_a_flag():
+    """Guards against a field that only HTTP and Python know, beside what the client sets and how text is given."""
+    without = {"detokenize", "output_kind", "bad_words_token_ids", "dry_sequence_breaker_ids"}
+    without |= {"structured_outputs", "guided_decoding"}
+    flags = {name for name, _, _ in options.SAMPLING}
+    assert flags == {field.name for field in fields(SamplingParams)} - without
+    parser = ArgumentParser()
+    options.add_generation_options(parser)
+    words = "--use-beam-search --early-stopping never --forced-eos-token-id 5 --exponential-decay-length-penalty 3 1.2"
+    words += " --bad-words-ids [[5,6]] --sequence-bias [[[5],2.0]] --no-skip-special-tokens --early-stopping true"
+    found = vars(parser.parse_args(words.split()))
+    assert found["early_stopping"] is True
+    assert found["bad_words_ids"] == [[5, 6]]
+    assert found["exponential_decay_length_penalty"] == [3.0, 1.2]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.config import PARTS, EngineConfig, option_names
 from penstock.errors import InvalidRequestError, NotSupportedError, PenstockError
+from penstock.interface.beam_search import BeamSearchParams
+from penstock.interface.prompts import read_prompts
 from penstock.interface.sampling_params import SamplingParams
 from penstock.models.config_json import load_model_config
 from penstock.validation import shown
@@ -104,6 +106,7 @@ BAD_OPTIONS = {
     "max_num_batched_tokens": [0, -1, 2**40, "1"],
     "scheduling_policy": ["lifo", 1, None, ""],
     "max_stall_ms": [0, -1, 1.5, "1", True, 3_600_001],
+    "prefill_ratio": [0, -1.0, math.nan, math.inf, "2", True],
     "block_size": [0, 8, 17, -16, 16.0, "16"],
     "memory": [0, -1, 2**60, "2GiB", 1.5],
     "kv_cache_memory_bytes": [0, -1, 2**60, "2GiB", 1.5],
@@ -270,3 +273,27 @@ def test_every_error_is_a_penstock_error():
     classes = [value for value in vars(errors).values() if isinstance(value, type)]
     assert all(issubclass(value, PenstockError) for value in classes)
     assert all(value.__name__ in errors.__doc__ for value in classes)
+
+
+@pytest.mark.parametrize("name", ["bad_words_ids", "bad_words_token_ids", "dry_sequence_breaker_ids"])
+def test_an_empty_sequence_is_refused(name):
+    """Guards against [[]] that is accepted and bans nothing."""
+    with pytest.raises(InvalidRequestError, match=f"^{name}: "):
+        SamplingParams(**{name: [[]]})
+
+
+def test_the_ratio_belongs_to_length_classes():
+    """Guards against prefill_ratio that is accepted where it means nothing."""
+    assert (
+        EngineConfig.from_options(scheduling_policy="length_classes", prefill_ratio=0.5).scheduler.prefill_ratio == 0.5
+    )
+    for options in ({"prefill_ratio": 1.5}, {"scheduling_policy": "length_classes", "prefill_ratio": 0}):
+        with pytest.raises(InvalidRequestError, match=r"^prefill_ratio: "):
+            EngineConfig.from_options(**options)
+
+
+def test_a_beam_search_has_a_length_and_a_file_a_name():
+    """Guards against a TypeError in place of a default, or of an error that names the argument."""
+    assert BeamSearchParams(beam_width=2).max_tokens == 16
+    with pytest.raises(InvalidRequestError, match=r"^prompts: 3 is not allowed"):
+        read_prompts(3)

@@ -138,8 +138,9 @@ def test_a_search_among_streams_does_not_wait_for_prompts_to_gather(policy: str)
     assert timed.ended["search"] - timed.came["search"] < 4
 
 
-def test_a_missing_result_of_a_request_with_drafts_costs_that_request_alone() -> None:
-    """Guards against counting accepted drafts in a result that is not there, which ended the engine."""
+@pytest.mark.parametrize("malformed", [False, True])
+def test_a_missing_result_of_a_request_with_drafts_costs_that_request_alone(malformed: bool) -> None:
+    """Guards against counting accepted drafts in a result that is not there, or is none, which ended the engine."""
     oracle = Oracle(lambda _, ids, count: expected_outputs(ids, count))
     engine = make_engine(speculation=Speculation(oracle, 4, policy=EveryDraft()))
     collect = engine.executor.collect
@@ -147,7 +148,10 @@ def test_a_missing_result_of_a_request_with_drafts_costs_that_request_alone() ->
     def broken(handle: Any) -> StepOutput:
         output = collect(handle)
         if handle.step_id == 2:
-            del output.results["a"]
+            if malformed:
+                output.results["a"].new_token_ids = None  # type: ignore[assignment]
+            else:
+                del output.results["a"]
         return output
 
     engine.executor.collect = broken  # type: ignore[method-assign]

@@ -212,3 +212,25 @@ def test_access_log_line(caplog: pytest.LogCaptureFixture) -> None:
     assert "prompt=3 cached=0 completion=4 user='eve\\nGET /fake 200' metadata={'a': 1} id=" in first
     assert "\n" not in first + second
     assert " 404 " in second
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "hint"),
+    [
+        ({"max_new_tokens": 4}, "max_new_tokens", "it is max_tokens here"),
+        ({"num_beams": 4}, "num_beams", "it is n here, with use_beam_search: true"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids", "at least one token id"),
+        ({"use_beam_search": True, "n": 2, "echo": True, "logprobs": 1}, "echo", "use_beam_search"),
+    ],
+)
+def test_what_is_refused_says_what_to_do(fields: dict[str, Any], param: str, hint: str) -> None:
+    """Guards against other engines' names refused without a word, and errors that name a field nobody sent."""
+    error = error_of(app_client(FakeEngineClient()).post("/v1/completions", json=TEXT | fields), 400)
+    assert error["param"] == param
+    assert hint in error["message"]
+
+
+def test_sequence_breakers_may_be_ids() -> None:
+    """Guards against a field of SamplingParams that only Python knows."""
+    body = TEXT | {"dry_multiplier": 0.8, "dry_sequence_breaker_ids": [[5], [6, 7]]}
+    assert app_client(FakeEngineClient()).post("/v1/completions", json=body).status_code == 200

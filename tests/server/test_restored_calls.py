@@ -1,0 +1,38 @@
+"""What a call restored from the journal says of its turn."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from penstock.interface.messages import ModelInfo
+from penstock.interface.sampling_params import SamplingParams
+from penstock.server.records import Begun, decode, encode
+from penstock.server.resumption import _restored_log
+
+INFO = ModelInfo("m", 100, 100, (), "float32", "f")
+
+
+def begun(**turn: object) -> Begun:
+    made = Begun(
+        id="a", kind="chat", owner="", created=int(time.time()) - 10, body=b"{}", model="m", fingerprint="f",
+        params=SamplingParams(), prompts=[], grace_s=None, keep_s=0.0, **turn,
+    )  # type: ignore[arg-type]  # fmt: skip
+    found = decode(encode(made))
+    assert isinstance(found, Begun)
+    return found
+
+
+@pytest.mark.parametrize(("policy", "priority"), [("priority", -3), ("fcfs", 0)])
+def test_a_restored_call_keeps_its_turn(policy: str, priority: int) -> None:
+    """Guards against a call that is urgent, or due, and is neither after a restart; and against one that fails because
+    the new server's policy knows no priorities."""
+    info = replace(INFO, scheduling_policy=policy)
+    log = _restored_log(begun(key="ann", priority=-3, timeout_s=100.0), info)
+    assert (log.key, log.priority) == ("ann", priority)
+    assert log.timeout_s is not None
+    assert 80 < log.timeout_s <= 91
+    late = _restored_log(begun(timeout_s=2.0), info)
+    assert late.timeout_s is not None
+    assert 0 < late.timeout_s < 1
+    assert _restored_log(begun(), info).timeout_s is None
