@@ -6,7 +6,8 @@
 The draft that is likeliest to be accepted comes first, and drafts are added as long as tokens per second rise. What a
 step costs is measured by its number of tokens. Estimates can be wrong, so a budget bounds what all drafts, trials and
 thoughts about them may lose (draft_costs.py): what was never measured is tried when the budget is full, and nothing is
-done while it is used up. The choice changes no bit of an answer.
+done while it is used up. What is done for the first time, a size of steps or making drafts at all, takes memory, records
+programs and so on, once: of that the budget bears one step's time. The choice changes no bit of an answer.
 """
 
 from collections.abc import Mapping
@@ -71,6 +72,7 @@ class DraftPolicy:
     _of_request: dict[str, Acceptance] = field(default_factory=dict)
     _rounds: StepCosts = field(default_factory=StepCosts)
     _seconds_per_round: float = 0.0  # of making one more draft for every request that wants as many
+    _is_new: bool = False  # drafts were made for the first time just now
     _since_refresh: int = 0
     _steps_to_wait: int = 0  # until the next trial of what did not pay
     _wait: int = FIRST_WAIT
@@ -149,18 +151,20 @@ class DraftPolicy:
 
     def note_proposal(self, rounds: int, seconds: float) -> None:
         """Learn what drafts cost to make: the time of a proposal of at most `rounds` drafts for a request."""
+        self._is_new = not self._rounds.knows(1)
         self._rounds.note(1, seconds / rounds)
         self._seconds_per_round = self._rounds.estimate(1)
 
     def note_step(self, num_requests: int, num_tokens: int, seconds: float, num_accepted: int) -> None:
         """Learn what a step cost in which every request decodes."""
+        is_first = not self.costs.knows(num_tokens)
         counted = self.costs.note(num_tokens, seconds)
         self.base = base = self.costs.estimate(num_requests)
         if num_tokens > num_requests:
             loss = counted - base * (num_requests + num_accepted) / num_requests
-            self.budget.spend(loss)
+            self.budget.spend(min(loss, base) if is_first else loss)
             self._since_refresh += 1
-            if loss > base:  # nobody foresaw it: again only when it is a small part of the time since
+            if loss > base and not is_first:  # nobody foresaw it: again only when it is a small part of the time since
                 self._steps_to_wait = max(self._steps_to_wait, int(loss / base / RARE_LOSS))
         else:
             self._since_refresh = 0
@@ -168,7 +172,8 @@ class DraftPolicy:
 
     def note_overhead(self, seconds: float) -> None:
         """Take the time that drafts cost beside a step: to make them, to choose, to learn."""
-        self.budget.spend(seconds)
+        self.budget.spend(min(seconds, self.base) if self._is_new else seconds)
+        self._is_new = False
 
     def note_pause(self) -> None:
         """Count a step without drafts, as long as the last one without."""
