@@ -6,8 +6,8 @@
 The draft that is likeliest to be accepted comes first, and drafts are added as long as tokens per second rise. What a
 step costs is measured by its number of tokens. Estimates can be wrong, so a budget bounds what all drafts, trials and
 thoughts about them may lose (draft_costs.py): what was never measured is tried when the budget is full, and nothing is
-done while it is used up. What is done for the first time, a size of steps or making drafts at all, takes memory, records
-programs and so on, once: of that the budget bears one step's time. The choice changes no bit of an answer.
+done while it is used up. The first step of a size, and the first drafts that are made at all, record programs and the
+like, once: of that the budget bears one step's time. The choice changes no bit of an answer.
 """
 
 from collections.abc import Mapping
