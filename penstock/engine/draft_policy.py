@@ -5,7 +5,7 @@
 
 The draft that is likeliest to be accepted comes first, and drafts are added as long as tokens per second rise. What a
 step costs is measured by its number of tokens. Estimates can be wrong, so a budget bounds what all drafts, trials and
-thoughts about them may lose (draft_costs.py): what was never measured is tried when the budget is full, and nothing is
+thoughts about them may lose (draft_costs.py): what was never measured is tried when the budget bears it, and nothing is
 done while it is used up. The first step of a size, and the first drafts that are made at all, record programs and the
 like, once: of that the budget bears one step's time. The choice changes no bit of an answer.
 """
@@ -106,12 +106,17 @@ class DraftPolicy:
             choices = [choice for choice in choices if choice.count <= TRIAL_DRAFTS]
         promising = max(choices, key=lambda choice: choice.rate)
         least = plain if best is None else max(plain, MARGIN * best.rate)
-        if self.budget.is_full and promising.rate > least and promising not in known:
+        if promising.rate > least and promising not in known and self._can_afford(promising, num_requests):
             return promising
         if best is not None and best.rate > plain:
             self._wait = FIRST_WAIT
             return best
         return self._again(best, num_requests)
+
+    def _can_afford(self, trial: _Choice, num_requests: int) -> bool:
+        """Return whether the budget bears a trial whose every token costs as much as one of a step without drafts."""
+        loss = self.costs.estimate(num_requests) * (num_requests + trial.count - trial.tokens) / num_requests
+        return self.budget.is_full or self.budget.seconds >= loss
 
     def _choices(self, drafts: list[tuple[float, int, str]], num_requests: int) -> list[_Choice]:
         found, most, expected, done = [], 0, float(num_requests), 0
