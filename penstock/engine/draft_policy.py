@@ -71,6 +71,7 @@ class DraftPolicy:
     overall: Acceptance = field(default_factory=lambda: Acceptance(1.5, 2.0))
     _of_request: dict[str, Acceptance] = field(default_factory=dict)
     _rounds: StepCosts = field(default_factory=StepCosts)
+    _thoughts: StepCosts = field(default_factory=StepCosts)
     _seconds_per_round: float = 0.0  # of making one more draft for every request that wants as many
     _is_new: bool = False  # drafts were made for the first time just now
     _since_refresh: int = 0
@@ -177,6 +178,8 @@ class DraftPolicy:
 
     def note_overhead(self, seconds: float) -> None:
         """Take the time that drafts cost beside a step: to make them, to choose, to learn."""
+        if self.hears_of_all:  # always about the same, so that what is longer had to wait for others
+            seconds = self._thoughts.note(1, seconds)
         self.budget.spend(min(seconds, self.base) if self._is_new else seconds)
         self._is_new = False
 

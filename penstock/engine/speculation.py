@@ -47,6 +47,7 @@ class Speculation:
         self._most = num_speculative_tokens
         self._clock = clock
         self._began = 0.0  # when the last proposal was done
+        self._spent = 0.0  # seconds of the last proposal
         self._is_measured = False  # the step that was proposed last
         self._guesses: dict[str, tuple[int, list[int]]] = {}  # not computed: position of the first, and ids
         self._pause = self._steps_to_pause = 0  # steps without a question, after answers that nothing pays
@@ -74,9 +75,8 @@ class Speculation:
             return {}
         self._is_measured = True
         self._began = self._clock()
-        spent = self._began - began
-        self.policy.note_overhead(spent)
-        is_fine = self.policy.pays or spent <= CHEAP * self.policy.base
+        self._spent = self._began - began
+        is_fine = self.policy.pays or self._spent <= CHEAP * self.policy.base
         self._pause = 0 if is_fine else min(2 * self._pause + 1, MAX_PAUSE)
         self._steps_to_pause = self._pause
         return drafts
@@ -125,7 +125,7 @@ class Speculation:
         if all(item.num_samples == item.num_new_tokens for item in scheduled):
             num_tokens = sum(item.num_new_tokens for item in scheduled)
             self.policy.note_step(len(scheduled), num_tokens, ended - self._began, sum(accepted.values()))
-        self.policy.note_overhead(self._clock() - ended)
+        self.policy.note_overhead(self._spent + self._clock() - ended)
 
     def _count(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         self.num_drafts += 1
