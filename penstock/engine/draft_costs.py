@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right, insort
 
 DOWN, UP = 0.5, 0.1  # weight of a new time that is below, or above, the usual one: what is slow had to wait for others
 OUTLIER = 1.5  # times the usual: a step that took longer counts as so long, and changes nothing if it is alone
-FIRST_TIMES = 3  # of which the least counts: the first step of a size records its program (runner/programs.py)
+FIRST_TIMES = 4  # of which the least counts, and not the very first: it records its program (runner/programs.py)
 MAX_LOSS = 0.02  # of the time of all steps, that drafts may lose
 CREDIT_STEPS = 1.0  # most steps' time that is saved up for losses to come
 FULL = 0.8  # of it is enough for a trial
@@ -24,8 +24,9 @@ class StepCosts:
         usual, number = self._usual.get(num_tokens), self._times.get(num_tokens, 0)
         self._times[num_tokens] = number + 1
         if usual is None:
-            self._usual[num_tokens] = seconds
-            insort(self._sizes, num_tokens)
+            if number:  # the first one records its program, and says little of the next
+                self._usual[num_tokens] = seconds
+                insort(self._sizes, num_tokens)
             return seconds
         counted, is_doubted = min(seconds, OUTLIER * usual), num_tokens in self._doubted
         if number < FIRST_TIMES:
@@ -37,6 +38,10 @@ class StepCosts:
 
     def knows(self, num_tokens: int) -> bool:
         return num_tokens in self._usual
+
+    def has_seen(self, num_tokens: int) -> bool:
+        """Return whether there was such a step, be it only the first."""
+        return num_tokens in self._times
 
     def estimate(self, num_tokens: int) -> float:
         """Return the seconds of a step: as measured, else on the line through the two nearest sizes that were.

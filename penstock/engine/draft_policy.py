@@ -157,13 +157,13 @@ class DraftPolicy:
 
     def note_proposal(self, rounds: int, seconds: float) -> None:
         """Learn what drafts cost to make: the time of a proposal of at most `rounds` drafts for a request."""
-        self._is_new = not self._rounds.knows(1)
+        self._is_new = not self._rounds.has_seen(1)
         self._rounds.note(1, seconds / rounds)
         self._seconds_per_round = self._rounds.estimate(1)
 
     def note_step(self, num_requests: int, num_tokens: int, seconds: float, num_accepted: int) -> None:
         """Learn what a step cost in which every request decodes."""
-        is_first = not self.costs.knows(num_tokens)
+        is_first = not self.costs.has_seen(num_tokens)
         counted = self.costs.note(num_tokens, seconds)
         self.base = base = self.costs.estimate(num_requests)
         if num_tokens > num_requests:
