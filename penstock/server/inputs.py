@@ -28,6 +28,7 @@ from penstock.server.openai_requests import (
     TokenizeRequest,
 )
 from penstock.server.records import EncodedPrompt
+from penstock.server.structured import form_of
 from penstock.server.unsupported import MAX_MESSAGES
 from penstock.tokenizer.chat_template import text_of_content
 from penstock.tokenizer.conversation import RenderedChat, render_chat
@@ -243,6 +244,7 @@ def _params(body: GenerationRequest, info: ModelInfo, own: dict[str, Any]) -> Sa
     defaults = info.default_sampling
     if body.use_beam_search:  # nothing is sampled
         defaults = {name: value for name, value in defaults.items() if name not in NOISE}
-    params = SamplingParams(**{**defaults, **given, **own, "output_kind": kind})
+    own |= {"structured_outputs": form_of(body), "output_kind": kind}
+    params = SamplingParams(**{**defaults, **given, **own})
     params.check_vocabulary(info.vocab_size)
     return params

@@ -62,6 +62,8 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     logit_bias: dict[int, float] | None = None
     bad_words: str | list[str] | None = None
     logits_processors: list[str] | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
