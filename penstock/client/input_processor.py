@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock import validation as check
 from penstock.client.sequence_breakers import SequenceBreakers, Sequences
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.prompts import PROMPT_KEYS, check_text
 from penstock.interface.sampling_params import SamplingParams
@@ -91,8 +91,6 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):  # a dict is a common mistake
             raise check.fail("sampling_params", params, "a SamplingParams")
         params.check_vocabulary(self._info.vocab_size)
-        if params.structured_outputs is not None:
-            raise NotSupportedError("structured_outputs: not built yet", param="structured_outputs")
         deadline = self._check_turn(priority, timeout)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError("stop: stop strings need a tokenizer, and the model has none", param="stop")

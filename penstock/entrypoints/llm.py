@@ -80,7 +80,10 @@ class LLM:
                 raise check.fail("standby", standby, "False: an engine in this process cannot be replaced")
             built = self._built = build_engine(self.config, None if isinstance(model, str) else model)
             self.config = built.config
-            self.client = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)
+            seed = built.config.numerics.seed
+            if tokenizer is not None and built.forms is not None:
+                built.forms.use(found)
+            self.client = InProcessClient(built.engine, built.info, found, seed=seed, forms=built.forms)
         elif isinstance(model, str):
             sent, seed = {"model": model, **options}, self.config.numerics.seed
             self.client = StepClient(lambda: ProcessClient(sent, found, seed=seed, standby=standby), found)

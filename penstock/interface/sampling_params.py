@@ -207,7 +207,8 @@ class SamplingParams(LogitsParams):
 
     def num_candidates(self, num_end_tokens: int) -> int:
         """Return how many continuations of each beam a search needs: n go on even if n others, or more, end it."""
-        return max(2, 1 + (0 if self.ignore_eos else num_end_tokens)) * self.n
+        goes_on = self.ignore_eos and self.structured_outputs is None
+        return max(2, 1 + (0 if goes_on else num_end_tokens)) * self.n
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:
