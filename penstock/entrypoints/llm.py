@@ -85,8 +85,11 @@ class LLM:
                 built.forms.use(found)
             self.client = InProcessClient(built.engine, built.info, found, seed=seed, forms=built.forms)
         elif isinstance(model, str):
-            sent, seed = {"model": model, **options}, self.config.numerics.seed
-            self.client = StepClient(lambda: ProcessClient(sent, found, seed=seed, standby=standby), found)
+            sent, own = {"model": model, **options}, tokenizer is None
+            seed = self.config.numerics.seed
+            self.client = StepClient(
+                lambda: ProcessClient(sent, found, seed=seed, standby=standby, follows_forms=own), found
+            )
         else:
             raise NotSupportedError(
                 "engine_in_process: a model object needs an engine in its own process", param="model"

@@ -25,6 +25,7 @@ from penstock.server.keys import priority_of
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.records import EncodedPrompt
 from penstock.server.resumption import ChunkSource, continued, keep, stream_of
+from penstock.server.structured import check_form
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
@@ -54,6 +55,7 @@ async def _answer(
         return rest
     context.client.check_admission(log.flow)  # before anything is spent on the prompt
     params = params_of(body, info)
+    await check_form(context, body, params)
     prompts = salted(request, body.cache_salt, await prompts_of(context, body, info))
     account = account_of(request)
     if account is not None:

@@ -7,7 +7,9 @@ from typing import Any
 
 from penstock import validation as check
 from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
+from penstock.server.context import ServerContext
 
 FORMAT, TEXT = "response_format", "text"
 SCHEMA_KEYS = ("name", "description", "schema", "strict")
@@ -22,7 +24,8 @@ def form_of(body: Any) -> StructuredOutputsParams | None:
         InvalidRequestError: it is malformed, or given in two fields; `param` is the field.
     """
     given = getattr(body, FIELD)
-    spelt, value = spelling(body), getattr(body, spelling(body), None)
+    spelt = _format_field(body)
+    value = getattr(body, spelt)
     form = None
     if value is not None and spelt == FORMAT:
         form = _of_format(FORMAT, value, _nested_schema)
@@ -37,9 +40,18 @@ def form_of(body: Any) -> StructuredOutputsParams | None:
 
 def spelling(body: Any) -> str:
     """Return the field in which a body gives the form, as errors about it name it."""
-    fields = body.__struct_fields__
-    spelt = FORMAT if FORMAT in fields else TEXT
-    return FIELD if getattr(body, FIELD) is not None else spelt
+    return FIELD if getattr(body, FIELD) is not None else _format_field(body)
+
+
+def _format_field(body: Any) -> str:
+    return FORMAT if FORMAT in body.__struct_fields__ else TEXT
+
+
+async def check_form(context: ServerContext, body: Any, params: SamplingParams) -> None:
+    """Raise InvalidRequestError, naming the field, for a form that the model cannot follow."""
+    if params.structured_outputs is not None:
+        with naming(spelling(body)):
+            await context.client.check_form(params.structured_outputs)
 
 
 @contextmanager

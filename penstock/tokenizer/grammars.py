@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Allowed = npt.NDArray[np.bool_]
 MAX_GRAMMARS = 256  # compiled ones that are kept, and characters of their forms
 MAX_KEPT_CHARS = 2**22
+TRIAL_TOKENS = 12  # of an answer: what some forms allow takes too long to find, but not at first
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON: a model may like it so much that it never goes on
 SPECIAL = frozenset(".^$*+?()[]{}|\\")  # in a regular expression
 NO_TEXT = "nothing fits it: there is no text that it allows"
@@ -159,7 +160,7 @@ class Matcher:
 
 
 def _compile(form: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatcher":
-    """Compile a form, and see what it allows first: some are too large only then, and some allow nothing."""
+    """Compile a form, and begin an answer: some are too large only then, and some allow nothing."""
     import llguidance
 
     limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -168,9 +169,16 @@ def _compile(form: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatc
         found = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
     except ValueError as error:
         raise _refused(form, str(error)) from None
-    if not found.is_error():
-        found.compute_bitmask()
-    problems = [found.get_error()] if found.is_error() else found.get_grammar_warnings()
+    trial = found.deep_copy()
+    for _ in range(TRIAL_TOKENS):
+        if trial.is_error() or trial.is_stopped():
+            break
+        bits = np.frombuffer(trial.compute_bitmask(), dtype=np.uint8)
+        first = np.flatnonzero(bits)[:1]
+        if not trial.is_error() and len(first):
+            byte = int(bits[first[0]])
+            trial.consume_token(int(first[0]) * 8 + (byte & -byte).bit_length() - 1)
+    problems = [trial.get_error()] if trial.is_error() else found.get_grammar_warnings()
     if problems:
         text = problems[0]
         raise _refused(form, NO_TEXT if "NoExtension" in text else text)
@@ -184,7 +192,10 @@ def grammar_of(form: StructuredOutputsParams) -> str:
     matcher = llguidance.LLMatcher
     if form.json is not None or form.json_object:
         whitespace = {"whitespace_pattern": form.whitespace_pattern or WHITESPACE}
-        overrides = {"lenient": False, **({"whitespace_flexible": False} if form.disable_any_whitespace else whitespace)}
+        overrides = {
+            "lenient": False,
+            **({"whitespace_flexible": False} if form.disable_any_whitespace else whitespace),
+        }
         schema = form.json if form.json is not None else json.dumps({"type": "object"})
         return matcher.grammar_from_json_schema(schema, overrides=overrides)  # type: ignore[arg-type]  # a TypedDict
     if form.regex is not None:

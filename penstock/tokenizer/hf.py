@@ -78,9 +78,13 @@ class HFTokenizer:
 
     def check_form(self, form: StructuredOutputsParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raise InvalidRequestError for a form of answers that a model with these ids cannot follow."""
+        self.grammars(vocab_size, eos_token_ids).check(form)
+
+    def grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
+        """Return what compiles forms of answers, for a model with these ids."""
         if self._grammars is None:
             self._grammars = Grammars(lambda: self, vocab_size, eos_token_ids)
-        self._grammars.check(form)
+        return self._grammars
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         check_unicode(text)
