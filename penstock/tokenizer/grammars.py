@@ -197,12 +197,29 @@ def grammar_of(form: StructuredOutputsParams) -> str:
             **({"whitespace_flexible": False} if form.disable_any_whitespace else whitespace),
         }
         schema = form.json if form.json is not None else json.dumps({"type": "object"})
+        _check_bounds(json.loads(schema))
         return matcher.grammar_from_json_schema(schema, overrides=overrides)  # type: ignore[arg-type]  # a TypedDict
     if form.regex is not None:
         return matcher.grammar_from_regex(form.regex)
     if form.choice is not None:
         return matcher.grammar_from_regex("|".join(map(_escaped, form.choice)))
     return llguidance.grammar_from("grammar", form.grammar or "")
+
+
+def _check_bounds(schema: Any) -> None:
+    """Raise ValueError for an exclusive whole bound near the other one: the library would allow the bound itself."""
+    if isinstance(schema, list):
+        for item in schema:
+            _check_bounds(item)
+    if not isinstance(schema, dict):
+        return
+    low, high = (schema.get(f"exclusive{name}") for name in ("Minimum", "Maximum"))
+    ends = [schema.get("minimum") if low is None else low, schema.get("maximum") if high is None else high]
+    is_close = all(isinstance(end, int | float) for end in ends) and ends[1] - ends[0] < 1
+    if is_close and any(isinstance(end, int | float) and end == int(end) for end in (low, high)):
+        raise ValueError(f"exclusive bounds less than 1 apart are not supported: {ends[0]} to {ends[1]}")
+    for item in schema.values():
+        _check_bounds(item)
 
 
 def _escaped(text: str) -> str:
