@@ -290,11 +290,12 @@ def test_a_form_that_fails_in_the_middle_ends_its_request_alone(llm: LLM) -> Non
     assert found["fine"].outputs[0].text in ("yes", "no")
 
 
-def test_compiled_forms_are_bounded() -> None:
+def test_compiled_forms_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a server that remembers every schema that anyone ever sent."""
     from penstock.tokenizer import grammars
     from penstock.tokenizer.hf import load_tokenizer
 
+    monkeypatch.setattr(grammars, "MAX_GRAMMARS", 3)
     made = Grammars(lambda: load_tokenizer(resolve_model("demo")), 4096, (2, 6))
     first = form(regex="a0")
     for number in range(grammars.MAX_GRAMMARS + 5):

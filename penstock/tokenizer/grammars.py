@@ -7,6 +7,7 @@ depends on the form and on the tokens alone, so it is made anew wherever an answ
 """
 
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -167,7 +168,7 @@ def _compile(form: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatc
     try:
         source = grammar_of(form)
         found = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise _refused(form, str(error)) from None
     trial = found.deep_copy()
     for _ in range(TRIAL_TOKENS):
@@ -196,7 +197,7 @@ def grammar_of(form: StructuredOutputsParams) -> str:
             "lenient": False,
             **({"whitespace_flexible": False} if form.disable_any_whitespace else whitespace),
         }
-        schema = form.json if form.json is not None else json.dumps({"type": "object"})
+        schema = str(form.json) if form.json is not None else json.dumps({"type": "object"})
         _check_bounds(json.loads(schema))
         return matcher.grammar_from_json_schema(schema, overrides=overrides)  # type: ignore[arg-type]  # a TypedDict
     if form.regex is not None:
@@ -213,11 +214,15 @@ def _check_bounds(schema: Any) -> None:
             _check_bounds(item)
     if not isinstance(schema, dict):
         return
-    low, high = (schema.get(f"exclusive{name}") for name in ("Minimum", "Maximum"))
-    ends = [schema.get("minimum") if low is None else low, schema.get("maximum") if high is None else high]
-    is_close = all(isinstance(end, int | float) for end in ends) and ends[1] - ends[0] < 1
-    if is_close and any(isinstance(end, int | float) and end == int(end) for end in (low, high)):
-        raise ValueError(f"exclusive bounds less than 1 apart are not supported: {ends[0]} to {ends[1]}")
+    exclusive = [schema.get(f"exclusive{name}") for name in ("Minimum", "Maximum")]
+    ends = [
+        schema.get(name.lower()) if end is None else end
+        for name, end in zip(("Minimum", "Maximum"), exclusive, strict=True)
+    ]
+    low, high = (float(end) if isinstance(end, int | float) else math.inf for end in ends)
+    is_whole = any(isinstance(end, int | float) and end == int(end) for end in exclusive)
+    if is_whole and math.isfinite(low) and high - low < 1:
+        raise ValueError(f"exclusive bounds less than 1 apart are not supported: {low:g} to {high:g}")
     for item in schema.values():
         _check_bounds(item)
 
