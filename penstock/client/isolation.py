@@ -48,7 +48,7 @@ class IsolatedTokenizer:
         self.special_ids = local.special_ids
         self.joins_bytes = local.joins_bytes
         self.byte_fallback_ids = local.byte_fallback_ids
-        template = None if local.chat_template is None else _IsolatedTemplate(self)
+        template = None if local.chat_template is None else _IsolatedTemplate(self, local.chat_template.text)
         self.chat_template = cast(ChatTemplate | None, template)
 
     @property
@@ -107,9 +107,10 @@ class IsolatedTokenizer:
 class _IsolatedTemplate:
     """Renders as ChatTemplate does, in a text process."""
 
-    def __init__(self, tokenizer: IsolatedTokenizer) -> None:
+    def __init__(self, tokenizer: IsolatedTokenizer, text: str) -> None:
         self._tokenizer = tokenizer
+        self.text = text
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        num_chars = len(repr(messages))
+        num_chars = len(repr(messages)) + len(repr(options.get("tools") or ""))
         return str(self._tokenizer.call("render", [list(messages)], options, num_chars=num_chars))

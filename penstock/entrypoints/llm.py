@@ -20,8 +20,7 @@ from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.prompts import check_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
-from penstock.tokenizer.chat_template import text_of_content
-from penstock.tokenizer.conversation import render_chat
+from penstock.tokenizer.conversation import render_chat, turn_of
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
 
 Message = Mapping[str, Any]
@@ -216,19 +215,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, through the model's chat template.
 
         Args:
             messages: mappings with a role and a content, which is a string or a list of text parts
-                {"type": "text", "text": "..."}, as over HTTP.
+                {"type": "text", "text": "..."}, as over HTTP; tool calls and their results too.
+            tools: functions that the model may call, {"type": "function", "function": {"name": ..., "parameters":
+                ...}}. The output's text has its calls as the model writes them; `penstock.read_answer` reads them.
 
         Raises:
             InvalidRequestError: the messages or parameters are wrong, or the model has no chat template.
         """
         several = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts = [self._chat_prompt(item, add_generation_prompt) for item in conversations]
+        prompts = [self._chat_prompt(item, add_generation_prompt, tools) for item in conversations]
         return self.generate(prompts, sampling_params)
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
@@ -239,7 +241,7 @@ class LLM:
             RequestFailedError: the computation failed.
         """
         delta = replace(params, output_kind=RequestOutputKind.DELTA)
-        for _, output in self.stream([self._chat_prompt(messages, True)], delta):
+        for _, output in self.stream([self._chat_prompt(messages, True, None)], delta):
             if output.error is not None:
                 raise RequestFailedError(output.error)
             yield output.outputs[0].text
@@ -292,12 +294,14 @@ class LLM:
         check.check_ids("prompt", prompt, info.vocab_size)
         return list(prompt)
 
-    def _chat_prompt(self, messages: Any, add_generation_prompt: bool) -> Prompt:
+    def _chat_prompt(
+        self, messages: Any, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None
+    ) -> Prompt:
         conversation = _conversation(messages)
         tokenizer = self.client.tokenizer
         if tokenizer is None:
             raise InvalidRequestError("messages: the model has no tokenizer", param="messages")
-        chat = render_chat(tokenizer, conversation, add_generation_prompt=add_generation_prompt)
+        chat = render_chat(tokenizer, conversation, tools=tools, add_generation_prompt=add_generation_prompt)
         check_prompt_length(chat.text, self.client.model_info.max_model_len, param="messages")
         return {"prompt": chat.text, "prompt_token_ids": chat.token_ids(tokenizer)}
 
@@ -346,4 +350,4 @@ def _conversation(messages: Any) -> list[Message]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             text = f"messages: {check.shown(message)} is not a message; it must have a role and a content"
             raise InvalidRequestError(text, param="messages")
-    return [{**message, "content": text_of_content(message.get("content"), message["role"])} for message in messages]
+    return [turn_of(message) for message in messages]

@@ -8,8 +8,9 @@
 `read` turns an answer into its parts. What is no call after all is content, to the letter.
 """
 
+import json
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import ClassVar
 
 from penstock.tokenizer.answers.calls import AnyName, give_up, read_arguments, read_call
@@ -24,11 +25,15 @@ class ToolFormat:
     Attributes:
         name: as vLLM's --tool-call-parser has it.
         marks: texts that may be special tokens of the model, which the answer has to show.
+        opens: the first mark stands before every call.
+        between: what the grammar has between calls that the model writes one after the other; None: they are a list.
         id_length: characters of a call's id after its prefix; templates of Mistral take no others.
     """
 
     name: ClassVar[str]
     marks: ClassVar[tuple[str, ...]]
+    opens: ClassVar[bool] = True
+    between: ClassVar[str | None] = ""
     id_prefix: ClassVar[str] = "call_"
     id_length: ClassVar[int] = 24
 
@@ -36,12 +41,21 @@ class ToolFormat:
         """Read an answer to its end; `names` are those of the request's functions."""
         raise NotImplementedError
 
+    def group(self, *, many: bool) -> str:
+        """Return the grammar of what follows the first mark."""
+        return "call"
+
+    def around_arguments(self, name: str, spell: Callable[[str], str]) -> tuple[str, str]:
+        """Return the grammar of a call before and after its arguments; `spell` gives the term of a mark."""
+        return json.dumps(f'{{"name": "{name}", "arguments": '), json.dumps("}")
+
 
 class Hermes(ToolFormat):
     """Calls between tags, among text."""
 
     name = "hermes"
     marks = ("<tool_call>", "</tool_call>")
+    between = json.dumps("\n")
 
     def read(self, reader: Reader, names: Container[str]) -> Steps[None]:
         opening, closing = self.marks
@@ -55,12 +69,19 @@ class Hermes(ToolFormat):
                 reader.drop()
             give_up(reader)
 
+    def around_arguments(self, name: str, spell: Callable[[str], str]) -> tuple[str, str]:
+        head, tail = super().around_arguments(name, spell)
+        line = json.dumps("\n")
+        return f"{line} {head}", f"{tail} {line} {spell(self.marks[1])}"
+
 
 class Llama3(ToolFormat):
     """An answer that begins with an object which calls a function of the request, or has it behind a control token."""
 
     name = "llama3_json"
     marks = ("<|python_tag|>",)
+    opens = False
+    between = json.dumps("; ")
 
     def read(self, reader: Reader, names: Container[str]) -> Steps[None]:
         reader.hold()
@@ -85,12 +106,16 @@ class Llama3(ToolFormat):
             if (yield from reader.peek()) != "{":
                 return
 
+    def around_arguments(self, name: str, spell: Callable[[str], str]) -> tuple[str, str]:
+        return json.dumps(f'{{"name": "{name}", "parameters": '), json.dumps("}")
+
 
 class Mistral(ToolFormat):
-    """A list of calls behind a control token, or one such token before each function's name."""
+    """A list of calls behind a control token. What newer models write is read too: a token before each name."""
 
     name = "mistral"
     marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    between: ClassVar[str | None] = None
     id_prefix = ""
     id_length = 9
 
@@ -125,15 +150,32 @@ class Mistral(ToolFormat):
         yield from reader.space()
         return bool(name) and (yield from read_arguments(reader, name))
 
+    def group(self, *, many: bool) -> str:
+        return '"[" call (", " call)* "]"' if many else '"[" call "]"'
+
+
+class NewMistral(Mistral):
+    """The same, but where the grammar decides, calls are written as newer models do."""
+
+    between = ""
+
+    def group(self, *, many: bool) -> str:
+        return "call"
+
+    def around_arguments(self, name: str, spell: Callable[[str], str]) -> tuple[str, str]:
+        return f"{json.dumps(name)} {spell(self.marks[1])}", ""
+
 
 TOOL_FORMATS: dict[str, ToolFormat] = {item.name: item for item in (Hermes(), Llama3(), Mistral())}
 OTHER_MARKUP = ("<function=", "<arg_key>", "<|tool_call>")  # between the tags of Hermes, but not as Hermes writes
 
 
-def tool_format_of(template: str) -> ToolFormat | None:
-    """Return the format that the text of a chat template teaches; None where it is none of ours."""
-    if "[TOOL_CALLS]" in template:
-        return TOOL_FORMATS["mistral"]
+def tool_format_of(template: str, name: str = "auto") -> ToolFormat | None:
+    """Return the format of this name, or the one that the text of a chat template teaches; None: it is none of ours."""
+    if name == "mistral" or (name == "auto" and "[TOOL_CALLS]" in template):
+        return NewMistral() if "[ARGS]" in template else TOOL_FORMATS["mistral"]
+    if name != "auto":
+        return TOOL_FORMATS.get(name)
     if "<tool_call>" in template and not any(markup in template for markup in OTHER_MARKUP):
         return TOOL_FORMATS["hermes"]
     if "<|python_tag|>" in template or '"parameters": dictionary' in template:
