@@ -241,7 +241,7 @@ class LLM:
             RequestFailedError: the computation failed.
         """
         delta = replace(params, output_kind=RequestOutputKind.DELTA)
-        for _, output in self.stream([self._chat_prompt(messages, True, None)], delta):
+        for _, output in self.stream([self._chat_prompt(messages, True)], delta):
             if output.error is not None:
                 raise RequestFailedError(output.error)
             yield output.outputs[0].text
@@ -295,7 +295,7 @@ class LLM:
         return list(prompt)
 
     def _chat_prompt(
-        self, messages: Any, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None
+        self, messages: Any, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> Prompt:
         conversation = _conversation(messages)
         tokenizer = self.client.tokenizer

@@ -192,8 +192,14 @@ def _turn(message: Message) -> dict[str, Any]:
     if message.role == "function":
         text = "messages: the role function is not supported; its newer name is tool, with a tool_call_id"
         raise NotSupportedError(text, param="messages")
-    given = {name: value for name, value in to_builtins(message).items() if value is not None}
-    return turn_of({**given, "role": "system" if message.role == "developer" else message.role})
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    turn["content"] = to_builtins(message.content)
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        if getattr(message, name) is not None:
+            turn[name] = getattr(message, name)
+    return turn_of(
+        turn if not message.tool_calls else {**turn, "tool_calls": [c.as_shown() for c in message.tool_calls]}
+    )
 
 
 def salted(request: Request, given: str | None, prompts: list[EncodedPrompt]) -> list[EncodedPrompt]:

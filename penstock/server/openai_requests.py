@@ -127,7 +127,10 @@ ROLES = get_args(Role)
 
 
 class Message(Strict, kw_only=True, frozen=True):
-    """One turn of a conversation. Reasoning comes back under the name that the client knows."""
+    """One turn of a conversation.
+
+    Reasoning comes back under the name that the client knows; `parsed` is the openai client's own and says nothing new.
+    """
 
     role: Role
     content: str | list[ContentPart] | None = None
@@ -136,6 +139,7 @@ class Message(Strict, kw_only=True, frozen=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    parsed: Any = None
 
 
 class ChatRequest(GenerationRequest, ToolUse, kw_only=True, frozen=True):

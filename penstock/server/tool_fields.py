@@ -75,8 +75,11 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
 
 
 class CalledFunction(_Strict, kw_only=True, frozen=True):
+    """The function of a call. `parsed_arguments` is the openai client's own, which comes back with its messages."""
+
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(_Strict, kw_only=True, frozen=True):
@@ -86,6 +89,11 @@ class ToolCall(_Strict, kw_only=True, frozen=True):
     function: CalledFunction
     type: Literal["function"] = "function"
     index: int | None = None
+
+    def as_shown(self) -> dict[str, Any]:
+        """Return it as the chat template sees it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class ToolUse:

@@ -1,5 +1,6 @@
-"""Reasoning and tool calls in the text of an answer: what becomes of it, however it is cut; and the grammars of calls."""
+"""Reasoning and tool calls in the text of an answer, however it is cut; and the grammars of calls."""
 
+import itertools
 import json
 from typing import Any
 
@@ -47,7 +48,8 @@ NO_CALLS = [
     ("mistral", "[TOOL_CALLS]add and more"),
 ]
 FRAGMENTS = [
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "{", "}", "[", "]",
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>",
+    "{", "}", "[", "]",
     '{"name": "add", "arguments": ', '"', "\\", ": ", ", ", "; ", " ", "\n", '"arguments"', "null", "7", "add", "é",
 ]  # fmt: skip
 
@@ -97,14 +99,16 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
 def test_any_cut_gives_the_same_parts(text: str, cuts: list[int], name: str | None, options: Any) -> None:
     """Guards against a stream that says something else than the whole answer, or than its own second computation."""
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(places)]
     whole = read(name, [text], **options)
     assert read(name, pieces, **options) == whole
-    if all(part.kind is Kind.CONTENT for part in whole) and "think" not in text:
+    if all(part.kind is Kind.CONTENT for part in whole) and not options:
         assert "".join(part.text for part in whole) == text
 
 
-@pytest.mark.parametrize("text", ['<tool_call>{"id":[', '<tool_call>{"name":"', "[TOOL_CALLS][[{", '{"id": "a\\', " \n"])
+@pytest.mark.parametrize(
+    "text", ['<tool_call>{"id":[', '<tool_call>{"name":"', "[TOOL_CALLS][[{", '{"id": "a\\', " \n"]
+)
 def test_hostile_text_costs_linear_time(text: str) -> None:
     """Guards against a parser that starts again at every mark: these would take minutes (CVE-2025-48887)."""
     text *= 4_000
@@ -135,7 +139,7 @@ def test_reasoning_is_told_apart(text: str, is_thinking: bool, expected: Any) ->
 
 
 def test_ids_of_calls_come_back() -> None:
-    """Guards against random ids, which a stream that is computed again could not repeat; Mistral's have 9 characters."""
+    """Guards against random ids, which a second computation could not repeat; Mistral's have 9 characters."""
     ids = [call_id(FORMATS["hermes"], "chatcmpl-1", choice, call) for choice in (0, 1) for call in (0, 1)]
     assert len(set(ids)) == 4
     assert ids[0] == call_id(FORMATS["hermes"], "chatcmpl-1", 0, 0)
@@ -197,7 +201,7 @@ def grammar_of(name: str, *, thinking: bool | None = None, **fields: Any) -> str
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_grammar_of_calls_is_what_the_parser_reads(name: str) -> None:
-    """Guards against a demanded call in markup that nobody reads, free text beside it, and arguments of another form."""
+    """Guards against a demanded call in markup that nobody reads, text beside it, and wrong arguments."""
     grammar = grammar_of(name)
     for text, count in ((ONE[name], 1), (TWO[name], 2)):
         assert allows(grammar, text)
