@@ -20,6 +20,7 @@ from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.prompts import check_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
+from penstock.tokenizer.answers.answer import assistant_message
 from penstock.tokenizer.conversation import render_chat, turn_of
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
 
@@ -223,7 +224,7 @@ class LLM:
             messages: mappings with a role and a content, which is a string or a list of text parts
                 {"type": "text", "text": "..."}, as over HTTP; tool calls and their results too.
             tools: functions that the model may call, {"type": "function", "function": {"name": ..., "parameters":
-                ...}}. The output's text has its calls as the model writes them; `penstock.read_answer` reads them.
+                ...}}. The output's text has its calls as the model writes them, as in vLLM; `read_answer` reads them.
 
         Raises:
             InvalidRequestError: the messages or parameters are wrong, or the model has no chat template.
@@ -232,6 +233,15 @@ class LLM:
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = [self._chat_prompt(item, add_generation_prompt, tools) for item in conversations]
         return self.generate(prompts, sampling_params)
+
+    def read_answer(self, text: str) -> dict[str, Any]:
+        """Return the text of an answer as the message to append to its conversation, in OpenAI's shape.
+
+        Its `tool_calls` have JSON arguments, and what the model thought is its `reasoning_content`. Where the markup of
+        calls is made of special tokens (Mistral, Llama 3), the text needs skip_special_tokens=False.
+        """
+        template = None if self.client.tokenizer is None else self.client.tokenizer.chat_template
+        return assistant_message(text, "" if template is None else template.text)
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
         """Yield the answer to a conversation, piece by piece. Leaving early aborts it.

@@ -179,7 +179,8 @@ def _compile(form: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatc
         if not trial.is_error() and len(first):
             byte = int(bits[first[0]])
             trial.consume_token(int(first[0]) * 8 + (byte & -byte).bit_length() - 1)
-    problems = [trial.get_error()] if trial.is_error() else found.get_grammar_warnings()
+    warnings = [] if form.grammar is not None else found.get_grammar_warnings()  # a grammar has asked to be lenient
+    problems = [trial.get_error()] if trial.is_error() else warnings
     if problems:
         text = problems[0]
         raise _refused(form, NO_TEXT if "NoExtension" in text else text)

@@ -1,11 +1,12 @@
 """From the text of an answer to what it says: reasoning, content and tool calls, piece by piece or at once."""
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from penstock.tokenizer.answers.calls import AnyName
-from penstock.tokenizer.answers.formats import ToolFormat
+from penstock.tokenizer.answers.formats import ToolFormat, tool_format_of
 from penstock.tokenizer.answers.reader import Kind, Part, Reader, Steps
 
 THINK, END_OF_THINKING = "<think>", "</think>"
@@ -112,6 +113,28 @@ def read_message(parser: AnswerParser, text: str) -> Message:
     message.add(parser.push(text))
     message.add(parser.finish())
     return message
+
+
+def assistant_message(text: str, template: str) -> dict[str, Any]:
+    """Return a whole answer as the message that it adds to its conversation, in OpenAI's shape.
+
+    Args:
+        template: text of the model's chat template, which tells how the model writes calls and thoughts.
+    """
+    tool_format = tool_format_of(template)
+    reasoning = END_OF_THINKING in template
+    is_thinking = reasoning and END_OF_THINKING in text and not text.lstrip().startswith(THINK)
+    message = read_message(AnswerParser(tool_format, reasoning=reasoning, is_thinking=is_thinking), text)
+    found: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.reasoning:
+        found["reasoning_content"] = message.reasoning
+    if message.calls and tool_format is not None:
+        found["content"] = message.content or None
+        found["tool_calls"] = [
+            {"id": call_id(tool_format, text, 0, number), "type": "function", "function": asdict(call)}
+            for number, call in enumerate(message.calls)
+        ]
+    return found
 
 
 def call_id(tool_format: ToolFormat, answer_id: str, choice: int, call: int) -> str:
