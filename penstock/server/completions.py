@@ -60,7 +60,7 @@ async def _answer(
     await check_form(context, body, params)
     prompts = salted(request, body.cache_salt, await prompts_of(context, body, info))
     if isinstance(body, ChatRequest):
-        params = with_rules(params, rules_of(context, body, prompts[0]), body, context)
+        params = await with_rules(context, body, rules_of(context, body, prompts[0]), params)
     account = account_of(request)
     if account is not None:
         params = account.limited(params, len(prompts))

@@ -1,9 +1,9 @@
 """What a chat request and its model say of tools and reasoning: how answers are read, and what they have to obey."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.sampling_params import SamplingParams
@@ -66,7 +66,7 @@ def _is_told_apart(options: ServerOptions, template: str) -> bool:
     return options.reasoning_parser != "none"
 
 
-def with_rules(params: SamplingParams, rules: Rules, body: ChatRequest, context: ServerContext) -> SamplingParams:
+async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, params: SamplingParams) -> SamplingParams:
     """Return the parameters of an answer that obeys its request's tools, and shows the marks that are special tokens.
 
     Raises:
@@ -77,11 +77,10 @@ def with_rules(params: SamplingParams, rules: Rules, body: ChatRequest, context:
     if body.offered and rules.tool_format is None and not is_raw:
         message = "tools: how this model calls them is not known; the server's --tool-call-parser can tell"
         raise NotSupportedError(message, param="tools")
-    tokenizer = context.tokenizer()
     if not rules.marks:
         return params
-    special = {tokenizer.token_to_text(token_id): token_id for token_id in tokenizer.special_ids}
-    if any(mark in special for mark in rules.marks):
+    tokens = await _tokens_of(context, rules.marks)
+    if context.tokenizer().special_ids.intersection(tokens.values()):
         params = params.settled(skip_special_tokens=False)
     if rules.tool_format is None or not (_constrains(body) or params.structured_outputs is not None):
         return params
@@ -89,7 +88,7 @@ def with_rules(params: SamplingParams, rules: Rules, body: ChatRequest, context:
     many = body.parallel_tool_calls is not False and not _is_one(body)
     calls = Calls(functions, body.must_call, many, _answer_schema(params.structured_outputs, body))
     grammar = tool_grammar(
-        rules.tool_format, calls, partial(_term, special), reasoning=rules.reasoning, is_thinking=rules.is_thinking
+        rules.tool_format, calls, partial(_term, tokens), reasoning=rules.reasoning, is_thinking=rules.is_thinking
     )
     return params.settled(structured_outputs=StructuredOutputsParams(grammar=grammar))
 
@@ -120,6 +119,18 @@ def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> s
     return str(form.json)
 
 
-def _term(special: dict[str, int], mark: str) -> Any:
-    """Return a mark as a term of a grammar: a special token is no text."""
-    return f"<[{special[mark]}]>" if mark in special else literal(mark)
+async def _tokens_of(context: ServerContext, marks: Sequence[str]) -> dict[str, int]:
+    """Return the marks that are one token each."""
+    tokenizer = context.tokenizer()
+    unknown = [mark for mark in marks if mark not in context.mark_tokens]
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    for mark in unknown:
+        ids = await asyncio.to_thread(encode, mark)
+        is_one = len(ids) == 1 and tokenizer.token_to_text(ids[0]) == mark
+        context.mark_tokens[mark] = ids[0] if is_one else None
+    return {mark: token_id for mark in marks if (token_id := context.mark_tokens[mark]) is not None}
+
+
+def _term(tokens: dict[str, int], mark: str) -> str:
+    """Return a mark as a term of a grammar, in which a token of its own is no text."""
+    return f"<[{tokens[mark]}]>" if mark in tokens else literal(mark)

@@ -52,7 +52,7 @@ def tool_grammar(
     """Return the grammar of an answer.
 
     Args:
-        spell: gives a mark of the format as a term: a text in quotes, or a special token.
+        spell: gives a mark of the format as a term: a text in quotes, or the token that it is.
         reasoning, is_thinking: as in AnswerParser: thoughts may come before the calls that are required.
     """
     used = {"start": _start(tool_format, calls, spell, reasoning=reasoning, is_thinking=is_thinking)}
@@ -95,9 +95,12 @@ def _start(
 
 
 def _lazily(name: str, mark: str, spell: Callable[[str], str]) -> dict[str, str]:
-    """Return the rule of a text up to the first place where a mark stands."""
+    """Return the rules of a text up to the first place where a mark stands, as one token or spelled out."""
     term = spell(mark)
-    return {f"{name}[lazy]" if term == literal(mark) else name: f"TEXT {term}"}
+    spelled_out = f"TEXT {literal(mark)}"
+    if term == literal(mark):
+        return {f"{name}[lazy]": spelled_out}
+    return {name: f"{name}_token | {name}_text", f"{name}_token": f"TEXT {term}", f"{name}_text[lazy]": spelled_out}
 
 
 def _schema(function: Function, *, is_enforced: bool) -> str:
