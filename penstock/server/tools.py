@@ -1,6 +1,7 @@
 """What a chat request and its model say of tools and reasoning: how answers are read, and what they have to obey."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +15,10 @@ from penstock.server.options import ServerOptions
 from penstock.server.records import EncodedPrompt
 from penstock.tokenizer.answers.answer import END_OF_THINKING, THINK, AnswerParser
 from penstock.tokenizer.answers.formats import ToolFormat, tool_format_of
-from penstock.tokenizer.answers.grammar import Calls, literal, tool_grammar
+from penstock.tokenizer.answers.grammar import Calls, Function, literal, tool_grammar
 
+SCHEMA_ERROR = "failed to compile JSON schema: "  # in llguidance's messages, before the lines of the grammar
+PLACE = re.compile(r"\d+ \| call_(\d+)_arguments: %json")
 TAIL = 16  # tokens of a prompt's end that may spell <think> and a line break
 
 
@@ -90,7 +93,22 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     grammar = tool_grammar(
         rules.tool_format, calls, partial(_term, tokens), reasoning=rules.reasoning, is_thinking=rules.is_thinking
     )
-    return params.settled(structured_outputs=StructuredOutputsParams(grammar=grammar))
+    form = StructuredOutputsParams(grammar=grammar)
+    try:
+        await context.client.check_form(form)
+    except InvalidRequestError as error:
+        raise _refusal(error, functions) from None
+    return params.settled(structured_outputs=form)
+
+
+def _refusal(error: InvalidRequestError, functions: Sequence[Function]) -> InvalidRequestError:
+    """Return an error about a grammar that no user has written as one about the function that it is of."""
+    _, found, reason = error.message.partition(SCHEMA_ERROR)
+    place = PLACE.findall(reason)
+    if not found or not place:
+        return InvalidRequestError(f"tools: {error.message}", param="tools", code=error.code)
+    name, reason = functions[int(place[-1])].name, re.split(r"\s+\d+ \| ", reason)[0]
+    return InvalidRequestError(f"tools: the parameters of {name} cannot be enforced: {reason}", param="tools")
 
 
 def _constrains(body: ChatRequest) -> bool:
