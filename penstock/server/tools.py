@@ -17,8 +17,8 @@ from penstock.tokenizer.answers.answer import END_OF_THINKING, THINK, AnswerPars
 from penstock.tokenizer.answers.formats import ToolFormat, tool_format_of
 from penstock.tokenizer.answers.grammar import Calls, Function, literal, tool_grammar
 
-SCHEMA_ERROR = "failed to compile JSON schema: "  # in llguidance's messages, before the lines of the grammar
-PLACE = re.compile(r"\d+ \| call_(\d+)_arguments: %json")
+PLACE = re.compile(r" at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)  # in llguidance's messages
+RULE = re.compile(r"call_(\d+)_arguments: %json")
 TAIL = 16  # tokens of a prompt's end that may spell <think> and a line break
 
 
@@ -97,18 +97,19 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     try:
         await context.client.check_form(form)
     except InvalidRequestError as error:
-        raise _refusal(error, functions) from None
+        raise _refusal(error, grammar.splitlines(), functions) from None
     return params.settled(structured_outputs=form)
 
 
-def _refusal(error: InvalidRequestError, functions: Sequence[Function]) -> InvalidRequestError:
-    """Return an error about a grammar that no user has written as one about the function that it is of."""
-    _, found, reason = error.message.partition(SCHEMA_ERROR)
-    place = PLACE.findall(reason)
-    if not found or not place:
-        return InvalidRequestError(f"tools: {error.message}", param="tools", code=error.code)
-    name, reason = functions[int(place[-1])].name, re.split(r"\s+\d+ \| ", reason)[0]
-    return InvalidRequestError(f"tools: the parameters of {name} cannot be enforced: {reason}", param="tools")
+def _refusal(error: InvalidRequestError, lines: list[str], functions: Sequence[Function]) -> InvalidRequestError:
+    """Return an error about a grammar that no user has written as one about the function whose schema it is of."""
+    place = PLACE.search(error.message)
+    rule = None if place is None else RULE.match(lines[int(place[1]) - 1])
+    if place is None or rule is None:
+        return InvalidRequestError(f"tools: they cannot be enforced: {error.message}", param="tools", code=error.code)
+    reason = re.split(r"\s+\d+ \| ", place[2])[0]
+    message = f"tools: the parameters of {functions[int(rule[1])].name} cannot be enforced: {reason}"
+    return InvalidRequestError(message, param="tools")
 
 
 def _constrains(body: ChatRequest) -> bool:
