@@ -1,10 +1,12 @@
 """What a chat request and its model say of tools and reasoning: how answers are read, and what they have to obey."""
 
 import asyncio
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.sampling_params import SamplingParams
@@ -13,9 +15,11 @@ from penstock.server.context import ServerContext
 from penstock.server.openai_requests import ChatRequest
 from penstock.server.options import ServerOptions
 from penstock.server.records import EncodedPrompt
+from penstock.server.tool_fields import NamedChoice
 from penstock.tokenizer.answers.answer import END_OF_THINKING, THINK, AnswerParser
 from penstock.tokenizer.answers.formats import ToolFormat, tool_format_of
-from penstock.tokenizer.answers.grammar import Calls, Function, literal, tool_grammar
+from penstock.tokenizer.answers.grammar import Calls, Function, answer_grammar, literal
+from penstock.tokenizer.grammars import WHITESPACE
 
 PLACE = re.compile(r" at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)  # in llguidance's messages
 RULE = re.compile(r"call_(\d+)_arguments: %json")
@@ -54,7 +58,7 @@ def rules_of(context: ServerContext, body: ChatRequest, prompt: EncodedPrompt) -
     """Return the rules of a request's answers. They follow from what a journal keeps."""
     tokenizer, options = context.tokenizer(), context.options
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.text
-    reasoning = _is_told_apart(options, template)
+    reasoning = _is_told_apart(options, template) and not _has_another_form(body)
     tail = tokenizer.decode(prompt.token_ids[-TAIL:], skip_special_tokens=False) if reasoning else ""
     is_thinking = reasoning and (options.reasoning_parser == "deepseek_r1" or tail.rstrip().endswith(THINK))
     if not body.offered:
@@ -67,6 +71,11 @@ def _is_told_apart(options: ServerOptions, template: str) -> bool:
     if options.reasoning_parser == "auto":
         return END_OF_THINKING in template
     return options.reasoning_parser != "none"
+
+
+def _has_another_form(body: ChatRequest) -> bool:
+    """Return whether an answer has a form that leaves no room for thoughts: any but JSON."""
+    return body.structured_outputs is not None and not body.structured_outputs.keys() & {"json", "json_object"}
 
 
 async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, params: SamplingParams) -> SamplingParams:
@@ -85,12 +94,13 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     tokens = await _tokens_of(context, rules.marks)
     if context.tokenizer().special_ids.intersection(tokens.values()):
         params = params.settled(skip_special_tokens=False)
-    if rules.tool_format is None or not (_constrains(body) or params.structured_outputs is not None):
+    is_constrained = rules.tool_format is not None and _constrains(body)
+    if not is_constrained and params.structured_outputs is None:
         return params
     functions = [tool.as_function() for tool in body.offered if tool.function.name in rules.names]
     many = body.parallel_tool_calls is not False and not _is_one(body)
     calls = Calls(functions, body.must_call, many, _answer_schema(params.structured_outputs, body))
-    grammar = tool_grammar(
+    grammar = answer_grammar(
         rules.tool_format, calls, partial(_term, tokens), reasoning=rules.reasoning, is_thinking=rules.is_thinking
     )
     form = StructuredOutputsParams(grammar=grammar)
@@ -120,7 +130,7 @@ def _constrains(body: ChatRequest) -> bool:
 
 
 def _is_one(body: ChatRequest) -> bool:
-    return body.must_call and body.tool_choice != "required" and len(body.callable_names) == 1
+    return isinstance(body.tool_choice, NamedChoice)
 
 
 def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> str | None:
@@ -130,12 +140,14 @@ def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> s
     if body.must_call:
         message = "response_format: not where tool_choice demands a call, so that there is no answer to have a form"
         raise InvalidRequestError(message, param="response_format")
-    if form.json_object:
-        return '{"type": "object"}'
-    if form.json is None:
+    if form.json is None and not form.json_object:
         message = "structured_outputs: beside tools only json and json_object; tool_choice none leaves the tools out"
         raise InvalidRequestError(message, param="structured_outputs")
-    return str(form.json)
+    schema = {"type": "object"} if form.json is None else json.loads(str(form.json))
+    guidance: dict[str, Any] = {"whitespace_pattern": form.whitespace_pattern or WHITESPACE}
+    if form.disable_any_whitespace:
+        guidance = {"whitespace_flexible": False}
+    return json.dumps({**schema, "x-guidance": guidance} if isinstance(schema, dict) else schema)
 
 
 async def _tokens_of(context: ServerContext, marks: Sequence[str]) -> dict[str, int]:

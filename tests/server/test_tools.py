@@ -237,6 +237,19 @@ def test_reasoning_and_calls() -> None:
     assert "thinking" in params.structured_outputs.grammar
 
 
+def test_thoughts_before_an_answer_of_a_form() -> None:
+    """Guards against JSON that is taken for thoughts, because its grammar left no room to end them."""
+    form = {"response_format": {"type": "json_object"}}
+    choice, (_, params) = ask("Hm.</think>{}", form, THINKING)
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm.", "{}")
+    tokens = LLTokenizer("byte")
+    matcher = LLMatcher(tokens, params.structured_outputs.grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    assert matcher.try_consume_tokens(tokens.tokenize_str("Hm.</think>\n\n{ }")) == 16
+    other = {"structured_outputs": {"regex": "[a-z]+"}}
+    assert ask("abc", other, THINKING)[0]["message"]["content"] == "abc"
+
+
 def test_parsers_can_be_chosen() -> None:
     """Guards against options that are accepted and ignored."""
     off = {"tool_call_parser": "none", "reasoning_parser": "none"}

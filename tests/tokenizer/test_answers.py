@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from penstock.tokenizer.answers.answer import AnswerParser, Message, ReasoningCounter, call_id, read_message
 from penstock.tokenizer.answers.formats import TOOL_FORMATS, NewMistral, ToolFormat, tool_format_of
-from penstock.tokenizer.answers.grammar import Calls, Function, literal, tool_grammar
+from penstock.tokenizer.answers.grammar import Calls, Function, answer_grammar, literal
 from penstock.tokenizer.answers.reader import Kind, Part
 
 FORMATS: dict[str, ToolFormat] = {**TOOL_FORMATS, "new mistral": NewMistral()}
@@ -196,7 +196,7 @@ def grammar_of(name: str, *, thinking: bool | None = None, **fields: Any) -> str
     functions = [Function("add", SCHEMA, strict=True), Function("now")]
     calls = Calls(functions, **{"required": True, **fields})
     options = {"reasoning": thinking is not None, "is_thinking": bool(thinking)}
-    return tool_grammar(FORMATS[name], calls, literal, **options)
+    return answer_grammar(FORMATS[name], calls, literal, **options)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -46,23 +46,27 @@ class Calls:
     answer: str | None = None
 
 
-def tool_grammar(
-    tool_format: ToolFormat, calls: Calls, spell: Callable[[str], str], *, reasoning: bool, is_thinking: bool
+def answer_grammar(
+    tool_format: ToolFormat | None, calls: Calls, spell: Callable[[str], str], *, reasoning: bool, is_thinking: bool
 ) -> str:
     """Return the grammar of an answer.
 
     Args:
+        tool_format: None where there are no functions: the grammar is that of `calls.answer`, perhaps behind thoughts.
         spell: gives a mark of the format as a term: a text in quotes, or the token that it is.
-        reasoning, is_thinking: as in AnswerParser: thoughts may come before the calls that are required.
+        reasoning, is_thinking: as in AnswerParser: thoughts may come before what is required.
     """
-    used = {"start": _start(tool_format, calls, spell, reasoning=reasoning, is_thinking=is_thinking)}
-    if "to_call" in used["start"]:
+    before = "thinking BLANK" if is_thinking else f"({spell(THINK)} thinking BLANK)?" if reasoning else ""
+    used = {"start": f"{before} answer" if tool_format is None else _start(tool_format, calls, spell, before)}
+    if tool_format is not None and "to_call" in used["start"]:
         used |= _lazily("to_call", tool_format.marks[0], spell)
     if calls.answer is not None:
         used["answer"] = f"%json {calls.answer}"
     if "thinking" in used["start"]:
         used |= _lazily("thinking", END_OF_THINKING, spell)
     rules = [RULES.format(start=used.pop("start")), *(f"{name}: {rule}\n" for name, rule in used.items())]
+    if tool_format is None:
+        return "".join(rules)
     names = [f"call_{index}" for index in range(len(calls.functions))]
     rules.append(f"call: {' | '.join(names)}\n")
     for name, function in zip(names, calls.functions, strict=True):
@@ -77,18 +81,15 @@ def literal(text: str) -> str:
     return json.dumps(text)
 
 
-def _start(
-    tool_format: ToolFormat, calls: Calls, spell: Callable[[str], str], *, reasoning: bool, is_thinking: bool
-) -> str:
+def _start(tool_format: ToolFormat, calls: Calls, spell: Callable[[str], str], thoughts: str) -> str:
     opening = spell(tool_format.marks[0]) if tool_format.opens else ""
     group = tool_format.group(many=calls.many)
     all_calls = f"{opening} {group}"
     if calls.many and tool_format.between is not None:
         all_calls += f" ({tool_format.between} {opening} {group})*"
     if calls.required or calls.answer is not None:
-        before = "thinking BLANK" if is_thinking else f"({spell(THINK)} thinking BLANK)?"
         either = all_calls if calls.required else f"(answer | {all_calls})"
-        return f"{before if reasoning else ''} {either}"
+        return f"{thoughts} {either}"
     if not tool_format.opens:
         return f"NOT_A_CALL | {all_calls}"
     return f"(to_call {group})* TEXT" if calls.many else f"TEXT | to_call {group}"
