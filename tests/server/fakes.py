@@ -129,9 +129,6 @@ class FakeEngineClient:
     def assign_seed(self) -> int:
         return next(self._arrivals) + 1000
 
-    async def check_form(self, form: StructuredOutputsParams) -> None:
-        """Take every form; Behaviour says what the answer is."""
-
     async def generate(
         self,
         prompt: Any,
