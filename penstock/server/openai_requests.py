@@ -129,7 +129,8 @@ ROLES = get_args(Role)
 class Message(Strict, kw_only=True, frozen=True):
     """One turn of a conversation.
 
-    Reasoning comes back under the name that the client knows; `parsed` is the openai client's own and says nothing new.
+    Reasoning comes back under the name that the client knows; `parsed` is the openai client's own, and
+    `provider_specific_fields` litellm's: they say nothing new.
     """
 
     role: Role
@@ -140,6 +141,7 @@ class Message(Strict, kw_only=True, frozen=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     parsed: Any = None
+    provider_specific_fields: dict[str, Any] | None = None
 
 
 class ChatRequest(GenerationRequest, ToolUse, kw_only=True, frozen=True):

@@ -89,6 +89,7 @@ class ToolCall(_Strict, kw_only=True, frozen=True):
     function: CalledFunction
     type: Literal["function"] = "function"
     index: int | None = None
+    provider_specific_fields: dict[str, Any] | None = None
 
     def as_shown(self) -> dict[str, Any]:
         """Return it as the chat template sees it."""

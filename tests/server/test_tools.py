@@ -138,7 +138,8 @@ def call(arguments: str, **more: Any) -> dict[str, Any]:
 
 def test_calls_and_results_come_back() -> None:
     """Guards against arguments shown to the model as a text within a text, and results that lose their place."""
-    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1, "b": 2}', index=0)]},
+    turns = [USER, {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1, "b": 2}', index=0)],
+              "provider_specific_fields": {"refusal": None}},
              {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "3"}]}]  # fmt: skip
     _, (prompt, _) = ask("3", {"messages": turns, "tools": TOOLS})
     assert '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><tool>3<assistant>' in prompt
