@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
     from penstock.interface.prompts import read_prompts
     from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+    from penstock.interface.structured_outputs import StructuredOutputsParams
     from penstock.models.registry import register_model
     from penstock.plugins.logits_processors import register_logits_processor
 
@@ -56,6 +57,7 @@ _HOMES = {
     "RequestOutput": "interface.outputs",
     "RequestOutputKind": "interface.sampling_params",
     "SamplingParams": "interface.sampling_params",
+    "StructuredOutputsParams": "interface.structured_outputs",
     "read_prompts": "interface.prompts",
     "register_logits_processor": "plugins.logits_processors",
     "register_model": "models.registry",
@@ -65,6 +67,7 @@ __all__ = [  # noqa: RUF022  (in the order a reader needs them; a test checks it
     "LLM",
     "AsyncLLM",
     "SamplingParams",
+    "StructuredOutputsParams",
     "EngineConfig",
     "RequestOutput",
     "CompletionOutput",

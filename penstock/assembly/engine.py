@@ -1,7 +1,7 @@
 """Makes an engine: directory -> ModelConfig -> resolved EngineConfig -> model -> cache plan -> runner -> engine."""
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from penstock import validation as check
@@ -35,6 +35,8 @@ from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.sharding_map import ShardingMap
+from penstock.tokenizer.grammars import Grammars
+from penstock.tokenizer.hf import load_tokenizer
 from penstock.validation import fail
 from penstock.weights import packed
 from penstock.weights.checksums import verify
@@ -51,6 +53,7 @@ UNLIMITED = 2**62  # bytes
 class BuiltEngine:
     """An engine ready to work, its resolved config, and the description of its model for clients.
 
+    forms compiles the forms of answers; None where no model computes them.
     model, model_config and ops are the engine's own, for measurements; forward_pass looks into the model.
     """
 
@@ -62,6 +65,7 @@ class BuiltEngine:
     model_config: ModelConfig
     ops: Ops
     forward_pass: ForwardPass
+    forms: Grammars | None = None
 
 
 def build_engine(
@@ -98,14 +102,22 @@ def build_engine(
     )
     model = make_model(config, model_config, weights, ops)
     plan = memory.cache if memory is not None else _plan_cache(config, model_config, free, groups)
-    runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales)
+    forms = _make_grammars(model_config, weights)
+    runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms)
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
     engine = _make_engine(config, model_config, LocalExecutor(runner), plan.groups)
     engine.speculate(make_speculation(config, draft))
     info = with_memory(describe(config, model_config, plan, weights), memory)
     forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
-    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops, forward_pass)
+    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops, forward_pass, forms)
+
+
+def _make_grammars(model_config: ModelConfig, weights: Weights) -> Grammars:
+    """Return what compiles forms, with the tokenizer of the model's own directory; a model object has none."""
+    has_tokenizer = isinstance(weights, Path) and (weights / "tokenizer.json").is_file()
+    load = partial(load_tokenizer, weights) if isinstance(weights, Path) and has_tokenizer else lambda: None
+    return Grammars(load, model_config.vocab_size, model_config.eos_token_ids)
 
 
 class _NoModel:

@@ -18,7 +18,9 @@ from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import ModelInfo
+from penstock.interface.outputs import FinishReason, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.kernels.cpu.ops import CpuOps
 
 
@@ -27,6 +29,7 @@ class Workload:
     """num_prompts requests of input_len random ids that generate output_len tokens each, after `warmup` such runs.
 
     prefix_len: more random ids before these, the same for all requests of a run.
+    form: that the answers have; each must be longer than output_len.
     """
 
     num_prompts: int
@@ -34,6 +37,7 @@ class Workload:
     output_len: int
     warmup: int
     prefix_len: int = 0
+    form: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name, low in (("num_prompts", 1), ("input_len", 1), ("output_len", 1), ("warmup", 0), ("prefix_len", 0)):
@@ -71,14 +75,13 @@ def measure_offline(
         raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
     announce(info)
     meter = MeteredExecutor(built)
-    client = InProcessClient(built.engine, info, None)
+    client = InProcessClient(built.engine, info, None, forms=built.forms)
     with progress("tokens", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
         for index in range(workload.warmup + 1):
             meter.begin_run(profile if index == workload.warmup else None)
             run = _run(client, meter, workload, index, advance)
     client.shutdown()
     output_tokens = workload.num_prompts * workload.output_len
-    total_tokens = workload.num_prompts * (workload.prompt_len + workload.output_len)
     return {
         "model": info.model,
         "system_fingerprint": info.system_fingerprint,
@@ -86,14 +89,22 @@ def measure_offline(
         "kv_cache_dtype": cache.kv_cache_dtype,
         **{name: getattr(workload, name) for name in ("num_prompts", "prefix_len", "input_len", "output_len")},
         "prefix_caching": cache.enable_prefix_caching,
+        "structured_outputs": workload.form is not None,
         "seconds": run.seconds,
         "output_tokens_per_s": output_tokens / run.seconds,
-        "total_tokens_per_s": total_tokens / run.seconds,
+        "total_tokens_per_s": (output_tokens + workload.num_prompts * workload.prompt_len) / run.seconds,
         **run.figures(meter.limits),
         "attention": meter.attention(),
         "peak_rss_bytes": meter.peak_rss_bytes(),
         **({} if profile is None else {"profile": profile.figures()}),
     }
+
+
+def _check_length(output: RequestOutput, workload: Workload) -> None:
+    """Raise InvalidRequestError where an answer is complete too early: the runs would not be comparable."""
+    if any(choice.finish_reason is FinishReason.STOP for choice in output.outputs):
+        message = f"json_schema_file: an answer was complete before {workload.output_len} tokens; give a longer schema"
+        raise InvalidRequestError(message, param="json_schema_file")
 
 
 def _run(
@@ -106,6 +117,7 @@ def _run(
         max_tokens=workload.output_len,
         ignore_eos=True,
         detokenize=False,
+        structured_outputs=workload.form,
         output_kind=RequestOutputKind.DELTA,
     )
     vocabulary = range(client.model_info.vocab_size)
@@ -118,12 +130,14 @@ def _run(
         with meter.watch.paused():
             phase = run.phases[step.phase]
             phase.add(step)
-            phase.output_tokens += len(outputs)
+            num_new = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+            phase.output_tokens += num_new
             for output in outputs:
+                _check_length(output, workload)
                 if output.error is not None:
                     raise EngineError(f"a request failed, so nothing was measured: {output.error}")
                 run.add_token(output.request_id, meter.watch.now() - started)
-            advance(len(outputs))
+            advance(num_new)
     run.seconds = meter.watch.now() - started
     for stretch in meter.end_run():
         run.phases[stretch.phase].samples.append(stretch.sample)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli import bench_serve
-from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
+from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size, read_schema
 from penstock.cli.terminal import progress, show_choices
 from penstock.errors import InvalidRequestError
 
@@ -48,6 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     offline.add_argument("--acceptance", type=float, default=argparse.SUPPRESS, metavar="P", help=help_text)
     help_text = "with --speculative-config: runs without drafts and with them (default: 5)"
     offline.add_argument("--rounds", type=parse_size, default=argparse.SUPPRESS, metavar="N", help=help_text)
+    help_text = "every answer is JSON of the schema in FILE; the model's directory needs a tokenizer.json"
+    offline.add_argument("--json-schema-file", type=read_schema, metavar="FILE", help=help_text)
     offline.add_argument("--profile", action="store_true", help="show calls, time and limits of each operation")
     offline.add_argument("--trace", metavar="FILE", help="write the run for chrome://tracing or Perfetto")
     add_engine_options(offline)
@@ -108,6 +110,9 @@ def _prepare_offline(args: argparse.Namespace) -> Bench:
     options = engine_options(args)
     given = {name: getattr(args, name) for name in ("dataset", "acceptance", "rounds") if hasattr(args, name)}
     if "speculative_config" in options:
+        if args.json_schema_file is not None:
+            message = "json_schema_file: not with speculative_config, whose runs are compared"
+            raise InvalidRequestError(message, param="json_schema_file")
         return _prepare_speculation(args, options, given)
     if given:
         name = next(iter(given))
@@ -118,7 +123,8 @@ def _prepare_offline(args: argparse.Namespace) -> Bench:
     from penstock.bench.profile import Profile
     from penstock.bench.report import print_offline
 
-    workload = Workload(args.num_prompts, args.input_len, args.output_len, args.warmup, args.prefix_len)
+    lengths = (args.input_len, args.output_len, args.warmup, args.prefix_len)
+    workload = Workload(args.num_prompts, *lengths, args.json_schema_file)
     profile = Profile() if args.profile or args.trace else None
 
     def measure() -> Result:

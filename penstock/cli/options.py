@@ -10,11 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import Field, fields
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.terminal import LOGGER, saying
 from penstock.config import PARTS, EngineConfig, option_names
+from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.validation import LOG_LEVELS, shown
 from penstock.weights.hub import find_local
 
@@ -25,6 +28,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?")
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 UNSET = argparse.SUPPRESS
 FLAGS = {  # fields whose flag has another name
+    "structured_outputs": "json_schema_file",
     "drain_timeout_s": "drain_timeout",
     "request_timeout_s": "request_timeout",
     "served_model_names": "served_model_name",
@@ -63,6 +67,18 @@ def parse_bias(text: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS, like 42=-5") from None
+
+
+def read_schema(file: str) -> StructuredOutputsParams:
+    """Return the JSON schema in a file, as a form of answers.
+
+    Raises:
+        argparse.ArgumentTypeError: the file cannot be read, or holds none.
+    """
+    try:
+        return StructuredOutputsParams(json=Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, InvalidRequestError) as error:
+        raise argparse.ArgumentTypeError(f"{shown(file)} is not a JSON schema: {error}") from None
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -148,6 +164,11 @@ SAMPLING: tuple[tuple[str, dict[str, Any], str], ...] = (  # field of SamplingPa
     ("spaces_between_special_tokens", BOOLEAN, "put spaces between them"),
     ("ignore_eos", SWITCH, "continue after the end token"),
     ("include_stop_str_in_output", SWITCH, "keep the stop string in the text"),
+    (
+        "structured_outputs",
+        {"type": read_schema, "metavar": "FILE", "dest": "structured_outputs"},
+        "the answer is JSON of the schema in FILE",
+    ),
 )
 
 

@@ -15,6 +15,8 @@ CLIENT_OPTIONS = (  # of AsyncLLM, beside the engine's
     "record_dir",
     "record_text",
 )
+TOOL_PARSER_HELP = "how the model writes tool calls: hermes, llama3_json, mistral, none, or auto: by its chat template"
+REASONING_PARSER_HELP = "which thoughts are told apart from the answer: qwen3, deepseek_r1, none, or auto (as above)"
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 DESCRIPTION = "Serve a model over the OpenAI API. SIGTERM lets open requests finish."
 EXAMPLES = """examples:
@@ -43,6 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allowed-host", action="append", metavar="NAME", help=help_text)
     help_text = "web origin, like https://app.example, whose pages may call the API (repeatable)"
     group.add_argument("--allowed-origin", action="append", default=[], metavar="ORIGIN", help=help_text)
+    group.add_argument("--tool-call-parser", default="auto", metavar="NAME", help=TOOL_PARSER_HELP)
+    group.add_argument("--reasoning-parser", default="auto", metavar="NAME", help=REASONING_PARSER_HELP)
     help_text = "file that remembers background responses and resumable streams, so that they survive a kill"
     group.add_argument("--journal", metavar="FILE", help=help_text)
     help_text = "seconds that open requests get after SIGTERM (default: 30)"
@@ -85,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         served_model_names=tuple(args.served_model_name) if args.served_model_name else None,
         allowed_hosts=None if args.allowed_host is None else tuple(args.allowed_host),
         allowed_origins=tuple(args.allowed_origin),
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         journal=args.journal,
         log_level=args.log_level,
         started_at=started_at,

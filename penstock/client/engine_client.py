@@ -13,6 +13,7 @@ from penstock.client.records import SavedRecord
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 # A string, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
@@ -83,6 +84,9 @@ class EngineClient(Protocol):
 
     def assign_seed(self) -> int:
         """Return the seed that a request without one would get now. Raises what model_info raises."""
+
+    async def check_form(self, form: StructuredOutputsParams) -> None:
+        """Raise InvalidRequestError for a form of answers that the model cannot follow, as `generate` does."""
 
     def generate(
         self,

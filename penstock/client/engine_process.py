@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from penstock.client import frames
 from penstock.client.child_main import EXIT_CLIENT_GONE
+from penstock.client.pending_forms import PendingForms
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats
@@ -33,6 +34,7 @@ from penstock.recorder.ring import Ring
 
 if TYPE_CHECKING:
     from penstock.assembly import BuiltEngine
+    from penstock.tokenizer.grammars import Grammars
 
 HEARTBEAT_S = 0.5
 HEARTBEATS_TO_CHECK = 4
@@ -53,8 +55,10 @@ class EngineServer:
         sock: socket.socket,
         inbox: "queue.SimpleQueue[bytes]",
         recorder: Recorder | None = None,
+        forms: "Grammars | None" = None,
     ) -> None:
         self.engine = engine
+        self.pending = PendingForms(forms)
         self.recorder = recorder
         self.epoch = epoch
         self.sock = sock
@@ -104,6 +108,8 @@ class EngineServer:
         match frame:
             case frames.AddRequest(request):
                 try:
+                    if self.pending.holds(request, body, self.inbox.put):
+                        return
                     self.engine.add_request(request)
                     if self.recorder is not None:
                         self.recorder.arrived(request)
@@ -111,6 +117,7 @@ class EngineServer:
                     self._reject(request.request_id, error)
             case frames.Abort(request_ids):
                 for request_id in request_ids:
+                    self.pending.drop(request_id)
                     self.engine.abort(request_id)
                     if self.recorder is not None:
                         self.recorder.aborted(request_id)
@@ -212,7 +219,7 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
         return None
     recorder = None if first.ring is None else _record(built, first.ring, first.epoch)
     sock.sendall(frames.pack(frames.Ready(first.epoch, built.info, built.engine.stats(), built.cache_bytes)))
-    return EngineServer(built.engine, first.epoch, sock, inbox, recorder)
+    return EngineServer(built.engine, first.epoch, sock, inbox, recorder, built.forms)
 
 
 def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:

@@ -16,20 +16,31 @@ from penstock.errors import EngineDeadError, InvalidRequestError, RequestFailedE
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
+from penstock.tokenizer.grammars import Grammars
 from penstock.tokenizer.tokenizer import Tokenizer
 
+NO_FORMS = "structured_outputs: this engine has no tokenizer to follow a form with"
 MAX_STEPS = 2**20  # of a call
 
 
 class InProcessClient:
     """A client of an engine in this process. Without a tokenizer it takes prompts as ids and gives no text."""
 
-    def __init__(self, engine: Engine, model_info: ModelInfo, tokenizer: Tokenizer | None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model_info: ModelInfo,
+        tokenizer: Tokenizer | None,
+        *,
+        seed: int = 0,
+        forms: Grammars | None = None,
+    ) -> None:
         self.engine = engine
         self.model_info = model_info
         self.tokenizer = tokenizer
         self._inputs = InputProcessor(tokenizer, model_info, seed=seed)
         self._requests = OpenRequests(tokenizer)
+        self._forms = forms
         self._closed = False
         self._stepping = False
         self._failure: Exception | None = None  # of a call of several steps, for the next call
@@ -48,6 +59,11 @@ class InProcessClient:
         """
         if self._closed:
             raise EngineDeadError("the engine was shut down")
+        form = getattr(params, "structured_outputs", None)
+        if form is not None:
+            if self._forms is None:
+                raise InvalidRequestError(NO_FORMS, param="structured_outputs")
+            self._forms.check(form)
         prepared = self._inputs.process(prompt, params, request_id, "", priority)  # one user, whose order it is
         self._requests.open(prepared)
         try:

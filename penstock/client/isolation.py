@@ -5,16 +5,21 @@ may have are bounded when it is loaded. The process loads the files first: what 
 never reaches the server.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
 from penstock.client.text_worker import TextWorker
+from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.hf import load_tokenizer
 from penstock.tokenizer.tokenizer import check_unicode
 
 LONG_TEXT = 4096  # characters; longer texts have a process of their own, so that short ones do not wait for them
+MAX_FITTING = 1024
 MANY_IDS = 64  # decoded in the text process: the text is long
 
 
@@ -28,6 +33,8 @@ class IsolatedTokenizer:
         self._folder = folder
         self._short = TextWorker(folder)
         self._long = TextWorker(folder, at_once=False)
+        self._forms = TextWorker(folder, at_once=False)  # one that is cut off must not hold up tokenising
+        self._fitting: OrderedDict[bytes, None] = OrderedDict()  # digests of forms that were checked,
 
     def load(self) -> None:
         """Load the files, here too.
@@ -41,7 +48,7 @@ class IsolatedTokenizer:
         self.special_ids = local.special_ids
         self.joins_bytes = local.joins_bytes
         self.byte_fallback_ids = local.byte_fallback_ids
-        template = None if local.chat_template is None else _IsolatedTemplate(self)
+        template = None if local.chat_template is None else _IsolatedTemplate(self, local.chat_template.text)
         self.chat_template = cast(ChatTemplate | None, template)
 
     @property
@@ -76,6 +83,15 @@ class IsolatedTokenizer:
     def token_to_bytes(self, token_id: int) -> bytes:
         return self._local.token_to_bytes(token_id)
 
+    def check_form(self, form: StructuredOutputsParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Raise InvalidRequestError for a form of answers that cannot be followed, or takes too long to compile."""
+        digest = blake2b(repr(form.key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if digest not in self._fitting:
+            self._forms.call("check_form", [asdict(form), vocab_size, list(eos_token_ids)], {}, num_chars=0)
+            self._fitting[digest] = None
+            if len(self._fitting) > MAX_FITTING:
+                self._fitting.popitem(last=False)
+
     def call(self, function: str, args: list[Any], options: dict[str, Any], *, num_chars: int) -> Any:
         """Call a function in the process for texts of this length; see TextWorker.call."""
         worker = self._short if num_chars <= LONG_TEXT else self._long
@@ -85,14 +101,16 @@ class IsolatedTokenizer:
         """End the text processes. A second call does nothing."""
         self._short.close()
         self._long.close()
+        self._forms.close()
 
 
 class _IsolatedTemplate:
     """Renders as ChatTemplate does, in a text process."""
 
-    def __init__(self, tokenizer: IsolatedTokenizer) -> None:
+    def __init__(self, tokenizer: IsolatedTokenizer, text: str) -> None:
         self._tokenizer = tokenizer
+        self.text = text
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        num_chars = len(repr(messages))
+        num_chars = len(repr(messages)) + len(repr(options.get("tools") or ""))
         return str(self._tokenizer.call("render", [list(messages)], options, num_chars=num_chars))

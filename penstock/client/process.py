@@ -33,6 +33,7 @@ from penstock.errors import (
 from penstock.interface.messages import EngineOutput, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("penstock")
@@ -48,6 +49,7 @@ class ProcessClient:
         limits: of what may wait.
         standby: keep a second engine process ready to take over.
         record: what the flight recorder keeps.
+        follows_forms: the tokenizer is the one in the model's directory, by which the engine follows forms of answers.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class ProcessClient:
         limits: AdmissionLimits | None = None,
         standby: bool = False,
         record: RecordOptions | None = None,
+        follows_forms: bool = True,
     ) -> None:
+        self._follows_forms = follows_forms
         self._tokenizer = tokenizer
         self._seed = seed
         self._inputs: InputProcessor | None = None  # made when the model is known
@@ -71,6 +75,7 @@ class ProcessClient:
         self._fingerprint: str | None = None  # of the engine that computed the tokens so far
         self._watch: asyncio.Task[None] | None = None
         self._draining = False
+        self._checking = asyncio.Semaphore(1)
         self._num_aborted = 0
 
     @property
@@ -186,8 +191,20 @@ class ProcessClient:
         """
         await self.start()
         self.check_admission(flow)
+        form = getattr(params, "structured_outputs", None)
+        if form is not None:
+            await self.check_form(form)
         process = partial(self._input_processor().process, prompt, params, request_id, flow, priority, timeout)
         return self._admit(resumed(await self._prepare(prompt, params, process), output_token_ids))
+
+    async def check_form(self, form: StructuredOutputsParams) -> None:
+        check = getattr(self._tokenizer, "check_form", None)
+        if check is None or not self._follows_forms:
+            message = "structured_outputs: they need the tokenizer in the model's own directory, which the engine reads"
+            raise InvalidRequestError(message, param="structured_outputs")
+        info = self.model_info
+        async with self._checking:  # the others may wait for one, but not for its thread
+            await asyncio.to_thread(check, form, info.vocab_size, info.eos_token_ids)
 
     def _admit(self, prepared: PreparedRequest) -> OpenRequest:
         self._check_serving()  # the engine may have failed while the prompt was tokenised

@@ -1,4 +1,4 @@
-"""The text process: a model's tokenizer and chat template, under limits of time and memory.
+"""The text process: a model's tokenizer and chat template, and forms of answers, under limits of time and memory.
 
 Files of a model may hold a regular expression that backtracks for ever, a normalizer that makes gigabytes of a letter,
 or a template that loops. This process loads them and runs them, one call after the other; text_worker.py starts it and
@@ -9,6 +9,7 @@ SIGPROF; beyond the memory a call fails, or ends it. It holds no state, so the n
 import contextlib
 import os
 import resource
+import select
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -20,9 +21,12 @@ import msgspec
 
 from penstock.client import frames
 from penstock.errors import InvalidRequestError, PenstockError
+from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
 
 LOAD_CPU_S = 120.0
+FORM_CPU_S, FORM_MEMORY = 0.4, 2**29  # to compile a form of answers
+PATIENCE = 10.0  # by the clock a form may take so often its time: the machine may be busy
 MAX_REPLY = 2**26  # bytes; no prompt that fits into a context has as many
 LOAD_MEMORY = 2**30  # bytes, and LOAD_MEMORY_PER_BYTE for each byte of the file
 LOAD_MEMORY_PER_BYTE = 32
@@ -71,7 +75,45 @@ def render(tokenizer: HFTokenizer, messages: list[dict[str, Any]], **options: An
     return tokenizer.chat_template.render(messages, **options)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"encode_all": encode_all, "decode": decode, "render": render}
+def check_form(tokenizer: HFTokenizer, form: dict[str, Any], vocab_size: int, eos_token_ids: list[int]) -> None:
+    """Raise InvalidRequestError for a form of answers that cannot be followed, or not compiled within its limits.
+
+    Forms that cannot be are easily made, so a copy of this process compiles it, and this one lives on.
+    """
+    tokenizer.grammars(vocab_size, eos_token_ids).tokenizer()  # which takes longer, once
+    params = StructuredOutputsParams.of(form)
+    reply = _in_a_copy(partial(tokenizer.check_form, params, vocab_size, eos_token_ids), FORM_CPU_S, FORM_MEMORY)
+    if reply is None or reply.code == TOO_LARGE.code:
+        limits = f"{FORM_CPU_S:g} s or {FORM_MEMORY >> 20} MiB"
+        raise InvalidRequestError(
+            f"{FIELD}: the form takes more than {limits} to compile", param=FIELD, code="form_limit"
+        )
+    if reply.error is not None:
+        raise InvalidRequestError(reply.error, param=reply.param, code=reply.code)
+
+
+def _in_a_copy(work: Callable[[], Any], cpu_s: float, memory: int) -> "Reply | None":
+    """Do the work in a fork of this process, within limits. None if it did not end by itself."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException), limited(cpu_s, memory):
+            os.write(theirs, _encoded(_answer(work)))
+        os._exit(0)
+    os.close(theirs)
+    try:
+        is_ready = select.select([ours], [], [], PATIENCE * cpu_s)[0]
+        data = os.read(ours, select.PIPE_BUF) if is_ready else b""
+        return unpack_reply(data) if data else None
+    finally:
+        os.close(ours)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "encode_all": encode_all, "decode": decode, "render": render, "check_form": check_form,
+}  # fmt: skip
 
 
 def files_state(folder: Path) -> list[list[Any]]:

@@ -19,6 +19,7 @@ from penstock.client import frames
 from penstock.client.spawn import spawn
 from penstock.client.text_process import LOAD_CPU_S, Call, Reply, unpack_reply
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, RequestFailedError
+from penstock.interface.structured_outputs import FIELD
 
 LOGGER = logging.getLogger("penstock")
 CALL_CPU_S, CPU_S_PER_CHAR = 1.0, 1e-5  # processor time; a million letters take 0.5 to 1.7 s
@@ -26,9 +27,10 @@ CALL_MEMORY, MEMORY_PER_CHAR = 2**29, 2**11  # bytes; a million letters take 700
 PATIENCE, PATIENCE_S = 10.0, 30.0  # by the clock a call may take so often its time, and this: the machine may be busy
 # What runs, and the field of the request that it works on.
 SUBJECTS = {
-    "encode_all": ("prompt", "tokenizer"),
-    "decode": ("tokens", "tokenizer"),
-    "render": ("messages", "chat template"),
+    "encode_all": ("prompt", "the model's tokenizer"),
+    "decode": ("tokens", "the model's tokenizer"),
+    "render": ("messages", "the model's chat template"),
+    "check_form": (FIELD, "the form"),
 }
 
 
@@ -65,6 +67,8 @@ class TextWorker:
             RequestFailedError: there is no text process any more.
         """
         cpu_s = CALL_CPU_S + CPU_S_PER_CHAR * num_chars
+        if function == "check_form":  # which limits itself, once it has loaded what it needs
+            cpu_s = LOAD_CPU_S
         memory = CALL_MEMORY + MEMORY_PER_CHAR * num_chars
         try:
             body = msgspec.msgpack.encode(Call(function, args, options, cpu_s, memory))
@@ -189,5 +193,7 @@ class _Child:
 
 def _cut_off(function: str, reason: str) -> InvalidRequestError:
     param, subject = SUBJECTS[function]
-    text = f"{param}: the model's {subject} {reason} for this; it was cut off"
-    return InvalidRequestError(text, param=param, code=f"{subject.replace(' ', '_')}_limit")
+    code = subject.removeprefix("the ").removeprefix("model's ").replace(" ", "_")
+    return InvalidRequestError(
+        f"{param}: {subject} {reason} for this; it was cut off", param=param, code=f"{code}_limit"
+    )

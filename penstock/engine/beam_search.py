@@ -19,6 +19,7 @@ from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import TokenLogprobs
 
+NEVER = float("-inf")  # the log-probability of a token that may not be chosen
 Candidate = tuple[float, int, int, int]  # minus its sum, its beam, its token, and the token's place in the beam's entry
 
 
@@ -91,7 +92,9 @@ class BeamSearch:
         for beam, (path, entry) in enumerate(zip(self.paths, scored, strict=True)):
             pairs = zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)
             found += (
-                (-_float32(path.total + value), beam, token, rank) for rank, (token, value) in enumerate(pairs, 1)
+                (-_float32(path.total + value), beam, token, rank)
+                for rank, (token, value) in enumerate(pairs, 1)
+                if value > NEVER
             )
         return sorted(found)[: self.params.num_candidates(len(self.end_ids))]
 

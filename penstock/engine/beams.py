@@ -17,6 +17,7 @@ from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.outputs import FinishReason
 from penstock.interface.step import TokenLogprobs
 
 
@@ -32,7 +33,8 @@ class Beam(Request):
         self, source: EngineRequest, arrival: int, max_model_len: int, end_ids: frozenset[int], now: float = 0.0
     ) -> None:
         super().__init__(source, arrival, max_model_len, now)
-        self.search = Search(self, frozenset() if source.params.ignore_eos else end_ids)
+        goes_on = source.params.ignore_eos and source.params.structured_outputs is None
+        self.search = Search(self, frozenset() if goes_on else end_ids)
         self.request_id = self.search.new_id()
         self.scored: TokenLogprobs | None = None
 
@@ -86,6 +88,9 @@ class Search:
 
     def _output(self, last: Beam) -> EngineOutput:
         hypotheses = self.search.hypotheses
+        if len(hypotheses) < last.params.n:
+            error = f"{len(hypotheses)} answers can be chosen, and n = {last.params.n} beams look for as many"
+            return EngineOutput(self.request_id, 0, [], finish_reason=FinishReason.ERROR, error=error)
         return EngineOutput(
             self.request_id,
             0,

@@ -86,6 +86,8 @@ class Request:
         if count == 0:
             return None, None
         last, params = self.token_ids[-1], self.params
+        if params.structured_outputs is not None and last in eos_token_ids:  # its answer is complete
+            return FinishReason.STOP, None
         if count >= params.min_tokens:
             if last in eos_token_ids and not params.ignore_eos:
                 return FinishReason.STOP, None

@@ -127,6 +127,8 @@ class ScriptedExecutor:
 
     def _run(self, item: ScheduledRequest) -> RequestStepOutput:
         row = self.rows[item.request_id]
+        if row.params.structured_outputs is not None:
+            return RequestStepOutput([], error="structured_outputs: no model, so the form cannot be followed")
         start, stop = item.num_computed_tokens, item.num_computed_tokens + item.num_new_tokens
         _demand(item.num_new_tokens > 0, f"{item.request_id} is scheduled for no token")
         windows: list[int] = []

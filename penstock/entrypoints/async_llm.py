@@ -59,7 +59,16 @@ class AsyncLLM(ProcessClient):
         config = EngineConfig.from_options(model=model, **options)
         found = choose_tokenizer(tokenizer, model, isolated=True)
         seed = config.numerics.seed
-        super().__init__({"model": model, **options}, found, seed=seed, limits=limits, record=record, standby=standby)
+        own = tokenizer is None
+        super().__init__(
+            {"model": model, **options},
+            found,
+            seed=seed,
+            limits=limits,
+            record=record,
+            standby=standby,
+            follows_forms=own,
+        )
         if isinstance(found, IsolatedTokenizer):
             try:
                 found.load()  # while the engine starts

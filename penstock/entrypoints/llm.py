@@ -20,8 +20,8 @@ from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.prompts import check_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
-from penstock.tokenizer.chat_template import text_of_content
-from penstock.tokenizer.conversation import render_chat
+from penstock.tokenizer.answers.answer import assistant_message
+from penstock.tokenizer.conversation import render_chat, turn_of
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
 
 Message = Mapping[str, Any]
@@ -80,10 +80,16 @@ class LLM:
                 raise check.fail("standby", standby, "False: an engine in this process cannot be replaced")
             built = self._built = build_engine(self.config, None if isinstance(model, str) else model)
             self.config = built.config
-            self.client = InProcessClient(built.engine, built.info, found, seed=built.config.numerics.seed)
+            seed = built.config.numerics.seed
+            if tokenizer is not None and built.forms is not None:
+                built.forms.use(found)
+            self.client = InProcessClient(built.engine, built.info, found, seed=seed, forms=built.forms)
         elif isinstance(model, str):
-            sent, seed = {"model": model, **options}, self.config.numerics.seed
-            self.client = StepClient(lambda: ProcessClient(sent, found, seed=seed, standby=standby), found)
+            sent, own = {"model": model, **options}, tokenizer is None
+            seed = self.config.numerics.seed
+            self.client = StepClient(
+                lambda: ProcessClient(sent, found, seed=seed, standby=standby, follows_forms=own), found
+            )
         else:
             raise NotSupportedError(
                 "engine_in_process: a model object needs an engine in its own process", param="model"
@@ -210,20 +216,32 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, through the model's chat template.
 
         Args:
             messages: mappings with a role and a content, which is a string or a list of text parts
-                {"type": "text", "text": "..."}, as over HTTP.
+                {"type": "text", "text": "..."}, as over HTTP; tool calls and their results too.
+            tools: functions that the model may call, {"type": "function", "function": {"name": ..., "parameters":
+                ...}}. The output's text has its calls as the model writes them, as in vLLM; `read_answer` reads them.
 
         Raises:
             InvalidRequestError: the messages or parameters are wrong, or the model has no chat template.
         """
         several = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts = [self._chat_prompt(item, add_generation_prompt) for item in conversations]
+        prompts = [self._chat_prompt(item, add_generation_prompt, tools) for item in conversations]
         return self.generate(prompts, sampling_params)
+
+    def read_answer(self, text: str) -> dict[str, Any]:
+        """Return the text of an answer as the message to append to its conversation, in OpenAI's shape.
+
+        Its `tool_calls` have JSON arguments, and what the model thought is its `reasoning_content`. Where the markup of
+        calls is made of special tokens (Mistral, Llama 3), the text needs skip_special_tokens=False.
+        """
+        template = None if self.client.tokenizer is None else self.client.tokenizer.chat_template
+        return assistant_message(text, "" if template is None else template.text)
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
         """Yield the answer to a conversation, piece by piece. Leaving early aborts it.
@@ -286,12 +304,14 @@ class LLM:
         check.check_ids("prompt", prompt, info.vocab_size)
         return list(prompt)
 
-    def _chat_prompt(self, messages: Any, add_generation_prompt: bool) -> Prompt:
+    def _chat_prompt(
+        self, messages: Any, add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Prompt:
         conversation = _conversation(messages)
         tokenizer = self.client.tokenizer
         if tokenizer is None:
             raise InvalidRequestError("messages: the model has no tokenizer", param="messages")
-        chat = render_chat(tokenizer, conversation, add_generation_prompt=add_generation_prompt)
+        chat = render_chat(tokenizer, conversation, tools=tools, add_generation_prompt=add_generation_prompt)
         check_prompt_length(chat.text, self.client.model_info.max_model_len, param="messages")
         return {"prompt": chat.text, "prompt_token_ids": chat.token_ids(tokenizer)}
 
@@ -340,4 +360,4 @@ def _conversation(messages: Any) -> list[Message]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             text = f"messages: {check.shown(message)} is not a message; it must have a role and a content"
             raise InvalidRequestError(text, param="messages")
-    return [{**message, "content": text_of_content(message.get("content"), message["role"])} for message in messages]
+    return [turn_of(message) for message in messages]

@@ -13,6 +13,7 @@ from typing import Any
 from penstock import validation as check
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.logits_params import MAX_TOKEN_ID, LogitsParams
+from penstock.interface.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 128
 MAX_BEAM_WIDTH = 64
@@ -32,6 +33,7 @@ FLOATS = (
 )  # fmt: skip
 WITH_BEAM_SEARCH = (  # fields that may be set beside use_beam_search; the others choose or change tokens
     "n", "temperature", "seed", "ignore_eos", "max_tokens", "logprobs", "detokenize", "skip_special_tokens",
+    "structured_outputs",
     "spaces_between_special_tokens", "include_stop_str_in_output", "use_beam_search", "length_penalty",
     "early_stopping", "output_kind", "dry_sequence_breakers",  # the last does nothing without dry_multiplier
 )  # fmt: skip
@@ -72,6 +74,8 @@ class SamplingParams(LogitsParams):
         bad_words: words that are never completed. The client sets bad_words_token_ids from them.
         logits_processors: names of functions that a user has registered (plugins/logits_processors.py), or a mapping of
             names to their arguments, in the order in which they run.
+        structured_outputs: the form that the answer must have. Only what it allows is chosen, and the answer ends when
+            it is complete, also with ignore_eos or before min_tokens.
         use_beam_search: search for the n most likely answers with n beams, as Transformers' generate(num_beams=n) does;
             they come at the end, best first. The raw distribution decides, so what changes it is not allowed.
         length_penalty: of a beam search: answers are compared by the sum of their log-probabilities divided by
@@ -110,7 +114,7 @@ class SamplingParams(LogitsParams):
     bad_words: Sequence[str] | None = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logits_processors: Mapping[str, Any] | Sequence[str] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     guided_decoding: Any = None
     use_beam_search: bool = False
     length_penalty: float = 1.0
@@ -125,9 +129,7 @@ class SamplingParams(LogitsParams):
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check.check_bool(name, getattr(self, name))
         check.check_bool("spaces_between_special_tokens", self.spaces_between_special_tokens)
-        for name in ("structured_outputs", "guided_decoding"):
-            if getattr(self, name) is not None:
-                raise NotSupportedError(f"{name}: constrained decoding is not built yet", param=name)
+        self._check_form()
         self._check_beam_search()
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop: stop strings need detokenize=True", param="stop")
@@ -171,6 +173,19 @@ class SamplingParams(LogitsParams):
         for name in FLOATS:
             self._set(name, float(getattr(self, name)))  # a numpy number becomes a plain one
 
+    def _check_form(self) -> None:
+        if self.guided_decoding is not None:
+            message = "guided_decoding: give structured_outputs, its newer name, a StructuredOutputsParams"
+            raise InvalidRequestError(message, param="guided_decoding")
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise check.fail("structured_outputs", self.structured_outputs, "a StructuredOutputsParams")
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            if getattr(self, name) not in (None, ()):
+                message = f"{name}: not with structured_outputs, which says what comes where"
+                raise InvalidRequestError(message, param=name)
+
     def _check_beam_search(self) -> None:
         check.check_bool("use_beam_search", self.use_beam_search)
         is_never = isinstance(self.early_stopping, str) and self.early_stopping == "never"
@@ -194,7 +209,8 @@ class SamplingParams(LogitsParams):
 
     def num_candidates(self, num_end_tokens: int) -> int:
         """Return how many continuations of each beam a search needs: n go on even if n others, or more, end it."""
-        return max(2, 1 + (0 if self.ignore_eos else num_end_tokens)) * self.n
+        goes_on = self.ignore_eos and self.structured_outputs is None
+        return max(2, 1 + (0 if goes_on else num_end_tokens)) * self.n
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:

@@ -9,6 +9,7 @@ from penstock.errors import EngineError
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import TokenLogprobs
+from penstock.interface.structured_outputs import StructuredOutputsParams
 
 Entry = dict[int, float]  # token id -> log-probability
 Key = tuple[int, int]  # a query, or a member of a crowd; and a choice
@@ -23,7 +24,10 @@ class Query:
     kind: str = ""
 
     def params(self, n: int = 1) -> SamplingParams:
-        return SamplingParams(n=n, **self.fields)
+        fields = dict(self.fields)
+        if "structured_outputs" in fields:  # as a body has it
+            fields["structured_outputs"] = StructuredOutputsParams.of(fields["structured_outputs"])
+        return SamplingParams(n=n, **fields)
 
     @property
     def is_search(self) -> bool:

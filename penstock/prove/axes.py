@@ -60,7 +60,11 @@ UNCUT: dict[str, Any] = {  # the undisturbed engine: each request alone, in one 
     "max_num_batched_tokens": 2048, "threads": 1, "enable_prefix_caching": False, "max_num_seqs": 1,
 }  # fmt: skip
 
-# What a request asks for; every kind reports log-probabilities.
+SCHEMA: dict[str, Any] = {
+    "type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "integer"}}, "required": ["a", "b"],
+}  # fmt: skip
+UNSCORED = {"logprobs": None}  # tokens without a choice are taken without a step then
+# What a request asks for; every kind but the unscored ones reports log-probabilities.
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "ignore_eos": True},
     "temperature 1": {"temperature": 1.0, "ignore_eos": True},
@@ -85,6 +89,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "XTC and DRY": {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.01, "dry_multiplier": 0.8},
     "mirostat": {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 4.0, "top_k": 100, "ignore_eos": True},
     "beam search": {"use_beam_search": True, "length_penalty": 0.7},
+    "a JSON schema": {"temperature": 1.0, "structured_outputs": {"json": SCHEMA}},
+    "a regular expression": {"temperature": 0.0, "structured_outputs": {"regex": "[a-z]{2,9}-0123456789"}, **UNSCORED},
 }
 BEAMS = 3  # of a beam search, which takes the place of n
 

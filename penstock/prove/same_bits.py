@@ -24,7 +24,7 @@ from penstock.prove.askers import OFFLINE, OPEN, SERVING
 from penstock.prove.proof import Trials
 
 ENGINES, CROWDS = 3, 5  # engines of a round, and crowds that meet in each
-LENGTHS = (1, 5, 16, 17, 33, 48, 64, 80, 97, 120)  # of prompts, in tokens
+LENGTHS = (1, 5, 16, 17, 24, 33, 48, 64, 72, 80, 97, 120)  # of prompts, in tokens
 SHARED = (40, 70)  # leading tokens of the longest prompt that two more begin with
 MAX_TOKENS = 12
 MAX_DELAY = 12  # steps between the first arrival and the last
@@ -134,7 +134,7 @@ def make_queries(random: Random, vocab_size: int) -> list[Query]:
     common = {"max_tokens": MAX_TOKENS, "logprobs": 3}
     seeds = [random.getrandbits(62) for _ in prompts]
     return [
-        Query(prompt, {**axes.KINDS[kind], **common, "seed": seed}, kind)
+        Query(prompt, {**common, **axes.KINDS[kind], "seed": seed}, kind)
         for prompt, kind, seed in zip(prompts, kinds, seeds, strict=False)
     ]
 

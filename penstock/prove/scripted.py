@@ -27,6 +27,7 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
+from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -69,6 +70,10 @@ class ScriptedClient:
 
     def check_admission(self, flow: str | None = None) -> None:
         """Admit everything: the proofs that use this are not about overload."""
+
+    async def check_form(self, form: StructuredOutputsParams) -> None:
+        """Follow none: its tokens are made up. The server's own checks of the form come before this."""
+        raise InvalidRequestError("structured_outputs: not followed here", param="structured_outputs")
 
     def assign_seed(self) -> int:
         return next(self._seeds)

@@ -40,7 +40,8 @@ MAX_BYTES = 2**31  # of a bundle's content
 TEXT_FIELDS = {"stop": (), "stop_token_ids": (), "bad_words": (), "bad_words_token_ids": (), "logit_bias": None,
                "logits_processors": None, "suppress_tokens": (), "begin_suppress_tokens": (), "bad_words_ids": (),
                "sequence_bias": (), "forced_bos_token_id": None, "forced_eos_token_id": (),
-               "dry_sequence_breakers": DRY_BREAKERS, "dry_sequence_breaker_ids": ()}  # fmt: skip
+               "dry_sequence_breakers": DRY_BREAKERS, "dry_sequence_breaker_ids": (),
+               "structured_outputs": None}  # fmt: skip
 
 
 class Bundle(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from copy import copy
 import numpy as np
 
 from penstock.interface.sampling_params import SamplingParams
-from penstock.runner.masks import AFTER_FORCED, MASKS, Float32, Int32, Int64, Mask, ids_of, is_on
+from penstock.runner.masks import AFTER_FORCED, MASKS, OF_LENGTH, Float32, Int32, Int64, Mask, ids_of, is_on
 from penstock.runner.repetitions import Repetitions
 from penstock.runner.truncations import IN_KERNELS, NEVER, TRUNCATIONS, Draw, truncate
 
@@ -91,7 +91,9 @@ class LogitAdjustments:
         end_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
         self._end_ids = ids_of(sorted(end_ids))
         self._masks: dict[str, Mask] = {
-            name: make(params, self._end_ids) for name, make in MASKS.items() if is_on(params, name)
+            name: make(params, self._end_ids)
+            for name, make in MASKS.items()
+            if is_on(params, name) and (params.structured_outputs is None or name not in OF_LENGTH)
         }
         bias = params.logit_bias or {}
         self._bias = (ids_of(bias), np.array([*bias.values()], np.float32)) if bias else None

@@ -15,6 +15,7 @@ from penstock.interface.sampling_params import SamplingParams
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
 Mask = Callable[[Int32, int], Int64]  # history [num_tokens], number of outputs in it -> ids [P]
 
 OFF = {item.name: item.default for item in fields(SamplingParams)}
@@ -99,6 +100,7 @@ def _begin_suppress(params: SamplingParams, end_ids: Int64) -> Mask:
     return mask
 
 
+OF_LENGTH = ("min_tokens", "min_new_tokens", "min_length")  # a form knows when it may end (structured.py)
 MASKS: dict[str, Callable[[SamplingParams, Int64], Mask]] = {  # field of SamplingParams -> mask of it and the end ids
     "min_tokens": _min_tokens,
     "min_new_tokens": _min_tokens,

@@ -39,6 +39,7 @@ from penstock.runner.custom_processors import apply_custom_processors
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions, PromptPiece
 from penstock.runner.programs import RecordedModel
 from penstock.runner.sampler import Sampled, Sampler, token_logprobs
+from penstock.runner.structured import Forms, StructuredRows
 from penstock.spec.model_config import ModelConfig
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
@@ -86,8 +87,13 @@ class ModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         kv_scales: Sequence[KVScales] | None = None,
+        forms: Forms | None = None,
     ) -> None:
-        """Allocate the caches of a loaded model. kv_scales: per-channel scales of an int8 cache, one per layer.
+        """Allocate the caches of a loaded model.
+
+        Args:
+            kv_scales: per-channel scales of an int8 cache, one per layer.
+            forms: compiles forms of answers; without it a request that has one fails.
 
         Sets the number of torch's threads, which belongs to the process: of two engines in one process the later one
         decides for both. Native kernels have their own threads, and torch's would only take the cores from them.
@@ -110,6 +116,7 @@ class ModelRunner:
         self._sampler = Sampler(ops)
         self._checksum_step: int | None = None  # the step being computed, if it asks for checksums
         self.batch = InputBatch(groups, config.scheduler.max_num_seqs, max_model_len, model_config.eos_token_ids)
+        self._structured = StructuredRows(forms, self.batch, ops)
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         """Compute a step. A step without tokens only forgets requests.
@@ -119,6 +126,7 @@ class ModelRunner:
                 work once the requests of this one have been removed.
         """
         self.batch.update(scheduler_output)
+        self._structured.update(scheduler_output)
         self._copy_blocks(scheduler_output.block_copies)
         if not scheduler_output.scheduled:
             return StepOutput(scheduler_output.step_id, {})
@@ -133,6 +141,7 @@ class ModelRunner:
     def _compute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         self._checksum_step = scheduler_output.step_id if scheduler_output.checksum_logits else None
         step = self.batch.pack(scheduler_output.scheduled)
+        self._structured.begin(step)
         results = [_Result() for _ in scheduler_output.scheduled]
         input_ids, ctx = self._ops.tensor(step.input_ids), self._context(step)
         # If every token is sampled, no prompt log-probabilities are needed, only logits.
@@ -202,6 +211,22 @@ class ModelRunner:
             self.batch.sampling.mirostat_mu[positions.rows[index]] = results[sequences[index]].mirostat_mu = mu
         chosen = np.array(taken, dtype=np.int64)
         self.batch.append(positions.rows[chosen], sampled.token_ids[chosen], positions.offsets[chosen])
+        self._take_forced(step, results)
+
+    def _take_forced(self, step: PackedStep, results: list[_Result]) -> None:
+        """Give each sequence the tokens of which its form leaves no choice, unless it had drafts that were wrong.
+
+        They are outputs as if sampled; the next step computes them together.
+        """
+        if not self._structured:
+            return
+        counts = np.bincount(step.sampled, minlength=len(results)).tolist()
+        for row, result, count in zip(step.rows.tolist(), results, counts, strict=True):
+            if result.error is None and 0 < count == len(result.new_token_ids):
+                token_ids = self._structured.forced(row)
+                result.new_token_ids += token_ids
+                rows = np.full(len(token_ids), row, dtype=np.int64)
+                self.batch.append(rows, np.array(token_ids, dtype=np.int64), np.arange(len(token_ids)))
 
     def _choose(
         self, logits: Tensor, positions: Positions, failed: npt.NDArray[np.bool_]
@@ -228,9 +253,10 @@ class ModelRunner:
     def _choose_healthy(self, logits: Tensor, positions: Positions) -> tuple[Sampled, dict[int, str]]:
         """Do so where every row is finite."""
         processed, wrong = apply_custom_processors(logits, self.batch, positions, self._ops)
+        processed, unfit = self._structured.apply(processed, positions)
         sampled = self._sampler.sample(logits, self.batch, positions, processed)
         errors = dict.fromkeys(np.flatnonzero(sampled.token_ids == NO_TOKEN).tolist(), ALL_MASKED)
-        return sampled, errors | wrong
+        return sampled, errors | unfit | wrong
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Drop the padding of the LM head, logits [M, V'] -> [M, V], so that it enters no sum over the vocabulary."""

@@ -65,6 +65,10 @@ class Sampler:
         if asked.size:
             some = logits if len(asked) == len(rows) else logits[self._ops.tensor(asked)]
             raw = as_array(self._ops.log_softmax(some))
+            if processed is not None:
+                searches = np.flatnonzero(batch.sampling.searches[rows[asked]])
+                for index in searches.tolist():
+                    raw[index, np.isneginf(as_array(processed)[asked[index]])] = -np.inf
         chosen_from = logits if processed is None else processed
         params, shaped = self._tensors(batch, positions, chosen_from)
         if shaped:

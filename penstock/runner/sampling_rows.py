@@ -13,7 +13,7 @@ from penstock.errors import EngineError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import NewRequest
 from penstock.runner.logit_adjustments import LogitAdjustments
-from penstock.runner.masks import Float32, Int32, Int64
+from penstock.runner.masks import Bool, Float32, Int32, Int64
 
 NOT_ASKED = -1  # in the arrays of logprobs counts
 
@@ -26,6 +26,7 @@ class SamplingRows:
         noise_key: [max_num_seqs, 2] int64, the seed's 64 bits and the choice index.
         num_logprobs, num_prompt_logprobs: [max_num_seqs] int64, -1 where not asked for.
         adjustments: masks, bias and penalties; None for most rows.
+        searches: [max_num_seqs] bool, whether it is a beam, which goes on only with what may be chosen.
         mirostat_mu: the state of mirostat, None where it is off.
         custom_processors: the arguments of custom logits processors, by name.
         version: incremented by every `set`; a row's parameters do not change in between.
@@ -41,6 +42,7 @@ class SamplingRows:
         self.noise_key: Int64 = np.zeros((max_num_seqs, 2), dtype=np.int64)
         self.num_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
         self.num_prompt_logprobs: Int64 = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
+        self.searches: Bool = np.zeros(max_num_seqs, dtype=np.bool_)
         self.adjustments: list[LogitAdjustments | None] = [None] * max_num_seqs
         self.custom_processors: list[dict[str, Any]] = [{} for _ in range(max_num_seqs)]
         self.mirostat_mu: list[float | None] = [None] * max_num_seqs
@@ -64,6 +66,7 @@ class SamplingRows:
         self.top_p[row] = 1.0 if params.greedy else params.top_p
         self.min_p[row] = 0.0 if params.greedy else params.min_p
         self.num_logprobs[row] = NOT_ASKED if params.logprobs is None else params.logprobs
+        self.searches[row] = params.use_beam_search
         if params.use_beam_search:
             num_candidates = params.num_candidates(len(self._eos_token_ids))
             self.num_logprobs[row] = max(num_candidates, params.logprobs or 0)

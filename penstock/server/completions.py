@@ -17,6 +17,7 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server import openai_responses as shapes
+from penstock.server.chat_answers import ChatAnswers
 from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
 from penstock.server.generation import EventStream, Generation, until_disconnect
 from penstock.server.inputs import chat_params, chat_prompts, completion_params, completion_prompts, salted
@@ -25,6 +26,8 @@ from penstock.server.keys import priority_of
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.records import EncodedPrompt
 from penstock.server.resumption import ChunkSource, continued, keep, stream_of
+from penstock.server.structured import check_form
+from penstock.server.tools import rules_of, with_rules
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
@@ -54,7 +57,10 @@ async def _answer(
         return rest
     context.client.check_admission(log.flow)  # before anything is spent on the prompt
     params = params_of(body, info)
+    await check_form(context, body, params)
     prompts = salted(request, body.cache_salt, await prompts_of(context, body, info))
+    if isinstance(body, ChatRequest):
+        params = await with_rules(context, body, rules_of(context, body, prompts[0]), params)
     account = account_of(request)
     if account is not None:
         params = account.limited(params, len(prompts))
@@ -157,11 +163,18 @@ class Shape(ABC, Generic[Body]):
 
 @dataclass(slots=True)
 class ChatShape(Shape[ChatRequest]):
-    """Chat: per choice of a stream the role, the text as it comes, and an empty delta with the finish reason."""
+    """Chat: per choice of a stream the role, what it says as it comes, and an empty delta with the finish reason."""
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+
+    _answers: ChatAnswers = field(init=False)
+
+    def __post_init__(self) -> None:
+        context, prompts = self.generation.context, self.generation.prompts
+        rules = rules_of(context, self.body, prompts[0])
+        self._answers = ChatAnswers(self.generation.id, rules, context.tokenizer() if rules.marks else None)
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -172,7 +185,8 @@ class ChatShape(Shape[ChatRequest]):
         return fields
 
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> shapes.ChatChoice:
-        message = shapes.ChatMessage(role="assistant", content=choice.text)
+        message = self._answers.message(choice)
+        self.generation.num_reasoning_tokens = self._answers.num_reasoning_tokens
         return self._content(choice, message=message, **self._ending(choice))
 
     def _chunks(self, index: int, output: RequestOutput) -> Iterator[shapes.Answer]:
@@ -182,11 +196,19 @@ class ChatShape(Shape[ChatRequest]):
                 role = shapes.ChatChoice(index=choice.index, delta=shapes.Delta(role="assistant", content=""))
                 prompt_ids = self.generation.prompts[0].token_ids if self.body.return_token_ids else UNSET
                 yield self._chunk(role, prompt_token_ids=prompt_ids)
-            if choice.text or (choice.token_ids and self._shows_tokens()):
-                yield self._chunk(self._content(choice, delta=shapes.Delta(content=choice.text)))
+            deltas = self._answers.deltas(choice)
+            self.generation.num_reasoning_tokens = self._answers.num_reasoning_tokens
+            if not deltas and choice.token_ids and self._shows_tokens():
+                deltas = [shapes.Delta(content="")]
+            for number, delta in enumerate(deltas):  # the tokens are shown once
+                shaped = self._content(choice, delta=delta) if number == 0 else None
+                yield self._chunk(shaped or shapes.ChatChoice(index=choice.index, delta=delta))
             if choice.finish_reason is not None:
                 last = shapes.ChatChoice(index=choice.index, delta=shapes.Delta(), **self._ending(choice))
                 yield self._chunk(last, seed=self.generation.seed())
+
+    def _ending(self, choice: CompletionOutput) -> dict[str, Any]:
+        return {**Shape._ending(self, choice), "finish_reason": self._answers.finish_reason(choice)}
 
     def _shows_tokens(self) -> bool:
         """Return whether a token that completes no text gets a chunk."""

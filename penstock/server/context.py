@@ -70,6 +70,7 @@ class ServerContext:
     Attributes:
         draining: set once, when the server stops accepting requests.
         kept: the calls that outlive their connection.
+        mark_tokens: the token that a mark of tool calls is, where it is one, as far as that was looked up.
         sources: per kind of kept call, what makes its stream of the context, the call and its generation.
     """
 
@@ -81,6 +82,7 @@ class ServerContext:
     draining: bool = False
     kept: KeptCalls = field(default_factory=KeptCalls)
     sources: Mapping[str, SourceOf] = field(default_factory=dict)
+    mark_tokens: dict[str, int | None] = field(default_factory=dict)
     tokenizing: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:

@@ -45,6 +45,7 @@ class Generation:
         id: the answer's id; never the caller's X-Request-Id.
         on_output: called with each output of a prompt.
         is_patient: where the queue is full, it waits and tries again.
+        num_reasoning_tokens: counted by whoever shapes the answer.
     """
 
     context: ServerContext
@@ -54,6 +55,7 @@ class Generation:
     log: RequestLog
     on_output: Callable[[int, RequestOutput], None] | None = None
     is_patient: bool = False
+    num_reasoning_tokens: int = 0
     _latest: list[RequestOutput | None] = field(init=False)  # per prompt
     _last_token_at: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -108,16 +110,19 @@ class Generation:
             completion_tokens=log.num_completion_tokens,
             total_tokens=log.num_prompt_tokens + log.num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=log.num_cached_tokens),
-            completion_tokens_details=self._drafts(),
+            completion_tokens_details=self._details(),
         )
 
-    def _drafts(self) -> CompletionTokensDetails | UnsetType:
+    def _details(self) -> CompletionTokensDetails | UnsetType:
         known = [output for output in self._latest if output is not None]
         accepted = sum(output.num_accepted_tokens for output in known)
         rejected = sum(output.num_rejected_tokens for output in known)
-        if not accepted and not rejected:
+        reasoning = self.num_reasoning_tokens
+        if not accepted and not rejected and not reasoning:
             return UNSET
-        return CompletionTokensDetails(accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
+        return CompletionTokensDetails(
+            accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected, reasoning_tokens=reasoning
+        )
 
     def seed(self) -> Seed:
         """Return the seed that repeats the answer: one number, or for a list of prompts one per prompt."""

@@ -28,9 +28,10 @@ from penstock.server.openai_requests import (
     TokenizeRequest,
 )
 from penstock.server.records import EncodedPrompt
+from penstock.server.structured import form_of
+from penstock.server.tool_fields import Tool, check_tools
 from penstock.server.unsupported import MAX_MESSAGES
-from penstock.tokenizer.chat_template import text_of_content
-from penstock.tokenizer.conversation import RenderedChat, render_chat
+from penstock.tokenizer.conversation import RenderedChat, render_chat, turn_of
 from penstock.tokenizer.tokenizer import check_prompt_length
 
 T = TypeVar("T")
@@ -122,7 +123,8 @@ async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInf
     """Return the conversation, rendered by the model's own template, as the call's only prompt."""
     continue_final = bool(body.continue_final_message)
     add_generation = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
-    chat = await _render(context, body.messages, info, add_generation=add_generation, continue_final=continue_final)
+    flags = {"add_generation_prompt": add_generation, "continue_final_message": continue_final}
+    chat = await _render(context, body.messages, info, body.offered, **flags)
     ids = await _encode(context, chat, info, "messages", add_special_tokens=bool(body.add_special_tokens))
     return [EncodedPrompt(ids)]
 
@@ -135,7 +137,8 @@ async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInf
         check_prompt_length(body.prompt or "", info.max_model_len)
         return await encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     add_generation = body.add_generation_prompt is not False
-    chat = await _render(context, body.messages, info, add_generation=add_generation, continue_final=False)
+    check_tools(body.tools)
+    chat = await _render(context, body.messages, info, body.tools, add_generation_prompt=add_generation)
     check_prompt_length(chat.text, info.max_model_len, param="messages")
     return await encode(context, chat, add_special_tokens=bool(body.add_special_tokens))
 
@@ -170,28 +173,33 @@ def _too_long(param: str, length: int, info: ModelInfo) -> InvalidRequestError:
 
 
 async def _render(
-    context: ServerContext, messages: list[Message], info: ModelInfo, *, add_generation: bool, continue_final: bool
+    context: ServerContext, messages: list[Message], info: ModelInfo, tools: Sequence[Tool] | None, **flags: bool
 ) -> RenderedChat:
-    """Return a conversation as the model's own template renders it; errors name `messages`."""
+    """Return a conversation as the model's own template renders it with `flags`; errors name `messages`."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
         raise InvalidRequestError(message, param="messages")
     turns = [_turn(message) for message in messages]
-    text = "".join(turn["content"] for turn in turns)
+    shown = [tool.as_shown() for tool in tools or ()]
+    text = "".join(turn["content"] for turn in turns) + (str(shown) if shown else "")
     check_prompt_length(text, info.max_model_len, param="messages")
-    options = {"add_generation_prompt": add_generation, "continue_final_message": continue_final}
-    return await _tokenizing(context, partial(render_chat, context.tokenizer(), turns, **options), len(text))
+    work = partial(render_chat, context.tokenizer(), turns, tools=shown or None, **flags)
+    return await _tokenizing(context, work, len(text))
 
 
-def _turn(message: Message) -> dict[str, str]:
+def _turn(message: Message) -> dict[str, Any]:
     """Return what the template sees. Templates know `system`, of which `developer` is the newer name."""
-    if message.role in ("tool", "function"):
-        raise NotSupportedError(
-            f"messages: the role {message.role} is not supported; tools are not built yet", param="messages"
-        )
-    content = text_of_content(to_builtins(message.content), message.role)
-    turn = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    return turn if message.name is None else {**turn, "name": message.name}
+    if message.role == "function":
+        text = "messages: the role function is not supported; its newer name is tool, with a tool_call_id"
+        raise NotSupportedError(text, param="messages")
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    turn["content"] = to_builtins(message.content)
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        if getattr(message, name) is not None:
+            turn[name] = getattr(message, name)
+    return turn_of(
+        turn if not message.tool_calls else {**turn, "tool_calls": [c.as_shown() for c in message.tool_calls]}
+    )
 
 
 def salted(request: Request, given: str | None, prompts: list[EncodedPrompt]) -> list[EncodedPrompt]:
@@ -245,6 +253,7 @@ def _params(body: GenerationRequest, info: ModelInfo, own: dict[str, Any]) -> Sa
     defaults = info.default_sampling
     if body.use_beam_search:  # nothing is sampled
         defaults = {name: value for name, value in defaults.items() if name not in NOISE}
-    params = SamplingParams(**{**defaults, **given, **own, "output_kind": kind})
+    own |= {"structured_outputs": form_of(body), "output_kind": kind}
+    params = SamplingParams(**{**defaults, **given, **own})
     params.check_vocabulary(info.vocab_size)
     return params

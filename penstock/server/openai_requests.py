@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.errors import InvalidRequestError
 from penstock.server.logits_fields import LogitsFields
+from penstock.server.tool_fields import Tool, ToolCall, ToolChoice, ToolUse, check_calls
 from penstock.server.unsupported import strip_unsupported
 from penstock.validation import check_float, shown
 
@@ -62,6 +63,8 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     logit_bias: dict[int, float] | None = None
     bad_words: str | list[str] | None = None
     logits_processors: list[str] | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
@@ -124,19 +127,32 @@ ROLES = get_args(Role)
 
 
 class Message(Strict, kw_only=True, frozen=True):
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Reasoning comes back under the name that the client knows; `parsed` is the openai client's own, and
+    `provider_specific_fields` litellm's: they say nothing new.
+    """
 
     role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    parsed: Any = None
+    provider_specific_fields: dict[str, Any] | None = None
 
 
-class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
+class ChatRequest(GenerationRequest, ToolUse, kw_only=True, frozen=True):
     """POST /v1/chat/completions."""
 
     place: ClassVar[str] = "chat"
 
     messages: list[Message]
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -145,6 +161,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
+        self.check_tools()
+        check_calls(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -160,6 +178,7 @@ class TokenizeRequest(Strict, kw_only=True, frozen=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -171,6 +190,7 @@ class PinRequest(Strict, kw_only=True, frozen=True):
     model: str | None = None
     prompt: str | list[Any] | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     name: str | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None

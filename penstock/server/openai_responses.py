@@ -21,14 +21,15 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
-    """Drafts of speculative decoding. They are no part of completion_tokens unless they were accepted."""
+    """Drafts of speculative decoding, no part of completion_tokens unless accepted; and what of those was reasoning."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    reasoning_tokens: int = 0
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """The tokens of a call. completion_tokens_details: only where drafts were computed."""
+    """The tokens of a call. completion_tokens_details: only where drafts were computed, or the model has reasoned."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -86,15 +87,41 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """The function of a tool call, or of a piece of one, which has the name or more of the arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A tool call of a message; or a piece of one, whose index says of which."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCall
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
+    """A whole message. `reasoning` is vLLM's newer name of `reasoning_content`; clients know one or the other."""
+
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, kw_only=True):
+    """The new part of a message."""
+
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

@@ -6,8 +6,11 @@ from pathlib import Path
 from penstock import validation as check
 from penstock.errors import InvalidRequestError
 from penstock.server.keys import read_key_file
+from penstock.tokenizer.answers.answer import REASONING_PARSERS
+from penstock.tokenizer.answers.formats import TOOL_FORMATS
 
 MIB = 1 << 20
+TOOL_CALL_PARSERS = ("auto", "none", *TOOL_FORMATS)
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as the Host header has them
 LOOPBACK_ADDRESSES = ("localhost", "127.0.0.1", "::1")  # as --host has them
 
@@ -40,6 +43,10 @@ class ServerOptions:
         allowed_origins: web origins whose pages may call the API; none by default.
         access_log: write one line per request to the logger `penstock.access`.
         log_level: of what goes to standard error where the process has not configured logging: info, warning, error.
+        tool_call_parser: how the model writes tool calls: hermes, llama3_json or mistral; auto goes by the chat
+            template, none leaves calls in the text.
+        reasoning_parser: qwen3 takes what is between <think> and </think> out of an answer's text; deepseek_r1 too,
+            also where no <think> comes first; auto is qwen3 if the chat template knows </think>, none leaves it there.
         journal: a file that remembers responses in the background and streams to be continued, so that they survive
             a kill of the server.
         max_kept_bytes: of memory for stored responses and streams to be continued; the oldest ended ones make room.
@@ -67,6 +74,8 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     access_log: bool = True
     log_level: str = "info"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     journal: str | None = None
     max_kept_bytes: int = 256 * MIB
     resume_grace_s: float = 60.0
@@ -91,6 +100,8 @@ class ServerOptions:
             check.check_float("request_timeout_s", self.request_timeout_s, 0.0, 86400.0, low_open=True)
         check.check_float("drain_timeout_s", self.drain_timeout_s, 0.0, 86400.0)
         check.check_bool("access_log", self.access_log)
+        check.check_choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        check.check_choice("reasoning_parser", self.reasoning_parser, ("auto", "none", *REASONING_PARSERS))
         check.check_choice("log_level", self.log_level, check.LOG_LEVELS)
 
     def hosts(self) -> tuple[str, ...] | None:

@@ -39,9 +39,11 @@ async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> 
     if body.messages is not None:
         chat = ChatRequest(
             messages=body.messages,
+            tools=body.tools,
             add_generation_prompt=bool(body.add_generation_prompt),
             add_special_tokens=body.add_special_tokens,
         )
+        chat.check()
         return (await chat_prompts(context, chat, info))[0]
     given = CompletionRequest(
         prompt="" if body.prompt is None else body.prompt, add_special_tokens=body.add_special_tokens

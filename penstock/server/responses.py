@@ -18,6 +18,7 @@ from penstock.server.kept_calls import KeptCall
 from penstock.server.keys import priority_of
 from penstock.server.responses_input import ResponseRequest, continuing, messages_of, response_params, response_prompts
 from penstock.server.resumption import keep, owner_of, resume, stream_of
+from penstock.server.structured import check_form
 
 KIND = "responses"
 TRUE, FALSE = ("true", "True", "1"), ("false", "False", "0")
@@ -32,6 +33,7 @@ async def create_response(request: Request) -> Response:
     context.check_model(body.model)
     body = msgspec.structs.replace(_with_previous(request, body), model=context.check_model(body.model))
     params = response_params(body, info)
+    await check_form(context, body, params)
     prompts = salted(request, body.cache_salt, await response_prompts(context, body, info))
     account = account_of(request)
     if account is not None:

@@ -15,6 +15,7 @@ from penstock.server.inputs import COPIED, chat_prompts
 from penstock.server.logits_fields import LogitsFields
 from penstock.server.openai_requests import ChatRequest, Strict, check_timeout, to_request
 from penstock.server.records import EncodedPrompt
+from penstock.server.structured import form_of
 from penstock.server.unsupported import MAX_MESSAGES
 
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -56,6 +57,8 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     logit_bias: dict[int, float] | None = None
     bad_words: str | list[str] | None = None
     logits_processors: list[str] | dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -147,7 +150,8 @@ def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
     max_tokens = info.default_sampling.get("max_tokens") if body.max_output_tokens is None else body.max_output_tokens
     given = {name: value for name in COPIED if (value := getattr(body, name, None)) is not None}
     kind = RequestOutputKind.DELTA
-    params = SamplingParams(**{**info.default_sampling, **given, "max_tokens": max_tokens, "output_kind": kind})
+    own = {"max_tokens": max_tokens, "structured_outputs": form_of(body), "output_kind": kind}
+    params = SamplingParams(**{**info.default_sampling, **given, **own})
     params.check_vocabulary(info.vocab_size)
     return params
 

@@ -50,6 +50,11 @@ class ChatTemplate:
         environment = _make_environment()
         self._templates = {name: _compile(environment, name, text) for name, text in self._sources.items()}
 
+    @property
+    def text(self) -> str:
+        """Return the templates' own text."""
+        return "\n".join(self._sources.values())
+
     def render(
         self,
         messages: Sequence[Message],

@@ -5,11 +5,14 @@ otherwise a user could end the own turn and write one of the system. A mark is p
 template runs, and the rendered text is tokenised in parts, cut at the marks, none of which is a control token.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock import validation as check
 from penstock.errors import InvalidRequestError
+from penstock.tokenizer.chat_template import text_of_content
 from penstock.tokenizer.tokenizer import Tokenizer, encode_all
 
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode's noncharacters, which no text has
@@ -33,21 +36,64 @@ class RenderedChat:
         return [*around[:before], *ids, *around[before + len(first) :]]
 
 
-def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
-    """Render a conversation; `options` are ChatTemplate.render's.
+def turn_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates expect it: the content is one text, and arguments of tool calls are objects.
+
+    An assistant's content may be null beside tool calls. Arguments that are no JSON stay text: it was the model that
+    wrote them, and the conversation shall go on.
+    """
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    if calls and content is None:
+        content = ""
+    turn = {**message, "content": text_of_content(content, message["role"])}
+    if not calls:
+        return {name: value for name, value in turn.items() if name != "tool_calls"}
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise check.fail("messages", calls, "a list of tool calls, each an object with the function that it calls")
+    return {**turn, "tool_calls": [_call_of(call) for call in calls]}
+
+
+def _call_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object; the function may stand in a field of its own, or not."""
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call_of(call["function"])}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    return {**call, "arguments": arguments}
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> RenderedChat:
+    """Render a conversation, with the tools that it offers; `options` are ChatTemplate.render's.
 
     Raises:
-        InvalidRequestError: the model has no chat template, or this one refuses the conversation.
+        InvalidRequestError: the model has no chat template, it knows no tools, or it refuses the conversation.
     """
     template = tokenizer.chat_template
     if template is None:
         message = "messages: the model has no chat template; send a prompt"
         raise InvalidRequestError(message, param="messages", code="no_chat_template")
+    if tools and "tools" not in template.text:
+        message = "tools: the model's chat template knows no tools, so the model would not hear of them"
+        raise InvalidRequestError(message, param="tools", code="no_tools")
     spellings = [tokenizer.token_to_text(token_id) for token_id in tokenizer.special_ids]
     spellings = sorted((text for text in spellings if len(text) > 1), key=len, reverse=True)
-    mark = _unused_mark(messages)
-    marked = [_mark(message, spellings, mark) for message in messages]
-    text = template.render(marked, **options)
+    mark = _unused_mark((messages, tools))
+    if tools:
+        options["tools"] = [_mark(tool, spellings, mark) for tool in tools]
+    text = template.render([_mark(message, spellings, mark) for message in messages], **options)
+    text = text.replace(ascii(mark)[1:-1], mark)  # a template may write JSON with escapes
     return RenderedChat(text.replace(mark, ""), tuple(text.split(mark)))
 
 
@@ -66,7 +112,7 @@ def _mark(value: Any, spellings: Sequence[str], mark: str) -> Any:
             value = value.replace(spelling, spelling[0] + mark + spelling[1:])
         return value
     if isinstance(value, Mapping):
-        return {name: _mark(item, spellings, mark) for name, item in value.items()}
+        return {_mark(name, spellings, mark): _mark(item, spellings, mark) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_mark(item, spellings, mark) for item in value]
     return value

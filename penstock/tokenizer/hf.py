@@ -18,7 +18,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.grammars import Grammars
 from penstock.tokenizer.tokenizer import Tokenizer, check_unicode
 from penstock.tokenizer.tokenizer_json import library_errors, read_backend, read_text
 from penstock.tokenizer.vocabulary import TokenBytes
@@ -55,6 +57,7 @@ class HFTokenizer:
         self._clean_up = clean_up and type(backend.model).__name__ != "BPE"  # removes real spaces from BPE texts
         self._token_bytes = TokenBytes(backend)
         added = backend.get_added_tokens_decoder()
+        self._grammars: Grammars | None = None
         self._added_ids = frozenset(added)
         self.bos_token_id, self.eos_token_id = (
             backend.token_to_id(named[name]) if name in named else None for name in ("bos_token", "eos_token")
@@ -68,6 +71,20 @@ class HFTokenizer:
     def vocab_size(self) -> int:
         """Number of ids; computed on first use, as it takes 0.2 s for 128k tokens."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def to_json(self) -> str:
+        """Return the tokenizer as a tokenizer.json, with the tokens that the files beside it declare."""
+        return str(self._backend.to_str())
+
+    def check_form(self, form: StructuredOutputsParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Raise InvalidRequestError for a form of answers that a model with these ids cannot follow."""
+        self.grammars(vocab_size, eos_token_ids).check(form)
+
+    def grammars(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
+        """Return what compiles forms of answers, for a model with these ids."""
+        if self._grammars is None:
+            self._grammars = Grammars(lambda: self, vocab_size, eos_token_ids)
+        return self._grammars
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         check_unicode(text)

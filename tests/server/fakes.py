@@ -18,6 +18,7 @@ from penstock.errors import EngineDeadError, EngineOverloadedError, InvalidReque
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, PrefixUse, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.chat_template import ChatTemplate
 
 BOS, EOS = 256, 257
@@ -119,6 +120,11 @@ class FakeEngineClient:
     def check_admission(self, flow: str | None = None) -> None:
         if self.overload is not None:
             raise self.overload
+
+    async def check_form(self, form: StructuredOutputsParams) -> None:
+        """Refuse a regular expression that is called wrong."""
+        if form.regex == "wrong":
+            raise InvalidRequestError("structured_outputs.regex: wrong", param="structured_outputs")
 
     def assign_seed(self) -> int:
         return next(self._arrivals) + 1000

@@ -142,11 +142,7 @@ def test_fields_beside_a_text_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": "required"},
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
-        {"structured_outputs": {"regex": "(a+)+b"}},
+        {"functions": [{"name": "add"}]},
         {"guided_json": {}},
         {"guided_regex": "a"},
         {"reasoning_effort": "high"},

@@ -23,7 +23,9 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
     {"guided_regex": "(a+)+b"},
     {"guided_json": {"type": "strin"}},
     {"guided_grammar": "(" * 30_000},
-    {"structured_outputs": {"regex": "(.*)*a.{40}"}},
+    {"structured_outputs": {"regex": "a{1000000}"}},
+    {"structured_outputs": {"json": {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(200)]}}},
+    {"structured_outputs": {"regex": "(" * 5000 + "a" + ")" * 5000}},
     {"structured_outputs": {"json": {"$ref": "http://169.254.169.254/"}}},
     {"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "[unclosed"}}}},
     {"logits_processors": ["os.system"]},
@@ -179,12 +181,12 @@ PROMPTS: tuple[Attack, ...] = (
         "a template of the request's own (CVE-2026-115911, CVE-2026-115918)",
         [Call({**BODIES[path], name: value}, (400,), path) for path in (*BOTH, TOKENIZE) for name, value in TEMPLATES],
     ),
-    on_both("grammars and processors, which are not built (CVE-2025-48944, CVE-2026-25048)", *GRAMMARS),
+    on_both("grammars and processors that cannot be followed (CVE-2025-48944, CVE-2026-25048)", *GRAMMARS),
     Calls(
         "many schemas, all of them different (CVE-2025-29770)",
         [
-            Call({**COMPLETION, "structured_outputs": {"json": {"const": i}}}, (400,))
-            for i in range(200)  # refused before they are read: what is to be seen is that nothing keeps them
+            Call({**COMPLETION, "structured_outputs": {"json": {"const": i}}}, (200,))
+            for i in range(300)  # more than are kept
         ],
     ),
     Calls(

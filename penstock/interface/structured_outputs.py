@@ -1,0 +1,167 @@
+"""StructuredOutputsParams: the form that an answer must have, in vLLM's names. A plain value, no grammar library.
+
+The form is text from here on: tokenizer/grammars.py says which tokens it allows.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError
+
+FIELD = "structured_outputs"
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+MAX_FORM_CHARS = 2**19  # of a schema, an expression, a grammar, or all choices together
+MAX_CHOICES = 2**15
+MAX_PATTERN_CHARS = 1024
+MAX_NESTING = 128  # objects and lists of a schema: the library reads it recursively
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the whole answer must be: one of the first five is given.
+
+    Attributes:
+        json: a JSON value that this JSON schema allows; a mapping, or its text, which is what is kept.
+        regex: a text that this regular expression matches as a whole.
+        choice: one of these texts.
+        grammar: a text of this context-free grammar, in Lark's notation as llguidance reads it.
+        json_object: True: any JSON object.
+        disable_any_whitespace: no spaces or line breaks between the tokens of JSON.
+        whitespace_pattern: the regular expression of what may stand between the tokens of JSON.
+
+    Raises:
+        InvalidRequestError: not exactly one form is given, or it has the wrong type or size; `param` is
+            "structured_outputs". Whether the form can be followed is found out when it is compiled.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.json_object is not None and not isinstance(self.json_object, bool):
+            raise _fail("json_object", self.json_object, "true, or left out")
+        given = [name for name in FORMS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = f"{' and '.join(given)} are given" if given else "none is given"
+            raise InvalidRequestError(f"{FIELD}: exactly one of {', '.join(FORMS)} is needed; {found}", param=FIELD)
+        self._set("json_object", self.json_object or None)
+        self._set("json", _schema_text(self.json))
+        self._set("choice", _choices(self.choice))
+        for name in ("json", "regex", "grammar"):
+            _check_text(name, getattr(self, name), MAX_FORM_CHARS)
+        self._check_whitespace(given[0])
+
+    def _check_whitespace(self, form: str) -> None:
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise _fail("disable_any_whitespace", self.disable_any_whitespace, "true or false")
+        _check_text("whitespace_pattern", self.whitespace_pattern, MAX_PATTERN_CHARS)
+        for name in ("disable_any_whitespace", "whitespace_pattern"):
+            if getattr(self, name) and form not in ("json", "json_object"):
+                raise InvalidRequestError(f"{FIELD}.{name}: only allowed with json or json_object", param=FIELD)
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            message = f"{FIELD}.whitespace_pattern: not with disable_any_whitespace, which leaves out all whitespace"
+            raise InvalidRequestError(message, param=FIELD)
+
+    @classmethod
+    def of(cls, value: Any) -> "StructuredOutputsParams":
+        """Return the parameters of a JSON object, as users write it.
+
+        Raises:
+            InvalidRequestError: it has unknown keys or wrong values.
+        """
+        if isinstance(value, cls):
+            return value
+        names = cls.__dataclass_fields__
+        if not isinstance(value, Mapping):
+            raise check.fail(FIELD, value, 'an object like {"json": {"type": "object"}}')
+        unknown = next((str(key) for key in value if key not in names), None)
+        if unknown is not None:
+            message = f"{FIELD}.{check.shown(unknown)}: unknown key; known are {', '.join(names)}"
+            raise InvalidRequestError(message, param=FIELD)
+        return cls(**{key: item for key, item in value.items() if item is not None})
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Return what tells forms apart; equal ones allow the same texts."""
+        whitespace = (self.disable_any_whitespace, self.whitespace_pattern)
+        return (self.json, self.regex, self.choice, self.grammar, self.json_object, *whitespace)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _fail(name: str, value: Any, allowed: str) -> InvalidRequestError:
+    error = check.fail(f"{FIELD}.{name}", value, allowed)
+    return InvalidRequestError(error.message, param=FIELD)
+
+
+def _check_text(name: str, value: Any, limit: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str) or not value or len(value) > limit:
+        raise _fail(name, value, f"a text of 1 to {limit} characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"{FIELD}.{name}: contains a lone surrogate", param=FIELD) from None
+
+
+def _choices(value: Any) -> tuple[str, ...] | None:
+    """Return the choices without repetitions, in order."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or not 1 <= len(value) <= MAX_CHOICES:
+        raise _fail("choice", value, f"a list of 1 to {MAX_CHOICES} texts")
+    for item in value:
+        _check_text("choice", item, MAX_FORM_CHARS)
+    if sum(map(len, value)) > MAX_FORM_CHARS:
+        raise _fail("choice", value, f"at most {MAX_FORM_CHARS} characters in all")
+    return tuple(dict.fromkeys(value))
+
+
+def _schema_text(value: Any) -> str | None:
+    """Return the text of a schema: a mapping, or its JSON. Key order is kept: it is the order of an answer's keys."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        _check_text("json", value, MAX_FORM_CHARS)
+        try:
+            value = json.loads(value, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise _fail("json", value, f"the JSON text of a schema ({check.one_line(error)})") from None
+    if not isinstance(value, dict | bool):
+        raise _fail("json", value, "a JSON schema: an object")
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _fail("json", value, f"made of plain JSON values ({check.one_line(error)})") from None
+    if len(text) <= MAX_FORM_CHARS and _is_deeper(value, MAX_NESTING):
+        message = f"{FIELD}.json: the schema is nested more than {MAX_NESTING} deep, which is the limit"
+        raise InvalidRequestError(message, param=FIELD)
+    return text
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Return whether objects and lists are nested more than `limit` deep. Without recursion, level by level."""
+    level: list[Any] = [value]
+    for _ in range(limit + 1):
+        level = [item for node in level if isinstance(node, dict | list) for item in _items(node)]
+        if not level:
+            return False
+    return True
+
+
+def _items(node: Any) -> Sequence[Any]:
+    return list(node.values()) if isinstance(node, dict) else node

@@ -1,0 +1,101 @@
+"""The answers of one chat call in OpenAI's shapes: messages, or the deltas of a stream, with reasoning and tool calls.
+
+What is said of a choice, ids of calls included, depends on its tokens alone, so that a stream can be computed again.
+"""
+
+from penstock.interface.outputs import CompletionOutput, FinishReason
+from penstock.server.openai_responses import ChatMessage, Delta, FunctionCall, ToolCall
+from penstock.server.tools import Rules
+from penstock.tokenizer.answers.answer import AnswerParser, Message, ReasoningCounter, call_id
+from penstock.tokenizer.answers.reader import Kind, Part
+from penstock.tokenizer.tokenizer import Tokenizer
+
+TOOL_CALLS = "tool_calls"
+
+
+class ChatAnswers:
+    """Reads the choices of one call by its rules.
+
+    Attributes:
+        num_reasoning_tokens: of all choices, so far.
+    """
+
+    def __init__(self, answer_id: str, rules: Rules, tokenizer: Tokenizer | None) -> None:
+        self.num_reasoning_tokens = 0
+        self._id = answer_id
+        self._rules = rules
+        self._tokenizer = tokenizer  # None: all is content
+        self._parsers: dict[int, AnswerParser] = {}
+        self._counters: dict[int, ReasoningCounter] = {}
+
+    def message(self, choice: CompletionOutput) -> ChatMessage:
+        """Return a whole choice as a message; content is null beside calls without any."""
+        parts = self._parts(choice)
+        if parts is None:
+            return ChatMessage(role="assistant", content=choice.text)
+        message = Message()
+        message.add(parts)
+        shaped = ChatMessage(role="assistant", content=message.content)
+        if message.reasoning:
+            shaped.reasoning_content = shaped.reasoning = message.reasoning
+        if message.calls:
+            shaped.content = message.content or None
+            shaped.tool_calls = [
+                ToolCall(
+                    id=self._call_id(choice.index, number),
+                    type="function",
+                    function=FunctionCall(name=call.name, arguments=call.arguments),
+                )
+                for number, call in enumerate(message.calls)
+            ]
+        return shaped
+
+    def deltas(self, choice: CompletionOutput) -> list[Delta]:
+        """Return what the new part of a choice adds to its message: one delta per part."""
+        parts = self._parts(choice)
+        if parts is None:
+            return [Delta(content=choice.text)] if choice.text else []
+        return [self._delta(choice.index, part) for part in parts]
+
+    def finish_reason(self, choice: CompletionOutput) -> str | None:
+        """Return why a choice has ended; None while it runs."""
+        if choice.finish_reason is None:
+            return None
+        parser = self._parsers.get(choice.index)
+        calls = parser is not None and parser.num_calls and choice.finish_reason is FinishReason.STOP
+        return TOOL_CALLS if calls else choice.finish_reason.value
+
+    def _parts(self, choice: CompletionOutput) -> list[Part] | None:
+        """Return the parts of the new text; None where all is content."""
+        if choice.index not in self._parsers:
+            parser = self._rules.parser()
+            if parser is None:
+                return None
+            self._parsers[choice.index] = parser
+        parser = self._parsers[choice.index]
+        self._count(choice)
+        return parser.push(choice.text) + (parser.finish() if choice.finish_reason is not None else [])
+
+    def _count(self, choice: CompletionOutput) -> None:
+        if not self._rules.reasoning or self._tokenizer is None:
+            return
+        counter = self._counters.setdefault(choice.index, ReasoningCounter(is_thinking=self._rules.is_thinking))
+        before = counter.count
+        for token_id in choice.token_ids:
+            counter.add(self._tokenizer.token_to_bytes(token_id))
+        self.num_reasoning_tokens += counter.count - before
+
+    def _delta(self, index: int, part: Part) -> Delta:
+        if part.kind is Kind.CONTENT:
+            return Delta(content=part.text)
+        if part.kind is Kind.REASONING:
+            return Delta(reasoning_content=part.text, reasoning=part.text)
+        call = ToolCall(index=part.call, function=FunctionCall(arguments=part.text))
+        if part.kind is Kind.CALL:
+            call.id, call.type = self._call_id(index, part.call), "function"
+            call.function = FunctionCall(name=part.text, arguments="")
+        return Delta(tool_calls=[call])
+
+    def _call_id(self, choice: int, call: int) -> str:
+        assert self._rules.tool_format is not None
+        return call_id(self._rules.tool_format, self._id, choice, call)

@@ -1,0 +1,121 @@
+"""The form of an answer as request bodies spell it: OpenAI's `response_format`, `text.format` of a response, and vLLM's
+`structured_outputs`."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
+from penstock.server.context import ServerContext
+
+FORMAT, TEXT = "response_format", "text"
+SCHEMA_KEYS = ("name", "description", "schema", "strict")
+KINDS = ("text", "json_object", "json_schema")
+MAX_NAME, MAX_DESCRIPTION = 64, 4096  # characters
+
+
+def form_of(body: Any) -> StructuredOutputsParams | None:
+    """Return the form that a body asks for; None: any text.
+
+    Raises:
+        InvalidRequestError: it is malformed, or given in two fields; `param` is the field.
+    """
+    given = getattr(body, FIELD)
+    spelt = _format_field(body)
+    value = getattr(body, spelt)
+    form = None
+    if value is not None and spelt == FORMAT:
+        form = _of_format(FORMAT, value, _nested_schema)
+    elif value is not None and spelt == TEXT:
+        form = _of_text(value)
+    if given is None:
+        return form
+    if form is not None:
+        raise InvalidRequestError(f"{FIELD}: not beside {spelt}, which says the form too", param=FIELD)
+    return StructuredOutputsParams.of(given)
+
+
+def spelling(body: Any) -> str:
+    """Return the field in which a body gives the form, as errors about it name it."""
+    return FIELD if getattr(body, FIELD) is not None else _format_field(body)
+
+
+def _format_field(body: Any) -> str:
+    return FORMAT if FORMAT in body.__struct_fields__ else TEXT
+
+
+async def check_form(context: ServerContext, body: Any, params: SamplingParams) -> None:
+    """Raise InvalidRequestError, naming the field, for a form that the model cannot follow."""
+    if params.structured_outputs is not None:
+        with naming(spelling(body)):
+            await context.client.check_form(params.structured_outputs)
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Turn errors about the form into errors about the field that the body gives it in."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.param != FIELD or field == FIELD:
+            raise
+        _, _, reason = error.message.partition(": ")
+        raise InvalidRequestError(f"{field}: {reason}", param=field, code=error.code) from None
+
+
+def _of_text(value: Any) -> StructuredOutputsParams | None:
+    """Return the form of the field `text` of a response; {} and a format of type text ask for none."""
+    if not isinstance(value, Mapping):
+        raise check.fail(TEXT, value, 'an object like {"format": {"type": "text"}}')
+    if value.get("verbosity") is not None:
+        raise NotSupportedError("text.verbosity: not supported; this is not built yet", param=TEXT)
+    _check_keys(TEXT, value, ("format", "verbosity"))
+    wanted = value.get("format")
+    return None if wanted is None else _of_format(TEXT, wanted, lambda given: given)
+
+
+def _of_format(field: str, value: Any, schema_of: Any) -> StructuredOutputsParams | None:
+    if not isinstance(value, Mapping):
+        raise check.fail(field, value, 'an object like {"type": "json_object"}')
+    kind = value.get("type")
+    if kind == "structural_tag":
+        raise NotSupportedError(f"{field}: the type structural_tag is not supported; it is not built yet", param=field)
+    if kind not in KINDS:
+        raise check.fail(field, kind, f"an object whose type is one of {', '.join(KINDS)}")
+    if kind != "json_schema":
+        _check_keys(field, value, ("type",))
+        return None if kind == "text" else StructuredOutputsParams(json_object=True)
+    return _of_schema(field, schema_of(value))
+
+
+def _nested_schema(value: Mapping[str, Any]) -> Any:
+    """Return what describes the schema: chat has it in a field of its own, a response beside the type."""
+    _check_keys(FORMAT, value, ("type", "json_schema"))
+    return value.get("json_schema")
+
+
+def _of_schema(field: str, value: Any) -> StructuredOutputsParams:
+    """Return the form of a schema with a name. `strict` may be false: a schema is followed, or refused, either way."""
+    if not isinstance(value, Mapping) or value.get("schema") is None:
+        raise check.fail(field, value, 'a format with a name and a schema: {"name": "answer", "schema": {...}}')
+    _check_keys(field, value, ("type", *SCHEMA_KEYS))
+    with naming(field):
+        try:
+            check.check_str(FIELD, value.get("name"), max_length=MAX_NAME, optional=True)
+            check.check_str(FIELD, value.get("description"), max_length=MAX_DESCRIPTION, optional=True)
+            if value.get("strict") is not None:
+                check.check_bool(FIELD, value["strict"])
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{error.message} (of name, description or strict)", param=FIELD) from None
+        return StructuredOutputsParams(json=value["schema"])
+
+
+def _check_keys(field: str, value: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    unknown = next((str(key) for key in value if key not in known), None)
+    if unknown is not None:
+        raise InvalidRequestError(
+            f"{field}.{check.shown(unknown)}: unknown key; known are {', '.join(known)}", param=field
+        )

@@ -1,0 +1,181 @@
+"""The fields of a chat request that are about tools, as OpenAI spells them."""
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.errors import InvalidRequestError
+from penstock.tokenizer.answers.grammar import Function
+from penstock.validation import fail
+
+MAX_TOOLS = 1024
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+class _Strict(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Base of the structs here: unknown fields are errors."""
+
+
+class FunctionDefinition(_Strict, kw_only=True, frozen=True):
+    """A function of `tools`; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict, kw_only=True, frozen=True):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def as_shown(self) -> dict[str, Any]:
+        """Return it as the chat template sees it: `strict` is for us."""
+        function = {"name": self.function.name}
+        for name in ("description", "parameters"):
+            if getattr(self.function, name) is not None:
+                function[name] = getattr(self.function, name)
+        return {"type": "function", "function": function}
+
+    def as_function(self) -> Function:
+        """Return what a grammar needs to know of it."""
+        return Function(self.function.name, self.function.parameters, bool(self.function.strict))
+
+
+class FunctionName(_Strict, kw_only=True, frozen=True):
+    name: str
+
+
+class NamedChoice(_Strict, kw_only=True, frozen=True, tag_field="type", tag="function"):
+    """The `tool_choice` of one function, which is called."""
+
+    function: FunctionName
+
+
+class AllowedEntry(_Strict, kw_only=True, frozen=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Allowed(_Strict, kw_only=True, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedEntry]
+
+
+class AllowedChoice(_Strict, kw_only=True, frozen=True, tag_field="type", tag="allowed_tools"):
+    """The `tool_choice` of some of the tools; the others are shown to the model all the same."""
+
+    allowed_tools: Allowed
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+
+
+class CalledFunction(_Strict, kw_only=True, frozen=True):
+    """The function of a call. `parsed_arguments` is the openai client's own, which comes back with its messages."""
+
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class ToolCall(_Strict, kw_only=True, frozen=True):
+    """A call in a message of the assistant; `index` comes back from those who have put it together from a stream."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+    provider_specific_fields: dict[str, Any] | None = None
+
+    def as_shown(self) -> dict[str, Any]:
+        """Return it as the chat template sees it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class ToolUse:
+    """What the fields of a body say together. A mixin of ChatRequest, which has the fields."""
+
+    __slots__ = ()
+
+    tools: list[Tool] | None
+    tool_choice: ToolChoice | None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """Return the tools that the model hears of: with tool_choice "none" it hears of none, and so calls none."""
+        return [] if self.tool_choice == "none" else list(self.tools or ())
+
+    @property
+    def callable_names(self) -> list[str]:
+        """Return the names of those that it may call."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedChoice):
+            return [choice.function.name]
+        if isinstance(choice, AllowedChoice):
+            return [entry.function.name for entry in choice.allowed_tools.tools]
+        return [tool.function.name for tool in self.offered]
+
+    @property
+    def must_call(self) -> bool:
+        """Return whether the answer has to be a call."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedChoice)
+
+    def check_tools(self) -> None:
+        """Raise InvalidRequestError for tools that cannot be, and for a choice of none of them."""
+        check_tools(self.tools)
+        known = {tool.function.name for tool in self.tools or ()}
+        if not known and self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+        for name in [] if self.tool_choice == "none" else self.callable_names:
+            if name not in known:
+                raise fail("tool_choice", name, f"the name of one of the tools: {', '.join(sorted(known))[:200]}")
+        if known and self.tool_choice != "none" and not self.callable_names:
+            raise InvalidRequestError("tool_choice: allowed_tools lists no tool", param="tool_choice")
+
+
+def check_tools(tools: list[Tool] | None) -> None:
+    """Raise InvalidRequestError for tools that no model can be offered."""
+    if len(tools or ()) > MAX_TOOLS:
+        raise InvalidRequestError(f"tools: {len(tools or ())} are too many; at most {MAX_TOOLS}", param="tools")
+    names: set[str] = set()
+    for index, tool in enumerate(tools or ()):
+        function, place = tool.function, f"tools[{index}].function"
+        if NAME.fullmatch(function.name) is None:
+            allowed = "1 to 64 letters, digits, underscores, dots or dashes"
+            raise InvalidRequestError(fail(f"{place}.name", function.name, allowed).message, param="tools")
+        if function.name in names:
+            raise InvalidRequestError(f"{place}.name: {function.name} is the name of two tools", param="tools")
+        names.add(function.name)
+        if (function.parameters or {}).get("type", "object") != "object":
+            message = f'{place}.parameters: must be the JSON schema of an object, of type "object"'
+            raise InvalidRequestError(message, param="tools")
+
+
+def check_calls(messages: list[Any]) -> None:
+    """Raise InvalidRequestError where a tool's result answers no call, or a turn has calls that it cannot have."""
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        place = f"messages[{index}]"
+        if message.tool_calls and message.role != "assistant":
+            raise _refused(f"{place}.tool_calls: only the assistant calls tools, not the role {message.role}")
+        known.update(call.id for call in message.tool_calls or ())
+        if message.role != "tool":
+            if message.tool_call_id is not None:
+                raise _refused(f"{place}.tool_call_id: only a message of the role tool answers a call")
+        elif message.tool_call_id is None:
+            raise _refused(f"{place}.tool_call_id: missing; it is the id of the call that this message answers")
+        elif message.tool_call_id not in known:
+            shown = fail("tool_call_id", message.tool_call_id, "the id of a call in an earlier message").message
+            raise _refused(f"{place}.{shown}")
+
+
+def _refused(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="messages")

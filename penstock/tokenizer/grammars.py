@@ -1,0 +1,253 @@
+"""Grammars: which tokens the form of an answer allows next. The work is llguidance's, loaded with the first form.
+
+    StructuredOutputsParams --compile--> grammar --start--> Matcher, which follows one answer token by token
+
+A grammar is compiled once, and kept as long as it is used; a matcher is a cheap copy of it. What a matcher allows
+depends on the form and on the tokens alone, so it is made anew wherever an answer goes on.
+"""
+
+import json
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InvalidRequestError
+from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
+from penstock.validation import one_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Allowed = npt.NDArray[np.bool_]
+MAX_GRAMMARS = 256  # compiled ones that are kept, and characters of their forms
+MAX_KEPT_CHARS = 2**22
+TRIAL_TOKENS = 12  # of an answer: what some forms allow takes too long to find, but not at first
+WHITESPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON: a model may like it so much that it never goes on
+SPECIAL = frozenset(".^$*+?()[]{}|\\")  # in a regular expression
+NO_TEXT = "nothing fits it: there is no text that it allows"
+
+
+class Grammars:
+    """Compiles forms for one model. Thread-safe.
+
+    Args:
+        load: gives the model's tokenizer (an HFTokenizer), when the first form comes; None: it has none.
+        vocab_size: of the model, whose logits may have more columns than the tokenizer has tokens.
+        eos_token_ids: that end a complete answer.
+    """
+
+    def __init__(self, load: Callable[[], Any], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._end_ids = list(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[Any, ...], LLMatcher] = OrderedDict()
+        self._num_chars = 0
+        self._lock = threading.Lock()
+
+    def knows(self, form: StructuredOutputsParams) -> bool:
+        """Return whether a form is compiled: then `start` takes next to no time."""
+        return form.key in self._compiled
+
+    def tokenizer(self) -> "LLTokenizer":
+        """Return the model's tokenizer, loaded once. Raises InvalidRequestError where it cannot follow a form."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._load_tokenizer()
+            return self._tokenizer
+
+    def use(self, tokenizer: Any) -> None:
+        """Take this tokenizer instead, before the first form comes."""
+        self._load = lambda: tokenizer
+
+    def check(self, form: StructuredOutputsParams) -> None:
+        """Raise InvalidRequestError for a form that cannot be followed; the message says why."""
+        self.start(form)
+
+    def start(self, form: StructuredOutputsParams) -> "Matcher":
+        """Return what follows an answer of this form from its beginning.
+
+        Raises:
+            InvalidRequestError: the form is malformed, too large, not supported, or nothing fits it.
+        """
+        tokenizer = self.tokenizer()
+        with self._lock:
+            found = self._compiled.get(form.key)
+            if found is not None:
+                self._compiled.move_to_end(form.key)
+        if found is None:
+            found = _compile(form, tokenizer)
+            self._keep(form, found)
+        return Matcher(found.deep_copy(), self._vocab_size, frozenset(self._end_ids))
+
+    def _keep(self, form: StructuredOutputsParams, matcher: "LLMatcher") -> None:
+        """Keep a compiled form, and drop the ones that were not used for longest where there are too many."""
+        with self._lock:
+            self._num_chars += _num_chars(form.key) if form.key not in self._compiled else 0
+            self._compiled[form.key] = matcher
+            while len(self._compiled) > MAX_GRAMMARS or (self._num_chars > MAX_KEPT_CHARS and len(self._compiled) > 1):
+                key, _ = self._compiled.popitem(last=False)
+                self._num_chars -= _num_chars(key)
+
+    def _load_tokenizer(self) -> "LLTokenizer":
+        import llguidance
+
+        to_json = getattr(self._load(), "to_json", None)
+        if to_json is None:
+            raise InvalidRequestError(f"{FIELD}: the model has no tokenizer.json to follow a form with", param=FIELD)
+        if not self._end_ids:
+            raise InvalidRequestError(f"{FIELD}: the model has no end token to end the answer with", param=FIELD)
+        try:
+            return llguidance.LLTokenizer(to_json(), n_vocab=self._vocab_size, eos_token=self._end_ids)
+        except (ValueError, RuntimeError) as error:
+            message = f"{FIELD}: the model's tokenizer cannot follow a form: {one_line(error)}"
+            raise InvalidRequestError(message, param=FIELD) from None
+
+
+class Matcher:
+    """Follows one answer.
+
+    Attributes:
+        end_ids: the model's end tokens, which end a complete answer.
+    """
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, end_ids: frozenset[int]) -> None:
+        self.end_ids = end_ids
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._token_ids: list[int] = []  # of the answer, as far as the matcher has followed
+
+    def follow(self, token_ids: list[int]) -> None:
+        """Take the answer as it is now: what it shares with the last one stays.
+
+        Raises:
+            ValueError: the form does not allow it. The matcher is of no use any more.
+        """
+        known = self._token_ids
+        shared = len(known) if token_ids[: len(known)] == known else _num_shared(known, token_ids)
+        if shared < len(known) and not self._matcher.rollback(len(known) - shared):
+            raise ValueError(f"cannot go back: {self._reason()}")
+        new = token_ids[shared:]
+        if self._matcher.try_consume_tokens(new) < len(new):
+            raise ValueError(f"the tokens so far do not fit it: {self._reason()}")
+        self._token_ids = list(token_ids)
+
+    def allowed(self) -> Allowed:
+        """Return which tokens may come next, [vocab_size] bool; the end tokens where the answer is complete.
+
+        Raises:
+            ValueError: the form has grown too large, or nothing fits it any more.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise ValueError(self._reason())
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def forced(self) -> int | None:
+        """Return the only token that may come next; None where there are several, or it is too early to tell."""
+        if not (self._matcher.is_stopped() or self._matcher.compute_ff_bytes()):
+            return None
+        found = np.flatnonzero(self.allowed())
+        return int(found[0]) if len(found) == 1 else None
+
+    def _reason(self) -> str:
+        text = self._matcher.get_error()
+        return NO_TEXT if not text or "NoExtension" in text else _shortened(text)
+
+
+def _compile(form: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatcher":
+    """Compile a form, and begin an answer: some are too large only then, and some allow nothing."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    try:
+        source = grammar_of(form)
+        found = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+    except (ValueError, OverflowError) as error:
+        raise _refused(form, str(error)) from None
+    trial = found.deep_copy()
+    for _ in range(TRIAL_TOKENS):
+        if trial.is_error() or trial.is_stopped():
+            break
+        bits = np.frombuffer(trial.compute_bitmask(), dtype=np.uint8)
+        first = np.flatnonzero(bits)[:1]
+        if not trial.is_error() and len(first):
+            byte = int(bits[first[0]])
+            trial.consume_token(int(first[0]) * 8 + (byte & -byte).bit_length() - 1)
+    warnings = [] if form.grammar is not None else found.get_grammar_warnings()  # a grammar has asked to be lenient
+    problems = [trial.get_error()] if trial.is_error() else warnings
+    if problems:
+        text = problems[0]
+        raise _refused(form, NO_TEXT if "NoExtension" in text else text)
+    return found
+
+
+def grammar_of(form: StructuredOutputsParams) -> str:
+    """Return a form in llguidance's own notation. Raises ValueError for a grammar that cannot be read."""
+    import llguidance
+
+    matcher = llguidance.LLMatcher
+    if form.json is not None or form.json_object:
+        whitespace = {"whitespace_pattern": form.whitespace_pattern or WHITESPACE}
+        overrides = {
+            "lenient": False,
+            **({"whitespace_flexible": False} if form.disable_any_whitespace else whitespace),
+        }
+        schema = str(form.json) if form.json is not None else json.dumps({"type": "object"})
+        _check_bounds(json.loads(schema))
+        return matcher.grammar_from_json_schema(schema, overrides=overrides)  # type: ignore[arg-type]  # a TypedDict
+    if form.regex is not None:
+        return matcher.grammar_from_regex(form.regex)
+    if form.choice is not None:
+        return matcher.grammar_from_regex("|".join(map(_escaped, form.choice)))
+    return llguidance.grammar_from("grammar", form.grammar or "")
+
+
+def _check_bounds(schema: Any) -> None:
+    """Raise ValueError for an exclusive whole bound near the other one: the library would allow the bound itself."""
+    if isinstance(schema, list):
+        for item in schema:
+            _check_bounds(item)
+    if not isinstance(schema, dict):
+        return
+    exclusive = [schema.get(f"exclusive{name}") for name in ("Minimum", "Maximum")]
+    ends = [
+        schema.get(name.lower()) if end is None else end
+        for name, end in zip(("Minimum", "Maximum"), exclusive, strict=True)
+    ]
+    low, high = (float(end) if isinstance(end, int | float) else math.inf for end in ends)
+    is_whole = any(isinstance(end, int | float) and end == int(end) for end in exclusive)
+    if is_whole and math.isfinite(low) and high - low < 1:
+        raise ValueError(f"exclusive bounds less than 1 apart are not supported: {low:g} to {high:g}")
+    for item in schema.values():
+        _check_bounds(item)
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\{char}" if char in SPECIAL else char for char in text)
+
+
+def _refused(form: StructuredOutputsParams, reason: str) -> InvalidRequestError:
+    name = next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(form, name))
+    return InvalidRequestError(f"{FIELD}.{name}: {_shortened(reason)}", param=FIELD, code="invalid_structured_outputs")
+
+
+def _shortened(text: str) -> str:
+    return one_line(text.replace("<non-verbose/>", "").replace("<state>", ""))
+
+
+def _num_chars(key: tuple[Any, ...]) -> int:
+    return sum(
+        len(part) if isinstance(part, str) else sum(map(len, part)) for part in key if isinstance(part, str | tuple)
+    )
+
+
+def _num_shared(one: list[int], other: list[int]) -> int:
+    """Return how many leading tokens two answers share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
