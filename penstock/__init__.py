@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     )
     from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+    from penstock.interface.pooling import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from penstock.interface.prompts import read_prompts
     from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
     from penstock.models.registry import register_model
@@ -41,6 +50,8 @@ _HOMES = {
     "BeamSearchParams": "interface.beam_search",
     "BeamSearchSequence": "interface.beam_search",
     "CompletionOutput": "interface.outputs",
+    "EmbeddingOutput": "interface.pooling",
+    "EmbeddingRequestOutput": "interface.pooling",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineError": "errors",
@@ -52,10 +63,15 @@ _HOMES = {
     "ModelLoadError": "errors",
     "NotSupportedError": "errors",
     "PenstockError": "errors",
+    "PoolingOutput": "interface.pooling",
+    "PoolingParams": "interface.pooling",
+    "PoolingRequestOutput": "interface.pooling",
     "RequestFailedError": "errors",
     "RequestOutput": "interface.outputs",
     "RequestOutputKind": "interface.sampling_params",
     "SamplingParams": "interface.sampling_params",
+    "ScoringOutput": "interface.pooling",
+    "ScoringRequestOutput": "interface.pooling",
     "read_prompts": "interface.prompts",
     "register_logits_processor": "plugins.logits_processors",
     "register_model": "models.registry",
@@ -75,6 +91,13 @@ __all__ = [  # noqa: RUF022  (in the order a reader needs them; a test checks it
     "BeamSearchParams",
     "BeamSearchOutput",
     "BeamSearchSequence",
+    "PoolingParams",
+    "PoolingOutput",
+    "PoolingRequestOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "register_model",
     "register_logits_processor",
     "PenstockError",
