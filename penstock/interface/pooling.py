@@ -1,6 +1,6 @@
-"""Pooling: a prompt becomes vectors instead of tokens. PoolingParams says which, PoolerConfig what the model is made for.
+"""Pooling: a prompt becomes vectors instead of tokens. PoolingParams says which, PoolerConfig what a model is made for.
 
-    prompt of T tokens -> final hidden states [T, hidden] -> pooled [hidden], cut to `dimensions`, normalised to length 1
+    prompt of T tokens -> final hidden states [T, hidden] -> pooled [hidden], cut to `dimensions`, divided by its length
 
 What a request leaves open (None) the client settles by the model's PoolerConfig. Plain values, in vLLM's spelling.
 """

@@ -85,7 +85,7 @@ class Pooler:
     def take(
         self, hidden: Tensor, starts: npt.NDArray[np.int32], scheduled: Sequence[ScheduledRequest]
     ) -> dict[int, bytes | None]:
-        """Take a step's hidden states [T, hidden]. Return the vectors of the prompts that it ends, by index in the step.
+        """Take a step's hidden states [T, hidden]. Return the vectors of prompts that it ends, by index in the step.
 
         starts: where each request's rows begin. A value is None where numbers are not finite.
         """

@@ -39,7 +39,7 @@ ANSWER_IDS = {
     "input": "embd",
     "text_1": "score",
     "query": "rerank",
-}  # first field of a body -> how its answer's id begins
+}  # a body's first field -> start of the answer's id
 Item = str | list[int]
 Answer = Callable[[str, str, list[RequestOutput]], msgspec.Struct]  # of the answer's id, the model's name, the vectors
 
