@@ -1,9 +1,6 @@
 """Embeddings and hidden states as the engine gives them, against Transformers and against themselves."""
 
-import asyncio
 import json
-import os
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +13,12 @@ import torch
 
 from penstock import (
     LLM,
-    AsyncLLM,
     InvalidRequestError,
     ModelLoadError,
     PoolingParams,
     RequestFailedError,
     SamplingParams,
 )
-from penstock.engine.scripted import HIDDEN_SIZE
 from penstock.errors import NotSupportedError
 from penstock.interface.pooling import MAX_POOLED_BYTES, PoolerConfig
 from penstock.models.config_json import parse_model_config
@@ -177,25 +172,6 @@ def test_a_bad_number_costs_its_own_request(made: tuple[Any, Path]) -> None:
         with pytest.raises(RequestFailedError, match="not finite"):
             vectors(llm, "MEAN")
         assert np.isfinite(vectors(llm, "LAST", PROMPTS[1:])[0]).all()  # whose first token it does not use
-
-
-def test_they_survive_their_engine() -> None:
-    """Guards against vectors that are lost with the process that computes them, and against frames without them."""
-
-    async def run() -> None:
-        prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (1, 40, 128)]
-        async with AsyncLLM("demo", load_format="mock", max_model_len=128, max_num_batched_tokens=16) as llm:
-            expected = [await llm.embed(prompt) for prompt in prompts]
-            tasks = [asyncio.create_task(llm.embed(prompt)) for prompt in prompts * 8]
-            await asyncio.sleep(0)
-            os.kill(llm.status().pid or 0, signal.SIGKILL)
-            found = await asyncio.gather(*tasks)
-            assert [item.outputs for item in found] == [item.outputs for item in expected] * 8
-            states = await llm.encode(prompts[1], PoolingParams(pooling_type="ALL"))
-            assert states.outputs.data.shape == (40, HIDDEN_SIZE)
-            assert llm.status().restarts == 1
-
-    asyncio.run(run())
 
 
 def write(directory: Path, modules: Any, **pooling: Any) -> PoolerConfig:

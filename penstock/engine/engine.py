@@ -256,7 +256,7 @@ class Engine:
             request.num_computed_tokens = computed
             self._score(request, result)
             return None
-        reason: FinishReason | None = None
+        reason = None if result.pooled is None else FinishReason.STOP
         stop_token: int | None = None
         for token_id in result.new_token_ids:
             request.token_ids.append(token_id)
@@ -273,8 +273,6 @@ class Engine:
         prompt_logprobs_start, prompt_logprobs = request.num_prompt_logprobs + 1, result.prompt_logprobs
         if prompt_logprobs:
             prompt_logprobs = request.new_prompt_logprobs(item.num_computed_tokens, prompt_logprobs)
-        if result.pooled is not None:
-            reason = FinishReason.STOP
         if reason is None and not new_ids and not prompt_logprobs:
             return None
         if reason is not None:
