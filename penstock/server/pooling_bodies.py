@@ -74,11 +74,11 @@ class PoolingUsage(msgspec.Struct, kw_only=True):
 
 
 class Embedding(msgspec.Struct, kw_only=True):
-    """embedding: numbers, or with base64 their float32 bytes, little endian."""
+    """embedding: the JSON of numbers, or with base64 their float32 bytes, little endian."""
 
     object: str = "embedding"
     index: int
-    embedding: list[float] | str
+    embedding: msgspec.Raw | str
 
 
 class EmbeddingList(msgspec.Struct, kw_only=True):
