@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from penstock.config import SCHEDULING_POLICIES
+from penstock.interface.pooling import PoolingParams
 
 Axis = dict[str, dict[str, Any]]
 
@@ -60,7 +61,7 @@ UNCUT: dict[str, Any] = {  # the undisturbed engine: each request alone, in one 
     "max_num_batched_tokens": 2048, "threads": 1, "enable_prefix_caching": False, "max_num_seqs": 1,
 }  # fmt: skip
 
-# What a request asks for; every kind reports log-probabilities.
+# What a request asks for; every kind reports log-probabilities, or vectors.
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "ignore_eos": True},
     "temperature 1": {"temperature": 1.0, "ignore_eos": True},
@@ -85,6 +86,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "XTC and DRY": {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.01, "dry_multiplier": 0.8},
     "mirostat": {"temperature": 1.0, "mirostat": 2, "mirostat_tau": 4.0, "top_k": 100, "ignore_eos": True},
     "beam search": {"use_beam_search": True, "length_penalty": 0.7},
+    "pooled prompt": {
+        "pooling": PoolingParams(pooling_type="MEAN", normalize=False),
+        "temperature": 0.0,
+        "max_tokens": 1,
+        "logprobs": None,
+        "detokenize": False,
+    },
 }
 BEAMS = 3  # of a beam search, which takes the place of n
 
