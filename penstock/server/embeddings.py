@@ -35,11 +35,8 @@ from penstock.tokenizer.tokenizer import check_prompt_length
 
 MAX_INPUTS = 2048  # texts of a call, as OpenAI allows
 KINDS = "a text, a list of texts, a list of token ids or a list of lists of token ids"
-ANSWER_IDS = {
-    "input": "embd",
-    "text_1": "score",
-    "query": "rerank",
-}  # a body's first field -> start of the answer's id
+# A body's first field -> how the answer's id begins.
+ANSWER_IDS = {"input": "embd", "text_1": "score", "query": "rerank"}
 Item = str | list[int]
 Answer = Callable[[str, str, list[RequestOutput]], msgspec.Struct]  # of the answer's id, the model's name, the vectors
 
@@ -134,6 +131,7 @@ async def _pooled(
     log.timeout_s, log.priority = body.timeout, priority_of(account, body.priority)
     answer_id = f"{ANSWER_IDS[next(iter(fields))]}-{uuid4().hex}"
     generation = Generation(context, answer_id, prompts, sampling, log, at_once=info.max_num_seqs)
+    generation.is_patient = len(prompts) > 1  # the call was let in: others that come meanwhile must not end it half-way
     outputs = await until_disconnect(request.receive, generation.collect())
     encoded = await asyncio.to_thread(lambda: msgspec.json.encode(answer(answer_id, model, outputs)))
     return Response(encoded, media_type="application/json")
