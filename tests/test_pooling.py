@@ -80,6 +80,9 @@ def test_bits_are_the_same_in_a_crowd_and_in_chunks(llm: LLM, made: tuple[Any, P
         params = [PoolingParams(pooling_type=kind, normalize=False) for kind in KINDS for _ in PROMPTS]
         found = [output.outputs.data.tobytes() for output in crowd.encode(PROMPTS * len(KINDS), params)]
         assert found == [item for kind in KINDS for item in expected[kind]]
+        again = crowd.encode(PROMPTS, params[: len(PROMPTS)])  # of the last token: the rest is in the cache
+        assert [output.outputs.data.tobytes() for output in again] == expected["LAST"]
+        assert again[-1].num_cached_tokens == 112
         crowd.built.engine.check_integrity()
 
 
