@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     )
     from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+    from penstock.interface.pooling import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from penstock.interface.prompts import read_prompts
     from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
     from penstock.interface.structured_outputs import StructuredOutputsParams
@@ -42,6 +51,8 @@ _HOMES = {
     "BeamSearchParams": "interface.beam_search",
     "BeamSearchSequence": "interface.beam_search",
     "CompletionOutput": "interface.outputs",
+    "EmbeddingOutput": "interface.pooling",
+    "EmbeddingRequestOutput": "interface.pooling",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineError": "errors",
@@ -53,11 +64,16 @@ _HOMES = {
     "ModelLoadError": "errors",
     "NotSupportedError": "errors",
     "PenstockError": "errors",
+    "PoolingOutput": "interface.pooling",
+    "PoolingParams": "interface.pooling",
+    "PoolingRequestOutput": "interface.pooling",
     "RequestFailedError": "errors",
     "RequestOutput": "interface.outputs",
     "RequestOutputKind": "interface.sampling_params",
     "SamplingParams": "interface.sampling_params",
     "StructuredOutputsParams": "interface.structured_outputs",
+    "ScoringOutput": "interface.pooling",
+    "ScoringRequestOutput": "interface.pooling",
     "read_prompts": "interface.prompts",
     "register_logits_processor": "plugins.logits_processors",
     "register_model": "models.registry",
@@ -78,6 +94,13 @@ __all__ = [  # noqa: RUF022  (in the order a reader needs them; a test checks it
     "BeamSearchParams",
     "BeamSearchOutput",
     "BeamSearchSequence",
+    "PoolingParams",
+    "PoolingOutput",
+    "PoolingRequestOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "register_model",
     "register_logits_processor",
     "PenstockError",

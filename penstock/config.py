@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.drafts import SpeculativeConfig
+from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.cores import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
 from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
@@ -170,6 +171,19 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingConfig:
+    """How embeddings are made of hidden states (interface/pooling.py), where the model's files say it otherwise."""
+
+    pooler_config: dict[str, Any] | None = option(  # noqa: RUF009  # its default is None
+        None, dict, 'how hidden states become embeddings, like {"pooling_type": "MEAN", "normalize": true}'
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        PoolerConfig().with_options(self.pooler_config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsConfig:
     """Everything that can change a bit of the answer.
 
@@ -282,6 +296,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
     reasons: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -334,6 +349,7 @@ PARTS: dict[str, type] = {
     "parallel": ParallelConfig,
     "numerics": NumericsConfig,
     "speculation": SpeculationConfig,
+    "pooling": PoolingConfig,
 }
 
 

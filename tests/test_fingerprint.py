@@ -37,8 +37,8 @@ CANNOT_CHANGE: dict[str, Any] = {
     "model": "COPY", "block_size": 128, "kv_cache_memory_bytes": 2**22, "memory": 2**32, "enable_prefix_caching": True,
     "max_model_len": 112, "max_num_seqs": 2, "max_num_batched_tokens": 7, "lm_head_pieces": 3,
     "pad_vocab_multiple": 64, "sharding_config": "SHARDING", "threads": 2, "cpu_affinity": "auto", "seed": 5,
-    "verify_files": True, "speculative_config": {"method": "ngram"}, "scheduling_policy": "length_classes",
-    "max_stall_ms": 5, "prefill_ratio": 2.0,
+    "verify_files": True, "speculative_config": {"method": "ngram"}, "pooler_config": {"pooling_type": "MEAN"},
+    "scheduling_policy": "length_classes", "max_stall_ms": 5, "prefill_ratio": 2.0,
 }  # fmt: skip
 NOT_BUILT = ("tensor_parallel_size", "pipeline_parallel_size")
 

@@ -82,6 +82,7 @@ BAD_SAMPLING = {
     "spaces_between_special_tokens": [1, None],
     "include_stop_str_in_output": [1, None],
     "output_kind": ["all", None, 1],
+    "pooling": [True, "MEAN", {"pooling_type": "MEAN"}],
     "use_beam_search": [0, 1, "true", None],
     "length_penalty": [0.5, -6, 5.1, math.nan, math.inf, "1", None, True],  # the first: without a beam search
     "early_stopping": [True, "never", "always", 0, 1.0, None, ["never"]],  # the first two: without a beam search
@@ -100,6 +101,7 @@ BAD_OPTIONS = {
     "load_format": ["gguf", None],
     "verify_files": [1, None, "yes"],
     "speculative_config": [5, "ngram", ["ngram"]],
+    "pooler_config": [5, "MEAN", ["MEAN"]],
     "kernels": ["cuda", "triton", None],
     "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],
     "max_num_seqs": [0, -1, 2**20, "8", None, 1.0],

@@ -9,11 +9,12 @@ from typing import Any
 from penstock.assembly.model import Weights
 from penstock.config import EngineConfig
 from penstock.interface.messages import ModelInfo
+from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.layers.rotary import rotary_fingerprint
 from penstock.models.certificate import find_basis, read_certificate
-from penstock.models.registry import ModelVersion, find_model
+from penstock.models.registry import ModelVersion, find_architecture, find_model
 from penstock.planner.ledger import MemoryPlan
 from penstock.planner.memory import (
     CachePlan,
@@ -22,6 +23,7 @@ from penstock.planner.memory import (
 )
 from penstock.plugins.user_files import files_fingerprint
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.pooler import read_pooler
 from penstock.weights.kv_scales import kv_scales_fingerprint
 from penstock.weights.safetensors import fingerprint
 
@@ -48,7 +50,16 @@ def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, w
         max_num_seqs=config.scheduler.max_num_seqs,
         block_size=plan.groups[0].block_size,
         scheduling_policy=config.scheduler.scheduling_policy,
+        pooler=_pooler(config, model_config, weights),
+        has_lm_head=find_architecture(model_config.architecture).has_lm_head,
     )
+
+
+def _pooler(config: EngineConfig, model_config: ModelConfig, weights: Weights) -> PoolerConfig:
+    """Return how hidden states become embeddings: as the model's files say, and as the user says."""
+    size = model_config.hidden_size
+    found = read_pooler(weights, size) if isinstance(weights, Path) else PoolerConfig(hidden_size=size)
+    return found.with_options(config.pooling.pooler_config)
 
 
 def with_memory(info: ModelInfo, plan: MemoryPlan | None) -> ModelInfo:

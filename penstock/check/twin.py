@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.check.trace import Trace, watching
-from penstock.errors import ModelLoadError
+from penstock.errors import ModelLoadError, NotSupportedError
 from penstock.models.config_json import load_model_config
+from penstock.models.registry import find_architecture
 
 INSTALL = "check: the comparison needs Transformers, which is not installed; pip install 'penstock[check]'"
 
@@ -36,8 +37,13 @@ class Twin:
 
         Raises:
             ModelLoadError: Transformers is missing, has no such class, or cannot read it.
+            NotSupportedError: it has no language-model head.
         """
-        model_class = find_class(load_model_config(directory).architecture)
+        architecture = load_model_config(directory).architecture
+        if not find_architecture(architecture).has_lm_head:
+            message = f"check: {architecture} has no language-model head, and logits are what is compared"
+            raise NotSupportedError(message, param="model")
+        model_class = find_class(architecture)
         options = {"local_files_only": True, "use_safetensors": True}
         with load_errors(f"{directory}: Transformers cannot load it"):
             model = model_class.from_pretrained(

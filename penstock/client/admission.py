@@ -145,7 +145,7 @@ class Admission:
         computed = stats.num_generated_tokens_total + stats.num_prompt_tokens_total - stats.num_cached_tokens_total
         self._throughput.note(self._clock(), computed, has_queue=stats.num_waiting > 0)
         for output in outputs:
-            if output.finish_reason is not None and output.hypotheses is None:
+            if output.finish_reason is not None and output.hypotheses is None and output.pooled is None:
                 length = max(1, output.start_index + len(output.new_token_ids))
                 before = length if self._typical_tokens is None else self._typical_tokens
                 self._typical_tokens = before + TYPICAL_WEIGHT * (length - before)

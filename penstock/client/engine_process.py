@@ -76,7 +76,8 @@ class EngineServer:
                     self._send(frames.Heartbeat(self.epoch, self._stats()))
                 outputs = self.engine.step()
                 self._num_idle = 0
-                self._send(frames.Outputs(self.epoch, outputs, self._stats()))
+                for part in frames.in_parts(outputs):
+                    self._send(frames.Outputs(self.epoch, part, self._stats()))
             else:
                 self._num_idle += 1
                 if self._num_idle == HEARTBEATS_TO_CHECK:  # once per idle period, when no request waits for it

@@ -9,7 +9,7 @@ dropped. Outputs carry the index of their first token (EngineOutput.start_index)
 
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +19,7 @@ from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 256 * 2**20  # a longer one is invalid
+MAX_POOLED_IN_FRAME = MAX_FRAME_BYTES // 2  # bytes; one request has at most half of them
 _LENGTH = struct.Struct("<I")
 HEADER_BYTES = _LENGTH.size
 
@@ -111,6 +112,21 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
 ToEngine = Start | AddRequest | Abort | Pin | Unpin
 FromEngine = Ready | Failed | Outputs | Rejected | Heartbeat
+
+
+def in_parts(outputs: list[EngineOutput]) -> Iterator[list[EngineOutput]]:
+    """Yield the outputs of a step in parts, at least one, none of which has too many pooled vectors for a frame."""
+    part: list[EngineOutput] = []
+    size = 0
+    for output in outputs:
+        its_size = 0 if output.pooled is None else len(output.pooled)
+        if size + its_size > MAX_POOLED_IN_FRAME and part:
+            yield part
+            part, size = [], 0
+        part.append(output)
+        size += its_size
+    yield part
+
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

@@ -17,6 +17,7 @@ from penstock import validation as check
 from penstock.client.sequence_breakers import SequenceBreakers, Sequences
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest, ModelInfo
+from penstock.interface.pooling import PoolingParams
 from penstock.interface.prompts import PROMPT_KEYS, check_text
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, check_unicode
@@ -94,7 +95,8 @@ class InputProcessor:
         deadline = self._check_turn(priority, timeout)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError("stop: stop strings need a tokenizer, and the model has none", param="stop")
-        text, ids = self._read_prompt(prompt)
+        text, ids = self._read_prompt(prompt, params.pooling)
+        params = self._settle_pooling(params, len(ids))
         salt = _salt_of(prompt)
         arrival = next(self._arrivals)
         request_id = request_id or f"request-{arrival}"
@@ -128,12 +130,12 @@ class InputProcessor:
 
     # --- the prompt ------------------------------------------------------------------------------------------------
 
-    def _read_prompt(self, prompt: Any) -> tuple[str | None, list[int]]:
+    def _read_prompt(self, prompt: Any, pooling: PoolingParams | None = None) -> tuple[str | None, list[int]]:
         """Return its text, if it has one, and its ids."""
         if isinstance(prompt, str):
-            return prompt, self._ids_of_text(prompt)
+            return prompt, self._ids_of_text(prompt, pooling)
         if not isinstance(prompt, Mapping):
-            return None, self._checked_ids("prompt", prompt)
+            return None, self._checked_ids("prompt", prompt, pooling)
         unknown = [key for key in prompt if key not in PROMPT_KEYS]
         if unknown or not prompt:
             allowed = f"a mapping with {' or '.join(PROMPT_KEYS[:2])}, and perhaps {PROMPT_KEYS[2]}"
@@ -142,23 +144,26 @@ class InputProcessor:
         if text is not None and not isinstance(text, str):
             raise check.fail("prompt", text, "a text")
         if ids is None:
-            return text, self._ids_of_text(text or "")
+            return text, self._ids_of_text(text or "", pooling)
         if text is not None:
             check_unicode(text, param="prompt")
-        return text, self._checked_ids("prompt_token_ids", ids)
+        return text, self._checked_ids("prompt_token_ids", ids, pooling)
 
-    def _ids_of_text(self, text: str) -> list[int]:
+    def _ids_of_text(self, text: str, pooling: PoolingParams | None) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequestError("prompt: the model has no tokenizer; give token ids", param="prompt")
         check_text(text)
         check_prompt_length(text, self._info.max_model_len)
         check_unicode(text, param="prompt")
-        return self._checked_ids("prompt", self._tokenizer.encode(text))
+        return self._checked_ids("prompt", self._tokenizer.encode(text), pooling)
 
-    def _checked_ids(self, name: str, ids: Any) -> list[int]:
+    def _checked_ids(self, name: str, ids: Any, pooling: PoolingParams | None) -> list[int]:
         if not isinstance(ids, list | tuple) or not ids:
             raise check.fail(name, ids, "a text, or a list of at least one token id")
-        if len(ids) >= self._info.max_model_len:
+        if pooling is not None:
+            ids = pooling.truncated(ids, self._info.max_model_len)
+            check_pooled_length(name, len(ids), self._info.max_model_len)
+        elif len(ids) >= self._info.max_model_len:
             raise InvalidRequestError(
                 f"{name}: {len(ids)} tokens are too many; the context of {self._info.max_model_len} tokens must hold "
                 "the prompt and at least one token of the answer",
@@ -168,10 +173,19 @@ class InputProcessor:
         check.check_ids(name, ids, self._info.vocab_size)
         return list(ids)
 
+    def _settle_pooling(self, params: SamplingParams, num_tokens: int) -> SamplingParams:
+        """Return the parameters with what pooling leaves open; refuse to generate without a language-model head."""
+        if params.pooling is not None:
+            return params.settled(pooling=self._info.pooler.settle(params.pooling, num_tokens))
+        if not self._info.has_lm_head:
+            message = "this model has no language-model head: it gives embeddings, and generates nothing"
+            raise InvalidRequestError(message, param="model", code="no_lm_head")
+        return params
+
     # --- the parameters --------------------------------------------------------------------------------------------
 
     def _settle(self, params: SamplingParams, num_prompt_tokens: int, arrival: int) -> SamplingParams:
-        room = self._info.max_model_len - num_prompt_tokens
+        room = max(1, self._info.max_model_len - num_prompt_tokens)  # 0 only with pooling, which needs none
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         if params.min_tokens > max_tokens:
             raise check.fail("min_tokens", params.min_tokens, f"at most the {max_tokens} tokens there is room for")
@@ -205,6 +219,13 @@ class InputProcessor:
             for text in (word.lstrip(), " " + word.lstrip()):
                 found[tuple(self._tokenizer.encode(text, add_special_tokens=False))] = None
         return tuple(ids for ids in found if ids)
+
+
+def check_pooled_length(name: str, num_tokens: int, max_model_len: int) -> None:
+    """Raise InvalidRequestError if a prompt that is pooled does not fit the context, which holds nothing else."""
+    if num_tokens > max_model_len:
+        message = f"{name}: {num_tokens} tokens exceed the context of {max_model_len}; truncate_prompt_tokens cuts them"
+        raise InvalidRequestError(message, param=name, code="context_length_exceeded")
 
 
 def _salt_of(prompt: Any) -> str | None:

@@ -174,6 +174,7 @@ class OpenRequest:
         self._error: str | None = None
         self._num_cached_tokens: int | None = None
         self._num_accepted_tokens = self._num_rejected_tokens = 0
+        self._pooled: bytes | None = None
         self._prompt_logprobs: list[LogprobsAt | None] = [None]  # the first token has none
         self._prompt_logprobs_sent = prepared.params.prompt_logprobs is None
 
@@ -198,6 +199,7 @@ class OpenRequest:
             self._num_cached_tokens = output.num_cached_tokens
         self._num_accepted_tokens += output.num_accepted_tokens
         self._num_rejected_tokens += output.num_rejected_tokens
+        self._pooled = output.pooled
         if output.hypotheses is not None:
             self._add_hypotheses(output.hypotheses)
             return
@@ -248,6 +250,7 @@ class OpenRequest:
             error=self._error,
             num_accepted_tokens=self._num_accepted_tokens,
             num_rejected_tokens=self._num_rejected_tokens,
+            pooled=self._pooled,
         )
 
     def failed(self, error: str) -> RequestOutput:

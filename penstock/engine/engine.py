@@ -125,8 +125,9 @@ class Engine:
         length = len(source.prompt_token_ids)
         if length == 0:
             raise InvalidRequestError("prompt: it is empty", param="prompt")
-        if length + 1 > self.max_model_len:
-            message = f"prompt: {length} tokens and one output exceed the context of {self.max_model_len}"
+        if length + (source.params.pooling is None) > self.max_model_len:
+            more = " and one output" if source.params.pooling is None else ""
+            message = f"prompt: {length} tokens{more} exceed the context of {self.max_model_len}"
             raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
         if source.params.seed is None and not source.params.greedy:
             raise InvalidRequestError("seed: a sampled request needs one; the client resolves it", param="seed")
@@ -253,7 +254,7 @@ class Engine:
             request.num_computed_tokens = computed
             self._score(request, result)
             return None
-        reason: FinishReason | None = None
+        reason = None if result.pooled is None else FinishReason.STOP
         stop_token: int | None = None
         for token_id in result.new_token_ids:
             request.token_ids.append(token_id)
@@ -270,7 +271,7 @@ class Engine:
         prompt_logprobs_start, prompt_logprobs = request.num_prompt_logprobs + 1, result.prompt_logprobs
         if prompt_logprobs:
             prompt_logprobs = request.new_prompt_logprobs(item.num_computed_tokens, prompt_logprobs)
-        if not new_ids and not prompt_logprobs:
+        if reason is None and not new_ids and not prompt_logprobs:
             return None
         if reason is not None:
             self._finish(request)
@@ -289,6 +290,7 @@ class Engine:
             mirostat_mu=result.mirostat_mu,
             num_accepted_tokens=len(item.draft_token_ids) - num_rejected,
             num_rejected_tokens=num_rejected,
+            pooled=result.pooled,
         )
 
     def _score(self, beam: Beam, result: RequestStepOutput) -> None:

@@ -117,8 +117,11 @@ class KVCacheManager:
     # --- prefix reuse ----------------------------------------------------------------------------------------------
 
     def looks_up(self, request: Request) -> bool:
-        """Return whether a request looks for its prefix in the cache. A prompt's log-probabilities need all of it."""
-        return self.enable_prefix_caching and request.params.prompt_logprobs is None
+        """Return whether a request looks for its prefix in the cache. What is reported of a whole prompt, its
+        log-probabilities or the mean of its hidden states, needs all of it computed."""
+        params = request.params
+        needs_all = params.prompt_logprobs is not None if params.pooling is None else params.pooling.needs_whole_prompt
+        return self.enable_prefix_caching and not needs_all
 
     def _hashes(self, request: Request) -> list[bytes]:
         """Return the hashes of the blocks that could be reused: full ones, leaving at least one token to compute."""

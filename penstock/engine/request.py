@@ -24,7 +24,7 @@ class Request:
         flow: what shares its turns with this request (scheduler.py); "" for none.
         priority, deadline: see EngineRequest; what they mean is a policy's business (policies.py).
         arrived_at, waits_since: times on the engine's clock; the latter is later after a preemption.
-        max_output_tokens: number of outputs at which it ends with "length".
+        max_output_tokens: number of outputs at which it ends with "length"; 0 where it only pools its prompt.
         block_hashes: content hashes of the leading full blocks of token_ids, as far as computed.
         pending_salt: what the cache_salt adds to the hash of a block; b"" once it is in one, or if there is none.
         num_cached_tokens: prompt tokens found in the cache at first admission; None before.
@@ -47,6 +47,8 @@ class Request:
         self.num_computed_tokens = 0
         room = max_model_len - self.num_prompt_tokens
         self.max_output_tokens = room if self.params.max_tokens is None else min(self.params.max_tokens, room)
+        if self.params.pooling is not None:
+            self.max_output_tokens = 0
         self.block_hashes: list[bytes] = []
         self.pending_salt = salt_bytes(source.cache_salt)
         self.num_cached_tokens: int | None = None

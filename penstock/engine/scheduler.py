@@ -333,12 +333,13 @@ class Scheduler:
     def _scheduled_request(self, request: Request, plan: _Plan) -> ScheduledRequest:
         new_block_ids, num_released = self.kv_cache.take_updates(request)
         num_new, drafts = plan.tokens[request.request_id], plan.drafts.get(request.request_id, [])
+        is_sampled = num_new == request.num_missing_tokens + len(drafts) and request.params.pooling is None
         return ScheduledRequest(
             request_id=request.request_id,
             num_computed_tokens=request.num_computed_tokens,
             num_new_tokens=num_new,
             new_block_ids=new_block_ids,
             num_released_blocks=num_released,
-            num_samples=1 + len(drafts) if num_new == request.num_missing_tokens + len(drafts) else 0,
+            num_samples=1 + len(drafts) if is_sampled else 0,
             draft_token_ids=drafts,
         )

@@ -25,6 +25,7 @@ from penstock.interface.step import (
 )
 
 VOCAB_SIZE = 997
+HIDDEN_SIZE = 8  # numbers of a pooled vector
 STALE = -7  # what a slot holds before anybody writes it
 
 
@@ -65,6 +66,7 @@ class _Row:
     params: SamplingParams
     choice: int
     tables: list[list[int]]
+    first_computed: int | None = None  # position
 
 
 @dataclass
@@ -139,6 +141,9 @@ class ScriptedExecutor:
             self._check_context(index, group, row, start)
             self._write(index, group, row, [*row.token_ids, *item.draft_token_ids], start, stop)
             windows.append(group.sliding_window or 10**9)
+        row.first_computed = start if row.first_computed is None else row.first_computed
+        if row.params.pooling is not None:
+            return self._pool(item, row, stop, min(windows))
         return self._sample(item, row, start, stop, min(windows))
 
     def _slot(self, group: CacheGroup, table: list[int], position: int) -> int:
@@ -180,6 +185,18 @@ class ScriptedExecutor:
         return RequestStepOutput(
             found, None if asked is None else [self._logprobs(token, asked) for token in found], prompt_logprobs
         )
+
+    def _pool(self, item: ScheduledRequest, row: _Row, stop: int, window: int) -> RequestStepOutput:
+        """Return numbers that depend on every token of the prompt that the window sees, at its end."""
+        _demand(item.num_samples == 0, f"{item.request_id} is pooled, and sampled")
+        pooling = row.params.pooling
+        if stop < len(row.token_ids) or pooling is None:
+            return RequestStepOutput([])
+        _demand(not pooling.needs_whole_prompt or row.first_computed == 0, f"{item.request_id} skips what it pools")
+        ends = range(len(row.token_ids)) if pooling.pooling_type == "ALL" else range(1)
+        vectors = ([next_token([*row.token_ids, end, i], window=window) / VOCAB_SIZE for i in range(HIDDEN_SIZE)]
+                   for end in ends)  # fmt: skip
+        return RequestStepOutput([], pooled=array("f", [number for vector in vectors for number in vector]).tobytes())
 
     def _score(self, row: _Row, window: int) -> RequestStepOutput:
         """Return what a beam may go on with; its search chooses the token, and brings it."""

@@ -13,8 +13,12 @@ from penstock.client.records import RecordOptions
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.entrypoints.beam_search import search_output, search_params
+from penstock.entrypoints.pooling import embedding_output, embedding_request, pooling_output, pooling_request
 from penstock.errors import NotSupportedError
 from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
+from penstock.interface.outputs import RequestOutput
+from penstock.interface.pooling import EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput
+from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
 
@@ -86,9 +90,31 @@ class AsyncLLM(ProcessClient):
         Raises:
             InvalidRequestError, EngineDeadError, EngineOverloadedError, RequestFailedError: as `generate`.
         """
-        async with aclosing(self.generate(prompt, search_params(params), request_id)) as outputs:
-            output = await anext(outputs)  # the only one
+        output = await self._only(prompt, search_params(params), request_id)
         return await asyncio.to_thread(search_output, output, self._tokenizer)
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
+    ) -> PoolingRequestOutput:
+        """Return the pooled hidden states of a prompt as an array. Cancelling it ends the request.
+
+        Raises:
+            InvalidRequestError, EngineDeadError, EngineOverloadedError, RequestFailedError: as `generate`.
+        """
+        request = pooling_request(pooling_params)
+        is_matrix = request.pooling is not None and request.pooling.pooling_type == "ALL"
+        return pooling_output(await self._only(prompt, request, request_id), is_matrix=is_matrix)
+
+    async def embed(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
+    ) -> EmbeddingRequestOutput:
+        """Return the embedding of a prompt. Raises as `encode`."""
+        return embedding_output(await self._only(prompt, embedding_request(pooling_params), request_id))
+
+    async def _only(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestOutput:
+        """Return the only output of a request."""
+        async with aclosing(self.generate(prompt, params, request_id)) as outputs:
+            return await anext(outputs)
 
     async def __aenter__(self) -> "AsyncLLM":
         try:

@@ -1,8 +1,9 @@
 """LLM: the offline Python API, on an engine in this process or in one of its own."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from penstock import validation as check
@@ -14,9 +15,23 @@ from penstock.client.steps import StepClient
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.entrypoints.beam_search import search_output, search_params
+from penstock.entrypoints.pooling import (
+    embedding_output,
+    embedding_request,
+    pooling_output,
+    pooling_request,
+    requests_for,
+    score_output,
+)
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError
 from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.interface.outputs import PrefixUse, RequestOutput
+from penstock.interface.pooling import (
+    EmbeddingRequestOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from penstock.interface.prompts import check_text
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.runner.forward_pass import MAX_BYTES, ForwardOutput, Wanted
@@ -173,6 +188,61 @@ class LLM:
         """
         outputs = self.generate(prompts, search_params(params))
         return [search_output(output, self.client.tokenizer) for output in outputs]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return the pooled hidden states of each prompt as an array, in the order given.
+
+        pooling_task: "token_embed" gives the hidden state of every token, [T, hidden]; "embed" what pooling_params say.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is wrong.
+            RequestFailedError: the computation failed.
+        """
+        outputs, params = self._pool(prompts, pooling_params, partial(pooling_request, pooling_task=pooling_task))
+        are_matrices = [item.pooling is not None and item.pooling.pooling_type == "ALL" for item in params]
+        pairs = zip(outputs, are_matrices, strict=True)
+        return [pooling_output(output, is_matrix=is_matrix) for output, is_matrix in pairs]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, in the order given. Raises as `encode`."""
+        return [embedding_output(output) for output in self._pool(prompts, pooling_params, embedding_request)[0]]
+
+    def score(
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how similar texts are: one text to each of several, or each to the one at its place.
+
+        Raises:
+            InvalidRequestError: the numbers of texts do not fit, or as `encode`.
+            RequestFailedError: the computation failed.
+        """
+        first, second = _listed(text_1), _listed(text_2)
+        if len(first) not in (1, len(second)):
+            raise check.fail("text_1", len(first), f"one text, or as many as text_2 has: {len(second)}")
+        params = replace(PoolingParams() if pooling_params is None else pooling_params, normalize=True)
+        found = self.embed([*first, *second], params)
+        known, others = found[: len(first)], found[len(first) :]
+        return [score_output(known[index % len(known)], other) for index, other in enumerate(others)]
+
+    def _pool(
+        self, prompts: Prompt | Sequence[Prompt], params: Any, make: Callable[[Any], SamplingParams]
+    ) -> tuple[list[RequestOutput], list[SamplingParams]]:
+        listed = _listed(prompts)
+        requests = requests_for(params, len(listed), make)
+        return (self.generate(listed, requests) if listed else []), requests
 
     def stream(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.interface.outputs import FinishReason
+from penstock.interface.pooling import PoolerConfig
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import TokenLogprobs
 
@@ -77,6 +78,7 @@ class EngineOutput:
             the tokens alone. None without mirostat.
         num_accepted_tokens, num_rejected_tokens: drafts that this step has computed for the request.
         hypotheses: what a beam search has found, best first; in its only output, which has no new_token_ids.
+        pooled: what a request with params.pooling has asked for (RequestStepOutput.pooled), in its only output.
     """
 
     request_id: str
@@ -93,6 +95,7 @@ class EngineOutput:
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
     hypotheses: list[Hypothesis] | None = None
+    pooled: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,8 @@ class ModelInfo:
         certificate: what `penstock check` has proved (models/certificate.py), and `same_weights`, whether it was with
             these weights; None if nothing was proved.
         memory: planned bytes by what they are for (planner/ledger.py); empty where torch computes.
+        pooler: how the model's hidden states become embeddings.
+        has_lm_head: it can generate; without, it gives embeddings only.
     """
 
     model: str
@@ -151,3 +156,5 @@ class ModelInfo:
     max_num_seqs: int = 1
     block_size: int = 16
     scheduling_policy: str = "fcfs"
+    pooler: PoolerConfig = field(default_factory=PoolerConfig)
+    has_lm_head: bool = True

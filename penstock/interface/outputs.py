@@ -70,6 +70,7 @@ class RequestOutput:
         error: what went wrong, if a choice finished with "error".
         num_accepted_tokens, num_rejected_tokens: drafts computed for it so far (speculative decoding): those that are
             in the answer, and those that were not to be.
+        pooled: the result of a request with SamplingParams.pooling (RequestStepOutput.pooled).
     """
 
     request_id: str
@@ -83,3 +84,4 @@ class RequestOutput:
     error: str | None = None
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
+    pooled: bytes | None = None

@@ -13,6 +13,7 @@ from typing import Any
 from penstock import validation as check
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.logits_params import MAX_TOKEN_ID, LogitsParams
+from penstock.interface.pooling import PoolingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 128
@@ -37,6 +38,8 @@ WITH_BEAM_SEARCH = (  # fields that may be set beside use_beam_search; the other
     "spaces_between_special_tokens", "include_stop_str_in_output", "use_beam_search", "length_penalty",
     "early_stopping", "output_kind", "dry_sequence_breakers",  # the last does nothing without dry_multiplier
 )  # fmt: skip
+WITH_POOLING = {"pooling", "seed", "output_kind", "dry_sequence_breakers"}  # fields that may be set beside it
+POOLING_FIELDS = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
 
 
 class RequestOutputKind(StrEnum):
@@ -83,6 +86,7 @@ class SamplingParams(LogitsParams):
         early_stopping: of a beam search: True ends it with the n-th complete answer, False where no better one is
             likely to come, "never" where none can come.
         output_kind: what each streamed RequestOutput carries.
+        pooling: the request is computed for its hidden states, and generates nothing (`for_pooling`).
 
     LogitsParams has the options of Transformers' logits processors and of llama.cpp's samplers.
 
@@ -120,6 +124,12 @@ class SamplingParams(LogitsParams):
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    pooling: PoolingParams | None = None
+
+    @classmethod
+    def for_pooling(cls, pooling: PoolingParams) -> "SamplingParams":
+        """Return the parameters of a request that generates nothing."""
+        return cls(**POOLING_FIELDS, output_kind=RequestOutputKind.FINAL_ONLY, pooling=pooling)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -131,6 +141,7 @@ class SamplingParams(LogitsParams):
         check.check_bool("spaces_between_special_tokens", self.spaces_between_special_tokens)
         self._check_form()
         self._check_beam_search()
+        self._check_pooling()
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop: stop strings need detokenize=True", param="stop")
 
@@ -206,6 +217,18 @@ class SamplingParams(LogitsParams):
             if field.name not in WITH_BEAM_SEARCH and not unchanged:
                 message = f"{field.name}: not supported with use_beam_search: the raw distribution decides there"
                 raise NotSupportedError(message, param=field.name)
+
+    def _check_pooling(self) -> None:
+        if self.pooling is None:
+            return
+        if not isinstance(self.pooling, PoolingParams):
+            raise check.fail("pooling", self.pooling, "a PoolingParams")
+        for field in fields(self):
+            if field.name not in WITH_POOLING and (value := getattr(self, field.name)) != (
+                expected := POOLING_FIELDS.get(field.name, field.default)
+            ):
+                allowed = f"{expected!r} with pooling, which generates nothing (SamplingParams.for_pooling)"
+                raise check.fail(field.name, value, allowed)
 
     def num_candidates(self, num_end_tokens: int) -> int:
         """Return how many continuations of each beam a search needs: n go on even if n others, or more, end it."""

@@ -66,7 +66,7 @@ class ScheduledRequest:
         num_released_blocks: per cache group, how many leading entries of the table are -1 by now (blocks that the
             sliding window has passed).
         num_samples: tokens to sample, after the last num_samples computed ones: 1 at the end of token_ids, 0 in the
-            middle of the prompt; 1 + the number of drafts.
+            middle of the prompt and with params.pooling; 1 + the number of drafts.
         draft_token_ids: guesses of the next tokens (interface/drafts.py); num_new_tokens counts them too. Each position
             is sampled as if the drafts before it were outputs. The result has every draft that was sampled at its own
             position, up to the first that was not, and the token sampled after them.
@@ -139,6 +139,8 @@ class RequestStepOutput:
         checksum: of the logits that were sampled from, after every draft, if the step asked for it and something was
             sampled.
         mirostat_mu: mirostat's state after the last new id; None without mirostat.
+        pooled: what params.pooling asks for, in the step that computes the end of the prompt: float32 numbers in little
+            endian, [hidden] or [T, hidden]. There are no new ids then.
     """
 
     new_token_ids: list[int]
@@ -147,6 +149,7 @@ class RequestStepOutput:
     error: str | None = None
     checksum: int | None = None
     mirostat_mu: float | None = None
+    pooled: bytes | None = None
 
 
 def num_rejected_drafts(item: ScheduledRequest, result: RequestStepOutput) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelLoadError, NotSupportedError
-from penstock.models.registry import ARCHITECTURES, find_architecture, unsupported
+from penstock.models.registry import ARCHITECTURES, HEADLESS, find_architecture, unsupported
 from penstock.spec.config_file import read_config, read_json
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.generation_config import read_ignored, read_sampling
@@ -28,7 +28,7 @@ HARMLESS_KEYS = """
     use_bfloat16 gradient_checkpointing finetuning_task task_specific_params problem_type id2label label2id num_labels
     name_or_path tokenizer_class tokenizer_max_length prefix pad_token_id sep_token_id decoder_start_token_id
     attn_implementation experts_implementation tf_legacy_loss unsloth_version unsloth_fixed transformers.js_config
-    is_llama_config max_sequence_length
+    is_llama_config max_sequence_length is_matryoshka matryoshka_dimensions
 
     max_length min_length do_sample num_beams temperature top_k top_p min_p typical_p repetition_penalty
     length_penalty diversity_penalty num_beam_groups num_return_sequences no_repeat_ngram_size early_stopping
@@ -141,7 +141,7 @@ def _refuse_unsupported(read: ConfigReader, name: str) -> None:
     The kind comes first: files of such models often ask for code too, and removing that key would not help.
     """
     kind = why_unsupported(str(read.raw("model_type")))
-    if name not in ARCHITECTURES and (kind or why_unsupported(name)):
+    if name not in {*ARCHITECTURES, *HEADLESS} and (kind or why_unsupported(name)):
         raise unsupported(name, kind)
     if read.has("auto_map"):
         raise ModelLoadError(

@@ -5,8 +5,9 @@
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -72,11 +73,13 @@ class Architecture:
         model_type: the value that config.json must have; None allows any.
         read_config: returns ModelConfig's numbers; a field that it does not return keeps its default.
         versions: the classes that compute it, by the value of the engine option `model_impl`.
+        has_lm_head: checkpoints have a head; without, the model gives hidden states only.
     """
 
     model_type: str | None
     read_config: ReadConfig
     versions: dict[str, ModelVersion]
+    has_lm_head: bool = True
 
 
 def _built_in(
@@ -111,15 +114,38 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+def _without_head(name: str) -> str:
+    """Return how Transformers calls an architecture without its head."""
+    return "Gemma3TextModel" if name == "Gemma3ForCausalLM" else re.sub("(ForCausalLM|LMHeadModel)$", "Model", name)
+
+
+HEADLESS = {_without_head(name): name for name in ARCHITECTURES}  # without a head -> with one
+
+
+def _headless(architecture: Architecture) -> Architecture:
+    """Return an architecture whose checkpoints have no LM head, as those of embedding models.
+
+    The head is tied to the embedding: so it needs no tensor, and nobody asks for its logits.
+    """
+    read = architecture.read_config
+
+    def read_headless(config: ConfigReader) -> dict[str, Any]:
+        return {**read(config), "tie_word_embeddings": True}
+
+    return replace(architecture, read_config=read_headless, has_lm_head=False)
+
+
 def find_architecture(name: str) -> Architecture:
-    """Return a registered architecture by name.
+    """Return a registered architecture by name, or one without its head.
 
     Raises:
         ModelLoadError: it is not registered; the message gives the reason if the name tells it, and the nearest name.
     """
-    if name not in ARCHITECTURES:
-        raise unsupported(name)
-    return ARCHITECTURES[name]
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    if name in HEADLESS:
+        return _headless(ARCHITECTURES[HEADLESS[name]])
+    raise unsupported(name)
 
 
 def unsupported(name: str, kind: str | None = None) -> ModelLoadError:

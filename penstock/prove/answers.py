@@ -30,6 +30,10 @@ class Query:
         return SamplingParams(n=n, **fields)
 
     @property
+    def is_pooled(self) -> bool:
+        return "pooling" in self.fields
+
+    @property
     def is_search(self) -> bool:
         return bool(self.fields.get("use_beam_search"))
 
@@ -63,6 +67,7 @@ class Answer:
         num_cached: prompt tokens found in the cache; an answer may be found there or not, so it is not compared.
         preempted: not compared either.
         mirostat_mus: mirostat's state after each token that an engine in this process gave.
+        pooled: its vector, of a request that generates nothing.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -73,6 +78,7 @@ class Answer:
     num_cached: int = 0
     preempted: bool = False
     mirostat_mus: list[float | None] = field(default_factory=list)
+    pooled: bytes | None = None
 
     def add(self, output: EngineOutput) -> None:
         """Append what an engine says."""
@@ -83,6 +89,7 @@ class Answer:
         self.ended = None if output.finish_reason is None else str(output.finish_reason)
         self.error = output.error
         self.num_cached = output.num_cached_tokens
+        self.pooled = output.pooled
 
     def take(self, output: EngineOutput, found: Hypothesis) -> None:
         """Take what a beam search has found."""
@@ -97,6 +104,7 @@ class Answer:
             ("log-probabilities", self.logprobs, expected.logprobs[start:]),
             ("log-probabilities of the prompt", self.prompt_logprobs, expected.prompt_logprobs),
             ("mirostat's state", self.mirostat_mus, expected.mirostat_mus[start:] if self.mirostat_mus else []),
+            ("vector", self.pooled, expected.pooled),
             ("finish_reason", self.ended, expected.ended),
         ):
             if found != wanted:

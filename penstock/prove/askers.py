@@ -165,7 +165,9 @@ def _answers(output: RequestOutput) -> Iterator[tuple[int, Answer]]:
     for choice in output.outputs:
         logprobs = [_plain(at) for at in choice.logprobs or ()]
         ended = str(choice.finish_reason)
-        yield choice.index, Answer(choice.token_ids, logprobs, prompt, ended, output.error, output.num_cached_tokens)
+        answer = Answer(choice.token_ids, logprobs, prompt, ended, output.error, output.num_cached_tokens)
+        answer.pooled = output.pooled
+        yield choice.index, answer
 
 
 def _plain(at: LogprobsAt) -> Entry:

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from penstock.config import SCHEDULING_POLICIES
+from penstock.interface.pooling import PoolingParams
 
 Axis = dict[str, dict[str, Any]]
 
@@ -64,7 +65,7 @@ SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "integer"}}, "required": ["a", "b"],
 }  # fmt: skip
 UNSCORED = {"logprobs": None}  # tokens without a choice are taken without a step then
-# What a request asks for; every kind but the unscored ones reports log-probabilities.
+# What a request asks for; every kind but the unscored ones reports log-probabilities, or vectors.
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "ignore_eos": True},
     "temperature 1": {"temperature": 1.0, "ignore_eos": True},
@@ -91,6 +92,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "beam search": {"use_beam_search": True, "length_penalty": 0.7},
     "a JSON schema": {"temperature": 1.0, "structured_outputs": {"json": SCHEMA}},
     "a regular expression": {"temperature": 0.0, "structured_outputs": {"regex": "[a-z]{2,9}-0123456789"}, **UNSCORED},
+    "pooled prompt": {
+        "pooling": PoolingParams(pooling_type="MEAN", normalize=False),
+        "temperature": 0.0,
+        "max_tokens": 1,
+        "logprobs": None,
+        "detokenize": False,
+    },
 }
 BEAMS = 3  # of a beam search, which takes the place of n
 

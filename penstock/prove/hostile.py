@@ -34,6 +34,7 @@ from penstock.server.openai_requests import (
     Strict,
     TokenizeRequest,
 )
+from penstock.server.pooling_bodies import EmbeddingRequest, RankingRequest, ScoreRequest
 from penstock.server.responses_input import ResponseRequest
 from penstock.server.unsupported import UNSUPPORTED
 
@@ -44,6 +45,9 @@ KINDS: dict[str, type[Strict]] = {
     "/detokenize": DetokenizeRequest,
     "/v1/responses": ResponseRequest,
     "/v1/cache/pin": PinRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/score": ScoreRequest,
+    "/rerank": RankingRequest,
 }
 JSON_HEADER = ((b"content-type", b"application/json"),)
 FINE = (200, 400, 404, 405, 408, 413, 414, 415, 422, 429, 431)

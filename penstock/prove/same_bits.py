@@ -24,7 +24,7 @@ from penstock.prove.askers import OFFLINE, OPEN, SERVING
 from penstock.prove.proof import Trials
 
 ENGINES, CROWDS = 3, 5  # engines of a round, and crowds that meet in each
-LENGTHS = (1, 5, 16, 17, 24, 33, 48, 64, 72, 80, 97, 120)  # of prompts, in tokens
+LENGTHS = (1, 5, 16, 17, 24, 33, 48, 64, 72, 80, 97, 110, 120)  # of prompts, in tokens
 SHARED = (40, 70)  # leading tokens of the longest prompt that two more begin with
 MAX_TOKENS = 12
 MAX_DELAY = 12  # steps between the first arrival and the last
@@ -170,7 +170,7 @@ def make_crowd(random: Random, this: Round, via: str, *, is_first: bool) -> tupl
     crowd = [
         Member(
             query := random.choice(possible),
-            axes.BEAMS if this.queries[query].is_search else _weighted(random, axes.CHOICES),
+            _width(random, this.queries[query]),
             random.randint(0, MAX_DELAY) * (arrival != axes.ARRIVALS[0]),
             salt=random.choice((None, *axes.SALTS[1:])),
         )
@@ -183,13 +183,21 @@ def make_crowd(random: Random, this: Round, via: str, *, is_first: bool) -> tupl
     return crowd, {"crowd": str(size), "arrival": arrival, "disturbance": disturbance, "pinned": pinned}
 
 
+def _width(random: Random, query: Query) -> int:
+    """Return how many choices a member has."""
+    if query.is_pooled:
+        return 1
+    return axes.BEAMS if query.is_search else _weighted(random, axes.CHOICES)
+
+
 def _weighted(random: Random, weights: dict[T, int]) -> T:
     return random.choices(list(weights), list(weights.values()))[0]
 
 
 def _cut(random: Random, this: Round, member: Member) -> int:
     """Return how many tokens a member brings along: at most all but one of its shortest choice."""
-    if this.queries[member.query].is_search:  # which begins anew
+    query = this.queries[member.query]
+    if query.is_search or query.is_pooled:  # which begin anew
         return 0
     shortest = min(len(this.expected[member.query, choice].ids) for choice in range(member.n))
     return random.randrange(shortest)

@@ -252,11 +252,13 @@ def _update_tables(row: _Known, new_block_ids: list[list[int]], released: list[i
 
 
 def score_checksums(results: list[RequestStepOutput]) -> dict[int, int]:
-    """Return a checksum of the log-probabilities of each result that has any, by index."""
+    """Return a checksum of the log-probabilities, or of the pooled vectors, of each result that has any, by index."""
     found = {}
     for index, result in enumerate(results):
         if result.logprobs or result.prompt_logprobs:
             found[index] = _scores_checksum([*(result.logprobs or ()), *(result.prompt_logprobs or ())])
+        if result.pooled is not None:
+            found[index] = crc32(result.pooled)
     return found
 
 

@@ -37,11 +37,13 @@ from penstock.layers.context import CausalLM, ForwardContext
 from penstock.runner.checksums import logits_checksums
 from penstock.runner.custom_processors import apply_custom_processors
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions, PromptPiece
+from penstock.runner.pooler import Pooler
 from penstock.runner.programs import RecordedModel
 from penstock.runner.sampler import Sampled, Sampler, token_logprobs
 from penstock.runner.structured import Forms, StructuredRows
 from penstock.spec.model_config import ModelConfig
 
+HIDDEN_NOT_FINITE = "the model's hidden states are not finite (NaN or infinity)"
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 ALL_MASKED = "no token may be chosen: min_tokens, bad words and other masks leave none that the model allows"
 
@@ -56,6 +58,7 @@ class _Result:
     error: str | None = None
     checksum: int | None = None
     mirostat_mu: float | None = None
+    pooled: bytes | None = None
 
     def take(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Add a sampled token."""
@@ -67,7 +70,13 @@ class _Result:
         if self.error is not None:
             return RequestStepOutput([], error=self.error, checksum=self.checksum)
         return RequestStepOutput(
-            self.new_token_ids, self.logprobs, self.prompt_logprobs, None, self.checksum, self.mirostat_mu
+            self.new_token_ids,
+            self.logprobs,
+            self.prompt_logprobs,
+            None,
+            self.checksum,
+            self.mirostat_mu,
+            self.pooled,
         )
 
 
@@ -114,6 +123,7 @@ class ModelRunner:
         self._kv_caches = allocate_kv_caches(ops, groups, config, model_config, kv_scales)
         self.cache_bytes = sum(cache.num_bytes for cache in self._kv_caches)
         self._sampler = Sampler(ops)
+        self._pooler = Pooler()
         self._checksum_step: int | None = None  # the step being computed, if it asks for checksums
         self.batch = InputBatch(groups, config.scheduler.max_num_seqs, max_model_len, model_config.eos_token_ids)
         self._structured = StructuredRows(forms, self.batch, ops)
@@ -127,6 +137,7 @@ class ModelRunner:
         """
         self.batch.update(scheduler_output)
         self._structured.update(scheduler_output)
+        self._pooler.update(scheduler_output)
         self._copy_blocks(scheduler_output.block_copies)
         if not scheduler_output.scheduled:
             return StepOutput(scheduler_output.step_id, {})
@@ -148,10 +159,18 @@ class ModelRunner:
         if isinstance(self._model, RecordedModel) and len(step.sampled) == len(step.input_ids) <= FEW_ROWS:
             self._sample(self._model.logits(input_ids, ctx), step, results)
         else:
-            self._finish(self._model(input_ids, ctx), step, results)
+            hidden = self._model(input_ids, ctx)
+            self._pool(hidden, step, scheduler_output, results)
+            self._finish(hidden, step, results)
         ids = (item.request_id for item in scheduler_output.scheduled)
         finished = {request_id: result.finish() for request_id, result in zip(ids, results, strict=True)}
         return StepOutput(scheduler_output.step_id, finished)
+
+    def _pool(self, hidden: Tensor, step: PackedStep, plan: SchedulerOutput, results: list[_Result]) -> None:
+        """Take what pooling requests want of hidden [T, hidden]."""
+        for b, pooled in self._pooler.take(hidden, step.query_start_loc, plan.scheduled).items():
+            results[b].pooled = pooled
+            results[b].error = HIDDEN_NOT_FINITE if pooled is None else None
 
     def _finish(self, hidden: Tensor, step: PackedStep, results: list[_Result]) -> None:
         """Sample and score hidden [T, hidden], with logits only at the positions that need them."""

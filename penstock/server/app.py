@@ -24,6 +24,7 @@ from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.authentication import KeyMiddleware
 from penstock.server.completions import create_chat_completion, create_completion, source_of
 from penstock.server.context import Metrics, ServerContext, context_of, is_administrator, json_response, read_body
+from penstock.server.embeddings import create_embeddings, create_ranking, create_scores
 from penstock.server.inputs import decode, tokenize
 from penstock.server.keeping import KeptCalls
 from penstock.server.keys import KeyRing
@@ -77,6 +78,9 @@ def _routes() -> list[Route]:
         Route("/v1/cache/pin", create_pin, methods=["POST"]),
         Route("/v1/cache/pin", list_pins),
         Route("/v1/cache/pin/{name}", delete_pin, methods=["DELETE"]),
+        Route("/v1/embeddings", create_embeddings, methods=["POST"]),
+        *(Route(path, create_scores, methods=["POST"]) for path in ("/score", "/v1/score")),
+        *(Route(path, create_ranking, methods=["POST"]) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         Route("/v1/models", list_models),
         Route("/v1/models/{model:path}", retrieve_model),
         Route("/tokenize", create_tokens, methods=["POST"]),

@@ -23,7 +23,7 @@ from penstock.errors import EngineDeadError, InvalidRequestError
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 
-URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
 MAX_SHOWN = 3  # wrong lines that an error names
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -46,6 +47,7 @@ class Generation:
         on_output: called with each output of a prompt.
         is_patient: where the queue is full, it waits and tries again.
         num_reasoning_tokens: counted by whoever shapes the answer.
+        at_once: prompts that the engine has at a time; None: all.
     """
 
     context: ServerContext
@@ -56,6 +58,7 @@ class Generation:
     on_output: Callable[[int, RequestOutput], None] | None = None
     is_patient: bool = False
     num_reasoning_tokens: int = 0
+    at_once: int | None = None
     _latest: list[RequestOutput | None] = field(init=False)  # per prompt
     _last_token_at: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -66,7 +69,7 @@ class Generation:
     async def outputs(self) -> AsyncGenerator[Indexed | None, None]:
         """Yield every output as it comes, and None after each silent keep-alive interval. Closing it aborts all."""
         streams = [self._generate(index) for index in range(len(self.prompts))]
-        async with aclosing(merged(streams, self._silence_s)) as outputs:
+        async with aclosing(merged(streams, self._silence_s, self.at_once)) as outputs:
             async for item in outputs:
                 self._check_deadline()
                 if item is not None:
@@ -191,12 +194,16 @@ def _raise_failure(output: RequestOutput) -> None:
 
 
 async def merged(
-    streams: Sequence[AsyncIterator[RequestOutput]], idle_s: Callable[[], float]
+    streams: Sequence[AsyncIterator[RequestOutput]], idle_s: Callable[[], float], at_once: int | None = None
 ) -> AsyncGenerator[Indexed | None, None]:
-    """Yield the outputs of all streams as they come; None after idle_s() of silence. The first error ends them all."""
+    """Yield the outputs of all streams as they come; None after idle_s() of silence. The first error ends them all.
+
+    at_once: streams that are begun before others have ended; None: all.
+    """
     pending: dict[asyncio.Task[RequestOutput | None], int] = {}
+    waiting = iter(enumerate(streams))
     try:
-        for index, stream in enumerate(streams):
+        for index, stream in islice(waiting, at_once):
             pending[_step(stream)] = index
             await asyncio.sleep(0)  # starts one prompt at a time; other requests run in between
         while pending:
@@ -209,6 +216,8 @@ async def merged(
                 if output is not None:
                     yield index, output
                     pending[_step(streams[index])] = index
+                elif (following := next(waiting, None)) is not None:
+                    pending[_step(following[1])] = following[0]
     finally:
         for task in pending:
             task.cancel()

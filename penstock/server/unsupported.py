@@ -84,7 +84,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
 }
 
 UNSUPPORTED_ROUTES = (
-    "/v1/embeddings",
     "/v1/responses/{id}/input_items",
     "/v1/responses/input_tokens",
     "/v1/responses/compact",
@@ -92,10 +91,6 @@ UNSUPPORTED_ROUTES = (
     "/v1/messages/count_tokens",
     "/v1/completions/render",
     "/v1/chat/completions/render",
-    "/v1/rerank",
-    "/rerank",
-    "/v1/score",
-    "/score",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
     "/load",

@@ -18,6 +18,7 @@ from penstock import (
     EngineError,
     InvalidRequestError,
     ModelLoadError,
+    PoolingParams,
     RequestFailedError,
     SamplingParams,
 )
@@ -332,23 +333,29 @@ async def stream_all(llm, num_tokens, *, output_kind="delta"):
 @pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 def test_no_stream_notices_that_engines_die(monkeypatch, fault):
-    """Whatever ends an engine, or only stops it: every stream goes on with the next token, none lost or changed."""
+    """Whatever ends an engine, or only stops it: every stream goes on with the next token, none lost or changed; and
+    a vector that it was computing comes from the next one, with the same bits."""
+    mean = PoolingParams(pooling_type="MEAN")
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 100)
     monkeypatch.setattr(liveness, "IDLE_STALL_S", 1.0)
 
     async def scenario():
         async with AsyncLLM(model="demo", max_num_seqs=12) as llm:
             undisturbed = await stream_all(llm, 120)
+            vector, pooled = (await llm.embed(PROMPTS[0], mean)).outputs, []
             disturbed = asyncio.create_task(stream_all(llm, 120))
             for restarts in range(1 if fault is signal.SIGSTOP else 3):
                 tokens = llm.status().stats.num_generated_tokens_total
                 await until(lambda: llm.status().stats.num_generated_tokens_total > tokens + 100)  # noqa: B023
+                pooled += [asyncio.create_task(llm.embed(PROMPTS[0], mean)) for _ in range(2)]
+                await asyncio.sleep(0)  # they are sent
                 os.kill(llm.status().pid, fault)
                 await until(lambda: llm.status().restarts == restarts + 1)  # noqa: B023
                 assert llm.status().journal_requests > 0
                 await until(lambda: llm.status().state is EngineState.READY)
             assert not disturbed.done()
             assert await disturbed == undisturbed
+            assert [(await item).outputs for item in pooled] == [vector] * len(pooled)
             assert llm.status().journal_requests == 0
 
     asyncio.run(scenario())

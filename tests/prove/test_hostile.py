@@ -64,7 +64,8 @@ def test_every_route_that_takes_a_body_is_attacked() -> None:
     routes = [route for route in ScriptedServer("demo").app.routes if isinstance(route, Route)]
     taking = {route.path for route in routes if "POST" in (route.methods or ()) and route.endpoint is not not_built}
     without_body = {"/ping", "/status/record", "/v1/responses/{id}/cancel"}
-    assert taking - without_body == KINDS.keys() == BODIES.keys()
+    other_names = {"/v1/score", "/v1/rerank", "/v2/rerank"}
+    assert taking - without_body - other_names == KINDS.keys() == BODIES.keys()
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, frames.ToEngine, frames.FromEngine])

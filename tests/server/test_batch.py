@@ -60,7 +60,7 @@ def test_each_api_and_errors(tmp_path: Path) -> None:
         request("b", "/v1/chat/completions", max_tokens=5),
         request("c", "/v1/responses", max_output_tokens=5),
         request("d", tempreature=1),
-        request("e", "/v1/embeddings"),
+        request("e", "/v1/messages"),
         request("f", stream=True),
         request("g", model="other"),
     ]

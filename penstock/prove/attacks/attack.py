@@ -30,6 +30,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/v1/responses": {"input": "Hi"},
     "/v1/cache/pin": {"prompt": "Once upon a time, far away, there was a little girl who liked to read.", "name": "a"},
+    "/v1/embeddings": {"input": ["Hi", "Once upon a time"]},
+    "/score": {"text_1": "Hi", "text_2": ["Hi", "Once"]},
+    "/rerank": {"query": "Hi", "documents": ["Hi", {"text": "Once"}]},
 }
 ERROR_FIELDS = {"message", "type", "param", "code"}
 # What no answer may show: the key, where the server lies, and how it is written.

@@ -43,6 +43,13 @@ def on_both(name: str, *fields: dict[str, Any], expect: tuple[int, ...] = (400,)
     return Calls(name, [Call({**BODIES[path], **item}, expect, path) for path in BOTH for item in fields])
 
 
+BAD_INPUTS: tuple[Any, ...] = ("", [], [""], [[]], [[10**9]], [1, "a"], {}, None)
+BAD_EMBEDDINGS: list[dict[str, Any]] = [
+    *({"input": value} for value in BAD_INPUTS),
+    *({"input": "a", "dimensions": value} for value in (10**9, 0, 5, "a")),
+    *({"input": "a", "truncate_prompt_tokens": value} for value in (0, -2, 10**12)),
+    {"input": "a", "encoding_format": "x"},
+]
 SAMPLING: tuple[Attack, ...] = (
     on_both(
         "a beam search beyond its limits",
@@ -202,8 +209,11 @@ PROMPTS: tuple[Attack, ...] = (
         + [Call(None, (404,), "/v1/models/..%2f..%2fetc%2fpasswd", "GET")],
     ),
     Calls(
-        "embeddings, which are not built (vLLM #30656)",
-        [Call(lambda: {"input": ["x"] * 100_000}, (404,), "/v1/embeddings")],
+        "embeddings of many texts, and of none (vLLM #30656)",
+        [Call(lambda: {"input": ["x"] * 100_000}, (400,), "/v1/embeddings")]
+        + [Call(lambda: {"input": ["x"] * 2048}, (200,), "/v1/embeddings")]
+        + [Call(body, (400,), "/v1/embeddings") for body in BAD_EMBEDDINGS]
+        + [Call({"query": "a", "documents": ["x"] * 100_000}, (400,), "/rerank")],
     ),
     refused("many prompts with costly stops", {"prompt": ["x"] * 200, "stop": [chr(65 + i) * 256 for i in range(16)]},
             expect=(200,)),

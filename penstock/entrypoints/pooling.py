@@ -1,0 +1,93 @@
+"""Results of pooling requests as Python programs get them: arrays, embeddings, and scores of pairs."""
+
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError, RequestFailedError
+from penstock.interface.outputs import RequestOutput
+from penstock.interface.pooling import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    cosine,
+)
+from penstock.interface.sampling_params import SamplingParams
+
+TASKS = {"embed": None, "token_embed": "ALL"}  # vLLM's pooling_task -> pooling_type
+
+
+def pooling_request(params: Any, pooling_task: str | None = None) -> SamplingParams:
+    """Return the parameters of a request for vectors.
+
+    Raises:
+        InvalidRequestError: params are no PoolingParams, or the task is another one than they name.
+    """
+    params = PoolingParams() if params is None else params
+    if not isinstance(params, PoolingParams):
+        raise check.fail("pooling_params", params, "a PoolingParams, or a list of them")
+    if pooling_task is not None:
+        check.check_choice("pooling_task", pooling_task, [*TASKS])
+        kind = TASKS[pooling_task]
+        if kind is not None and params.pooling_type not in (None, kind):
+            raise check.fail("pooling_task", pooling_task, f"embed with pooling_type = {params.pooling_type}")
+        params = params if kind is None else replace(params, pooling_type=kind)
+    return SamplingParams.for_pooling(params)
+
+
+def embedding_request(params: Any) -> SamplingParams:
+    """Return the parameters of a request for one vector.
+
+    Raises:
+        InvalidRequestError: params are no PoolingParams, or ask for a vector of each token.
+    """
+    request = pooling_request(params)
+    if request.pooling is not None and request.pooling.pooling_type == "ALL":
+        raise check.fail("pooling_type", "ALL", "LAST, MEAN or CLS: an embedding is one vector; encode gives all")
+    return request
+
+
+def requests_for(params: Any, count: int, make: Any) -> list[SamplingParams]:
+    """Return one request for each prompt; params: one PoolingParams for all, one for each, or None."""
+    listed = list(params) if isinstance(params, list | tuple) else [params] * count
+    if len(listed) != count:
+        message = f"pooling_params: {len(listed)} for {count} prompts; give one, or one per prompt"
+        raise InvalidRequestError(message, param="pooling_params")
+    return [make(item) for item in listed]
+
+
+def pooling_output(output: RequestOutput, *, is_matrix: bool) -> PoolingRequestOutput:
+    """Return a request's vectors as an array. Raise RequestFailedError if its computation failed."""
+    data = np.frombuffer(_pooled(output), dtype="<f4")
+    shaped = data.reshape(len(output.prompt_token_ids), -1) if is_matrix else data
+    result = PoolingOutput(shaped)
+    return PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
+
+
+def embedding_output(output: RequestOutput) -> EmbeddingRequestOutput:
+    """Return a request's vector as a list. Raise RequestFailedError if its computation failed."""
+    result = EmbeddingOutput(array("f", _pooled(output)).tolist())
+    return EmbeddingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
+
+
+def score_output(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
+    """Return the score of two texts by their normalised embeddings."""
+    return ScoringRequestOutput(
+        request_id=second.request_id,
+        outputs=ScoringOutput(cosine(first.outputs.embedding, second.outputs.embedding)),
+        prompt_token_ids=[*first.prompt_token_ids, *second.prompt_token_ids],
+        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+    )
+
+
+def _pooled(output: RequestOutput) -> bytes:
+    if output.pooled is None:
+        raise RequestFailedError(output.error or "the engine ended a request without its vectors")
+    return output.pooled

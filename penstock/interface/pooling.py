@@ -1,0 +1,204 @@
+"""Pooling: a prompt becomes vectors instead of tokens. PoolingParams says which, PoolerConfig what a model is made for.
+
+    prompt of T tokens -> final hidden states [T, hidden] -> pooled [hidden], cut to `dimensions`, divided by its length
+
+What a request leaves open (None) the client settles by the model's PoolerConfig. Plain values, in vLLM's spelling.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import fsum
+from operator import mul
+from typing import Any
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError, NotSupportedError
+
+# LAST and CLS: the hidden state of the last or the first token; MEAN: of all, averaged; ALL: of each, [T, hidden].
+POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL")
+TRUNCATION_SIDES = ("right", "left")
+MAX_DIMENSIONS = 2**20
+MAX_POOLED_BYTES = 2**26  # of the hidden states of one request
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """What a request wants of the hidden states of its prompt.
+
+    Attributes:
+        pooling_type: one of POOLING_TYPES.
+        normalize: divide each vector by its length.
+        dimensions: keep so many leading numbers, of a model that is made for it.
+        truncate_prompt_tokens: a longer prompt is cut to so many tokens; -1: to what the context holds. None: refused.
+        truncation_side: "right" keeps its first tokens, "left" its last ones.
+
+    Raises:
+        InvalidRequestError: a value has the wrong type or is out of range; `param` names the field.
+    """
+
+    pooling_type: str | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = "right"
+
+    def __post_init__(self) -> None:
+        if self.pooling_type is not None:
+            check.check_choice("pooling_type", self.pooling_type, POOLING_TYPES)
+        if self.normalize is not None:
+            check.check_bool("normalize", self.normalize)
+        check.check_int("dimensions", self.dimensions, 1, MAX_DIMENSIONS, optional=True)
+        check.check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, optional=True)
+        if self.truncate_prompt_tokens == 0:
+            raise check.fail("truncate_prompt_tokens", 0, "-1, or at least 1")
+        check.check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Return whether other tokens than the last one count, so that no cached prefix may be skipped."""
+        return self.pooling_type != "LAST"
+
+    def truncated(self, token_ids: Sequence[int], max_model_len: int) -> list[int]:
+        """Return the tokens of a prompt that are computed."""
+        if self.truncate_prompt_tokens is None:
+            return list(token_ids)
+        limit = max_model_len if self.truncate_prompt_tokens < 0 else min(self.truncate_prompt_tokens, max_model_len)
+        return list(token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolerConfig:
+    """How a model's hidden states become an embedding where a request says nothing.
+
+    Attributes:
+        hidden_size: numbers of a hidden state; 0: not known.
+        is_matryoshka: trained so that leading numbers of an embedding are an embedding: any `dimensions` may be asked
+            for.
+        matryoshka_dimensions: the only ones that may be asked for; (): none, or any with is_matryoshka.
+        unsupported: why this model's embeddings cannot be computed: its files ask for more than is built.
+    """
+
+    pooling_type: str = "LAST"
+    normalize: bool = True
+    is_matryoshka: bool = False
+    matryoshka_dimensions: tuple[int, ...] = ()
+    hidden_size: int = 0
+    unsupported: str | None = None
+
+    def with_options(self, given: Mapping[str, Any] | None) -> "PoolerConfig":
+        """Return the config with what the engine option pooler_config says, which a model's files do not refuse then.
+
+        Raises:
+            InvalidRequestError: it has an unknown key or a wrong value.
+        """
+        if given is None:
+            return self
+        known = [item.name for item in fields(self)][:4]
+        for name in given:
+            if name not in known:
+                raise check.fail("pooler_config", name, f"a mapping of some of {', '.join(known)}")
+        for name in ("normalize", "is_matryoshka"):
+            check.check_bool(f"pooler_config.{name}", given.get(name, False))
+        check.check_choice("pooler_config.pooling_type", given.get("pooling_type", "LAST"), POOLING_TYPES[:3])
+        ids = given.get("matryoshka_dimensions", ())
+        dimensions = check.int_tuple("pooler_config", ids, low=1, high=MAX_DIMENSIONS, max_items=1024)
+        unsupported = None if "pooling_type" in given else self.unsupported
+        return replace(self, **{**given, "matryoshka_dimensions": dimensions, "unsupported": unsupported})
+
+    def settle(self, params: PoolingParams, num_tokens: int) -> PoolingParams:
+        """Return the parameters of a request with nothing left open.
+
+        Raises:
+            InvalidRequestError: the model is not made for these dimensions, or there would be too many numbers.
+            NotSupportedError: the model's files say that its embeddings need more than is built.
+        """
+        kind = params.pooling_type or self.pooling_type
+        if self.unsupported is not None and params.pooling_type is None:
+            raise NotSupportedError(f"{self.unsupported}; pooler_config, or pooling_type, decides", param="model")
+        self._check_dimensions(params.dimensions)
+        if kind == "ALL" and num_tokens * self.hidden_size * FLOAT_BYTES > MAX_POOLED_BYTES:
+            raise InvalidRequestError(
+                f"pooling_type: the hidden states of {num_tokens} tokens take more than {MAX_POOLED_BYTES} bytes; at "
+                f"most {MAX_POOLED_BYTES // (self.hidden_size * FLOAT_BYTES)} tokens are allowed",
+                param="pooling_type",
+            )
+        normalize = kind != "ALL" and self.normalize if params.normalize is None else params.normalize
+        return replace(params, pooling_type=kind, normalize=normalize)
+
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        if dimensions is None:
+            return
+        if not self.is_matryoshka and not self.matryoshka_dimensions:
+            raise InvalidRequestError(
+                f"dimensions: {dimensions} is not allowed: nothing says that the leading numbers of this model's "
+                "embeddings are embeddings too; if they are, start it with pooler_config = "
+                '{"is_matryoshka": true}',
+                param="dimensions",
+            )
+        if self.matryoshka_dimensions and dimensions not in self.matryoshka_dimensions:
+            raise check.fail("dimensions", dimensions, f"one of {', '.join(map(str, self.matryoshka_dimensions))}")
+        if self.hidden_size:
+            check.check_int("dimensions", dimensions, 1, self.hidden_size)
+
+
+def cosine(first: Iterable[float], second: Iterable[float]) -> float:
+    """Return the cosine of two vectors of length 1: an exact sum, rounded once, so that no order of adding shows."""
+    return max(-1.0, min(1.0, fsum(map(mul, first, second))))
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolingOutput:
+    """data: a numpy array, float32: [hidden], or [T, hidden] with pooling_type ALL."""
+
+    data: Any
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    embedding: list[float] = field(repr=False)
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """score: the cosine of the angle between the embeddings of two texts, -1 to 1."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput:
+    """The result of a pooling request. prompt_token_ids: those that were computed, after a truncation."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """The score of a pair. prompt_token_ids: of both texts, the second after the first."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True

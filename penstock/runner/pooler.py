@@ -1,0 +1,117 @@
+"""Pooler: folds the final hidden states of prompts into vectors, chunk by chunk (interface/pooling.py).
+
+The bits depend on the hidden states alone, never on where a prompt was cut: MEAN adds them one after the other, in
+float64, and the length of a vector is an exact sum, rounded once. A request that is preempted begins anew.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import EngineError
+from penstock.interface.pooling import PoolingParams
+from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.kernels.tensors import FLOAT32, FLOAT64, Tensor, as_array
+
+ROWS_AT_ONCE = 64  # copied; a whole chunk would be megabytes
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Pooled:
+    """What is known of a request.
+
+    Attributes:
+        num_tokens: of its prompt.
+        kept: rows of hidden states [n, hidden], in order: what LAST, CLS and ALL return.
+        total: the sum of the rows so far, [hidden]; of MEAN only.
+    """
+
+    params: PoolingParams
+    num_tokens: int
+    kept: list[Float32] = field(default_factory=list)
+    total: Float64 | None = None
+
+    def take(self, rows: Tensor, start: int) -> None:
+        """Take the hidden states [n, hidden] of the tokens from position `start` on."""
+        kind, is_last = self.params.pooling_type, start + rows.shape[0] == self.num_tokens
+        if self.params.needs_whole_prompt and start > 0 and not self.kept and self.total is None:
+            raise EngineError("a request was pooled that found its prefix in the cache")
+        if kind == "MEAN":
+            total = np.zeros(rows.shape[1], FLOAT64) if self.total is None else self.total
+            for first in range(0, rows.shape[0], ROWS_AT_ONCE):
+                for row in _copy(rows[first : first + ROWS_AT_ONCE]):  # numpy may add them up in another order
+                    total += row
+            self.total = total
+        elif kind == "ALL":
+            self.kept.append(_copy(rows))
+        elif (kind == "LAST" and is_last) or (kind == "CLS" and start == 0):
+            self.kept = [_copy(rows[-1:] if kind == "LAST" else rows[:1])]
+
+    def result(self) -> bytes | None:
+        """Return the vectors; None if one of their numbers is not finite."""
+        found = np.concatenate(self.kept) if self.total is None else (self.total / self.num_tokens)[None]
+        if not np.isfinite(found).all():
+            return None
+        vectors = found[:, : self.params.dimensions]
+        if self.params.normalize:
+            vectors = np.stack([normalized(vector) for vector in vectors])
+        return np.ascontiguousarray(vectors, dtype="<f4").tobytes()
+
+
+def normalized(vector: npt.NDArray[np.floating]) -> Float64:
+    """Return a vector [n] divided by its length; zeros as they are."""
+    numbers = vector.astype(FLOAT64)
+    length = math.sqrt(math.fsum((numbers * numbers).tolist()))
+    return numbers / length if length else numbers
+
+
+class Pooler:
+    """The pooling requests of a runner, from the step that brings them until they are removed."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _Pooled] = {}
+
+    def update(self, scheduler_output: SchedulerOutput) -> None:
+        """Forget and learn requests as the InputBatch does."""
+        for request_id in scheduler_output.removed_request_ids:
+            self._requests.pop(request_id, None)
+        for request in scheduler_output.new_requests:
+            if request.params.pooling is not None:
+                self._requests[request.request_id] = _learnt(request, request.params.pooling)
+
+    def take(
+        self, hidden: Tensor, starts: npt.NDArray[np.int32], scheduled: Sequence[ScheduledRequest]
+    ) -> dict[int, bytes | None]:
+        """Take a step's hidden states [T, hidden]. Return the vectors of prompts that it ends, by index in the step.
+
+        starts: where each request's rows begin. A value is None where numbers are not finite.
+        """
+        if not self._requests:
+            return {}
+        found = {}
+        for index, item in enumerate(scheduled):
+            pooled = self._requests.get(item.request_id)
+            if pooled is None:
+                continue
+            start = int(starts[index])
+            rows = hidden[start : start + item.num_new_tokens]
+            pooled.take(rows, item.num_computed_tokens)
+            if item.num_computed_tokens + item.num_new_tokens == pooled.num_tokens:
+                found[index] = pooled.result()
+        return found
+
+
+def _learnt(request: NewRequest, params: PoolingParams) -> _Pooled:
+    if params.pooling_type is None:
+        raise EngineError("a pooling request is settled before it is computed")
+    return _Pooled(params, request.num_prompt_tokens)
+
+
+def _copy(rows: Tensor) -> Float32:
+    """Copy hidden states, which the next step overwrites."""
+    return np.array(as_array(rows), dtype=FLOAT32)

@@ -1,0 +1,86 @@
+"""Reads how a model's embeddings are meant: the files that sentence-transformers writes beside config.json. No torch.
+
+    modules.json             a list of steps: Transformer, Pooling, perhaps Normalize, perhaps more
+    1_Pooling/config.json    which tokens count (the path is in modules.json)
+    config.json              is_matryoshka, matryoshka_dimensions
+
+Without modules.json a decoder's embedding is the hidden state of its last token, normalised.
+"""
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from penstock.errors import ModelLoadError
+from penstock.interface.pooling import MAX_DIMENSIONS, PoolerConfig
+from penstock.spec.config_file import CONFIG, read_json
+from penstock.validation import one_line, shown
+
+MODULES = "modules.json"
+MAX_BYTES = 2**20
+MODES = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}  # pooling_mode_* -> pooling_type
+PART_OF_IT = ("Transformer", "Pooling", "Normalize")
+
+
+def read_pooler(directory: Path, hidden_size: int) -> PoolerConfig:
+    """Return the pooler that a model directory describes.
+
+    Raises:
+        ModelLoadError: a file cannot be read, or is not what sentence-transformers writes.
+    """
+    dimensions = _dimensions(directory / CONFIG)
+    if not (directory / MODULES).exists():
+        return PoolerConfig(hidden_size=hidden_size, **dimensions)
+    names: list[str] = []
+    kind, problem = "LAST", None
+    for module in _read_modules(directory / MODULES):
+        name = str(module.get("type", "")).rpartition(".")[2]
+        names.append(name)
+        if name not in PART_OF_IT:
+            problem = f"{MODULES}: {shown(name)} is not supported; embeddings are pooled, and perhaps normalised"
+        elif name == "Pooling":
+            kind, why_not = _pooling_type(_inside(directory, module.get("path")))
+            problem = problem or why_not
+    return PoolerConfig(
+        pooling_type=kind, normalize="Normalize" in names, hidden_size=hidden_size, unsupported=problem, **dimensions
+    )
+
+
+def _dimensions(file: Path) -> dict[str, Any]:
+    """Return what config.json says of shorter embeddings, if there is one and it is right."""
+    config = read_json(file) if file.is_file() else {}
+    ids = config.get("matryoshka_dimensions") or ()
+    if not isinstance(ids, list | tuple) or any(type(item) is not int or not 0 < item < MAX_DIMENSIONS for item in ids):
+        raise ModelLoadError(f"{file}: matryoshka_dimensions = {shown(ids)} is not allowed; it must be a list of sizes")
+    return {"is_matryoshka": config.get("is_matryoshka") is True, "matryoshka_dimensions": tuple(ids)}
+
+
+def _read_modules(file: Path) -> list[dict[str, Any]]:
+    try:
+        if not file.is_file() or file.stat().st_size > MAX_BYTES:
+            raise ModelLoadError(f"{file}: must be a file of at most {MAX_BYTES} bytes")
+        modules = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{file}: cannot be read as JSON: {one_line(error)}") from None
+    if not isinstance(modules, list) or not all(isinstance(item, dict) for item in modules):
+        raise ModelLoadError(f"{file}: holds {shown(modules)}; it must be a list of objects")
+    return modules
+
+
+def _inside(directory: Path, path: Any) -> Path:
+    """Return the config.json of a module. Raise ModelLoadError if it would be outside of the directory."""
+    parts = PurePosixPath(path if isinstance(path, str) else "")
+    if not parts.parts or parts.is_absolute() or ".." in parts.parts:
+        raise ModelLoadError(f"{directory / MODULES}: path = {shown(path)} is not allowed; it must be a folder in here")
+    return directory / parts / CONFIG
+
+
+def _pooling_type(file: Path) -> tuple[str, str | None]:
+    """Return the pooling type, and why it is not supported."""
+    config = read_json(file)
+    prefix = "pooling_mode_"
+    asked = [name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True]
+    asked = asked or [str(config.get("pooling_mode", "")).replace("mean", "mean_tokens").replace("cls", "cls_token")]
+    if len(asked) == 1 and asked[0] in MODES:
+        return MODES[asked[0]], None
+    return "LAST", f"{file.parent.name}/{CONFIG}: pooling by {shown(', '.join(asked))} is not supported"

@@ -1,0 +1,152 @@
+"""/v1/embeddings, /score and /rerank: the shapes that clients send and read, and what is refused."""
+
+import base64
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from math import cos, sin
+from typing import Any
+
+import openai
+import pytest
+
+from penstock.errors import RequestFailedError
+from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
+from penstock.interface.pooling import PoolerConfig
+from penstock.interface.sampling_params import SamplingParams
+from tests.server.fakes import Behaviour, FakeEngineClient
+from tests.server.harness import RunningServer, app_client, running
+
+
+class Angles(FakeEngineClient):
+    """An engine whose embedding of a text points to an angle: the sum of its ids, in hundredths.
+
+    Attributes:
+        most_open: requests that were open at once.
+    """
+
+    most_open = 0
+
+    async def _run(self, ids: list[int], params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
+        assert params.pooling is not None
+        self.most_open = max(self.most_open, len(self.open))
+        await self._wait(0)
+        angle = sum(ids) / 100
+        choice = CompletionOutput(0, "", [], finish_reason=FinishReason.STOP)
+        pooled = array("f", [cos(angle), sin(angle)]).tobytes()
+        yield RequestOutput(request_id, None, ids, [choice], finished=True, pooled=pooled)
+
+
+def vector(text: str) -> list[float]:
+    angle = sum([256, *text.encode()]) / 100
+    return array("f", [cos(angle), sin(angle)]).tolist()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running(Angles()) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def test_the_official_client(client: openai.OpenAI) -> None:
+    """Guards against base64 that the client reads as other numbers (it asks for it by default), and answers that are
+    not in the order of the texts."""
+    answer = client.embeddings.create(model="fake", input=["one", "two"], user="somebody")
+    assert [(item.index, item.object, item.embedding) for item in answer.data] == [
+        (0, "embedding", vector("one")),
+        (1, "embedding", vector("two")),
+    ]
+    assert (answer.object, answer.usage.prompt_tokens, answer.usage.total_tokens) == ("list", 8, 8)
+    plain = client.embeddings.create(model="fake", input="one", encoding_format="float")
+    assert [item.embedding for item in plain.data] == [vector("one")]
+    ids = client.embeddings.create(model="fake", input=[[256, 111], [256]], encoding_format="float")
+    assert [item.embedding for item in ids.data] == [vector("o"), vector("")]
+    assert client.embeddings.create(model="fake", input=[256, 111]).data[0].embedding == vector("o")
+
+
+def post(path: str, body: dict[str, Any], engine: FakeEngineClient | None = None) -> Any:
+    return app_client(engine or Angles()).post(path, json=body)
+
+
+def test_scores() -> None:
+    """Guards against pairs that are mixed up, and a text that does not score 1 against itself."""
+    answer = post("/score", {"text_1": "ab", "text_2": ["ab", "b"]}).json()
+    assert [item["score"] for item in answer["data"]] == pytest.approx([1.0, cos(0.97)])
+    assert (answer["object"], answer["data"][1]["object"], answer["usage"]["total_tokens"]) == ("list", "score", 8)
+    pairs = post("/v1/score", {"text_1": ["a", "b"], "text_2": ["b", "b"]}).json()
+    assert [item["score"] for item in pairs["data"]] == pytest.approx([cos(0.01), 1.0])
+
+
+def test_ranking() -> None:
+    """Guards against documents in the wrong order or under a wrong index, and a top_n that keeps the worst."""
+    body: dict[str, Any] = {"query": "a", "documents": ["az", {"text": "b"}, "a", "b"]}
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        results = post(path, body).json()["results"]
+        assert [item["index"] for item in results] == [2, 1, 3, 0]  # of equals, the first in the list comes first
+        assert [item["document"]["text"] for item in results] == ["a", "b", "b", "az"]
+        assert results[0]["relevance_score"] == pytest.approx(1.0)
+    short = post("/rerank", {**body, "top_n": 1, "return_documents": False}).json()
+    assert [sorted(item) for item in short["results"]] == [["index", "relevance_score"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "word"),
+    [
+        ("/v1/embeddings", {}, "input", "required"),
+        ("/v1/embeddings", {"input": ""}, "input", "at least one character"),
+        ("/v1/embeddings", {"input": []}, "input", "must be a text"),
+        ("/v1/embeddings", {"input": ["a", 1]}, "input", "must be a text"),
+        ("/v1/embeddings", {"input": [[1], []]}, "input", "no tokens"),
+        ("/v1/embeddings", {"input": [300]}, "input", "300"),
+        ("/v1/embeddings", {"input": "a" * 512}, "input", "exceed the context of 512"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "at most 2048"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 1}, "dimensions", "pooler_config"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        ("/v1/embeddings", {"input": "a", "n": 2}, "n", "unknown"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1", "as many as"),
+        ("/rerank", {"query": "a", "documents": []}, "documents", "at least one"),
+        ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", "-1"),
+    ],
+)
+def test_what_is_refused(path: str, body: dict[str, Any], param: str, word: str) -> None:
+    """Guards against a wrong body that fails as a 500, or an error that does not name the field."""
+    answer = post(path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert word in error["message"]
+
+
+def test_truncation_and_the_whole_context() -> None:
+    """Guards against a prompt that fills the context and is refused, and usage that counts what was cut off."""
+    assert post("/v1/embeddings", {"input": "a" * 511}).json()["usage"]["prompt_tokens"] == 512
+    cut = post("/v1/embeddings", {"input": ["abc", "a"], "truncate_prompt_tokens": 2}).json()
+    assert [item["embedding"] for item in cut["data"]] == [vector("a"), vector("a")]
+    assert cut["usage"]["prompt_tokens"] == 4
+    left = post("/v1/embeddings", {"input": [1, 2, 3], "truncate_prompt_tokens": 1, "truncation_side": "left"}).json()
+    assert left["data"][0]["embedding"] == pytest.approx([cos(0.03), sin(0.03)])
+
+
+def test_a_long_list_takes_turns() -> None:
+    """Guards against one call that fills the queue of all others, and dimensions that the model has."""
+    engine = Angles(Behaviour(delay_s=1e-4))
+    engine.info = replace(engine.info, max_num_seqs=3, pooler=PoolerConfig(is_matryoshka=True))
+    answer = post("/v1/embeddings", {"input": ["a"] * 20, "encoding_format": "base64", "dimensions": 2}, engine)
+    assert len(answer.json()["data"]) == 20
+    assert array("f", base64.b64decode(answer.json()["data"][19]["embedding"])).tolist() == vector("a")
+    assert engine.most_open == 3
+    assert {params.pooling.dimensions for _, params, _ in engine.seen if params.pooling} == {2}
+
+
+def test_one_failure_ends_the_call() -> None:
+    """Guards against a list with a gap, and requests of the call that go on after it has failed."""
+    engine = Angles(Behaviour(failure=RequestFailedError("not finite")))
+    answer = post("/v1/embeddings", {"input": ["a"] * 5}, engine)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "not finite")
+    assert not engine.open
