@@ -9,6 +9,7 @@ from typing import Any
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import TokenLogprobs
+from penstock.interface.timeline import Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class EngineOutput:
             the tokens alone. None without mirostat.
         num_accepted_tokens, num_rejected_tokens: drafts that this step has computed for the request.
         hypotheses: what a beam search has found, best first; in its only output, which has no new_token_ids.
+        intervals: of the request's timeline, those that have ended since its last output; None if there are none.
     """
 
     request_id: str
@@ -93,6 +95,7 @@ class EngineOutput:
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
     hypotheses: list[Hypothesis] | None = None
+    intervals: list[Interval] | None = None
 
 
 @dataclass(frozen=True, slots=True)
