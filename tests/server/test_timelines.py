@@ -62,36 +62,36 @@ def total(choice: dict[str, Any]) -> float:
 
 def test_answer_has_it_where_asked_and_status_by_either_id() -> None:
     """Guards against parts that do not sum to the wall time, and against prompts in /status."""
-    with app_client() as http:
-        answer = http.post("/v1/completions", json=BODY, headers={"X-Request-Id": "mine"}).json()
-        assert "timeline" not in http.post("/v1/completions", json=BODY | {"timeline": False}).json()
-        shown = answer["timeline"]
-        assert total(shown["choices"][0]) == pytest.approx(shown["wall_s"], rel=1e-9)
-        for wanted in ("mine", answer["id"]):
-            kept = http.get(f"/status/requests/{wanted}")
-            assert kept.json()["state"] == "ended"
-            assert total(kept.json()["choices"][0]) == pytest.approx(kept.json()["wall_s"], rel=1e-9)
-            assert "abc" not in kept.text
-        assert [call["id"] for call in http.get("/status/requests").json()["data"]][-1] == answer["id"]
-        assert http.get("/status/requests/none").json()["error"]["code"] == "request_not_found"
-        refused = http.post("/v1/completions", json=BODY | {"stream": True, "resumable": True})
-        assert refused.json()["error"]["param"] == "timeline"
-        events = http.post("/v1/completions", json=BODY | {"stream": True}).text.split("\n\n")
-        assert '"choices":[]' in events[-3]
-        assert '"timeline":{' in events[-3]
+    http = app_client()
+    answer = http.post("/v1/completions", json=BODY, headers={"X-Request-Id": "mine"}).json()
+    assert "timeline" not in http.post("/v1/completions", json=BODY | {"timeline": False}).json()
+    shown = answer["timeline"]
+    assert total(shown["choices"][0]) == pytest.approx(shown["wall_s"], rel=1e-9)
+    for wanted in ("mine", answer["id"]):
+        kept = http.get(f"/status/requests/{wanted}")
+        assert kept.json()["state"] == "ended"
+        assert total(kept.json()["choices"][0]) == pytest.approx(kept.json()["wall_s"], rel=1e-9)
+        assert "abc" not in kept.text
+    assert [call["id"] for call in http.get("/status/requests").json()["data"]][-1] == answer["id"]
+    assert http.get("/status/requests/none").json()["error"]["code"] == "request_not_found"
+    refused = http.post("/v1/completions", json=BODY | {"stream": True, "resumable": True})
+    assert refused.json()["error"]["param"] == "timeline"
+    events = http.post("/v1/completions", json=BODY | {"stream": True}).text.split("\n\n")
+    assert '"choices":[]' in events[-3]
+    assert '"timeline":{' in events[-3]
 
 
 def test_table_is_bounded() -> None:
     """Guards against a table that grows with every request."""
-    with app_client() as http:
-        for _ in range(3):
-            http.post("/v1/completions", json=BODY)
-        table = http.app.state.context.timelines  # type: ignore[attr-defined]
-        calls = table.visible_to(None)
-        for number in range(MAX_CALLS):
-            calls[0].id = f"cmpl-{number}"
-            table.add(calls[0])
-        assert len(table.visible_to(None)) == MAX_CALLS
+    http = app_client()
+    for _ in range(3):
+        http.post("/v1/completions", json=BODY)
+    table = http.app.state.context.timelines  # type: ignore[attr-defined]
+    calls = table.visible_to(None)
+    for number in range(MAX_CALLS):
+        calls[0].id = f"cmpl-{number}"
+        table.add(calls[0])
+    assert len(table.visible_to(None)) == MAX_CALLS
 
 
 def test_spans_are_those_of_the_timeline(collector: Collector) -> None:
