@@ -269,8 +269,7 @@ class Engine:
             reason, stop_token = request.ending(self.eos_token_ids)
             if reason is not None:
                 break
-        if result.mirostat_mu is not None:
-            request.mirostat_mu = result.mirostat_mu
+        request.mirostat_mu = request.mirostat_mu if result.mirostat_mu is None else result.mirostat_mu
         request.num_computed_tokens = min(computed, request.num_tokens)  # it may have ended within its drafts
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
