@@ -107,6 +107,9 @@ class StepLog:
 
     def committed(self, request: Request, *, has_token: bool, has_ended: bool) -> list[Interval] | None:
         """Note what the last step has brought a request. Returns the intervals to send, if there are any."""
+        track = self._tracks[request.source_id]
+        if track.state is IntervalKind.DECODE and not track.sent.intervals and not has_ended:  # nearly always
+            return None
         if has_ended:
             return self.finished(request)
         if has_token:
