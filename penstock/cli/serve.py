@@ -59,6 +59,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--record-dir", default=UNSET, metavar="DIR", help=help_text)
     help_text = "keep the token ids of prompts and answers in these records (default: on)"
     group.add_argument("--record-text", action=argparse.BooleanOptionalAction, default=UNSET, help=help_text)
+    help_text = "OpenTelemetry collector that gets a trace of each request (needs penstock[otel]; default: none)"
+    group.add_argument("--otlp-traces-endpoint", metavar="URL", help=help_text)
     add_log_level(group, "what is logged to standard error; info has a line for each request")
     _add_load_options(parser)
     add_engine_options(parser)
@@ -94,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         journal=args.journal,
         log_level=args.log_level,
         started_at=started_at,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         api_key_file=args.api_key_file,
         cache_salt_by_key=args.cache_salt_by_key,
         **times,

@@ -6,11 +6,14 @@
 Knows neither the engine nor its siblings.
 """
 
+import time
+
 from penstock.client.input_processor import PreparedRequest
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt
 from penstock.interface.sampling_params import RequestOutputKind
 from penstock.interface.step import TokenLogprobs
+from penstock.interface.timeline import IntervalKind, Timeline
 from penstock.tokenizer.detokenizer import IncrementalDetokenizer
 from penstock.tokenizer.stop_strings import StopStrings
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -23,6 +26,7 @@ class Choice:
         request: what the engine was given.
         token_ids: outputs received so far; `request` with these as output_token_ids resumes it on another engine.
         mirostat_mu: mirostat's state after them; they come back together.
+        timeline: where its time went, as far as engines have told.
         finish_reason: None while it runs.
         changed: there is something that make_output has not returned yet.
         cumulative_logprob: of the tokens so far; None where log-probabilities are not requested.
@@ -33,6 +37,7 @@ class Choice:
         self.request = request
         self.token_ids: list[int] = []
         self.mirostat_mu = request.mirostat_mu
+        self.timeline = Timeline(time.monotonic() if request.arrived_at is None else request.arrived_at)
         self.finish_reason: FinishReason | None = None
         self.changed = False
         self._params = params
@@ -44,6 +49,10 @@ class Choice:
         self._logprobs: list[LogprobsAt] | None = None if params.logprobs is None else []
         self.cumulative_logprob = None if params.logprobs is None else 0.0
         self._num_sent = 0  # tokens returned in DELTA mode
+
+    def turn(self, state: IntervalKind, at: float) -> None:
+        """Note in the timeline what the time counts as from now on, whatever an engine has told."""
+        self.timeline.turn(state, at, len(self.token_ids) - len(self.request.output_token_ids))
 
     def add_tokens(self, output: EngineOutput, start: int = 0) -> None:
         """Take the output's tokens from index `start` on, up to the one that completes a stop string."""

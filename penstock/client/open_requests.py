@@ -2,10 +2,11 @@
 
 An entry holds the prepared request, the tokens received, their text, and the mailbox of its reader. It lives on the
 client's side of the process boundary, so that text and tokens survive an engine that dies: `resumed` returns what a new
-engine needs to continue. Knows no engine, process or clock; not for several threads at once.
+engine needs to continue. Knows no engine or process; not for several threads at once.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from penstock.errors import InvalidRequestError, PenstockError, RequestFailedErr
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
 from penstock.interface.outputs import FinishReason, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind
+from penstock.interface.timeline import IntervalKind
 from penstock.tokenizer.tokenizer import Tokenizer
 
 
@@ -119,12 +121,22 @@ class OpenRequests:
             choice = self._running[output.request_id][1]
             if output.num_cached_tokens and output.start_index == len(choice.request.output_token_ids):
                 self.prefixes.note(choice.request, output.num_cached_tokens)
+            if output.intervals:
+                choice.timeline.extend(output.intervals)
             request.add(choice, output)
             if choice.finish_reason is not None:
                 del self._running[output.request_id]
+                told = output.finish_reason is not None and output.intervals  # not where a stop string ends it here
+                choice.turn(IntervalKind.DELIVERY, choice.timeline.end if told else time.monotonic())
                 if output.finish_reason is None:
                     abort_ids.append(output.request_id)
         return request.make_output(), abort_ids
+
+    def interrupted(self, engine_request_ids: Iterable[str], state: IntervalKind, at: float) -> None:
+        """Note that no engine has these choices any more from this time on."""
+        for request_id in engine_request_ids:
+            if request_id in self._running:
+                self._running[request_id][1].turn(state, at)
 
     def cancel(self, request: "OpenRequest") -> list[str]:
         """Drop what is still to come for a request. Returns its engine requests that were running."""
@@ -153,7 +165,7 @@ def token_by_token(outputs: Iterable[EngineOutput]) -> Iterator[EngineOutput]:
                 part.prompt_logprobs = None
                 part.num_accepted_tokens = part.num_rejected_tokens = 0
             if k < count - 1:
-                part.finish_reason = part.stop_reason = part.error = None
+                part.finish_reason = part.stop_reason = part.error = part.intervals = None
             yield part
 
 
@@ -167,6 +179,7 @@ class OpenRequest:
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer | None) -> None:
         self.prepared = prepared
         self.choices = [Choice(engine_request, prepared, tokenizer) for engine_request in _of_choices(prepared)]
+        self._timelines = [choice.timeline for choice in self.choices]
         self.mailbox = Mailbox(prepared.params.output_kind)
         self.paused = False
         self.patience_s: float | None = None  # for the first output; None: any time
@@ -211,7 +224,11 @@ class OpenRequest:
 
     def _add_hypotheses(self, hypotheses: Sequence[Hypothesis]) -> None:
         """Take what a beam search has found as the choices, best first."""
+        searched = self.choices[0].timeline
         for choice, found in zip(self.choices, hypotheses, strict=True):
+            if choice.timeline is not searched:
+                choice.timeline.extend(searched.intervals)
+                choice.timeline.state = IntervalKind.DELIVERY
             request_id, reason = choice.request.request_id, found.finish_reason
             choice.add_tokens(EngineOutput(request_id, 0, found.token_ids, found.logprobs, finish_reason=reason))
             choice.cumulative_logprob = found.cumulative_logprob
@@ -251,6 +268,7 @@ class OpenRequest:
             num_accepted_tokens=self._num_accepted_tokens,
             num_rejected_tokens=self._num_rejected_tokens,
             pooled=self._pooled,
+            timelines=self._timelines,
         )
 
     def failed(self, error: str) -> RequestOutput:

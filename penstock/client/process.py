@@ -77,6 +77,7 @@ class ProcessClient:
         self._draining = False
         self._checking = asyncio.Semaphore(1)
         self._num_aborted = 0
+        self._last_outputs_at = 0.0  # on the clock of timelines
 
     @property
     def model_info(self) -> ModelInfo:
@@ -327,7 +328,7 @@ class ProcessClient:
 
     def engine_lost(self) -> bool:
         self._records.engine_died(self._supervisor.last_death)
-        to_blame = self._recovery.engine_lost()
+        to_blame = self._recovery.engine_lost(self._last_outputs_at)
         request = None if to_blame is None else self._requests.owner(to_blame)
         if request is not None:
             times = DEATHS_BEFORE_TRIAL + 1
@@ -344,6 +345,7 @@ class ProcessClient:
 
     def received(self, frame: frames.Outputs | frames.Rejected) -> None:
         if isinstance(frame, frames.Outputs):
+            self._last_outputs_at = time.monotonic()
             self._admission.note(frame.outputs, frame.stats)
             self._deliver(frame.outputs)
             return

@@ -14,6 +14,7 @@ A stream that nobody reads is taken from the engine in the same way, and goes on
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from penstock.client import frames
 from penstock.client.open_requests import OpenRequest, OpenRequests
 from penstock.client.prefixes import Pin
+from penstock.interface.timeline import IntervalKind
 
 LOGGER = logging.getLogger("penstock")
 DEATHS_BEFORE_TRIAL = 2
@@ -90,6 +92,7 @@ class Recovery:
             what = f"its reader has left {num_unread} tokens and log-probabilities unread"
             LOGGER.info("request %s is paused: %s", request.prepared.request_id, what)
         request.paused = True
+        self._requests.interrupted(self._requests.running_of(request), IntervalKind.PAUSED, time.monotonic())
         self.abort(self._requests.running_of(request))
 
     def resume_if_read(self, request: OpenRequest) -> None:
@@ -116,9 +119,11 @@ class Recovery:
         self._trials = deque(key for key, deaths in self._deaths.items() if deaths.count >= DEATHS_BEFORE_TRIAL)
         self._continue()
 
-    def engine_lost(self) -> str | None:
-        """Note the death of the engine. Returns the choice that it was computing alone, which is to blame."""
+    def engine_lost(self, last_heard: float = 0.0) -> str | None:
+        """Note the death of an engine that last sent something at that time. Returns the choice that it was computing
+        alone, which is to blame."""
         to_blame = self._trials[0] if self._ready and self._trials else None
+        self._requests.interrupted(self._sent, IntervalKind.RECOVERY, last_heard)
         deaths: dict[str, _Deaths] = {}
         for request_id in self._requests.running():
             noted = self._deaths.get(request_id)

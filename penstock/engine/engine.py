@@ -12,6 +12,7 @@ from penstock.engine.policies import Scheduling
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
+from penstock.engine.timeline import StepLog
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
@@ -46,6 +47,7 @@ class Engine:
         self._clock = scheduling.clock
         self._requests: dict[str, Request] = {}
         self._searches = Searches(self._requests)
+        self._log = StepLog()
         self._early_outputs: list[EngineOutput] = []  # of requests that ended without a step
         self._num_arrived = 0
         self._num_steps = self._num_failed_steps = self._failed_in_a_row = 0
@@ -81,6 +83,7 @@ class Engine:
         if isinstance(request, Beam):
             self._searches.open(request)
         self._requests[request.request_id] = request
+        self._log.arrived(request, self._clock(), self.scheduler)
         self.scheduler.add(request)
 
     def _fits(self, request: Request) -> bool:
@@ -193,8 +196,10 @@ class Engine:
             self._failed_in_a_row = 0
             if self.speculation is not None:
                 self.speculation.note(plan.scheduled, _num_accepted(plan.scheduled, results))
+            ended = self._clock()
             if self.scheduler.pace is not None:
-                self.scheduler.pace.note(plan.scheduled, self._clock() - began)
+                self.scheduler.pace.note(plan.scheduled, ended - began)
+            self._log.stepped(plan, self._requests, self.scheduler, began, ended)
         return outputs + self._commit_all(plan.scheduled, results)
 
     def _drafts(self) -> dict[str, list[int]]:
@@ -226,7 +231,7 @@ class Engine:
                 is_broken = True
                 self._searches.forget(request)
                 self._forget_drafts(item.request_id)
-                output = _ended(request, start, _failure(error).error)
+                output = self._ended(request, start, _failure(error).error)
             if output is not None:
                 outputs.append(output)
         for search in self._searches:
@@ -236,8 +241,9 @@ class Engine:
             except Exception as error:
                 is_broken = True
                 self._searches.forget(first)
-                output = _ended(first, 0, _failure(error).error)
+                output = self._ended(first, 0, _failure(error).error)
             if output is not None:
+                output.intervals = output.intervals or self._log.finished(first)
                 outputs.append(output)
         if is_broken:
             self.scheduler.reset(self._requests.values())
@@ -246,8 +252,9 @@ class Engine:
     def _commit(self, request: Request, item: ScheduledRequest, result: RequestStepOutput) -> EngineOutput | None:
         start = request.num_output_tokens
         if result.error is not None:
+            output = self._ended(request, start, result.error)
             self._finish(request)
-            return _ended(request, start, result.error)
+            return output
         num_rejected = num_rejected_drafts(item, result)
         computed = request.num_computed_tokens + item.num_new_tokens - num_rejected
         if isinstance(request, Beam):
@@ -261,8 +268,7 @@ class Engine:
             reason, stop_token = request.ending(self.eos_token_ids)
             if reason is not None:
                 break
-        if result.mirostat_mu is not None:
-            request.mirostat_mu = result.mirostat_mu
+        request.mirostat_mu = request.mirostat_mu if result.mirostat_mu is None else result.mirostat_mu
         request.num_computed_tokens = min(computed, request.num_tokens)  # it may have ended within its drafts
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
@@ -273,6 +279,7 @@ class Engine:
             prompt_logprobs = request.new_prompt_logprobs(item.num_computed_tokens, prompt_logprobs)
         if reason is None and not new_ids and not prompt_logprobs:
             return None
+        intervals = self._log.committed(request, has_token=bool(new_ids), has_ended=reason is not None)
         if reason is not None:
             self._finish(request)
         elif new_ids:
@@ -291,6 +298,7 @@ class Engine:
             num_accepted_tokens=len(item.draft_token_ids) - num_rejected,
             num_rejected_tokens=num_rejected,
             pooled=result.pooled,
+            intervals=intervals,
         )
 
     def _score(self, beam: Beam, result: RequestStepOutput) -> None:
@@ -300,10 +308,20 @@ class Engine:
             beam.scored = result.logprobs[0]
             self._num_generated_tokens += 1
             self.scheduler.policy.generated(beam, 1)
+            self._log.has_token(beam)
             self.scheduler.acquit(beam)
+
+    def _ended(self, request: Request, start: int, error: str | None) -> EngineOutput:
+        """Return the last output of a request that failed with `start` outputs."""
+        cached, intervals = request.num_cached_tokens or 0, self._log.finished(request)
+        return EngineOutput(
+            request.source_id, start, [], finish_reason=FinishReason.ERROR, num_cached_tokens=cached, error=error,
+            intervals=intervals,
+        )  # fmt: skip
 
     def _finish(self, request: Request) -> None:
         """End a request; of a beam, its whole search."""
+        self._log.forget(request)
         for member in self._searches.forget(request):
             self._forget_drafts(member.request_id)
             self.scheduler.remove(member)
@@ -357,11 +375,3 @@ def _num_accepted(scheduled: list[ScheduledRequest], results: dict[str, RequestS
 
 def _failure(error: Exception) -> RequestStepOutput:
     return RequestStepOutput([], error=f"{type(error).__name__}: {error}")
-
-
-def _ended(request: Request, start: int, error: str | None) -> EngineOutput:
-    """Return the last output of a request that failed with `start` outputs."""
-    cached = request.num_cached_tokens or 0
-    return EngineOutput(
-        request.source_id, start, [], finish_reason=FinishReason.ERROR, num_cached_tokens=cached, error=error
-    )

@@ -172,6 +172,11 @@ class Scheduler:
         self._forked.clear()
 
     @property
+    def is_short_of_blocks(self) -> bool:
+        """Return whether the last plan had no blocks for a request that waits."""
+        return self._short_of_blocks
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 

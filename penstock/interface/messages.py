@@ -10,6 +10,7 @@ from penstock.interface.outputs import FinishReason
 from penstock.interface.pooling import PoolerConfig
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import TokenLogprobs
+from penstock.interface.timeline import Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class EngineOutput:
         num_accepted_tokens, num_rejected_tokens: drafts that this step has computed for the request.
         hypotheses: what a beam search has found, best first; in its only output, which has no new_token_ids.
         pooled: what a request with params.pooling has asked for (RequestStepOutput.pooled), in its only output.
+        intervals: of the request's timeline, those that have ended since its last output; None if there are none.
     """
 
     request_id: str
@@ -96,6 +98,7 @@ class EngineOutput:
     num_rejected_tokens: int = 0
     hypotheses: list[Hypothesis] | None = None
     pooled: bytes | None = None
+    intervals: list[Interval] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,10 @@
 """The results that a caller gets: RequestOutput with its CompletionOutputs, in vLLM's spelling."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from penstock.interface.timeline import RequestMetrics, Timeline
 
 
 class FinishReason(StrEnum):
@@ -71,6 +74,7 @@ class RequestOutput:
         num_accepted_tokens, num_rejected_tokens: drafts computed for it so far (speculative decoding): those that are
             in the answer, and those that were not to be.
         pooled: the result of a request with SamplingParams.pooling (RequestStepOutput.pooled).
+        timelines: where the time of each choice went so far; they grow while the request is open.
     """
 
     request_id: str
@@ -85,3 +89,9 @@ class RequestOutput:
     num_accepted_tokens: int = 0
     num_rejected_tokens: int = 0
     pooled: bytes | None = None
+    timelines: Sequence[Timeline] = field(default=(), repr=False, compare=False)
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        """Return the request's times; None where nothing is known of them."""
+        return RequestMetrics.of(self.timelines)

@@ -23,7 +23,15 @@ from penstock.errors import InvalidRequestError, PenstockError
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.authentication import KeyMiddleware
 from penstock.server.completions import create_chat_completion, create_completion, source_of
-from penstock.server.context import Metrics, ServerContext, context_of, is_administrator, json_response, read_body
+from penstock.server.context import (
+    Metrics,
+    ServerContext,
+    context_of,
+    is_administrator,
+    json_response,
+    log_of,
+    read_body,
+)
 from penstock.server.embeddings import create_embeddings, create_ranking, create_scores
 from penstock.server.inputs import decode, tokenize
 from penstock.server.keeping import KeptCalls
@@ -36,6 +44,8 @@ from penstock.server.pins import create_pin, delete_pin, list_pins, use_object
 from penstock.server.responses import cancel_response, create_response, delete_response, retrieve_response
 from penstock.server.responses_events import ResponseSource
 from penstock.server.resumption import continue_chat_completion, continue_completion
+from penstock.server.timelines import MAX_CALLS, TimelineTable
+from penstock.server.tracing import ENDPOINT_VARIABLE, Tracing
 from penstock.server.unsupported import UNSUPPORTED_ROUTES
 from penstock.tokenizer.tokenizer import MAX_CHARS_PER_TOKEN
 
@@ -59,8 +69,14 @@ def create_app(client: EngineClient, options: ServerOptions | None = None) -> St
         exception_handlers={HTTPException: handle, ApiError: handle, PenstockError: handle},
     )
     app.router.redirect_slashes = False
+    timelines = TimelineTable([metrics.note_timeline])
+    endpoint = options.otlp_traces_endpoint or os.environ.get(ENDPOINT_VARIABLE)
+    tracing = Tracing(endpoint) if endpoint else None
+    if tracing is not None:
+        timelines.listeners.append(tracing.export)
     kept = KeptCalls(options.journal, max_bytes=options.max_kept_bytes)
-    app.state.context = ServerContext(client, options, metrics, keys, kept=kept, sources=SOURCES)
+    app.state.context = ServerContext(client, options, metrics, keys, kept=kept, timelines=timelines, sources=SOURCES)
+    app.state.tracing = tracing
     return app
 
 
@@ -92,6 +108,8 @@ def _routes() -> list[Route]:
         Route("/version", version),
         Route("/status", status),
         Route("/status/record", record, methods=["POST"]),
+        Route("/status/requests", list_timelines),
+        Route("/status/requests/{id}", retrieve_timeline),
         Route("/metrics", metrics),
         *(Route(path, not_built, methods=["GET", "POST", "DELETE"]) for path in UNSUPPORTED_ROUTES),
     ]
@@ -205,6 +223,27 @@ async def record(request: Request) -> Response:
     if saved.file is not None:
         headers["Penstock-Record-File"] = os.path.basename(saved.file)
     return Response(saved.data, media_type="application/octet-stream", headers=headers)
+
+
+async def list_timelines(request: Request) -> Response:
+    """Answer with the last calls, newest first, and where most of their time went."""
+    calls = context_of(request).timelines.visible_to(_reader(request))
+    return json_response({"object": "list", "data": [call.summary() for call in calls]})
+
+
+async def retrieve_timeline(request: Request) -> Response:
+    """Answer with the timeline of one of the last calls, by the id of its answer or by its X-Request-Id."""
+    wanted = request.path_params["id"]
+    for call in context_of(request).timelines.visible_to(_reader(request)):
+        if wanted in (call.id, call.log.request_id):
+            return json_response(call.shown())
+    message = f"No call {ascii(wanted)[:100]} is known; the last {MAX_CALLS} are kept, none of them across a restart."
+    raise not_found(message, "request_not_found")
+
+
+def _reader(request: Request) -> str | None:
+    """Return the key whose calls the request may see; None for all of them."""
+    return None if is_administrator(request) else log_of(request).key
 
 
 async def metrics(request: Request) -> Response:

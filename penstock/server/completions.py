@@ -127,6 +127,7 @@ class Shape(ABC, Generic[Body]):
             for choice in sorted(output.outputs, key=lambda choice: choice.index)
         ]
         more = {"usage": self.generation.usage(), "seed": self.generation.seed(), **self._prompt_fields(outputs[0])}
+        more["timeline"] = self._timeline()
         return shapes.Answer(object=self.whole_object, choices=choices, **self.envelope, **more)
 
     async def chunks(self) -> AsyncGenerator[shapes.Answer | None, None]:
@@ -138,9 +139,13 @@ class Shape(ABC, Generic[Body]):
                     continue
                 for chunk in self._chunks(*item):
                     yield chunk
-        if self.body.usage_at_end:
-            usage = self.generation.usage()
-            yield shapes.Answer(object=self.chunk_object, choices=[], usage=usage, **self.envelope)
+        if self.body.usage_at_end or self.body.timeline:
+            usage = self.generation.usage() if self.body.usage_at_end else UNSET
+            line = self._timeline()
+            yield shapes.Answer(object=self.chunk_object, choices=[], usage=usage, timeline=line, **self.envelope)
+
+    def _timeline(self) -> dict[str, Any] | UnsetType:
+        return self.generation.timeline.shown() if self.body.timeline else UNSET
 
     def _chunk(self, choice: Any, **more: Any) -> shapes.Answer:
         """Return a chunk with one choice. Its usage is null where the usage comes at the end of the stream."""

@@ -20,12 +20,14 @@ from starlette.responses import Response
 from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import ModelInfo
+from penstock.interface.timeline import IntervalKind
 from penstock.server.api_errors import ApiError, not_found, unavailable
 from penstock.server.keeping import KeptCalls
 from penstock.server.kept_calls import Source
 from penstock.server.keys import Account, KeyRing
 from penstock.server.openai_requests import Body, label_text, parse, to_request
 from penstock.server.options import ServerOptions
+from penstock.server.timelines import CallTimeline, TimelineTable
 from penstock.tokenizer.tokenizer import Tokenizer
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -71,6 +73,7 @@ class ServerContext:
         draining: set once, when the server stops accepting requests.
         kept: the calls that outlive their connection.
         mark_tokens: the token that a mark of tool calls is, where it is one, as far as that was looked up.
+        timelines: where the time of the last calls went.
         sources: per kind of kept call, what makes its stream of the context, the call and its generation.
     """
 
@@ -81,6 +84,7 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     kept: KeptCalls = field(default_factory=KeptCalls)
+    timelines: TimelineTable = field(default_factory=TimelineTable)
     sources: Mapping[str, SourceOf] = field(default_factory=dict)
     mark_tokens: dict[str, int | None] = field(default_factory=dict)
     tokenizing: asyncio.Semaphore = field(init=False)
@@ -129,6 +133,8 @@ class RequestLog:
         labels: the body's labels (`user`, ...), ready to print.
         key: the name of the API key, "" where it has none.
         priority, timeout_s: what its body says of its turn, and of the time that it may take.
+        traceparent, tracestate: the caller's span, as W3C's headers name it.
+        timeline: of the call, once it is computed.
     """
 
     request_id: str
@@ -137,6 +143,9 @@ class RequestLog:
     key: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    traceparent: str | None = None
+    tracestate: str | None = None
+    timeline: CallTimeline | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
@@ -178,7 +187,18 @@ class Metrics:
         )
         self.first_token = self._histogram("time_to_first_token", "From request to first token", FIRST_TOKEN_BUCKETS)
         self.inter_token = self._histogram("inter_token_latency", "Between two tokens of a stream", TOKEN_BUCKETS)
+        self.queue_time = self._histogram("request_queue_time", "Waiting for a first step", REQUEST_BUCKETS)
+        self.prefill_time = self._histogram("request_prefill_time", "Computing the prompt", REQUEST_BUCKETS)
+        self.decode_time = self._histogram("request_decode_time", "From first to last token", REQUEST_BUCKETS)
         self.request = self._histogram("e2e_request_latency", "From request to the end of the answer", REQUEST_BUCKETS)
+
+    def note_timeline(self, call: CallTimeline) -> None:
+        """Observe where the time of a call's first choice went."""
+        if call.timelines:
+            line = call.timelines[0]
+            self.queue_time.observe(line.seconds(IntervalKind.QUEUED))
+            self.prefill_time.observe(line.seconds(IntervalKind.PREFILL))
+            self.decode_time.observe(line.seconds(IntervalKind.DECODE))
 
     def _by_key(self, name: str, text: str, *more: str) -> Counter:
         return Counter(f"penstock_key_{name}", text, ("key", *more), registry=self.registry)

@@ -25,6 +25,7 @@ from penstock.server.api_errors import ApiError, ClientGoneError, from_exception
 from penstock.server.context import RequestLog, ServerContext
 from penstock.server.openai_responses import CompletionTokensDetails, PromptTokensDetails, Seed, Usage
 from penstock.server.records import EncodedPrompt
+from penstock.server.timelines import CallTimeline
 
 Indexed = tuple[int, RequestOutput]  # a prompt's index, and an output of it
 Events = AsyncGenerator[msgspec.Struct | bytes | None, None]  # bytes: as sent; None: silent for the keep-alive interval
@@ -59,24 +60,31 @@ class Generation:
     is_patient: bool = False
     num_reasoning_tokens: int = 0
     at_once: int | None = None
+    timeline: CallTimeline = field(init=False)
     _latest: list[RequestOutput | None] = field(init=False)  # per prompt
     _last_token_at: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._latest = [None] * len(self.prompts)
         self.log.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        self.timeline = CallTimeline(self.context.timelines, self.id, self.log, self.context.model_names()[0])
+        self.timeline.num_choices = len(self.prompts) * self.params.n
+        self.timeline.begin(time.monotonic())
 
     async def outputs(self) -> AsyncGenerator[Indexed | None, None]:
         """Yield every output as it comes, and None after each silent keep-alive interval. Closing it aborts all."""
         streams = [self._generate(index) for index in range(len(self.prompts))]
-        async with aclosing(merged(streams, self._silence_s, self.at_once)) as outputs:
-            async for item in outputs:
-                self._check_deadline()
-                if item is not None:
-                    self._note(*item)
-                    if self.on_output is not None:
-                        self.on_output(*item)
-                yield item
+        try:
+            async with aclosing(merged(streams, self._silence_s, self.at_once)) as outputs:
+                async for item in outputs:
+                    self._check_deadline()
+                    if item is not None:
+                        self._note(*item)
+                        if self.on_output is not None:
+                            self.on_output(*item)
+                    yield item
+        finally:
+            self.timeline.computed()
         self.context.metrics.request.observe(self.log.age_s())
 
     def _silence_s(self) -> float:
@@ -167,6 +175,7 @@ class Generation:
         _raise_failure(output)
         before = self._latest[index]
         self._latest[index] = output
+        self.timeline.follow(index, output)
         self.log.num_cached_tokens += output.num_cached_tokens - (0 if before is None else before.num_cached_tokens)
         for choice in output.outputs:
             self.log.num_completion_tokens += len(choice.token_ids)

@@ -63,7 +63,9 @@ class BoundaryMiddleware:
             return await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
             return
-        log = RequestLog(visible_request_id(Headers(scope=scope).get("x-request-id")))
+        headers = Headers(scope=scope)
+        log = RequestLog(visible_request_id(headers.get("x-request-id")))
+        log.traceparent, log.tracestate = headers.get("traceparent"), headers.get("tracestate")
         scope.setdefault("state", {})["log"] = log
         sent = _SentResponse(send, log.request_id)
         status = CLIENT_GONE
@@ -82,6 +84,8 @@ class BoundaryMiddleware:
     def _record(self, scope: Scope, status: int, log: RequestLog) -> None:
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.requests.labels(route, str(status)).inc()
+        if log.timeline is not None:
+            log.timeline.answered(status)
         if not self._options.access_log:
             return
         parts = [scope["method"], ascii(scope["path"])[1:-1][:200], str(status), f"{log.age_s() * 1000:.0f}ms"]

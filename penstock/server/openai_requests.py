@@ -78,6 +78,7 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     cache_salt: str | None = None
     priority: int | None = None
     timeout: float | None = None
+    timeline: bool | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -96,6 +97,9 @@ class GenerationRequest(Strict, LogitsFields, kw_only=True, frozen=True):
             raise InvalidRequestError(message, param="resumable")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequestError("prompt_logprobs: not available with stream: true", param="prompt_logprobs")
+        if self.resumable and self.timeline:
+            message = "timeline: not with resumable: such a stream has the same bytes whenever it is computed"
+            raise InvalidRequestError(message, param="timeline")
         check_timeout(self.timeout)
 
     @property

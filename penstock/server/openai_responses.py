@@ -149,6 +149,7 @@ class Answer(msgspec.Struct, kw_only=True):
     seed: Seed | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timeline: dict[str, Any] | UnsetType = UNSET
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------

@@ -52,6 +52,8 @@ class ServerOptions:
         max_kept_bytes: of memory for stored responses and streams to be continued; the oldest ended ones make room.
         resume_grace_s: how long a stream to be continued waits for its client, and is kept after its end.
         response_retention_s: how long a stored response may be fetched.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP, like http://host:4318/v1/traces) that
+            gets a trace of each call; None: the environment's OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, if it has one.
         started_at: time.monotonic() when the process began, for the "ready in" of the start-up line.
     """
 
@@ -81,6 +83,7 @@ class ServerOptions:
     resume_grace_s: float = 60.0
     response_retention_s: float = 86400.0
     started_at: float | None = None
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         check.check_str("host", self.host)
@@ -91,6 +94,7 @@ class ServerOptions:
         check.check_int("max_choices", self.max_choices, 1, 65536)
         check.check_int("max_parallel_tokenizations", self.max_parallel_tokenizations, 1, 256)
         check.check_str("journal", self.journal, optional=True)
+        check.check_str("otlp_traces_endpoint", self.otlp_traces_endpoint, optional=True)
         check.check_int("max_kept_bytes", self.max_kept_bytes, 0, 2**50)
         for name in ("resume_grace_s", "response_retention_s"):
             check.check_float(name, getattr(self, name), 0.0, 1e9, low_open=True)

@@ -137,6 +137,7 @@ def resume(context: ServerContext) -> None:
 def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo) -> None:
     generation = _generation(context, call, _restored_log(call.begun, info))
     generation.is_patient = True
+    generation.timeline.answered(200)  # its connection ended with the server before
     source = context.sources[call.begun.kind](context, call, generation)
     if call.begun.fingerprint == info.system_fingerprint:
         context.kept.run(call, source)

@@ -138,6 +138,8 @@ class Serving:
                 await asyncio.gather(watcher, stopper, return_exceptions=True)
                 await kept.close()
                 await self._client.shutdown()
+                if self._app.state.tracing is not None:
+                    await asyncio.to_thread(self._app.state.tracing.close)
         if isinstance(self._failure, InvalidRequestError | ModelLoadError):
             raise self._failure
         if self._failure is None:

@@ -147,17 +147,24 @@ def test_bad_values_over_http(served: Served, bad: dict[str, Any]) -> None:
 
 
 def test_engine_death_and_return(served: Served) -> None:
-    """Guards against a server that does not notice the death of its engine, or a stream that does."""
+    """Guards against a server that does not notice the death of its engine, a stream that does, and a timeline that
+    does not."""
     call = {"model": "demo", "prompt": "Once", "max_tokens": 600, "seed": 3, "extra_body": {"ignore_eos": True}}
     whole = served.openai.completions.create(**call).choices[0].text
     before = served.status()["engine"]
     with served.openai.completions.create(**call, stream=True) as stream:
-        texts = [next(stream).choices[0].text]
+        first = next(stream)
+        texts = [first.choices[0].text]
         os.kill(before["pid"], signal.SIGKILL)
         waited = served.openai.completions.create(model="demo", prompt="Once", max_tokens=2)
         texts += [chunk.choices[0].text for chunk in stream]
     assert "".join(texts) == whole
     assert waited.choices[0].text
+    shown = served.http.get(f"/status/requests/{first.id}").json()
+    parts = shown["choices"][0]["parts"]
+    assert [part["kind"] for part in parts if part["kind"] in ("recovery", "recompute")] == ["recovery", "recompute"]
+    assert sum(part["duration_s"] for part in parts) == pytest.approx(shown["wall_s"], rel=0.01)
+    assert sum(part.get("generated_tokens", 0) for part in parts) == shown["completion_tokens"] == 600
     wait_until(lambda: served.http.get("/health").status_code == 200)
     after = served.status()["engine"]
     assert (after["restarts"], after["pid"] != before["pid"]) == (before["restarts"] + 1, True)

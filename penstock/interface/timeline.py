@@ -1,0 +1,182 @@
+"""Timeline: where the wall time of a request went, as intervals that follow one another without a gap.
+
+    preparing | queued | prefill | decode | preempted | queued | recompute | decode | delivery
+    ^ start                                                                          ^ end
+
+At every moment a request is in one state, and an interval is the time that it spent in one. So the durations sum to the
+wall time by construction. All times are of time.monotonic(), which the processes of a machine share.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+MAX_INTERVALS = 64  # of one timeline; beyond it the shortest ones become part of their neighbours
+
+
+class IntervalKind(StrEnum):
+    """What a request did, or waited for."""
+
+    PREPARING = "preparing"  # its body was read and checked, its text became tokens
+    QUEUED = "queued"  # it had no row in the batch yet
+    PREFILL = "prefill"  # its prompt was computed, up to its first token
+    DECODE = "decode"  # it got tokens
+    STALLED = "stalled"  # it had a row, but the steps had no room for it
+    PREEMPTED = "preempted"  # it had to give up its row or blocks, or a step had failed
+    RECOMPUTE = "recompute"  # what it had lost was computed again, up to its next token
+    RECOVERY = "recovery"  # the engine had died, and no other one had the request yet
+    PAUSED = "paused"  # its reader had left too much unread
+    OTHERS = "others"  # this choice had ended, others of the call had not
+    DELIVERY = "delivery"  # its last token was on the way to the reader
+
+
+@dataclass(slots=True)
+class Interval:
+    """Time spent in one state.
+
+    Attributes:
+        steps: of the engine, in which the request had a part.
+        step_s: what these took; the rest of the duration lies between the steps.
+        sequences: summed over these steps, of all requests in them.
+        computed_tokens: of a prefill or recompute: tokens whose keys and values were computed.
+        generated_tokens: that the request got.
+        waiting_before, running_before: of a queued interval: requests that were there when it came.
+        no_row_s, no_blocks_s: of a wait: how long every row was taken, and how long there were too few free blocks.
+        merged: shorter intervals that are part of this one, because there were more than MAX_INTERVALS.
+    """
+
+    kind: IntervalKind
+    start: float
+    end: float
+    steps: int = 0
+    step_s: float = 0.0
+    sequences: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    waiting_before: int = 0
+    running_before: int = 0
+    no_row_s: float = 0.0
+    no_blocks_s: float = 0.0
+    merged: int = 0
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+    def absorb(self, later: "Interval") -> None:
+        """Add the interval that follows."""
+        self.end = later.end
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.waiting_before = max(self.waiting_before, later.waiting_before)
+        self.running_before = max(self.running_before, later.running_before)
+
+
+SUMS = ("steps", "step_s", "sequences", "computed_tokens", "generated_tokens", "no_row_s", "no_blocks_s", "merged")
+COMPUTED = (IntervalKind.PREFILL, IntervalKind.RECOMPUTE, IntervalKind.DECODE)
+UNTIL_NOW = (IntervalKind.DELIVERY, IntervalKind.PAUSED)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The intervals of one choice, up to `end`; since then it is in `state`.
+
+    Attributes:
+        state: what the time counts as that no interval explains yet.
+    """
+
+    start: float
+    state: IntervalKind = IntervalKind.QUEUED
+    intervals: list[Interval] = field(default_factory=list)
+    end: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = self.start
+
+    @property
+    def num_generated(self) -> int:
+        """Return the number of tokens that the intervals account for."""
+        return sum(interval.generated_tokens for interval in self.intervals)
+
+    def add(self, interval: Interval) -> None:
+        """Add what is known of a later time; what lies between counts as `state`. Nothing overlaps and nothing is lost:
+        where the interval begins before `end`, it is cut."""
+        self.advance(interval.start)
+        if interval.end > self.end or interval.steps:
+            self._append(replace(interval, start=self.end, end=max(interval.end, self.end)))
+        self.state = IntervalKind.DECODE if interval.kind in COMPUTED else interval.kind
+
+    def extend(self, intervals: Iterable[Interval]) -> None:
+        for interval in intervals:
+            self.add(interval)
+
+    def turn(self, state: IntervalKind, at: float, num_tokens: int | None = None) -> None:
+        """Change the state at a time. num_tokens: that the request has got so far, where some came unexplained."""
+        generated = 0 if num_tokens is None else max(0, num_tokens - self.num_generated)
+        self.advance(at, generated if self.state is IntervalKind.DECODE else 0)
+        self.state = state
+
+    def advance(self, at: float, generated: int = 0) -> None:
+        """Count the time up to `at` as `state`."""
+        if at > self.end:
+            self._append(Interval(self.state, self.end, at, generated_tokens=generated))
+
+    def until(self, at: float) -> "Timeline":
+        """Return a copy that ends at a time which is not before `end`."""
+        copied = Timeline(self.start, self.state, [replace(interval) for interval in self.intervals])
+        copied.end = self.end
+        copied.advance(at)
+        return copied
+
+    def _append(self, interval: Interval) -> None:
+        self.end = interval.end
+        if self.intervals and self.intervals[-1].kind is interval.kind:
+            self.intervals[-1].absorb(interval)
+            return
+        self.intervals.append(interval)
+        if len(self.intervals) > MAX_INTERVALS:
+            self._merge_shortest()
+
+    def _merge_shortest(self) -> None:
+        """Make the shortest interval, but the first and the last, part of the one before it."""
+        inner = range(1, len(self.intervals) - 1)
+        index = min(inner, key=lambda at: self.intervals[at].duration)
+        before = self.intervals[index - 1]
+        before.absorb(self.intervals.pop(index))
+        before.merged += 1
+        if before.kind is self.intervals[index].kind:
+            before.absorb(self.intervals.pop(index))
+
+    def seconds(self, kind: IntervalKind) -> float:
+        """Return how long the request was in a state, in all."""
+        return sum(interval.duration for interval in self.intervals if interval.kind is kind)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """The times of a request, in seconds of time.monotonic(), in vLLM's spelling; None where it has not happened.
+
+    Attributes:
+        time_in_queue: until it was scheduled first, in seconds.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    time_in_queue: float | None = None
+
+    @classmethod
+    def of(cls, timelines: Sequence[Timeline]) -> "RequestMetrics | None":
+        """Return the times of a call with these choices; None where nothing is known."""
+        if not timelines:
+            return None
+        computed = [item for line in timelines for item in line.intervals if item.kind in COMPUTED]
+        with_tokens = [item for item in computed if item.generated_tokens]
+        arrival = min(line.start for line in timelines)
+        if not computed:
+            return cls(arrival)
+        scheduled = min(item.start for item in computed)
+        firsts = [item.end for item in with_tokens if item.kind is not IntervalKind.DECODE]
+        last = max((item.end for item in with_tokens), default=None)
+        return cls(arrival, scheduled, min(firsts, default=None), last, scheduled - arrival)

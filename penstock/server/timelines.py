@@ -1,0 +1,224 @@
+"""Why was it slow: the timelines of the last calls, for answers, /status/requests, metrics and traces.
+
+A call has a timeline for each choice. Each of them divides the call's wall time, from the first byte of the request to
+the last one of the answer, and so each sums to it. No text and no token is kept.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.interface.outputs import RequestOutput
+from penstock.interface.timeline import Interval, IntervalKind, RequestMetrics, Timeline
+
+MAX_CALLS = 1000
+MAX_CHOICES = 16  # of one call whose timelines are kept: the first ones
+MAX_KEPT_INTERVALS = 100_000  # of all calls that have ended, some 20 MiB
+
+
+class Log(Protocol):
+    """What the log line of a call knows (RequestLog)."""
+
+    request_id: str
+    started: float
+    key: str
+    traceparent: str | None
+    tracestate: str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+    timeline: "CallTimeline | None"
+
+
+Finished = Callable[["CallTimeline"], None]
+
+
+class TimelineTable:
+    """The last calls, open ones among them; bounded in number and in size.
+
+    Args:
+        listeners: called with each call that has ended.
+    """
+
+    def __init__(self, listeners: Sequence[Finished] = ()) -> None:
+        self.listeners: list[Finished] = list(listeners)
+        self._calls: dict[str, CallTimeline] = {}  # by the answer's id, oldest first
+        self._num_intervals = 0
+
+    def add(self, call: "CallTimeline") -> None:
+        self._drop(self._calls.pop(call.id, None))  # a journal's call, computed again
+        self._calls[call.id] = call
+        self._make_room()
+
+    def finish(self, call: "CallTimeline") -> None:
+        """Count a call that has ended, and tell the listeners of it."""
+        if self._calls.get(call.id) is call:
+            self._num_intervals += call.num_intervals
+            self._make_room()
+        for listener in self.listeners:
+            listener(call)
+
+    def visible_to(self, key: str | None) -> "list[CallTimeline]":
+        """Return the calls of a key, newest first; None: of everybody."""
+        return [call for call in reversed(self._calls.values()) if key is None or call.log.key == key]
+
+    def _make_room(self) -> None:
+        while len(self._calls) > MAX_CALLS or (self._num_intervals > MAX_KEPT_INTERVALS and len(self._calls) > 1):
+            self._drop(self._calls.pop(next(iter(self._calls))))
+
+    def _drop(self, call: "CallTimeline | None") -> None:
+        if call is not None and call.ended is not None:
+            self._num_intervals -= call.num_intervals
+
+
+@dataclass(slots=True)
+class CallTimeline:
+    """One call. It has ended when it is computed and its connection is done with, whichever is later.
+
+    Attributes:
+        arrived_at: when its first byte came, in seconds of the Unix epoch.
+        begun: when the client of the engine got it; before, it was prepared.
+        timelines: of the choices; those of the client while it is open, and then what the call's time was divided into.
+    """
+
+    table: TimelineTable
+    id: str
+    log: Log
+    model: str
+    num_choices: int = 1
+    begun: float = 0.0
+    arrived_at: float = 0.0
+    ended: float | None = None
+    status: int | None = None
+    timelines: list[Timeline] = field(default_factory=list)
+    metrics: RequestMetrics | None = None
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
+    _latest: dict[int, RequestOutput] = field(default_factory=dict)
+    _is_computed: bool = False
+    _is_answered: bool = False
+
+    @property
+    def num_intervals(self) -> int:
+        return sum(len(line.intervals) for line in self.timelines)
+
+    def begin(self, now: float) -> None:
+        """Put it into the table: its prompt is known."""
+        self.begun = now
+        self.arrived_at = time.time() - (now - self.log.started)
+        self.log.timeline = self
+        self.table.add(self)
+
+    def follow(self, index: int, output: RequestOutput) -> None:
+        """Note the newest output of a prompt, which has the timelines of its choices."""
+        self._latest[index] = output
+
+    def computed(self) -> None:
+        """Note that nothing more will come from the engine."""
+        self._is_computed = True
+        self._end_if_done()
+
+    def answered(self, status: int) -> None:
+        """Note that the connection has had all that it gets."""
+        self.status, self._is_answered = status, True
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self.ended is None and self._is_computed and self._is_answered:
+            now = time.monotonic()
+            self.metrics = RequestMetrics.of([line for output in self._latest.values() for line in output.timelines])
+            self.timelines = self._divided(now)
+            self._count_drafts()
+            self.ended = now
+            self._latest.clear()
+            self.table.finish(self)
+
+    def _count_drafts(self) -> None:
+        if self._latest:
+            self.num_accepted_tokens = sum(output.num_accepted_tokens for output in self._latest.values())
+            self.num_rejected_tokens = sum(output.num_rejected_tokens for output in self._latest.values())
+
+    def _divided(self, at: float) -> list[Timeline]:
+        """Return the time up to a moment as a timeline of each choice."""
+        known = [line for _, output in sorted(self._latest.items()) for line in output.timelines]
+        lines = known[:MAX_CHOICES] or [Timeline(self.begun)]
+        last = max((line.end for line in known if line.state is IntervalKind.DELIVERY), default=at)
+        return [self._whole(line, last, at) for line in lines]
+
+    def _whole(self, line: Timeline, last: float, at: float) -> Timeline:
+        """Return one choice's timeline from the first byte of the request on. last: when the last choice had ended."""
+        whole = Timeline(self.log.started, IntervalKind.PREPARING)
+        whole.advance(line.start)
+        whole.state = IntervalKind.QUEUED
+        whole.extend(line.intervals)
+        whole.state = line.state
+        if line.state is IntervalKind.DELIVERY:
+            whole.turn(IntervalKind.OTHERS, line.end)
+            whole.turn(IntervalKind.DELIVERY, last)
+        whole.advance(at)
+        return whole
+
+    def shown(self) -> dict[str, Any]:
+        """Return the timeline as JSON: the parts of each choice up to now, or to the end."""
+        at = time.monotonic() if self.ended is None else self.ended
+        lines = self._divided(at) if self.ended is None else self.timelines
+        choices = [
+            {"index": index, "largest": _largest(line), "parts": [_part(item, line.start) for item in line.intervals]}
+            for index, line in enumerate(lines)
+        ]
+        return {**self._facts(at), "choices": choices, "choices_left_out": self.num_choices - len(choices)}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the line of a list of calls."""
+        at = time.monotonic() if self.ended is None else self.ended
+        lines = self._divided(at) if self.ended is None else self.timelines
+        return {**self._facts(at), "largest": _largest(lines[0])}
+
+    def _facts(self, at: float) -> dict[str, Any]:
+        log = self.log
+        self._count_drafts()
+        return {
+            "id": self.id,
+            "request_id": log.request_id,
+            "model": self.model,
+            "state": "open" if self.ended is None else "ended",
+            "status": self.status,
+            "arrived_at": self.arrived_at,
+            "wall_s": at - log.started,
+            "prompt_tokens": log.num_prompt_tokens,
+            "cached_tokens": log.num_cached_tokens,
+            "completion_tokens": log.num_completion_tokens,
+            "accepted_prediction_tokens": self.num_accepted_tokens,
+            "rejected_prediction_tokens": self.num_rejected_tokens,
+        }
+
+
+def _largest(line: Timeline) -> str | None:
+    """Return the state that took most of the time."""
+    kinds = {interval.kind for interval in line.intervals}
+    return max(sorted(kinds), key=line.seconds).value if kinds else None
+
+
+def _part(interval: Interval, start: float) -> dict[str, Any]:
+    """Return an interval as JSON, without the counts that are 0."""
+    part: dict[str, Any] = {
+        "kind": interval.kind.value,
+        "at_s": interval.start - start,
+        "duration_s": interval.duration,
+    }
+    return part | counts_of(interval)
+
+
+def counts_of(interval: Interval) -> dict[str, Any]:
+    """Return the counts of an interval that are not 0."""
+    found: dict[str, Any] = {}
+    if interval.steps:
+        found |= {"steps": interval.steps, "step_s": interval.step_s}
+        found["mean_sequences"] = interval.sequences / interval.steps
+    return found | {name: value for name in COUNTS if (value := getattr(interval, name))}
+
+
+COUNTS = (
+    "computed_tokens", "generated_tokens", "waiting_before", "running_before", "no_row_s", "no_blocks_s", "merged",
+)  # fmt: skip
