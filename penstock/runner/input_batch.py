@@ -263,7 +263,7 @@ class InputBatch:
         if ends.size and ends.max() >= self.token_ids.shape[1]:
             raise EngineError(f"a request grew beyond max_model_len = {self.token_ids.shape[1]}")
         self.token_ids[rows, ends] = token_ids
-        np.add.at(self.num_tokens, rows, 1)
+        self.num_tokens[rows] = ends + 1  # of a row that comes several times, the last one counts
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
             self.sampling.append(row, token_id)
 
@@ -295,13 +295,17 @@ class InputBatch:
         computed = np.array([item.num_computed_tokens for item in scheduled], dtype=np.int64)
         new = np.array([item.num_new_tokens for item in scheduled], dtype=np.int64)
         num_samples = np.array([item.num_samples for item in scheduled], dtype=np.int64)
+        num_drafts = np.array([len(item.draft_token_ids) for item in scheduled], dtype=np.int64)
         seq_lens = computed + new
-        self._write_drafts(scheduled, rows)
-        self._check(scheduled, rows, new, num_samples)
+        if num_drafts.any():
+            self._write_drafts(scheduled, rows)
+        self._check(rows, seq_lens, new, num_samples, num_drafts)
         starts = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(new, out=starts[1:])
-        token_rows, token_ends = np.repeat(rows, new), np.repeat(seq_lens, new)
-        positions = np.repeat(computed - starts[:-1], new) + np.arange(starts[-1])
+        token_rows, token_ends, positions = rows, seq_lens, computed
+        if starts[-1] > len(rows):  # else every sequence has one token, as in most steps
+            token_rows, token_ends = np.repeat(rows, new), np.repeat(seq_lens, new)
+            positions = np.repeat(computed - starts[:-1], new) + np.arange(starts[-1])
         sampled, offsets = _sampled_positions(num_samples)
         prompt_indices, pieces = self._prompt_positions(rows, computed, seq_lens, starts)
         longest = int(seq_lens.max())
@@ -313,10 +317,10 @@ class InputBatch:
             seq_lens=seq_lens.astype(np.int32),
             block_tables=tuple(table.gather(rows, longest) for table in self.block_tables),
             slot_mappings=tuple(table.slots(token_rows, positions, token_ends) for table in self.block_tables),
-            logits_indices=np.concatenate([starts[1:][sampled] - num_samples[sampled] + offsets, *prompt_indices]),
+            logits_indices=np.concatenate([starts[sampled + 1] - num_samples[sampled] + offsets, *prompt_indices]),
             sampled=sampled,
             offsets=offsets,
-            drafts=_drafts_at(scheduled, len(sampled)),
+            drafts=_drafts_at(scheduled) if num_drafts.any() else np.full(len(sampled), NO_DRAFT, dtype=np.int64),
             prompt_pieces=pieces,
         )
 
@@ -329,26 +333,26 @@ class InputBatch:
                     raise EngineError(f"drafts reach beyond max_model_len = {self.token_ids.shape[1]}")
                 self.token_ids[row, start:end] = item.draft_token_ids
 
-    def _check(self, scheduled: Sequence[ScheduledRequest], rows: Int64, new: Int64, num_samples: Int64) -> None:
+    def _check(self, rows: Int64, seq_lens: Int64, new: Int64, num_samples: Int64, drafts: Int64) -> None:
         """Check the scheduled work against the batch; all arrays [B]."""
-        computed = np.array([item.num_computed_tokens for item in scheduled], dtype=np.int64)
-        drafts = np.array([len(item.draft_token_ids) for item in scheduled], dtype=np.int64)
-        seq_lens, num_tokens = computed + new, self.num_tokens[rows] + drafts
-        if len(set(rows.tolist())) < len(rows) or new.min() < 1 or (seq_lens > num_tokens).any():
+        missing = self.num_tokens[rows] + drafts - seq_lens  # of each sequence after the step
+        if len(set(rows.tolist())) < len(rows) or new.min() < 1 or missing.min() < 0:
             raise EngineError("a step schedules a request twice, without tokens, or beyond its last token")
-        if (seq_lens != num_tokens)[(num_samples > 0) | (drafts > 0)].any():
+        if missing.any() and missing[(num_samples > 0) | (drafts > 0)].any():
             raise EngineError("a step samples a request that has not caught up with its tokens")
-        if (num_samples != 1 + drafts)[num_samples > 0].any() or (drafts >= new).any():
+        if ((num_samples != 1 + drafts) & (num_samples > 0)).any() or (drafts >= new).any():
             raise EngineError("num_samples: a request is sampled after its last token and after each draft")
 
     def _prompt_positions(
         self, rows: Int64, computed: Int64, seq_lens: Int64, starts: Int64
     ) -> tuple[list[Int64], list[PromptPiece]]:
         """Return the packed indices whose next token is a prompt token to be scored, and their pieces."""
-        last = np.minimum(seq_lens, self.num_prompt_tokens[rows] - 1)  # positions computed .. last - 1
         indices: list[Int64] = []
         pieces: list[PromptPiece] = []
         num_top = self.sampling.num_prompt_logprobs[rows]
+        if num_top.max() < 0:
+            return indices, pieces
+        last = np.minimum(seq_lens, self.num_prompt_tokens[rows] - 1)  # positions computed .. last - 1
         for b in np.flatnonzero((num_top >= 0) & (last > computed)).tolist():
             count = int(last[b] - computed[b])
             targets = self.token_ids[rows[b], computed[b] + 1 : last[b] + 1].astype(np.int64)
@@ -360,13 +364,13 @@ class InputBatch:
 def _sampled_positions(num_samples: Int64) -> tuple[Int64, Int64]:
     """Return the sequence of each sampled position, and its index among those of the sequence: [M] int64 each."""
     sampled = np.repeat(np.arange(len(num_samples)), num_samples)
+    if len(sampled) == np.count_nonzero(num_samples):  # no drafts
+        return sampled, np.zeros(len(sampled), dtype=np.int64)
     firsts = np.cumsum(num_samples) - num_samples
     return sampled, np.arange(len(sampled)) - firsts[sampled]
 
 
-def _drafts_at(scheduled: Sequence[ScheduledRequest], num_sampled: int) -> Int64:
-    """Return the draft at the place of each sampled token, [num_sampled] int64."""
-    if not any(item.draft_token_ids for item in scheduled):
-        return np.full(num_sampled, NO_DRAFT, dtype=np.int64)
+def _drafts_at(scheduled: Sequence[ScheduledRequest]) -> Int64:
+    """Return the draft at the place of each sampled token, [M] int64."""
     parts = [[*item.draft_token_ids, NO_DRAFT] for item in scheduled if item.num_samples]
     return np.concatenate(parts).astype(np.int64)
