@@ -244,7 +244,8 @@ class ModelRunner:
 class LocalExecutor:
     """A `step.Executor` with one ModelRunner in this process. The handle of a step is its SchedulerOutput.
 
-    A step runs when it is collected, in the thread that collects it: one device has nothing to overlap a step with.
+    A step runs when it is collected, in the thread that collects it: its kernels take every core, so that Python beside
+    them would only take one of these away (docs/perf_log.md, What was tried and did not help).
     """
 
     def __init__(self, runner: ModelRunner) -> None:
