@@ -5,6 +5,7 @@ A step belongs to prefill if it computed prompt tokens, perhaps beside decodes; 
     bandwidth_fraction         time to read the weights and caches at the memory's bandwidth / time taken
     compute_fraction           time to multiply at the rate of each type / time taken
     python_overhead_fraction   time outside the kernels / time taken
+    python_ms_per_step         the same time in milliseconds: p10, p50 and p90 of the steps
 
 The first two are of the settled stretches between probes, each against the limits of its moment (samples.py). Without
 limits (reference kernels have none) the fractions are null, and `reason` says why.
@@ -29,6 +30,7 @@ class Phase:
     seconds: float = 0.0
     kernel_seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
+    python_seconds: list[float] = field(default_factory=list)  # of each step, outside the kernels
     input_tokens: int = 0
     output_tokens: int = 0
     samples: list[Sample] = field(default_factory=list)
@@ -37,6 +39,7 @@ class Phase:
         self.seconds += step.seconds
         self.kernel_seconds += step.kernel_seconds
         self.step_seconds.append(step.seconds)
+        self.python_seconds.append(step.seconds - step.kernel_seconds)
         self.input_tokens += step.input_tokens
 
     def figures(self, limits: MachineLimits | None) -> dict[str, Any]:
@@ -52,6 +55,7 @@ class Phase:
             "step_ms": _rate(1000 * self.seconds, steps),
             "step_ms_spread": spread([1000 * seconds for seconds in self.step_seconds]),
             "python_overhead_ms": overhead,
+            "python_ms_per_step": spread([] if limits is None else [1000 * seconds for seconds in self.python_seconds]),
             **self.fractions(limits),
         }
 

@@ -65,6 +65,8 @@ def print_offline(result: dict[str, Any]) -> None:
     _print_shares(console, result)
     for name in ("ttft_ms", "itl_ms"):
         console.print(f"{name}: p50 {_number(result[name]['p50'])}, p99 {_number(result[name]['p99'])}")
+    python = result["decode"]["python_ms_per_step"]
+    console.print(f"python of a decode step, ms: p10 {_number(python['p10'], 2)}, p50 {_number(python['p50'], 2)}")
     for plan, count in result["attention"].items():
         console.print(f"attention, {count} times: {plan}", style="dim", soft_wrap=True)
     console.print(f"peak memory: {result['peak_rss_bytes'] / 2**20:.0f} MiB, threads: {result['threads']}")
@@ -185,8 +187,8 @@ def _print_attention_notes(console: Console, rows: list[dict[str, Any]]) -> None
         console.print(f"{', '.join(numbers)}: {key}", style="dim")
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _percent(value: float | None) -> str:

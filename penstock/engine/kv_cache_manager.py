@@ -83,8 +83,9 @@ class KVCacheManager:
     def take_updates(self, request: Request) -> tuple[list[list[int]], list[int]]:
         """Return, per group, the ids appended since the last call and the number of released leading entries."""
         tables = self._tables[request.request_id]
-        new_ids = [table.block_ids[table.num_sent :] for table in tables]
+        new_ids: list[list[int]] = []
         for table in tables:
+            new_ids.append(table.block_ids[table.num_sent :])
             table.num_sent = len(table.block_ids)
         return new_ids, [table.num_released for table in tables]
 

@@ -247,6 +247,8 @@ class Scheduler:
     def _take(self, plan: _Plan, request: Request, num_new: int) -> None:
         plan.tokens[request.request_id] = num_new
         plan.budget -= num_new
+        if self.pace is None:
+            return
         if request.is_stream:
             plan.num_stream_tokens += num_new
         elif plan.allowance is not None:

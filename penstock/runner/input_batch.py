@@ -1,5 +1,4 @@
-"""InputBatch: the runner's state of every request, and the packing of a step from it; BlockTable: the block ids of all
-rows for one cache group.
+"""InputBatch: the runner's state of every request, and the packing of a step from it.
 
 A request has a row from the step that brings its NewRequest until it is removed. Rows are numpy arrays of fixed size,
 so packing takes a few indexed reads, whatever the number of tokens. The scheduler has decided which tokens are
@@ -10,84 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import EngineError
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.runner.block_table import BlockTable
 from penstock.runner.masks import Int32, Int64
 from penstock.runner.sampling_rows import SamplingRows
 
-NO_BLOCK = -1
-NO_SLOT = -1
 NO_DRAFT = -1
-
-
-class BlockTable:
-    """Block ids by position // block_size, -1 where nothing is allocated.
-
-        row:  [ -1 released (before the window) | block ids | -1 not allocated yet ]
-              0                    num_released     num_entries          max_blocks
-
-    A row of a ring repeats its one block id up to max_model_len, so that readers of the table need no case for rings.
-
-    Attributes:
-        group: the cache group that the table addresses.
-    """
-
-    def __init__(self, group: CacheGroup, max_num_seqs: int, max_model_len: int) -> None:
-        max_blocks = -(-max_model_len // group.block_size)
-        self.group = group
-        self._ids: Int32 = np.full((max_num_seqs, max_blocks), NO_BLOCK, dtype=np.int32)
-        self._num_entries = [0] * max_num_seqs
-        self._num_released = [0] * max_num_seqs
-
-    def append(self, row: int, block_ids: list[int]) -> None:
-        """Append block ids to a row.
-
-        Raises:
-            EngineError: the row would exceed max_model_len, or a ring would have two blocks.
-        """
-        if self.group.ring and block_ids:
-            if len(block_ids) > 1 or self._num_entries[row]:
-                raise EngineError("a ring is one block, and more were given")
-            block_ids = block_ids * int(self._ids.shape[1])
-        start = self._num_entries[row]
-        end = start + len(block_ids)
-        if end > self._ids.shape[1]:
-            raise EngineError(f"a block table holds {self._ids.shape[1]} blocks, and {end} were given")
-        self._ids[row, start:end] = block_ids
-        self._num_entries[row] = end
-
-    def release(self, row: int, num_released: int) -> None:
-        """Set the first num_released entries to -1, counted from the start of the row."""
-        start = self._num_released[row]
-        if num_released > start:
-            self._ids[row, start:num_released] = NO_BLOCK
-            self._num_released[row] = num_released
-
-    def clear(self, row: int) -> None:
-        """Empty a row."""
-        self._ids[row, : self._num_entries[row]] = NO_BLOCK
-        self._num_entries[row] = self._num_released[row] = 0
-
-    def slots(self, rows: Int64, positions: Int64, ends: Int64) -> Int64:
-        """Return the slots [T] int64 of the tokens at `positions` [T] of `rows` [T].
-
-        In a ring, a token whose place a later token of the same step takes is not stored (NO_SLOT). ends: [T], the
-        length of each token's sequence after the step.
-
-        Raises:
-            EngineError: a token has no block.
-        """
-        block_size = self.group.block_size
-        block_ids = self._ids[rows, positions // block_size].astype(np.int64)
-        if block_ids.size and block_ids.min() < 0:
-            raise EngineError("a token was scheduled whose block is not allocated")
-        slots = block_ids * block_size + positions % block_size
-        return np.where(ends - positions > block_size, NO_SLOT, slots) if self.group.ring else slots
-
-    def gather(self, rows: Int64, longest: int) -> Int32:
-        """Copy `rows` [B], cut to the blocks that `longest` tokens need: [B, max_blocks] int32."""
-        return self._ids[rows, : -(-longest // self.group.block_size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +71,62 @@ class PackedStep:
     prompt_pieces: list[PromptPiece]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What of a packed step depends on who takes part with how many tokens, not on where they stand. So decode steps
+    have that of the step before, until a request comes or goes. Nobody may change its arrays.
+
+    Attributes:
+        key: what it was made of.
+        rows, num_drafts, starts: [B] int64, and [B+1] for starts, which is query_start_loc as int64.
+        catches_up: [B] bool, sequences whose last token must be in the step.
+        token_rows: [T] int64, the row of each token.
+        indices: [M] int64, logits_indices of the sampled positions.
+        query_start_loc, sampled, offsets: see PackedStep; no_drafts: its drafts, if there are none.
+    """
+
+    key: bytes
+    rows: Int64
+    num_drafts: Int64
+    starts: Int64
+    catches_up: npt.NDArray[np.bool_]
+    token_rows: Int64
+    indices: Int64
+    query_start_loc: Int32
+    sampled: Int64
+    offsets: Int64
+    no_drafts: Int64
+
+    @classmethod
+    def of(cls, key: bytes, rows: Int64, new: Int64, num_samples: Int64, num_drafts: Int64) -> "Layout":
+        """Lay out the sequences of a step; all arrays [B].
+
+        Raises:
+            EngineError: a sequence comes twice, has no tokens, or is sampled anywhere but at its end.
+        """
+        if len(set(rows.tolist())) < len(rows) or new.min() < 1:
+            raise EngineError("a step schedules a request twice, or without tokens")
+        if ((num_samples != 1 + num_drafts) & (num_samples > 0)).any() or (num_drafts >= new).any():
+            raise EngineError("num_samples: a request is sampled after its last token and after each draft")
+        starts = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(new, out=starts[1:])
+        sampled = np.repeat(np.arange(len(rows)), num_samples)
+        offsets = np.arange(len(sampled)) - (np.cumsum(num_samples) - num_samples)[sampled]
+        return cls(
+            key=key,
+            rows=rows,
+            num_drafts=num_drafts,
+            starts=starts,
+            catches_up=(num_samples > 0) | (num_drafts > 0),
+            token_rows=np.repeat(rows, new),
+            indices=starts[1:][sampled] - num_samples[sampled] + offsets,
+            query_start_loc=starts.astype(np.int32),
+            sampled=sampled,
+            offsets=offsets,
+            no_drafts=np.full(len(sampled), NO_DRAFT, dtype=np.int64),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Positions:
     """What M rows of logits are sampled for. A request with drafts has several rows, one after each draft.
@@ -184,6 +170,7 @@ class InputBatch:
         self.num_prompt_tokens: Int64 = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling = SamplingRows(max_num_seqs, max_model_len, eos_token_ids)
         self.block_tables = [BlockTable(group, max_num_seqs, max_model_len) for group in groups]
+        self._layout: Layout | None = None  # of the last step
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
 
@@ -263,7 +250,7 @@ class InputBatch:
         if ends.size and ends.max() >= self.token_ids.shape[1]:
             raise EngineError(f"a request grew beyond max_model_len = {self.token_ids.shape[1]}")
         self.token_ids[rows, ends] = token_ids
-        np.add.at(self.num_tokens, rows, 1)
+        self.num_tokens[rows] = ends + 1  # of a row that comes several times, the last one counts
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
             self.sampling.append(row, token_id)
 
@@ -284,7 +271,8 @@ class InputBatch:
         return int(self.num_tokens[row] - self.num_prompt_tokens[row])
 
     def pack(self, scheduled: Sequence[ScheduledRequest]) -> PackedStep:
-        """Pack the scheduled tokens (at least one) into one flat batch. The arrays are new.
+        """Pack the scheduled tokens (at least one) into one flat batch. Nobody may change its arrays: those of a layout
+        are used again.
 
         Drafts are written behind their row's tokens, where they count as nothing after this step.
 
@@ -295,28 +283,32 @@ class InputBatch:
         computed = np.array([item.num_computed_tokens for item in scheduled], dtype=np.int64)
         new = np.array([item.num_new_tokens for item in scheduled], dtype=np.int64)
         num_samples = np.array([item.num_samples for item in scheduled], dtype=np.int64)
-        seq_lens = computed + new
-        self._write_drafts(scheduled, rows)
-        self._check(scheduled, rows, new, num_samples)
-        starts = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(new, out=starts[1:])
-        token_rows, token_ends = np.repeat(rows, new), np.repeat(seq_lens, new)
-        positions = np.repeat(computed - starts[:-1], new) + np.arange(starts[-1])
-        sampled, offsets = _sampled_positions(num_samples)
-        prompt_indices, pieces = self._prompt_positions(rows, computed, seq_lens, starts)
+        num_drafts = np.array([len(item.draft_token_ids) for item in scheduled], dtype=np.int64)
+        if num_drafts.any():
+            self._write_drafts(scheduled, rows)
+        key = b"".join(array.tobytes() for array in (rows, new, num_samples, num_drafts))
+        if self._layout is None or key != self._layout.key:
+            self._layout = Layout.of(key, rows, new, num_samples, num_drafts)
+        layout, seq_lens = self._layout, computed + new
+        self._check(layout, seq_lens)
+        token_rows, token_ends, positions = rows, seq_lens, computed
+        if len(layout.token_rows) > len(rows):  # else every sequence has one token, as in most steps
+            token_rows, token_ends = layout.token_rows, np.repeat(seq_lens, new)
+            positions = np.repeat(computed - layout.starts[:-1], new) + np.arange(len(token_rows))
+        prompt_indices, pieces = self._prompt_positions(rows, computed, seq_lens, layout.starts)
         longest = int(seq_lens.max())
         return PackedStep(
             rows=rows,
             input_ids=self.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
-            query_start_loc=starts.astype(np.int32),
+            query_start_loc=layout.query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
             block_tables=tuple(table.gather(rows, longest) for table in self.block_tables),
             slot_mappings=tuple(table.slots(token_rows, positions, token_ends) for table in self.block_tables),
-            logits_indices=np.concatenate([starts[1:][sampled] - num_samples[sampled] + offsets, *prompt_indices]),
-            sampled=sampled,
-            offsets=offsets,
-            drafts=_drafts_at(scheduled, len(sampled)),
+            logits_indices=np.concatenate([layout.indices, *prompt_indices]) if pieces else layout.indices,
+            sampled=layout.sampled,
+            offsets=layout.offsets,
+            drafts=_drafts_at(scheduled) if num_drafts.any() else layout.no_drafts,
             prompt_pieces=pieces,
         )
 
@@ -329,26 +321,24 @@ class InputBatch:
                     raise EngineError(f"drafts reach beyond max_model_len = {self.token_ids.shape[1]}")
                 self.token_ids[row, start:end] = item.draft_token_ids
 
-    def _check(self, scheduled: Sequence[ScheduledRequest], rows: Int64, new: Int64, num_samples: Int64) -> None:
-        """Check the scheduled work against the batch; all arrays [B]."""
-        computed = np.array([item.num_computed_tokens for item in scheduled], dtype=np.int64)
-        drafts = np.array([len(item.draft_token_ids) for item in scheduled], dtype=np.int64)
-        seq_lens, num_tokens = computed + new, self.num_tokens[rows] + drafts
-        if len(set(rows.tolist())) < len(rows) or new.min() < 1 or (seq_lens > num_tokens).any():
-            raise EngineError("a step schedules a request twice, without tokens, or beyond its last token")
-        if (seq_lens != num_tokens)[(num_samples > 0) | (drafts > 0)].any():
+    def _check(self, layout: "Layout", seq_lens: Int64) -> None:
+        """Check that the batch has the scheduled tokens; seq_lens: [B], after the step."""
+        missing = self.num_tokens[layout.rows] + layout.num_drafts - seq_lens
+        if missing.min() < 0:
+            raise EngineError("a step schedules a request beyond its last token")
+        if (missing * layout.catches_up).any():
             raise EngineError("a step samples a request that has not caught up with its tokens")
-        if (num_samples != 1 + drafts)[num_samples > 0].any() or (drafts >= new).any():
-            raise EngineError("num_samples: a request is sampled after its last token and after each draft")
 
     def _prompt_positions(
         self, rows: Int64, computed: Int64, seq_lens: Int64, starts: Int64
     ) -> tuple[list[Int64], list[PromptPiece]]:
         """Return the packed indices whose next token is a prompt token to be scored, and their pieces."""
-        last = np.minimum(seq_lens, self.num_prompt_tokens[rows] - 1)  # positions computed .. last - 1
         indices: list[Int64] = []
         pieces: list[PromptPiece] = []
         num_top = self.sampling.num_prompt_logprobs[rows]
+        if num_top.max() < 0:
+            return indices, pieces
+        last = np.minimum(seq_lens, self.num_prompt_tokens[rows] - 1)  # positions computed .. last - 1
         for b in np.flatnonzero((num_top >= 0) & (last > computed)).tolist():
             count = int(last[b] - computed[b])
             targets = self.token_ids[rows[b], computed[b] + 1 : last[b] + 1].astype(np.int64)
@@ -357,16 +347,7 @@ class InputBatch:
         return indices, pieces
 
 
-def _sampled_positions(num_samples: Int64) -> tuple[Int64, Int64]:
-    """Return the sequence of each sampled position, and its index among those of the sequence: [M] int64 each."""
-    sampled = np.repeat(np.arange(len(num_samples)), num_samples)
-    firsts = np.cumsum(num_samples) - num_samples
-    return sampled, np.arange(len(sampled)) - firsts[sampled]
-
-
-def _drafts_at(scheduled: Sequence[ScheduledRequest], num_sampled: int) -> Int64:
-    """Return the draft at the place of each sampled token, [num_sampled] int64."""
-    if not any(item.draft_token_ids for item in scheduled):
-        return np.full(num_sampled, NO_DRAFT, dtype=np.int64)
+def _drafts_at(scheduled: Sequence[ScheduledRequest]) -> Int64:
+    """Return the draft at the place of each sampled token, [M] int64."""
     parts = [[*item.draft_token_ids, NO_DRAFT] for item in scheduled if item.num_samples]
     return np.concatenate(parts).astype(np.int64)

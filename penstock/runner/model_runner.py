@@ -13,7 +13,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -46,38 +45,6 @@ from penstock.spec.model_config import ModelConfig
 HIDDEN_NOT_FINITE = "the model's hidden states are not finite (NaN or infinity)"
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 ALL_MASKED = "no token may be chosen: min_tokens, bad words and other masks leave none that the model allows"
-
-
-@dataclass(slots=True)
-class _Result:
-    """The fields of one request's RequestStepOutput while the step is computed."""
-
-    new_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    error: str | None = None
-    checksum: int | None = None
-    mirostat_mu: float | None = None
-    pooled: bytes | None = None
-
-    def take(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Add a sampled token."""
-        self.new_token_ids.append(token_id)
-        if logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), logprobs]
-
-    def finish(self) -> RequestStepOutput:
-        if self.error is not None:
-            return RequestStepOutput([], error=self.error, checksum=self.checksum)
-        return RequestStepOutput(
-            self.new_token_ids,
-            self.logprobs,
-            self.prompt_logprobs,
-            None,
-            self.checksum,
-            self.mirostat_mu,
-            self.pooled,
-        )
 
 
 class ModelRunner:
@@ -153,7 +120,7 @@ class ModelRunner:
         self._checksum_step = scheduler_output.step_id if scheduler_output.checksum_logits else None
         step = self.batch.pack(scheduler_output.scheduled)
         self._structured.begin(step)
-        results = [_Result() for _ in scheduler_output.scheduled]
+        results = [RequestStepOutput([]) for _ in scheduler_output.scheduled]
         input_ids, ctx = self._ops.tensor(step.input_ids), self._context(step)
         # If every token is sampled, no prompt log-probabilities are needed, only logits.
         if isinstance(self._model, RecordedModel) and len(step.sampled) == len(step.input_ids) <= FEW_ROWS:
@@ -162,17 +129,17 @@ class ModelRunner:
             hidden = self._model(input_ids, ctx)
             self._pool(hidden, step, scheduler_output, results)
             self._finish(hidden, step, results)
-        ids = (item.request_id for item in scheduler_output.scheduled)
-        finished = {request_id: result.finish() for request_id, result in zip(ids, results, strict=True)}
+        pairs = zip(scheduler_output.scheduled, results, strict=True)
+        finished = {item.request_id: result if result.error is None else _failed(result) for item, result in pairs}
         return StepOutput(scheduler_output.step_id, finished)
 
-    def _pool(self, hidden: Tensor, step: PackedStep, plan: SchedulerOutput, results: list[_Result]) -> None:
+    def _pool(self, hidden: Tensor, step: PackedStep, plan: SchedulerOutput, results: list[RequestStepOutput]) -> None:
         """Take what pooling requests want of hidden [T, hidden]."""
         for b, pooled in self._pooler.take(hidden, step.query_start_loc, plan.scheduled).items():
             results[b].pooled = pooled
             results[b].error = HIDDEN_NOT_FINITE if pooled is None else None
 
-    def _finish(self, hidden: Tensor, step: PackedStep, results: list[_Result]) -> None:
+    def _finish(self, hidden: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Sample and score hidden [T, hidden], with logits only at the positions that need them."""
         num_sampled = len(step.sampled)
         if step.prompt_pieces or num_sampled < len(step.input_ids):  # else every token is sampled, in order
@@ -200,7 +167,7 @@ class ModelRunner:
         )
         return self._ops.plan(meta, self._heads, self._kv_caches[group.layers[0]])
 
-    def _sample(self, logits: Tensor, step: PackedStep, results: list[_Result]) -> None:
+    def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Sample a token from each row of logits [M, V'], and give each sequence those that count.
 
         These are its tokens up to the first that is not the draft at its place. What comes after, an error too, was
@@ -211,7 +178,9 @@ class ModelRunner:
         if self._checksum_step is not None:
             for b, checksum in zip(sequences, logits_checksums(as_array(logits), self._checksum_step), strict=True):
                 results[b].checksum = ((results[b].checksum or 0) + checksum) % 2**64
-        failed = np.array([results[b].error is not None for b in sequences])
+        failed = np.zeros(len(sequences), dtype=np.bool_)
+        if step.prompt_pieces:  # nothing else can have failed yet
+            failed[:] = [results[b].error is not None for b in sequences]
         positions = Positions(step.rows[step.sampled], step.offsets)
         sampled, errors = self._choose(logits, positions, failed)
         token_ids, taken, is_open = sampled.token_ids.tolist(), [], [True] * len(results)
@@ -224,15 +193,20 @@ class ModelRunner:
                 is_open[b] = False
                 continue
             taken.append(index)
-            result.take(token_ids[index], sampled.logprobs[index])
+            result.new_token_ids.append(token_ids[index])
+            if (entry := sampled.logprobs[index]) is not None:
+                result.logprobs = [*(result.logprobs or ()), entry]
             is_open[b] = token_ids[index] == draft
         for index, mu in sampled.mirostat_mu.items():  # a request with mirostat has no drafts
             self.batch.sampling.mirostat_mu[positions.rows[index]] = results[sequences[index]].mirostat_mu = mu
-        chosen = np.array(taken, dtype=np.int64)
-        self.batch.append(positions.rows[chosen], sampled.token_ids[chosen], positions.offsets[chosen])
+        chosen_ids = sampled.token_ids
+        if len(taken) < len(sequences):
+            chosen = np.array(taken, dtype=np.int64)
+            positions, chosen_ids = positions.at(chosen), chosen_ids[chosen]
+        self.batch.append(positions.rows, chosen_ids, positions.offsets)
         self._take_forced(step, results)
 
-    def _take_forced(self, step: PackedStep, results: list[_Result]) -> None:
+    def _take_forced(self, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Give each sequence the tokens of which its form leaves no choice, unless it had drafts that were wrong.
 
         They are outputs as if sampled; the next step computes them together.
@@ -255,10 +229,10 @@ class ModelRunner:
         failed: [M], rows whose sequence has an error already.
         """
         healthy = as_array(self._ops.finite_rows(logits)).astype(bool)
-        errors = dict.fromkeys(np.flatnonzero(~healthy).tolist(), NOT_FINITE)
-        kept = np.flatnonzero(healthy & ~failed)
-        if len(kept) == len(failed):
+        usable = healthy & ~failed
+        if usable.all():
             return self._choose_healthy(logits, positions)
+        errors, kept = dict.fromkeys(np.flatnonzero(~healthy).tolist(), NOT_FINITE), np.flatnonzero(usable)
         found = Sampled(np.full(len(failed), NO_TOKEN, dtype=np.int64), [None] * len(failed))
         if len(kept):
             sampled, wrong = self._choose_healthy(logits[self._ops.tensor(kept)], positions.at(kept))
@@ -283,7 +257,7 @@ class ModelRunner:
             return logits
         return self._ops.tensor(np.ascontiguousarray(as_array(logits)[:, : self._vocab_size]))
 
-    def _score_prompts(self, hidden: Tensor, pieces: list[PromptPiece], results: list[_Result]) -> None:
+    def _score_prompts(self, hidden: Tensor, pieces: list[PromptPiece], results: list[RequestStepOutput]) -> None:
         """Compute the prompt log-probabilities of hidden [P, hidden], a bounded slice at a time."""
         start = 0
         for piece in pieces:
@@ -308,7 +282,8 @@ class ModelRunner:
 class LocalExecutor:
     """A `step.Executor` with one ModelRunner in this process. The handle of a step is its SchedulerOutput.
 
-    A step runs when it is collected, in the thread that collects it: one device has nothing to overlap a step with.
+    A step runs when it is collected, in the thread that collects it: its kernels take every core, so that Python beside
+    them would only take one of these away (docs/perf_log.md, What was tried and did not help).
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -339,6 +314,11 @@ class LocalExecutor:
         """Free the model and the caches. A second call does nothing."""
         self._submitted.clear()
         self._runner = None
+
+
+def _failed(result: RequestStepOutput) -> RequestStepOutput:
+    """Return what counts of the results of a request that failed."""
+    return RequestStepOutput([], error=result.error, checksum=result.checksum)
 
 
 def _prepare_torch(ops: Ops, threads: int) -> Callable[[], AbstractContextManager[object]]:

@@ -166,6 +166,8 @@ def test_a_run_of_a_mixture_is_profiled(tmp_path: Path, monkeypatch: pytest.Monk
         assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
         assert figures["seconds"] == pytest.approx(result[phase]["seconds"])
         python = result[phase]["python_overhead_ms"] * steps / 1000
+        low, median, high = result[phase]["python_ms_per_step"].values()
+        assert 0 < low <= median <= high <= python * 1000
         assert rows[RUNNER]["seconds"] + rows[ENGINE]["seconds"] == pytest.approx(python, rel=0.02, abs=1e-4)
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     found = Counter(nested(events))

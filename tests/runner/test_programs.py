@@ -1,5 +1,7 @@
 """Recorded forward passes: the tokens and log-probabilities of the model itself, whatever changes between steps."""
 
+import mmap
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.assembly import build_engine
+from penstock.config import EngineConfig
+from penstock.interface.messages import EngineRequest
+from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup
 from penstock.kernels.arena import FEW_ROWS
 from penstock.kernels.backends import load_ops
@@ -19,6 +25,7 @@ from tests.kernels.packed import levels
 from tests.paged import PagedModel
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+ROWS = 8
 
 
 def native(directory: Path, **options: Any) -> PagedModel:
@@ -86,3 +93,38 @@ def test_the_runner_records_where_the_backend_can() -> None:
     for ops, expected in ((load_ops("cpu", torch.float32), True), (FakeOps(), False)):
         runner = ModelRunner(TinyModel(), ops, [group], resolved_config(), tiny_config(40, (1, 1, 2)))
         assert isinstance(runner._model, RecordedModel) == expected
+
+
+@pytest.mark.covers("C5")
+def test_a_decode_step_allocates_nothing_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against logits, hidden states, block tables or lists that a step makes anew or keeps: over whole steps of
+    the engine, from the plan to its outputs. What a step may make is small: numbers per row, not vectors of the model.
+    """
+    built = build_engine(EngineConfig.from_options(model="demo", kernels="cpu", max_num_seqs=ROWS))
+    engine = built.engine
+    for row in range(ROWS):
+        params = SamplingParams(temperature=float(row % 2), seed=row, max_tokens=80, ignore_eos=True)
+        engine.add_request(EngineRequest(str(row), random_ids(20 + row, seed=row), params))
+    for _ in range(40):  # programs are recorded, buffers have grown
+        engine.step()
+
+    def no_pages(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a step mapped memory")
+
+    monkeypatch.setattr(mmap, "mmap", no_pages)
+    peaks = []
+    tracemalloc.start()
+    try:
+        engine.step()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(30):
+            tracemalloc.reset_peak()
+            at = tracemalloc.get_traced_memory()[0]
+            assert len(engine.step()) == ROWS
+            peaks.append(tracemalloc.get_traced_memory()[1] - at)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    logits_bytes = 4 * ROWS * built.info.vocab_size
+    assert max(peaks) < logits_bytes / 4
+    assert grown < 30 * ROWS * 200  # token ids, and a hash where a block was filled
