@@ -26,6 +26,30 @@ def score_table(figures: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def case_table(figures: Mapping[str, Any]) -> str:
+    """Return the shares of right answers to the held-out cases."""
+    rows = ["| held-out cases | number | greedy | temperature 0.8 |", "|---|---|---|---|"]
+    for kind, row in figures["held_out"].items():
+        rows.append(f"| {kind} | {row['cases']} | {row['greedy']:.1%} | {row['sampled']:.1%} |")
+    return "\n".join(rows)
+
+
+def mixture_list(mixture: corpus.Mixture) -> str:
+    """Return the kinds of documents with their shares."""
+    documents = sum(weight for weight, _ in mixture.values())
+    return "\n".join(f"- {name}: {weight / documents:.0%}" for name, (weight, _) in mixture.items())
+
+
+def second_commands(facts: Mapping[str, Any]) -> str:
+    """Return the commands of the second training: more than one if its schedule was shortened on the way."""
+    command = f"    python -m penstock.demo.train --from FIRST --seed {facts['seed']} --lr {facts['lr']}"
+    command += f" --tokens-per-step {facts['tokens_per_step']} --processes {facts['processes']} --out DIR"
+    stages = [f"--steps {steps} --until {step}" for steps, step in facts["left_schedules"]] + [
+        f"--steps {facts['steps']}"
+    ]
+    return "\n".join(f"{command} {stage}{' --resume' if number else ''}" for number, stage in enumerate(stages))
+
+
 def samples(figures: Mapping[str, Any], mode: str) -> str:
     """Return the first openings and every third of the other prompts, one block each."""
     texts = figures[mode]["texts"]
@@ -39,7 +63,6 @@ def write_card(model_dir: Path, figures: Mapping[str, Any]) -> None:
     """Write MODEL_DIR/README.md from training.json, the files that ship and the figures of evaluate()."""
     files = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
     facts = json.loads((model_dir / "training.json").read_text(encoding="utf-8"))
-    documents = sum(weight for weight, _ in corpus.MIXTURE.values())
     text = TEMPLATE.read_text(encoding="utf-8").format(
         facts=facts,
         figures=figures,
@@ -47,13 +70,17 @@ def write_card(model_dir: Path, figures: Mapping[str, Any]) -> None:
         bytes=sum((model_dir / name).stat().st_size for name in files),
         context=CONTEXT,
         plots=len(stories.plots()),
-        mixture="\n".join(f"- {name}: {weight / documents:.0%}" for name, (weight, _) in corpus.MIXTURE.items()),
+        mixture=mixture_list(corpus.MIXTURE),
+        second_mixture=mixture_list(corpus.SECOND_MIXTURE),
+        first_minutes=facts["first"]["train_seconds"] / 60,
         train_minutes=facts["train_seconds"] / 60,
         machine=platform.machine(),
         sum_count=len(sums.ALL_PAIRS),
         seen_count=len(sums.SEEN_PAIRS),
         held_count=len(sums.HELD_OUT),
+        second_commands=second_commands(facts),
         scores=score_table(figures),
+        cases=case_table(figures),
         samples=SAMPLES,
         greedy_samples=samples(figures, "greedy"),
         sampled_samples=samples(figures, "sampled"),
