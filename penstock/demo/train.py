@@ -209,7 +209,7 @@ def main() -> None:
     elif args.first:
         tokenizer = with_tool_tokens(Tokenizer.from_file(str(args.first / "tokenizer.json")))
     else:
-        tokenizer = train_tokenizer(islice(training_documents(args.seed), BPE_DOCUMENTS))
+        tokenizer = with_tool_tokens(train_tokenizer(islice(training_documents(args.seed), BPE_DOCUMENTS)))
     with tempfile.TemporaryDirectory() as folder:
         work = (args, tokenizer.to_str(), f"{folder}/meeting")
         spawn(worker, args=work, nprocs=args.processes)  # type: ignore[no-untyped-call]
