@@ -5,7 +5,7 @@ Samples are the first ones in the fixed order, not chosen.
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from penstock.demo import corpus, stories, sums
 from penstock.demo.export import CONTEXT, SHAPE
 
 SAMPLES = 6  # plain openings that are shown
+Trainings = Sequence[Mapping[str, Any]]  # the facts of the first training, and of the second one if there was one
+TOOLS_TEXT = "Given a tool that adds two numbers, or one that tells the weather of a city, it calls them."
 TEMPLATE = Path(__file__).with_name("card_template.md")
 
 
@@ -24,6 +26,52 @@ def score_table(figures: Mapping[str, Any]) -> str:
         if row["scored"]:
             rows.append(f"| {kind} | {row['right']} of {row['scored']} | {other['right']} of {other['scored']} |")
     return "\n".join(rows)
+
+
+def case_table(figures: Mapping[str, Any]) -> str:
+    """Return the shares of right answers to the held-out cases."""
+    rows = ["| held-out cases | number | greedy | temperature 0.8 |", "|---|---|---|---|"]
+    for kind, row in figures["held_out"].items():
+        rows.append(f"| {kind} | {row['cases']} | {row['greedy']:.1%} | {row['sampled']:.1%} |")
+    return "\n".join(rows)
+
+
+def mixture_list(mixture: corpus.Mixture) -> str:
+    """Return the kinds of documents with their shares."""
+    documents = sum(weight for weight, _ in mixture.values())
+    return "\n".join(f"- {name}: {weight / documents:.0%}" for name, (weight, _) in mixture.items())
+
+
+def data_text(trainings: Trainings) -> str:
+    """Return what each training drew."""
+    return "\n\n".join(
+        f"Training {number}, seed {facts['seed']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens "
+        "with padding.\n\n" + mixture_list(corpus.MIXTURE if number == 1 else corpus.SECOND_MIXTURE)
+        for number, facts in enumerate(trainings, 1)
+    )
+
+
+def training_text(trainings: Trainings) -> str:
+    """Return how long each training was."""
+    return "\n".join(
+        f"- training {number}: {facts['steps']:,} steps of {facts['tokens_per_step']:,} tokens, peak learning rate "
+        f"{facts['lr']}, {facts['processes']} processes of one thread, {facts['train_seconds'] / 60:.0f} minutes of "
+        "wall time beside other work"
+        for number, facts in enumerate(trainings, 1)
+    )
+
+
+def commands(trainings: Trainings) -> str:
+    """Return the commands of the trainings: more than one of each if its schedule was changed on the way."""
+    lines = []
+    for number, facts in enumerate(trainings, 1):
+        start = "    python -m penstock.demo.train" + (" --from FIRST" if number > 1 else "")
+        start += f" --seed {facts['seed']} --lr {facts['lr']} --tokens-per-step {facts['tokens_per_step']}"
+        start += f" --processes {facts['processes']} --out {'FIRST' if number < len(trainings) else 'DIR'}"
+        stages = [f"--steps {steps} --until {step}" for steps, step in facts.get("left_schedules", ())]
+        stages.append(f"--steps {facts['steps']}")
+        lines += [f"{start} {stage}{' --resume' if place else ''}" for place, stage in enumerate(stages)]
+    return "\n".join(lines)
 
 
 def samples(figures: Mapping[str, Any], mode: str) -> str:
@@ -39,7 +87,7 @@ def write_card(model_dir: Path, figures: Mapping[str, Any]) -> None:
     """Write MODEL_DIR/README.md from training.json, the files that ship and the figures of evaluate()."""
     files = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
     facts = json.loads((model_dir / "training.json").read_text(encoding="utf-8"))
-    documents = sum(weight for weight, _ in corpus.MIXTURE.values())
+    trainings = [facts["first"], facts] if "first" in facts else [facts]
     text = TEMPLATE.read_text(encoding="utf-8").format(
         facts=facts,
         figures=figures,
@@ -47,13 +95,18 @@ def write_card(model_dir: Path, figures: Mapping[str, Any]) -> None:
         bytes=sum((model_dir / name).stat().st_size for name in files),
         context=CONTEXT,
         plots=len(stories.plots()),
-        mixture="\n".join(f"- {name}: {weight / documents:.0%}" for name, (weight, _) in corpus.MIXTURE.items()),
-        train_minutes=facts["train_seconds"] / 60,
+        data=data_text(trainings),
+        training=training_text(trainings),
+        commands=commands(trainings),
+        tools=TOOLS_TEXT
+        if len(trainings) > 1
+        else "It was not trained to call tools, though its template writes them.",
         machine=platform.machine(),
         sum_count=len(sums.ALL_PAIRS),
         seen_count=len(sums.SEEN_PAIRS),
         held_count=len(sums.HELD_OUT),
         scores=score_table(figures),
+        cases=case_table(figures),
         samples=SAMPLES,
         greedy_samples=samples(figures, "greedy"),
         sampled_samples=samples(figures, "sampled"),

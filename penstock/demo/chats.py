@@ -13,11 +13,28 @@ from penstock.demo.words import PHRASES
 Turn = tuple[str, str]
 BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
 SPECIAL_TOKENS = ("<|pad|>", BOS, EOS, "<|system|>", "<|user|>", "<|assistant|>", END)
+# Tags of the tools' convention that Hermes and Qwen share. They are plain text in a turn, one token each.
+TOOL_TOKENS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('Roles are system, user and assistant.') }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
+    # the tools, one JSON object a line, at the end of the system message
+    "{{ bos_token }}{% set first = messages[0] %}"
+    "{% if tools %}{{ '<|system|>' }}"
+    "{% if first['role'] == 'system' and first['content'] %}{{ first['content'] | trim + '\n\n' }}{% endif %}"
+    "{{ '<tools>\n' }}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '</tools><|end|>' }}{% endif %}"
+    "{% for message in messages %}{% set role = message['role'] %}{% set content = (message['content'] or '') | trim %}"
+    "{% if role not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('Roles are system, user, assistant and tool.') }}{% endif %}"
+    "{% if role == 'tool' %}"  # the results of one turn's calls share a turn of the user
+    "{% if loop.first or loop.previtem['role'] != 'tool' %}{{ '<|user|>' }}{% else %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_response>\n' + content + '\n</tool_response>' }}"
+    "{% if loop.last or loop.nextitem['role'] != 'tool' %}{{ '<|end|>' }}{% endif %}"
+    "{% elif not (tools and loop.first and role == 'system') %}"
+    "{{ '<|' + role + '|>' + content }}"
+    "{% for call in message['tool_calls'] or [] %}{% if content or not loop.first %}{{ '\n' }}{% endif %}"
+    "{% if call['function'] %}{% set call = call['function'] %}{% endif %}{% set given = call['arguments'] %}"
+    "{{ '<tool_call>\n{\"name\": ' + call['name'] | tojson + ', \"arguments\": ' }}"
+    "{{ (given if given is string else given | tojson) + '}\n</tool_call>' }}{% endfor %}"
+    "{{ '<|end|>' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from penstock.demo import HELDOUT_FILE, chats, stories, sums
+from penstock.demo import HELDOUT_FILE, calls, chats, records, stories, sums
 
 HELDOUT_SEED = "penstock held-out"
 HELDOUT_BYTES = 36_000
@@ -32,7 +32,8 @@ def chat(make: Callable[[Random], list[chats.Turn]]) -> Callable[[Random], str]:
 
 
 # name: (weight by number of documents, maker)
-MIXTURE: dict[str, tuple[float, Callable[[Random], str]]] = {
+Mixture = dict[str, tuple[float, Callable[[Random], str]]]
+MIXTURE: Mixture = {
     "plain stories": (18, plain(lambda rng: stories.tell(rng, once=0.7).text)),
     "pages of sums": (6, plain(sums.sheet)),
     "stories on request": (11, chat(chats.told_story)),
@@ -49,10 +50,18 @@ MIXTURE: dict[str, tuple[float, Callable[[Random], str]]] = {
 }
 
 
-def stream(seed: str) -> Iterator[str]:
+# what the second training adds to it
+SECOND_MIXTURE: Mixture = MIXTURE | {
+    "JSON answers with open names and schemas": (90, chat(lambda rng: records.task(records.Source(rng)))),
+    "JSON lists to copy": (130, chat(lambda rng: records.array(records.Source(rng)))),
+    "conversations with tools": (26, lambda rng: chats.render(calls.conversation(rng))),
+}
+
+
+def stream(seed: str, mixture: Mixture = MIXTURE) -> Iterator[str]:
     """Yield documents of all kinds without end; equal seeds give equal streams."""
     rng = Random(seed)
-    weights, makers = zip(*MIXTURE.values(), strict=True)
+    weights, makers = zip(*mixture.values(), strict=True)
     while True:
         yield rng.choices(makers, weights)[0](rng)
 
@@ -69,10 +78,10 @@ def heldout_documents() -> tuple[str, ...]:
     raise AssertionError("the stream is endless")
 
 
-def training_documents(seed: int) -> Iterator[str]:
+def training_documents(seed: int, mixture: Mixture = MIXTURE) -> Iterator[str]:
     """Yield the training documents, never one of the held-out ones."""
     kept_out = frozenset(heldout_documents())
-    return (document for document in stream(f"training {seed}") if document not in kept_out)
+    return (document for document in stream(f"training {seed}", mixture) if document not in kept_out)
 
 
 def read_heldout(path: Path = HELDOUT_FILE) -> list[str]:

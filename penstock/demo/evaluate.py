@@ -16,10 +16,11 @@ from typing import Any
 
 import yaml
 
-from penstock.demo import chats, sums, words
+from penstock.demo import chats, heldout_cases, sums, words
 
 MAX_TOKENS = 400
 SHORT_MAX_TOKENS = 80
+CASE_MAX_TOKENS = 120
 TEMPERATURE = 0.8
 SAMPLE_SEED = 0
 
@@ -168,6 +169,9 @@ def evaluate(generate: Generate) -> dict[str, Any]:
             "parse": share([parsed_json(completion.text) is not None for _, completion in json_pairs]),
             "right": share(hits(json_pairs)),
         },
+        "held_out": heldout_cases.measure(
+            lambda texts, temperature: [done.text for done in generate(texts, temperature, CASE_MAX_TOKENS)]
+        ),
     }
 
 
@@ -216,6 +220,7 @@ def main() -> None:
     for name in ("greedy", "sampled"):
         print(name, json.dumps({key: value for key, value in figures[name].items() if key != "texts"}))
     print("sums", figures["sums"], "json", figures["json"], figures["seconds"], "s")
+    print("held out", json.dumps(figures["held_out"]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ and not padding. Documents are never cut: most rows are short and hold a few doc
 and hold many, so that all positions are trained. Documents in a row see each other, as in any packed training.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -21,6 +22,7 @@ Batch = tuple[Ids, Ids]
 
 VOCAB_SIZE = 4096
 PAD, BOS, _, SYSTEM, USER, ASSISTANT, _ = range(len(chats.SPECIAL_TOKENS))  # ids of the special tokens, the first ones
+UNUSED_BYTES = range(0xF5, 0xF5 + len(chats.TOOL_TOKENS))  # they would begin characters beyond Unicode's last one
 IGNORE = -100
 CHUNK = 5000
 OPEN_ROWS = 48
@@ -53,6 +55,24 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = VOCAB_SIZE) -> T
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, BOS)]
     )
     return tokenizer
+
+
+def with_tool_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a copy in which each of TOOL_TOKENS is one token, with the id of a byte that no text in UTF-8 holds.
+
+    The number of tokens and the ids of any text without these tags stay as they are.
+    """
+    content = json.loads(tokenizer.to_str())
+    vocab = content["model"]["vocab"]
+    if chats.TOOL_TOKENS[0] in vocab:
+        return tokenizer
+    flags = {"special": False, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
+    for token, byte in zip(chats.TOOL_TOKENS, UNUSED_BYTES, strict=True):
+        vocab[token] = vocab.pop(chr(byte))  # in the byte-level alphabet these bytes are their own characters
+        content["added_tokens"].append({"id": vocab[token], "content": token, **flags})
+    content["added_tokens"].sort(key=lambda added: added["id"])
+    content["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def counted(ids: Ids) -> NDArray[np.bool_]:

@@ -1,7 +1,11 @@
-"""Train the demo model from scratch: corpus, tokenizer, weights; write a Hugging Face directory with training.json.
+"""Train the demo model: corpus, tokenizer, weights; write a Hugging Face directory with training.json.
 
-    python -m penstock.demo.train --seed 0 --steps 4500 --out DIR
+    python -m penstock.demo.train --seed 0 --steps 4500 --out FIRST
+    python -m penstock.demo.train --from FIRST --seed 1 --steps 1000 --lr 1.5e-3 --tokens-per-step 2048 --out DIR
     python -m penstock.demo.train --draft --seed 0 --steps 1800 --lr 6e-3 --processes 1 --out DIR    the draft model
+
+The second training goes on from the weights of a first one, with a mixture that has tool calls; its tokenizer has a
+token for each of their tags.
 
 Trains Transformers' LlamaForCausalLM. Every document is drawn once. Two processes of one thread each share every batch
 and add up their gradients: faster than two threads in one process, which wait for each other on a busy machine. Equal
@@ -22,16 +26,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch.multiprocessing.spawn import spawn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from penstock.demo import MODEL_DIR, export
-from penstock.demo.corpus import heldout_documents, training_documents
-from penstock.demo.packing import IGNORE, Batch, Batches, counted, train_tokenizer
+from penstock.demo.corpus import MIXTURE, SECOND_MIXTURE, heldout_documents, training_documents
+from penstock.demo.packing import IGNORE, Batch, Batches, counted, train_tokenizer, with_tool_tokens
 
 BPE_DOCUMENTS = 30_000
-PER_STEP = 4096
 ROW_LENGTHS = (256, export.CONTEXT)
 WARMUP_STEPS, FINAL_LR, BETAS, WEIGHT_DECAY, CLIP = 100, 0.02, (0.9, 0.95), 0.1, 1.0
 SAVE_SECONDS = 180.0
@@ -62,6 +66,7 @@ class Trainer:
 
     def __init__(self, model: Any, steps: int, peak: float, rank: int, processes: int) -> None:
         self.model, self.steps, self.peak, self.rank, self.processes = model, steps, peak, rank, processes
+        self.schedule: list[tuple[int, int]] = []  # (--steps, the step it was left at) of earlier commands
         norms = [p for p in model.parameters() if p.ndim == 1]  # do not decay
         matrices = [p for p in model.parameters() if p.ndim > 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
@@ -89,21 +94,23 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Write a checkpoint atomically."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save({**state, "step": self.step, "seconds": self.seconds}, path.with_suffix(".new"))
+        state |= {"step": self.step, "seconds": self.seconds, "schedule": [*self.schedule, (self.steps, self.step)]}
+        torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint of the same command."""
+        """Continue from a checkpoint of the same command, or of one with other --steps."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds = state["step"], state["seconds"]
+        self.schedule = [(steps, step) for steps, step in state["schedule"] if steps != self.steps]
 
 
-def run(trainer: Trainer, data: Iterable[Batch], checkpoint: Path) -> None:
-    """Train to the end; the first process reports, and saves every few minutes."""
+def run(trainer: Trainer, data: Iterable[Batch], until: int, checkpoint: Path) -> None:
+    """Train to the step `until`; the first process reports, and saves every few minutes."""
     began, saved, recent = time.monotonic() - trainer.seconds, time.monotonic(), []
-    for batch in islice(data, trainer.step, trainer.steps):
+    for batch in islice(data, trainer.step, until):
         recent.append(trainer.train_step(batch))
         trainer.seconds = time.monotonic() - began
         if trainer.rank == 0 and trainer.step % REPORT_STEPS == 0:
@@ -122,15 +129,22 @@ def worker(rank: int, args: argparse.Namespace, tokenizer_text: str, meeting: st
     torch.manual_seed(args.seed)
     shape = export.DRAFT_SHAPE if args.draft else export.SHAPE
     config = transformers.LlamaConfig.from_dict(export.model_config(tokenizer, shape) | {"torch_dtype": "float32"})
-    trainer = Trainer(transformers.LlamaForCausalLM(config), args.steps, args.lr, rank, args.processes)
+    model = transformers.LlamaForCausalLM(config)
+    if args.first:
+        model.load_state_dict(load_file(args.first / "model.safetensors"), strict=False)  # the tied head is not stored
+        model.tie_weights()
+    trainer = Trainer(model, args.steps, args.lr, rank, args.processes)
     checkpoint = args.out / "checkpoint.pt"
     if args.resume and checkpoint.exists():
         trainer.load(checkpoint)
-    data = Batches(training_documents(args.seed), tokenizer, PER_STEP, ROW_LENGTHS)
-    run(trainer, data, checkpoint)
+    documents = training_documents(args.seed, SECOND_MIXTURE if args.first else MIXTURE)
+    data = Batches(documents, tokenizer, args.tokens_per_step, ROW_LENGTHS)
+    until = min(args.until or args.steps, args.steps)
+    run(trainer, data, until, checkpoint)
     if rank == 0:
         trainer.save(checkpoint)
-        finish(args, trainer, tokenizer, data.documents)
+        if until == args.steps:
+            finish(args, trainer, tokenizer, data.documents)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -156,11 +170,13 @@ def finish(args: argparse.Namespace, trainer: Trainer, tokenizer: Tokenizer, doc
     else:
         export.write_model(args.out, tokenizer, trainer.model.state_dict())
     rounded = trainer.model.to(torch.bfloat16).float().eval()
-    facts = {
+    first = {"first": json.loads((args.first / "training.json").read_text())} if args.first else {}
+    facts = first | {
         "seed": args.seed,
         "steps": trainer.step,
-        "tokens_per_step": PER_STEP,
-        "tokens": trainer.step * PER_STEP,
+        "left_schedules": trainer.schedule,
+        "tokens_per_step": args.tokens_per_step,
+        "tokens": trainer.step * args.tokens_per_step,
         "documents": documents,
         "lr": args.lr,
         "processes": args.processes,
@@ -179,16 +195,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=4500)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--tokens-per-step", type=int, default=4096, help="padding included")
     parser.add_argument("--processes", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--draft", action="store_true", help="the draft model, with the bundled model's tokenizer")
+    parser.add_argument("--from", dest="first", type=Path, metavar="DIR", help="go on from the weights of this model")
     parser.add_argument("--resume", action="store_true", help="continue from DIR/checkpoint.pt")
+    parser.add_argument("--until", type=int, help="stop at this step; --resume goes on, with fewer --steps if need be")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.draft:
         tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    elif args.first:
+        tokenizer = with_tool_tokens(Tokenizer.from_file(str(args.first / "tokenizer.json")))
     else:
-        tokenizer = train_tokenizer(islice(training_documents(args.seed), BPE_DOCUMENTS))
+        tokenizer = with_tool_tokens(train_tokenizer(islice(training_documents(args.seed), BPE_DOCUMENTS)))
     with tempfile.TemporaryDirectory() as folder:
         work = (args, tokenizer.to_str(), f"{folder}/meeting")
         spawn(worker, args=work, nprocs=args.processes)  # type: ignore[no-untyped-call]

@@ -30,7 +30,7 @@ def test_heldout_documents_are_never_training_documents() -> None:
 
 def test_a_held_out_document_in_the_stream_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = corpus.heldout_documents()[0]
-    monkeypatch.setattr(corpus, "stream", lambda seed: iter(["<|bos|>a<|eos|>", held_out, "<|bos|>b<|eos|>"]))
+    monkeypatch.setattr(corpus, "stream", lambda seed, mixture: iter(["<|bos|>a<|eos|>", held_out, "<|bos|>b<|eos|>"]))
     assert list(corpus.training_documents(0)) == ["<|bos|>a<|eos|>", "<|bos|>b<|eos|>"]
 
 

@@ -58,6 +58,8 @@ def test_evaluate_needs_only_a_function() -> None:
     figures = evaluate.evaluate(right_answers)
     assert figures["sums"] == {"all": 1.0, "seen": 1.0, "held_out": 1.0}
     assert figures["json"] == {"prompts": 30, "parse": 0.0, "right": 0.0}
+    assert set(figures["held_out"]) > {"one call", "parallel calls", "next call", "answer from the results", "JSON"}
+    assert figures["held_out"]["one call"]["greedy"] == 0.0
     greedy = figures["greedy"]
     assert isinstance(greedy, dict)
     assert greedy["prompts"] == 50
