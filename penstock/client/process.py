@@ -130,9 +130,9 @@ class ProcessClient:
             raise self._supervisor.failure
         return self.model_info
 
-    def check_admission(self, flow: str | None = None) -> None:
+    def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
         self._check_serving()
-        self._admission.check(flow)
+        self._admission.check(flow, num_arriving=num_arriving)
 
     async def generate(
         self,

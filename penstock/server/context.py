@@ -71,6 +71,8 @@ class ServerContext:
         draining: set once, when the server stops accepting requests.
         kept: the calls that outlive their connection.
         sources: per kind of kept call, what makes its stream of the context, the call and its generation.
+        num_arriving: requests that are here, and not with the engine yet. Many may be in the same turn of the event
+            loop: without them in the count, all of them would find the queue as it was before the first.
     """
 
     client: EngineClient
@@ -81,6 +83,7 @@ class ServerContext:
     draining: bool = False
     kept: KeptCalls = field(default_factory=KeptCalls)
     sources: Mapping[str, SourceOf] = field(default_factory=dict)
+    num_arriving: int = 0
     tokenizing: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +101,17 @@ class ServerContext:
             return self.client.model_info
         except (InvalidRequestError, ModelLoadError):
             raise unavailable("the engine could not be started") from None
+
+    def arrive(self, log: "RequestLog") -> None:
+        """Count a request whose body is here. Raise EngineOverloadedError or EngineDeadError if it is refused now."""
+        self.client.check_admission(log.flow, num_arriving=self.num_arriving)
+        self.num_arriving += 1
+        log.is_arriving = True
+
+    def arrived(self, log: "RequestLog") -> None:
+        """Count a request no longer: the engine's client decides about it now, or it has ended. Twice does no harm."""
+        self.num_arriving -= log.is_arriving
+        log.is_arriving = False
 
     def model_names(self) -> Sequence[str]:
         return self.options.served_model_names or (self.known_info().model,)
@@ -127,6 +141,7 @@ class RequestLog:
         labels: the body's labels (`user`, ...), ready to print.
         key: the name of the API key, "" where it has none.
         priority, timeout_s: what its body says of its turn, and of the time that it may take.
+        is_arriving: counted in ServerContext.num_arriving.
     """
 
     request_id: str
@@ -135,6 +150,7 @@ class RequestLog:
     key: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    is_arriving: bool = False
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0

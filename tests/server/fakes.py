@@ -116,7 +116,7 @@ class FakeEngineClient:
         stats = EngineStats(len(self.open), 0, 8, 7, 3, num_generated_tokens_total=self.num_tokens)
         return EngineStatus(self.state, 4321, 2, 0.01, self.making_progress, stats, len(self.open), 5)
 
-    def check_admission(self, flow: str | None = None) -> None:
+    def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
         if self.overload is not None:
             raise self.overload
 
