@@ -109,7 +109,7 @@ class Admission:
         self, queue: "_Queue", mine: "_Flow", num_choices: int, num_prompt_tokens: int, num_arriving: int
     ) -> None:
         """Refuse what overfills the queue, unless it is little, and others have more than their share of it."""
-        limits, share = self._limits, 2 * (len(queue.flows) + 1)
+        limits, share = self._limits, 2 * (len(queue.flows) + num_arriving + 1)
         num_queued = queue.num_queued + num_arriving
         if not num_queued:
             return

@@ -11,7 +11,7 @@ import logging
 import socket
 from collections.abc import Callable
 
-MAX_AT_ONCE = 32  # connections in one turn; streams go on in between
+MAX_AT_ONCE = 16  # connections in one turn; streams go on in between
 RETRY_S = 0.2  # after the system had no file handle or memory left for another connection
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LOGGER = logging.getLogger("penstock")

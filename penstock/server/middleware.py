@@ -100,12 +100,13 @@ class BoundaryMiddleware:
 class _RefusalLines:
     """How many lines the log has of refusals: a few each second, so that they do not cost more than to refuse."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._second = self._written = self._left_out = 0
 
     def may_write(self) -> bool:
         """Return whether another line may be written; say, once a second, how many were not."""
-        second = int(time.monotonic())
+        second = int(self._clock())
         if second != self._second:
             if self._left_out:
                 access_logger.info("%d more requests were refused with 429", self._left_out)

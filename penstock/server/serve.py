@@ -152,10 +152,8 @@ class Serving:
         config.load()
         server.lifespan = config.lifespan_class(config)
         await server.startup(sockets=[])
-        protocol = partial(
-            config.http_protocol_class, config=config, server_state=server.server_state, app_state=server.lifespan.state
-        )
-        acceptor = Acceptor(self._sock, protocol)
+        own = {"config": config, "server_state": server.server_state, "app_state": server.lifespan.state}
+        acceptor = Acceptor(self._sock, partial(config.http_protocol_class, **own))  # type: ignore[arg-type]
         acceptor.start()
         await server.main_loop()
         acceptor.close()

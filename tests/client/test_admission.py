@@ -71,6 +71,20 @@ def test_the_queue_is_bounded_in_requests() -> None:
         queue.admission.check(None)
 
 
+def test_requests_on_their_way_count() -> None:
+    """Guards against a burst in one turn of the event loop, of which each request finds the queue as it was before."""
+    queue = Queue(max_queued_requests=3)
+    queue.admission.check(None, num_arriving=ROWS + 2)
+    with pytest.raises(EngineOverloadedError, match="7 of 3 requests"):
+        queue.admission.check(None, num_arriving=ROWS + 3)
+    queue = Queue(max_queue_wait=4.6 / MARGIN)
+    queue.fill_rows()
+    queue.measure()
+    queue.admission.check(None, num_arriving=0)
+    with pytest.raises(EngineOverloadedError, match="first token would take"):
+        queue.admission.check(None, num_arriving=ROWS + 1)
+
+
 def test_the_queue_is_bounded_in_tokens() -> None:
     """Guards against a few long prompts that fill a queue in which there is room for many requests."""
     queue = Queue(max_queued_tokens=1000)
