@@ -153,7 +153,7 @@ class Serving:
         server.lifespan = config.lifespan_class(config)
         await server.startup(sockets=[])
         own = {"config": config, "server_state": server.server_state, "app_state": server.lifespan.state}
-        acceptor = Acceptor(self._sock, partial(config.http_protocol_class, **own))  # type: ignore[arg-type]
+        acceptor = Acceptor(self._sock, partial(config.http_protocol_class, **own))
         acceptor.start()
         await server.main_loop()
         acceptor.close()
