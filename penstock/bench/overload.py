@@ -1,15 +1,20 @@
 """Measure a real server under ten times the load that it can bear: does it finish as much, and who waits how long?
 
-python -m penstock.bench.overload [MODEL] [--seconds S] [--max-queue-wait S] [--json FILE]
+python -m penstock.bench.overload [MODEL] [--seconds S] [--max-queue-wait S] [--load-format FORMAT] [--json FILE]
 
 First clients that send their next request when the last one has ended show what the server can bear, its peak. Then
-requests arrive at random moments, at this rate and at ten times it. Clients and server share the machine, so what ten
-times as many clients take of it is missing to the server: the engine is given one core less than there are.
+come this rate, and ten times of it, in the ways that it may come:
+
+    1x, 10x        requests at random moments, each on a connection of its own, whatever becomes of them
+    10x, polite    ten times as many clients as the peak had, that wait as long as a refusal says
+    10x, hammer    as many, that ask again soon after a refusal, whatever it says
+
+Clients and server share the machine, so what ten times as many clients take of it is missing to the server: the engine
+is given one core less than there are. How late the clients' process was and what share of a core it took is printed, so
+that it is not mistaken for the server.
 """
 
 import argparse
-import asyncio
-import contextlib
 import json
 import random
 import subprocess
@@ -17,28 +22,19 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-import uvloop
-
+from penstock.bench.senders import Request, Senders
 from penstock.bench.startup import python_process
 from penstock.config import available_threads
 
 INPUT_LEN, OUTPUT_LEN = 32, 64
 NUM_ROWS = 32
-FACTORS = (1, 10)
+NUM_CLIENTS = NUM_ROWS + 8  # of the peak
+NUM_BODIES = 1000
+FACTOR = 10
 WARM_UP = 0.4  # of each phase: the queue has to fill first
-AFTER_REFUSAL_S = 0.1
-DONE = b"data: [DONE]"
-
-
-@dataclass(slots=True)
-class Request:
-    """A request as its client saw it; times in seconds since the phase began."""
-
-    sent_at: float
-    status: int = 0
-    answered_at: float = 0.0  # the status line
-    first_token_at: float | None = None
-    ended_at: float | None = None  # with the whole answer
+HAMMER_S = NUM_CLIENTS * FACTOR / 600  # between a refusal and the next request of a client that hammers
+PATIENCE = 2  # times max_queue_wait, and ANSWER_S: what has not ended by then is broken
+ANSWER_S = 10.0
 
 
 @dataclass(slots=True)
@@ -49,6 +45,7 @@ class Phase:
     seconds: float
     sent_per_s: float = 0.0
     finished_tokens_per_s: float = 0.0
+    admitted: int = 0
     refused: int = 0
     given_up: int = 0  # refused after they were let in: the forecast was wrong
     broken: int = 0  # neither refused nor whole
@@ -57,85 +54,62 @@ class Phase:
     max_ttft_ms: float = 0.0
     p50_refusal_ms: float = 0.0
     p99_refusal_ms: float = 0.0
+    p99_client_late_ms: float = 0.0
+    client_cores: float = 0.0
 
 
-class Client:
-    """Sends requests and notes what becomes of them; one connection each."""
+class Load:
+    """Sends one load after the other to a server and sums up what came of each."""
 
-    def __init__(self, host: str, port: int, model: str) -> None:
-        self._address = (host, port)
-        self._model = model
-        self._random = random.Random(0)
-        self.began = time.perf_counter()
-        self.requests: list[Request] = []
+    def __init__(self, address: tuple[str, int], model: str, seconds: float, max_queue_wait: float) -> None:
+        self._address, self._seconds, self._max_queue_wait = address, seconds, max_queue_wait
+        numbers = random.Random(0)
+        self._bodies = [_request(model, address[0], numbers, "close") for _ in range(NUM_BODIES)]
+        self._kept = [_request(model, address[0], numbers, "keep-alive") for _ in range(NUM_BODIES)]
 
-    def restart(self) -> None:
-        """Begin a new phase."""
-        self.began, self.requests = time.perf_counter(), []
+    def closed_loop(self, name: str, num_clients: int, after_refusal_s: float | None = None) -> Phase:
+        """Keep so many clients busy. after_refusal_s: how long one waits then; None: as long as it is told."""
 
-    def now(self) -> float:
-        return time.perf_counter() - self.began
+        def again(request: Request) -> float | None:
+            pause_s = 0.0 if request.status == 200 else after_refusal_s or request.retry_after_s or HAMMER_S
+            due_at = (request.ended_at or senders.now()) + pause_s
+            return due_at if due_at < self._seconds else None
 
-    def _body(self) -> bytes:
-        prompt = [self._random.randrange(10, 200) for _ in range(INPUT_LEN)]
-        body = {"model": self._model, "prompt": prompt, "max_tokens": OUTPUT_LEN, "ignore_eos": True, "stream": True}
-        data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._address[0]}\r\nContent-Type: application/json\r\n"
-        return head.encode() + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+        senders = Senders(self._address, self._kept, again, keep_alive=True)
+        for index in range(num_clients):
+            senders.send_at(index / num_clients * min(1.0, WARM_UP * self._seconds))
+        return self._run(name, senders)
 
-    async def send(self) -> Request:
-        """Send a request and read its answer."""
-        data = self._body()
-        request = Request(self.now())
-        self.requests.append(request)
-        with contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_connection(*self._address)
-            try:
-                writer.write(data)
-                await self._read(request, reader)
-            finally:
-                writer.close()
-        return request
+    def open_loop(self, name: str, rate: float) -> Phase:
+        """Send requests at random moments, so many per second on average, whatever becomes of them."""
+        senders, arrivals, at = Senders(self._address, self._bodies), random.Random(1), 0.0
+        while (at := at + arrivals.expovariate(rate)) < self._seconds:
+            senders.send_at(at)
+        return self._run(name, senders)
 
-    async def _read(self, request: Request, reader: asyncio.StreamReader) -> None:
-        head = await reader.readline()
-        request.answered_at = self.now()
-        request.status = int(head.split()[1]) if head else 0
-        tail = b""
-        while part := await reader.read(65536):
-            if request.first_token_at is None and b"data: {" in part:
-                request.first_token_at = self.now()
-            tail = (tail + part)[-64:]
-        if request.status == 200 and DONE in tail:
-            request.ended_at = self.now()
+    def _run(self, name: str, senders: Senders) -> Phase:
+        began, cpu_s = time.perf_counter(), time.process_time()
+        senders.run(self._seconds + PATIENCE * self._max_queue_wait + ANSWER_S)
+        phase = summary(name, self._seconds, self._max_queue_wait, senders.requests)
+        phase.client_cores = (time.process_time() - cpu_s) / (time.perf_counter() - began)
+        print(line(phase), flush=True)
+        return phase
 
 
-async def closed_loop(client: Client, seconds: float, concurrency: int) -> None:
-    """Keep so many requests under way."""
-
-    async def one_after_the_other() -> None:
-        while client.now() < seconds:
-            if (await client.send()).status != 200:
-                await asyncio.sleep(AFTER_REFUSAL_S)
-
-    await asyncio.gather(*(one_after_the_other() for _ in range(concurrency)))
-
-
-async def open_loop(client: Client, seconds: float, rate: float) -> None:
-    """Send requests at random moments, so many per second on average, whatever becomes of them."""
-    arrivals = random.Random(1)
-    at, tasks = 0.0, []
-    while (at := at + arrivals.expovariate(rate)) < seconds:
-        await asyncio.sleep(max(0.0, at - client.now()))
-        tasks.append(asyncio.create_task(client.send()))
-    await asyncio.gather(*tasks)
+def _request(model: str, host: str, numbers: random.Random, connection: str) -> bytes:
+    prompt = [numbers.randrange(10, 200) for _ in range(INPUT_LEN)]
+    body = {"model": model, "prompt": prompt, "max_tokens": OUTPUT_LEN, "ignore_eos": True, "stream": True}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    return head.encode() + f"Connection: {connection}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 def summary(load: str, seconds: float, max_queue_wait: float, requests: list[Request]) -> Phase:
     """Return the figures of a phase, without its warm-up."""
     begin = WARM_UP * seconds
     sent = [request for request in requests if request.sent_at >= begin]
-    finished = sum(begin <= request.ended_at < seconds for request in requests if request.ended_at is not None)
+    whole = [request for request in requests if request.status == 200 and request.ended_at is not None]
+    finished = sum(begin <= (request.ended_at or 0.0) < seconds for request in whole)
     waits = [request.answered_at - request.sent_at for request in sent if request.status == 429]
     refusals = [1e3 * wait_s for wait_s in waits if wait_s < max_queue_wait]
     admitted = [request for request in sent if request.status == 200]
@@ -143,11 +117,24 @@ def summary(load: str, seconds: float, max_queue_wait: float, requests: list[Req
     phase = Phase(load, seconds)
     phase.sent_per_s = len(sent) / (seconds - begin)
     phase.finished_tokens_per_s = OUTPUT_LEN * finished / (seconds - begin)
-    phase.refused, phase.given_up = len(refusals), len(waits) - len(refusals)
+    phase.admitted, phase.refused, phase.given_up = len(admitted), len(refusals), len(waits) - len(refusals)
     phase.broken = len(sent) - len(waits) - sum(request.ended_at is not None for request in admitted)
     phase.p50_ttft_ms, phase.p99_ttft_ms, phase.max_ttft_ms = (quantile(ttft, share) for share in (0.5, 0.99, 1.0))
     phase.p50_refusal_ms, phase.p99_refusal_ms = (quantile(refusals, share) for share in (0.5, 0.99))
+    phase.p99_client_late_ms = quantile([1e3 * (request.sent_at - request.due_at) for request in sent], 0.99)
     return phase
+
+
+def line(phase: Phase) -> str:
+    """Return the figures of a phase in words."""
+    return (
+        f"{phase.load:>11}: {phase.sent_per_s:.0f} requests/s sent, {phase.finished_tokens_per_s:.0f} tokens/s "
+        f"finished; {phase.admitted} let in, first token after {phase.p50_ttft_ms:.0f} ms (p99 "
+        f"{phase.p99_ttft_ms:.0f}, max {phase.max_ttft_ms:.0f}); {phase.refused} refused after "
+        f"{phase.p50_refusal_ms:.0f} ms (p99 {phase.p99_refusal_ms:.0f}); {phase.given_up} given up in the queue, "
+        f"{phase.broken} broken; clients {phase.p99_client_late_ms:.0f} ms late (p99), "
+        f"{phase.client_cores:.0%} of a core"
+    )
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -155,47 +142,40 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
-async def measure(client: Client, seconds: float, max_queue_wait: float) -> list[Phase]:
-    """Measure the peak, and then each of FACTORS times the rate of the peak."""
-    await closed_loop(client, seconds, NUM_ROWS + 8)
-    phases = [summary("peak", seconds, max_queue_wait, client.requests)]
+def measure(load: Load) -> list[Phase]:
+    """Measure the peak, and then the loads that follow from it."""
+    phases = [load.closed_loop("peak", NUM_CLIENTS)]
     rate = phases[0].finished_tokens_per_s / OUTPUT_LEN
-    for factor in FACTORS:
-        client.restart()
-        await open_loop(client, seconds, factor * rate)
-        phases.append(summary(f"{factor}x", seconds, max_queue_wait, client.requests))
+    phases.append(load.open_loop("1x", rate))
+    phases.append(load.open_loop(f"{FACTOR}x", FACTOR * rate))
+    phases.append(load.closed_loop(f"{FACTOR}x, polite", FACTOR * NUM_CLIENTS))
+    phases.append(load.closed_loop(f"{FACTOR}x, hammer", FACTOR * NUM_CLIENTS, HAMMER_S))
     return phases
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure a server under ten times the load that it can bear.")
     parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each of three phases")
+    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each of five phases")
     parser.add_argument("--max-queue-wait", type=float, default=3.0, metavar="S", help="as of `penstock serve`")
+    parser.add_argument("--load-format", default="auto", metavar="FORMAT", help="as of `penstock serve`")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
     args = parser.parse_args()
-    threads = max(1, available_threads() - 1)
-    flags = f"--port=0 --threads={threads} --max-num-seqs={NUM_ROWS} --max-queue-wait={args.max_queue_wait}".split()
+    flags = f"--port=0 --threads={max(1, available_threads() - 1)} --max-num-seqs={NUM_ROWS}".split()
+    flags += [f"--max-queue-wait={args.max_queue_wait}", f"--load-format={args.load_format}"]
     with python_process("-m", "penstock", "serve", args.model, *flags, stderr=subprocess.DEVNULL) as output:
-        line = output.readline()
-        url = next((word for word in line.split() if word.startswith("http://")), None)
+        first = output.readline()
+        url = next((word for word in first.split() if word.startswith("http://")), None)
         if url is None:
-            print(f"the server did not start; the first line it printed was {line!r}", file=sys.stderr)
+            print(f"the server did not start; the first line it printed was {first!r}", file=sys.stderr)
             return 1
         host, _, port = url.removeprefix("http://").partition(":")
-        client = Client(host, int(port), line.split()[3])
-        phases = uvloop.run(measure(client, args.seconds, args.max_queue_wait))
-    for phase in phases:
-        print(
-            f"{phase.load:>4}: {phase.sent_per_s:.0f} requests/s sent, {phase.finished_tokens_per_s:.0f} tokens/s "
-            f"finished; {phase.refused} refused after {phase.p50_refusal_ms:.0f} ms (p99 {phase.p99_refusal_ms:.0f}), "
-            f"{phase.given_up} given up in the queue, {phase.broken} broken; first token after "
-            f"{phase.p50_ttft_ms:.0f} ms (p99 {phase.p99_ttft_ms:.0f}, max {phase.max_ttft_ms:.0f})"
-        )
-    share = phases[-1].finished_tokens_per_s / phases[0].finished_tokens_per_s
-    print(f"{phases[-1].load}: {share:.1%} of the peak; the bound of the first token is {args.max_queue_wait:g} s")
+        phases = measure(Load((host, int(port)), first.split()[3], args.seconds, args.max_queue_wait))
+    shares = {phase.load: phase.finished_tokens_per_s / phases[0].finished_tokens_per_s for phase in phases[2:]}
+    told = ", ".join(f"{load}: {share:.1%}" for load, share in shares.items())
+    print(f"of the peak, {told}; the bound of the first token is {args.max_queue_wait:g} s")
     if args.json:
-        figures = {"max_queue_wait_s": args.max_queue_wait, "share_of_peak": share}
+        figures = {"max_queue_wait_s": args.max_queue_wait, "share_of_peak": shares}
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(figures | {"phases": [asdict(phase) for phase in phases]}, file, indent=2)
     return 0

@@ -65,12 +65,14 @@ class Admission:
 
     Attributes:
         num_rows: requests that the engine runs at once; None until it is ready.
+        has_priorities: whether the engine's policy takes the most urgent request first.
     """
 
     def __init__(
         self, limits: AdmissionLimits, requests: OpenRequests, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.num_rows: int | None = None
+        self.has_priorities = False
         self._limits = limits
         self._requests = requests
         self._clock = clock
@@ -80,7 +82,13 @@ class Admission:
         self._forecast_at = -math.inf
 
     def check(
-        self, flow: str | None, num_choices: int = 1, num_prompt_tokens: int = 0, priority: int | None = None
+        self,
+        flow: str | None,
+        num_choices: int = 1,
+        num_prompt_tokens: int = 0,
+        priority: int | None = None,
+        *,
+        num_arriving: int = 0,
     ) -> None:
         """Raise EngineOverloadedError if a request of this size is refused now.
 
@@ -88,36 +96,42 @@ class Admission:
             flow: whose request it is (EngineRequest.flow); None: of a flow of its own.
             num_prompt_tokens: 0 where they are not known yet.
             priority: under that policy: what is more urgent than all that waits is let in, for it comes next; as there
-                are few priorities, these are few.
+                are few priorities, these are few. None: not known yet, so that policy refuses nothing yet.
+            num_arriving: requests that have passed this check and are not let in yet, all of which may come first.
         """
+        if priority is None and self.has_priorities:
+            return
         queue, rate = self._forecast(), self._throughput.tokens_per_s
         if priority is not None and queue.num_queued and priority < queue.most_urgent:
             return
         mine = queue.flows.get(flow or "", _Flow())
-        self._check_room(queue, mine, num_choices, num_prompt_tokens)
+        self._check_room(queue, mine, num_choices, num_prompt_tokens, num_arriving)
         limit = self._limits.max_queue_wait
-        if limit is None or not queue.must_wait:
+        if limit is None or queue.num_open + num_arriving < queue.num_rows:
             return
         if rate is None:
-            if queue.num_queued > MAX_UNMEASURED:
-                raise _full(f"{queue.num_queued} requests, and how fast they are answered is not known yet", 1.0)
+            if (number := queue.num_queued + num_arriving) > MAX_UNMEASURED:
+                raise _full(f"{number} requests, and how fast they are answered is not known yet", 1.0)
             return
-        ahead = queue.tokens_ahead(mine)
+        ahead = queue.tokens_ahead(mine) + num_arriving * queue.mean_tokens
         wait_s = (ahead + num_prompt_tokens) / rate
         if ahead and wait_s > MARGIN * limit:
             what = f"requests whose first token would take {wait_s:.1f} s of at most {limit:g}"
             raise _full(what, wait_s - MARGIN * limit)
 
-    def _check_room(self, queue: "_Queue", mine: "_Flow", num_choices: int, num_prompt_tokens: int) -> None:
+    def _check_room(
+        self, queue: "_Queue", mine: "_Flow", num_choices: int, num_prompt_tokens: int, num_arriving: int
+    ) -> None:
         """Refuse what overfills the queue, unless it is little, and others have more than their share of it."""
-        limits, share = self._limits, 2 * (len(queue.flows) + 1)
-        if not queue.num_queued:
+        limits, share = self._limits, 2 * (len(queue.flows) + num_arriving + 1)
+        num_queued = queue.num_queued + num_arriving
+        if not num_queued:
             return
-        beyond_rows = max(0, queue.num_open + num_choices - queue.num_rows)
-        place_s = queue.num_tokens / queue.num_open / (self._throughput.tokens_per_s or queue.num_tokens)
-        num, limit = min(queue.num_queued + num_choices, beyond_rows), limits.max_queued_requests
+        beyond_rows = max(0, queue.num_open + num_arriving + num_choices - queue.num_rows)
+        place_s = queue.mean_tokens / (self._throughput.tokens_per_s or queue.num_tokens or 1.0)
+        num, limit = min(num_queued + num_choices, beyond_rows), limits.max_queued_requests
         if num > limit and mine.num_queued + num_choices > limit // share:
-            raise _full(f"{queue.num_queued} of {limit} requests", place_s)
+            raise _full(f"{num_queued} of {limit} requests", place_s)
         num, limit = queue.num_queued_tokens + num_prompt_tokens, limits.max_queued_tokens
         if num > limit and mine.num_queued_tokens + num_prompt_tokens > limit // share:
             raise _full(f"{queue.num_queued_tokens} of {limit} tokens", place_s)
@@ -150,9 +164,9 @@ class Admission:
                 before = length if self._typical_tokens is None else self._typical_tokens
                 self._typical_tokens = before + TYPICAL_WEIGHT * (length - before)
 
-    def engine_ready(self, num_rows: int) -> None:
+    def engine_ready(self, num_rows: int, *, has_priorities: bool = False) -> None:
         """Count from anew: the counters of another engine begin at 0."""
-        self.num_rows = num_rows
+        self.num_rows, self.has_priorities = num_rows, has_priorities
         self._throughput.pause()
 
     def _forecast(self) -> "_Queue":
@@ -209,6 +223,11 @@ class _Queue:
     def must_wait(self) -> bool:
         """Return whether a new request finds no free row."""
         return self.num_open >= self.num_rows
+
+    @property
+    def mean_tokens(self) -> float:
+        """Return the tokens that a choice still has to compute, on average."""
+        return self.num_tokens / self.num_open if self.num_open else 0.0
 
     def add(self, flow: str, prompt: int, outputs: float, *, started: bool = False) -> None:
         """Count a choice; `started`: it has its first token."""

@@ -79,8 +79,11 @@ class EngineClient(Protocol):
     def status(self) -> EngineStatus:
         """Return at once, without raising."""
 
-    def check_admission(self, flow: str | None = None) -> None:
-        """Raise what `generate` would raise for any request of the flow: EngineDeadError or EngineOverloadedError."""
+    def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
+        """Raise what `generate` would raise for any request of the flow: EngineDeadError or EngineOverloadedError.
+
+        num_arriving: requests that `generate` will be called for before.
+        """
 
     def assign_seed(self) -> int:
         """Return the seed that a request without one would get now. Raises what model_info raises."""

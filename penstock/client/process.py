@@ -136,9 +136,9 @@ class ProcessClient:
             raise self._supervisor.failure
         return self.model_info
 
-    def check_admission(self, flow: str | None = None) -> None:
+    def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
         self._check_serving()
-        self._admission.check(flow)
+        self._admission.check(flow, num_arriving=num_arriving)
 
     async def generate(
         self,
@@ -323,7 +323,7 @@ class ProcessClient:
             self.engine_failed(EngineDeadError(f"the new engine computes otherwise: {change}"))
         if self._fingerprint != info.system_fingerprint:
             self._fingerprint, self._inputs = info.system_fingerprint, None
-        self._admission.engine_ready(info.max_num_seqs)
+        self._admission.engine_ready(info.max_num_seqs, has_priorities=info.scheduling_policy == "priority")
         self._recovery.engine_ready()
 
     def engine_lost(self) -> bool:

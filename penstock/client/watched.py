@@ -43,6 +43,7 @@ class WatchedEngine:
             while (frame := await self.child.receive()) is not None:
                 if frame.epoch == self._epoch:  # else somebody else's
                     self._note(frame)
+                await asyncio.sleep(0)  # an engine that is ahead must not keep new requests and their refusals waiting
         except (EngineError, msgspec.DecodeError) as error:
             LOGGER.error("invalid frame from the engine process; terminating it: %s", error)
         finally:

@@ -261,13 +261,9 @@ class Engine:
             request.num_computed_tokens = computed
             self._score(request, result)
             return None
-        reason = None if result.pooled is None else FinishReason.STOP
-        stop_token: int | None = None
-        for token_id in result.new_token_ids:
-            request.token_ids.append(token_id)
-            reason, stop_token = request.ending(self.eos_token_ids)
-            if reason is not None:
-                break
+        reason, stop_token = self._append(request, result.new_token_ids)
+        if result.pooled is not None:
+            reason = FinishReason.STOP
         request.mirostat_mu = request.mirostat_mu if result.mirostat_mu is None else result.mirostat_mu
         request.num_computed_tokens = min(computed, request.num_tokens)  # it may have ended within its drafts
         self.kv_cache.commit(request)
@@ -300,6 +296,15 @@ class Engine:
             pooled=result.pooled,
             intervals=intervals,
         )
+
+    def _append(self, request: Request, token_ids: list[int]) -> tuple[FinishReason | None, int | None]:
+        """Append tokens up to the first that ends the request; return why it ends, if so, and the stop token."""
+        for token_id in token_ids:
+            request.token_ids.append(token_id)
+            reason, stop_token = request.ending(self.eos_token_ids)
+            if reason is not None:
+                return reason, stop_token
+        return None, None
 
     def _score(self, beam: Beam, result: RequestStepOutput) -> None:
         """Note what a step has computed of a beam; its search chooses the token."""

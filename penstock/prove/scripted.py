@@ -68,7 +68,7 @@ class ScriptedClient:
         stats, running = self.engine.stats(), len(self._mailboxes)
         return EngineStatus(EngineState.READY, os.getpid(), 0, 0.0, True, stats, journal_requests=running)
 
-    def check_admission(self, flow: str | None = None) -> None:
+    def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
         """Admit everything: the proofs that use this are not about overload."""
 
     async def check_form(self, form: StructuredOutputsParams) -> None:

@@ -39,6 +39,7 @@ from penstock.server.keys import KeyRing
 from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, SiteMiddleware
 from penstock.server.openai_requests import DetokenizeRequest, TokenizeRequest
 from penstock.server.options import ServerOptions
+from penstock.server.overload import OverloadMiddleware
 from penstock.server.page import page
 from penstock.server.pins import create_pin, delete_pin, list_pins, use_object
 from penstock.server.responses import cancel_response, create_response, delete_response, retrieve_response
@@ -131,7 +132,7 @@ def _middleware(options: ServerOptions, metrics: Metrics, keys: KeyRing) -> list
         layers.append(Middleware(SiteMiddleware, hosts=hosts, origins=options.allowed_origins))
     if keys:
         layers.append(Middleware(KeyMiddleware, keys=keys, metrics=metrics))
-    return [*layers, Middleware(BodyLimitMiddleware, options=options)]
+    return [*layers, Middleware(OverloadMiddleware), Middleware(BodyLimitMiddleware, options=options)]
 
 
 # --- health and status ------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ async def _answer(
     envelope = {"model": context.check_model(body.model), "system_fingerprint": info.system_fingerprint}
     if (rest := continued(request, kind, body)) is not None:
         return rest
-    context.client.check_admission(log.flow)  # before anything is spent on the prompt
+    context.arrive(log)  # before anything is spent on the prompt
     params = params_of(body, info)
     await check_form(context, body, params)
     prompts = salted(request, body.cache_salt, await prompts_of(context, body, info))
@@ -67,6 +67,7 @@ async def _answer(
     log.timeout_s, log.priority = body.timeout, priority_of(account, body.priority)
     answer_id = f"{SHAPES[kind].id_prefix}-{uuid4().hex}"
     if body.resumable:
+        context.arrived(log)
         grace_s = context.options.resume_grace_s
         call = await keep(request, answer_id, kind, body, params, prompts, grace_s=grace_s, keep_s=grace_s)
         return stream_of(context, call, [])

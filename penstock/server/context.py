@@ -75,6 +75,8 @@ class ServerContext:
         mark_tokens: the token that a mark of tool calls is, where it is one, as far as that was looked up.
         timelines: where the time of the last calls went.
         sources: per kind of kept call, what makes its stream of the context, the call and its generation.
+        num_arriving: requests that are here, and not with the engine yet. Many may be in the same turn of the event
+            loop: without them in the count, all of them would find the queue as it was before the first.
     """
 
     client: EngineClient
@@ -87,6 +89,7 @@ class ServerContext:
     timelines: TimelineTable = field(default_factory=TimelineTable)
     sources: Mapping[str, SourceOf] = field(default_factory=dict)
     mark_tokens: dict[str, int | None] = field(default_factory=dict)
+    num_arriving: int = 0
     tokenizing: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +107,17 @@ class ServerContext:
             return self.client.model_info
         except (InvalidRequestError, ModelLoadError):
             raise unavailable("the engine could not be started") from None
+
+    def arrive(self, log: "RequestLog") -> None:
+        """Count a request whose body is here. Raise EngineOverloadedError or EngineDeadError if it is refused now."""
+        self.client.check_admission(log.flow, num_arriving=self.num_arriving)
+        self.num_arriving += 1
+        log.is_arriving = True
+
+    def arrived(self, log: "RequestLog") -> None:
+        """Count a request no longer: the engine's client decides about it now, or it has ended. Twice does no harm."""
+        self.num_arriving -= log.is_arriving
+        log.is_arriving = False
 
     def model_names(self) -> Sequence[str]:
         return self.options.served_model_names or (self.known_info().model,)
@@ -135,6 +149,7 @@ class RequestLog:
         priority, timeout_s: what its body says of its turn, and of the time that it may take.
         traceparent, tracestate: the caller's span, as W3C's headers name it.
         timeline: of the call, once it is computed.
+        is_arriving: counted in ServerContext.num_arriving.
     """
 
     request_id: str
@@ -146,6 +161,7 @@ class RequestLog:
     traceparent: str | None = None
     tracestate: str | None = None
     timeline: CallTimeline | None = None
+    is_arriving: bool = False
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0

@@ -144,6 +144,7 @@ class Generation:
         prompt = self.prompts[index]
         params = self.params if prompt.seed is None else self.params.settled(seed=prompt.seed)
         before, flow = prompt.output_token_ids or (), self.log.flow or self.id
+        self.context.arrived(self.log)
         while True:
             outputs = self.context.client.generate(
                 prompt.as_given(),

@@ -5,6 +5,7 @@ key has a file of its own (authentication.py). No decision rests on a URL that w
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Callable, Collection
 from uuid import uuid4
 
@@ -16,12 +17,15 @@ from penstock.server.api_errors import ApiError, ClientGoneError, internal_error
 from penstock.server.context import Metrics, RequestLog
 from penstock.server.generation import EVENT_STREAM, sse_data
 from penstock.server.options import ServerOptions
+from penstock.server.overload import GENERATING_PATHS
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 QUIET_PATHS = OPEN_PATHS | {"/status", "/metrics"}  # polled continuously: logged only when they fail
 MAX_REQUEST_ID = 128
 HOST = re.compile(r"(?P<name>\[[^]]*\]|[^:]*)(:\d*)?")
 FREE_BODY_BYTES = 64 * 1024  # of each body are not counted against the common budget
+MAX_REFUSAL_LINES = 10  # in the access log, per second
+TOO_MANY = 429
 CLIENT_GONE = 499  # never sent, only logged
 
 access_logger = logging.getLogger("penstock.access")
@@ -57,6 +61,7 @@ class BoundaryMiddleware:
         self._app = app
         self._options = options
         self._metrics = metrics
+        self._refusals = _RefusalLines()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -82,17 +87,38 @@ class BoundaryMiddleware:
             self._record(scope, status, log)
 
     def _record(self, scope: Scope, status: int, log: RequestLog) -> None:
-        route = getattr(scope.get("route"), "path", "other")
+        refused_early = scope["path"] if scope["path"] in GENERATING_PATHS else "other"
+        route = getattr(scope.get("route"), "path", refused_early)
         self._metrics.requests.labels(route, str(status)).inc()
         if log.timeline is not None:
             log.timeline.answered(status)
-        if not self._options.access_log:
+        if not self._options.access_log or (status == TOO_MANY and not self._refusals.may_write()):
             return
         parts = [scope["method"], ascii(scope["path"])[1:-1][:200], str(status), f"{log.age_s() * 1000:.0f}ms"]
         key = f"key={log.key}" if log.key else ""
         parts += [part for part in (key, log.tokens(), log.labels) if part]
         level = logging.DEBUG if status < 400 and scope["path"] in QUIET_PATHS else logging.INFO
         access_logger.log(level, "%s id=%s", " ".join(parts), log.request_id)
+
+
+class _RefusalLines:
+    """How many lines the log has of refusals: a few each second, so that they do not cost more than to refuse."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._second = self._written = self._left_out = 0
+
+    def may_write(self) -> bool:
+        """Return whether another line may be written; say, once a second, how many were not."""
+        second = int(self._clock())
+        if second != self._second:
+            if self._left_out:
+                access_logger.info("%d more requests were refused with 429", self._left_out)
+            self._second, self._written, self._left_out = second, 0, 0
+        may = self._written < MAX_REFUSAL_LINES
+        self._written += may
+        self._left_out += not may
+        return may
 
 
 def _abort_connection(scope: Scope) -> None:

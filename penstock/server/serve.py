@@ -24,6 +24,7 @@ from penstock import __version__
 from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError, PenstockError
 from penstock.server import systemd
+from penstock.server.acceptor import Acceptor
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.server.protocol import GuardedProtocol
@@ -149,11 +150,15 @@ class Serving:
 
     async def _serve(self) -> None:
         """Run uvicorn's server step by step: its `serve` would install signal handlers that do not drain."""
-        server = self._server
-        server.config.load()
-        server.lifespan = server.config.lifespan_class(server.config)
-        await server.startup(sockets=[self._sock])
+        server, config = self._server, self._server.config
+        config.load()
+        server.lifespan = config.lifespan_class(config)
+        await server.startup(sockets=[])
+        own = {"config": config, "server_state": server.server_state, "app_state": server.lifespan.state}
+        acceptor = Acceptor(self._sock, partial(config.http_protocol_class, **own))
+        acceptor.start()
         await server.main_loop()
+        acceptor.close()
         await server.shutdown(sockets=[self._sock])
 
     @contextlib.contextmanager

@@ -87,6 +87,18 @@ def test_what_comes_next_is_let_in() -> None:
     queue.send(priority=-2)
 
 
+def test_priorities_are_not_judged_before_they_are_known() -> None:
+    """Guards against an urgent request that is refused by its headers, before its body has said that it is urgent."""
+    queue = Queue(max_queued_requests=3)
+    queue.admission.engine_ready(ROWS, has_priorities=True)
+    queue.fill_rows()
+    for _ in range(3):
+        queue.send()
+    queue.admission.check(None, num_arriving=1)
+    queue.refusal(priority=0)
+    queue.send(priority=-1)
+
+
 def test_a_search_takes_its_rows_and_waits_as_one() -> None:
     """Guards against a search that fills the queue for as long as it runs, because it tells nothing before its end."""
     queue = Queue(max_queued_requests=3)
@@ -97,6 +109,20 @@ def test_a_search_takes_its_rows_and_waits_as_one() -> None:
     queue.now += 1
     assert queue.admission._queue.must_wait
     queue.send(n=1)
+
+
+def test_requests_on_their_way_count() -> None:
+    """Guards against a burst in one turn of the event loop, of which each request finds the queue as it was before."""
+    queue = Queue(max_queued_requests=3)
+    queue.admission.check(None, num_arriving=ROWS + 2)
+    with pytest.raises(EngineOverloadedError, match="7 of 3 requests"):
+        queue.admission.check(None, num_arriving=ROWS + 3)
+    queue = Queue(max_queue_wait=4.6 / MARGIN)
+    queue.fill_rows()
+    queue.measure()
+    queue.admission.check(None, num_arriving=0)
+    with pytest.raises(EngineOverloadedError, match="first token would take"):
+        queue.admission.check(None, num_arriving=ROWS + 1)
 
 
 def test_the_queue_is_bounded_in_tokens() -> None:

@@ -92,6 +92,7 @@ class FakeEngineClient:
         self.start_failure: Exception | None = None
         self.attached = False
         self.overload: EngineOverloadedError | None = None
+        self.num_arriving: list[int] = []  # as each check of admission was told
         self.record_failure: Exception | None = None
         self.open: set[str] = set()
         self.aborted: list[str] = []
@@ -117,7 +118,8 @@ class FakeEngineClient:
         stats = EngineStats(len(self.open), 0, 8, 7, 3, num_generated_tokens_total=self.num_tokens)
         return EngineStatus(self.state, 4321, 2, 0.01, self.making_progress, stats, len(self.open), 5)
 
-    def check_admission(self, flow: str | None = None) -> None:
+    def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
+        self.num_arriving.append(num_arriving)
         if self.overload is not None:
             raise self.overload
 

@@ -17,6 +17,7 @@ import pytest
 from penstock import AsyncLLM, SamplingParams
 from penstock.client import recovery
 from penstock.errors import EngineOverloadedError
+from penstock.server.middleware import MAX_REFUSAL_LINES, _RefusalLines
 from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
 from tests.server.harness import QUIET, WAIT_S, RunningServer, app_client, get, send, stream, wait_until
 from tests.server.test_sockets import post
@@ -49,6 +50,33 @@ def test_a_full_queue_refuses_before_it_tokenises(path: str, body: dict[str, Any
         "message": "the queue is full", "type": "rate_limit_error", "param": None, "code": "engine_overloaded",
     }  # fmt: skip
     assert fake.tokenizer.num_encoded == 0
+    assert app_client(fake).post(f"/v1/{path}", content=b"no JSON").status_code == 429  # before the body is read
+    stranger = app_client(fake, dataclasses.replace(QUIET, api_key="k" * 20)).post(f"/v1/{path}", json=body)
+    assert stranger.status_code == 401
+    rest = app_client(fake).post(f"/v1/{path}", json=body, headers={"Last-Event-ID": "cmpl-1:0"})
+    assert rest.status_code != 429  # the rest of a stream is no new request
+
+
+def test_what_is_on_its_way_is_counted_until_it_is_there() -> None:
+    """Guards against a count that grows with each request that fails early, until everybody is refused."""
+    fake = FakeEngineClient()
+    client = app_client(fake)
+    wrong = [{"prompt": "a", "n": 100_000}, {"prompt": "a", "max_tokens": -1}, {"prompt": "a" * 9999}, {"prompt": [-5]}]
+    for body in (*wrong, BODY, BODY | {"stream": True}, BODY | {"stream": True, "resumable": True}):
+        client.post("/v1/completions", json=body)
+    assert client.app.state.context.num_arriving == 0  # type: ignore[attr-defined]
+    assert set(fake.num_arriving) == {0}
+
+
+def test_refusals_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Guards against a log line for each of thousands of refusals, which costs more than to refuse."""
+    caplog.set_level("INFO", logger="penstock.access")
+    now = 7.0
+    lines = _RefusalLines(lambda: now)
+    assert sum(lines.may_write() for _ in range(500)) == MAX_REFUSAL_LINES
+    now = 8.0
+    assert lines.may_write()
+    assert f"{500 - MAX_REFUSAL_LINES} more requests were refused" in caplog.text
 
 
 @pytest.mark.parametrize("behaviour", [Behaviour(hang_at=0), Behaviour(text="x" * 400, delay_s=0.01)])

@@ -1,0 +1,66 @@
+"""Accepts the connections that wait, all of them at once.
+
+libuv, and with it uvloop, accepts one connection in each turn of its loop. A turn takes some milliseconds where many
+streams are served, so at a few hundred new connections per second the rest wait in the kernel, where nobody refuses
+them: a client that should have had its 429 at once is answered after the clients before it have been served.
+"""
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable
+
+MAX_AT_ONCE = 16  # connections in one turn; streams go on in between
+RETRY_S = 0.2  # after the system had no file handle or memory left for another connection
+NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LOGGER = logging.getLogger("penstock")
+
+
+class Acceptor:
+    """Gives each new connection of a listening, non-blocking socket to a new protocol, from `start` to `close`."""
+
+    def __init__(self, sock: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+        self._sock = sock
+        self._make_protocol = make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._retry = None
+        self._loop.add_reader(self._sock, self._accept)
+
+    def close(self) -> None:
+        """Accept nothing any more; the open connections go on."""
+        self._loop.remove_reader(self._sock)
+        if self._retry is not None:
+            self._retry.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(MAX_AT_ONCE):
+            try:
+                connection, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as exc:
+                if exc.errno in NO_RESOURCES:
+                    self._pause(exc)
+                    return
+                continue  # this connection has ended already
+            connection.setblocking(False)
+            task = self._loop.create_task(self._connect(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError:  # it ended meanwhile
+            connection.close()
+
+    def _pause(self, exc: OSError) -> None:
+        """Leave new connections to the kernel for a while, instead of asking it again and again."""
+        LOGGER.error("cannot accept a connection: %s; trying again in %g s", exc.strerror, RETRY_S)
+        self._loop.remove_reader(self._sock)
+        self._retry = self._loop.call_later(RETRY_S, self.start)

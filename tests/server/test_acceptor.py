@@ -1,0 +1,69 @@
+"""Accepting connections: all that wait, also after the system had no handle left for one."""
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvloop
+
+from penstock.server import acceptor
+from penstock.server.acceptor import MAX_AT_ONCE, Acceptor
+from penstock.server.serve import open_socket
+
+NUM = 3 * MAX_AT_ONCE
+
+
+class FullSystem(socket.socket):
+    """A listening socket of a system that has no file handle left for the first connection, and then loses one."""
+
+    failures: tuple[int, ...] = (errno.ECONNABORTED, errno.EMFILE)
+
+    def accept(self) -> Any:
+        if self.failures:
+            code, self.failures = self.failures[-1], self.failures[:-1]
+            raise OSError(code, "failed")
+        return super().accept()
+
+
+async def turns(listening: socket.socket) -> int:
+    """Return the turns of the loop that it takes to accept NUM connections that wait already."""
+    made: list[asyncio.BaseProtocol] = []
+    clients = [socket.create_connection(listening.getsockname()) for _ in range(NUM)]
+
+    def make() -> asyncio.BaseProtocol:
+        made.append(asyncio.Protocol())
+        return made[-1]
+
+    accepting = Acceptor(listening, make)
+    accepting.start()
+    number = 0
+    async with asyncio.timeout(60):
+        while len(made) < NUM:
+            await asyncio.sleep(0)
+            number += 1
+    accepting.close()
+    for client in clients:
+        client.close()
+    return number
+
+
+def run(make: Callable[[], socket.socket]) -> int:
+    with make() as listening, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(turns(listening))
+
+
+def test_connections_that_wait_are_accepted_at_once() -> None:
+    """Guards against one connection per turn, as libuv does it: beside streams, nobody is refused in time."""
+    assert run(lambda: open_socket("127.0.0.1", 0)) < NUM
+
+
+def test_a_system_without_file_handles_recovers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against a server that never accepts again, or that asks the system in a loop."""
+    monkeypatch.setattr(acceptor, "RETRY_S", 0.01)
+    run(lambda: FullSystem(fileno=open_socket("127.0.0.1", 0).detach()))
+    assert caplog.text.count("cannot accept a connection") == 1
