@@ -8,10 +8,12 @@ them: a client that should have had its 429 at once is answered after the client
 import asyncio
 import errno
 import logging
+import math
 import socket
 from collections.abc import Callable
 
 MAX_AT_ONCE = 16  # connections in one turn; streams go on in between
+LINGER_S, MAX_LINGER_S = 0.2, 2.0  # after the last connection, and in all
 RETRY_S = 0.2  # after the system had no file handle or memory left for another connection
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LOGGER = logging.getLogger("penstock")
@@ -26,10 +28,22 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
+        self._accepted_at = -math.inf
 
     def start(self) -> None:
         self._retry = None
         self._loop.add_reader(self._sock, self._accept)
+
+    async def linger(self) -> None:
+        """Return when no connection has come for a moment, or soon although they keep coming.
+
+        A socket that is closed resets the connections that wait in the kernel, whose clients may have sent a request
+        long ago. Accepted, they are told that the server stops.
+        """
+        began = now = self._loop.time()
+        while now < (until := min(max(began, self._accepted_at) + LINGER_S, began + MAX_LINGER_S)):
+            await asyncio.sleep(until - now)
+            now = self._loop.time()
 
     def close(self) -> None:
         """Accept nothing any more; the open connections go on."""
@@ -49,6 +63,7 @@ class Acceptor:
                     return
                 continue  # this connection has ended already
             connection.setblocking(False)
+            self._accepted_at = self._loop.time()
             task = self._loop.create_task(self._connect(connection))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

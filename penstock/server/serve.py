@@ -158,6 +158,8 @@ class Serving:
         acceptor = Acceptor(self._sock, partial(config.http_protocol_class, **own))
         acceptor.start()
         await server.main_loop()
+        if not self._hurry.is_set():
+            await acceptor.linger()
         acceptor.close()
         await server.shutdown(sockets=[self._sock])
 

@@ -67,3 +67,32 @@ def test_a_system_without_file_handles_recovers(
     monkeypatch.setattr(acceptor, "RETRY_S", 0.01)
     run(lambda: FullSystem(fileno=open_socket("127.0.0.1", 0).detach()))
     assert caplog.text.count("cannot accept a connection") == 1
+
+
+async def lingering(listening: socket.socket) -> list[int]:
+    """Return how many connections were there each time that the acceptor had lingered."""
+    made: list[asyncio.BaseProtocol] = []
+
+    def make() -> asyncio.BaseProtocol:
+        made.append(asyncio.Protocol())
+        if len(made) < 3 and len(clients) < 3:  # another comes as the last one is accepted
+            clients.append(socket.create_connection(listening.getsockname()))
+        return made[-1]
+
+    clients = [socket.create_connection(listening.getsockname())]
+    accepting, counts = Acceptor(listening, make), []
+    accepting.start()
+    for _ in range(2):
+        await accepting.linger()
+        counts.append(len(made))
+    accepting.close()
+    for client in clients:
+        client.close()
+    return counts
+
+
+def test_a_server_that_stops_takes_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a request that was sent before the end, and whose connection is reset instead of answered."""
+    monkeypatch.setattr(acceptor, "LINGER_S", 0.05)
+    with open_socket("127.0.0.1", 0) as listening, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(lingering(listening)) == [3, 3]
