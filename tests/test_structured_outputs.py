@@ -1,9 +1,10 @@
 """Answers have the form that was asked for, with the same bits in every company, and whatever befalls their engine."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -15,6 +16,7 @@ from penstock.client.pending_forms import PendingForms
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
+from penstock.runner import structured
 from penstock.tokenizer.grammars import Grammars
 from penstock.weights.hub import resolve_model
 from tests.forms import schemas
@@ -343,3 +345,23 @@ def test_requests_wait_while_their_forms_are_compiled() -> None:
             outcome[body.decode()] = error.param
     assert outcome == {"fine": False, "wrong": "structured_outputs", "aborted": True}
     assert not pending.holds(asked[b"fine"], b"fine, again", inbox.put)
+
+
+def test_a_form_is_blamed_for_its_work_and_not_for_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a request that fails because others took the processor, and one that never ends."""
+    monkeypatch.setattr(structured, "LIMIT_S", 0.05)
+    rows: Any = structured.StructuredRows(None, cast(Any, None), cast(Any, None))
+    waited, stop = threading.Event(), threading.Event()
+    timer = threading.Timer(0.2, waited.set)
+    timer.start()
+    assert rows._result(rows._submit(lambda: [None] * waited.wait())) == [None]
+
+    def spin() -> list[None]:
+        while not stop.is_set():
+            pass
+        return []
+
+    with pytest.raises(TimeoutError):
+        rows._result(rows._submit(spin))
+    stop.set()
+    rows._abandon()

@@ -8,6 +8,8 @@ A form that cannot be followed any further ends its own request. Matchers hold n
 history of a row, back and forth (tokenizer/grammars.py has them).
 """
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from penstock.kernels.tensors import Tensor, as_array
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions
 from penstock.runner.masks import Bool, is_on
 
-LIMIT_S = 1.0  # beyond the model's step, for what one row may have next, while which everybody waits
+LIMIT_S = 1.0  # of processor time beyond the model's step, for what one row may have next, while which everybody waits
 MAX_FORCED = 64  # tokens at once
 MASKS_OF_TEXT = ("bad_words_token_ids", "bad_words_ids", "no_repeat_ngram_size", "suppress_tokens",
                  "begin_suppress_tokens")  # fmt: skip
@@ -78,6 +80,7 @@ class StructuredRows:
         self._rows: dict[str, _Row] = {}
         self._of_row: dict[int, _Row] = {}
         self._pool: ThreadPoolExecutor | None = None
+        self._clock: int | None = None  # of the pool's thread
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Forget requests, and learn new ones, after the batch has."""
@@ -105,8 +108,13 @@ class StructuredRows:
                 known.masks = self._submit(known.work)
 
     def _submit(self, work: "Callable[[], list[Bool | None]]") -> "Future[list[Bool | None]]":
-        self._pool = self._pool or ThreadPoolExecutor(1, "structured outputs")
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "structured outputs", self._note_clock)
         return self._pool.submit(work)
+
+    def _note_clock(self) -> None:
+        """Remember the clock of the thread that calls: a form is not to blame for a thread that gets no processor."""
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def _masks(self, known: _Row, answer: list[int], length: int, count: int) -> "list[Bool | None]":
         """Return what may come after the answer without its last `count - 1` tokens, which are drafts, and after each.
@@ -166,7 +174,7 @@ class StructuredRows:
         if masks.cancelled():  # its thread was given up
             masks = self._submit(known.work)
         try:
-            known.found = masks.result(LIMIT_S)
+            known.found = self._result(masks)
         except (ValueError, InvalidRequestError) as error:
             known.error = str(error).removeprefix(f"{FIELD}: ")
         except (TimeoutError, CancelledError):
@@ -175,11 +183,21 @@ class StructuredRows:
         if known.error is not None:
             known.matcher = None
 
+    def _result(self, masks: "Future[list[Bool | None]]") -> "list[Bool | None]":
+        """Return what the thread finds. Raise TimeoutError if it has worked for too long."""
+        began_s = time.clock_gettime(self._clock) if self._clock is not None else 0.0
+        while True:
+            try:
+                return masks.result(LIMIT_S)
+            except TimeoutError:
+                if self._clock is not None and time.clock_gettime(self._clock) - began_s > 0.9 * LIMIT_S:
+                    raise
+
     def _abandon(self) -> None:
         """Give up the thread: the rows that wait for it are computed by a new one."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool = None
+        self._pool = self._clock = None
 
     def __len__(self) -> int:
         return len(self._rows)
