@@ -207,7 +207,7 @@ def test_a_full_queue(client: openai.OpenAI, server: RunningServer) -> None:
     [
         ({"max_output_tokens": 0}, "max_output_tokens: 0 is not allowed", "invalid_value"),
         ({"tools": [{"type": "function"}]}, "tools: ", "not_implemented"),
-        ({"text": {"format": {"type": "json_object"}}}, "text: ", "not_implemented"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: ", "not_implemented"),
         ({"truncation": "auto"}, "truncation: ", "not_implemented"),
         ({"input": []}, "input: 0 items", "invalid_value"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input: items of type", "not_implemented"),
