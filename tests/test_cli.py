@@ -265,7 +265,7 @@ def test_sizes(text, size):
 def test_every_sampling_field_is_a_flag():
     """Guards against a field that only HTTP and Python know, beside what the client sets and how text is given."""
     without = {"detokenize", "output_kind", "bad_words_token_ids", "dry_sequence_breaker_ids"}
-    without |= {"structured_outputs", "guided_decoding"}
+    without |= {"guided_decoding", "pooling"}
     flags = {name for name, _, _ in options.SAMPLING}
     assert flags == {field.name for field in fields(SamplingParams)} - without
     parser = ArgumentParser()

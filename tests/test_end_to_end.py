@@ -143,7 +143,7 @@ def test_stop_strings_are_never_shown(client):
         (lambda c: c.completions.create(model="tiny", prompt="x" * 100_000), openai.BadRequestError),
         (lambda c: c.chat.completions.create(model="tiny", messages=[]), openai.BadRequestError),
         (lambda c: c.chat.completions.create(model="tiny", messages=CHAT, temperature=9e9), openai.BadRequestError),
-        (lambda c: c.embeddings.create(model="tiny", input="x"), openai.NotFoundError),
+        (lambda c: c.embeddings.create(model="tiny", input=""), openai.BadRequestError),
         (lambda c: c.responses.retrieve("resp_0"), openai.NotFoundError),
     ],
 )

@@ -86,7 +86,7 @@ BAD_SAMPLING = {
     "use_beam_search": [0, 1, "true", None],
     "length_penalty": [0.5, -6, 5.1, math.nan, math.inf, "1", None, True],  # the first: without a beam search
     "early_stopping": [True, "never", "always", 0, 1.0, None, ["never"]],  # the first two: without a beam search
-    "structured_outputs": [{"json": {}}, "x", 1],
+    "structured_outputs": [{"json": {}, "regex": "a"}, "x", 1],
     "guided_decoding": [{"json": {}}, "x", 1],
 }
 BAD_OPTIONS = {

@@ -12,6 +12,7 @@ from penstock import validation as check
 from penstock.errors import InvalidRequestError
 
 FIELD = "structured_outputs"
+WHITESPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON: a model may like it so much that it never goes on
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_FORM_CHARS = 2**19  # of a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 2**15

@@ -18,7 +18,7 @@ from penstock.config import SCHEDULING_POLICIES, EngineConfig
 from penstock.engine.draft_policy import EveryDraft
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.outputs import RequestOutput
-from penstock.plugins.logits_processors import register_logits_processor
+from penstock.plugins.logits_processors import PROCESSORS, register_logits_processor
 from penstock.prove import axes, features
 from penstock.prove.features import Asked, Maker
 from penstock.prove.proof import Trials
@@ -66,6 +66,7 @@ class Together:
             while trials.go_on():
                 _sit(crowd)
         finally:
+            PROCESSORS.pop(features.PROCESSOR, None)
             crowd.client.shutdown()
             crowd.alone.shutdown()
         stats, info = crowd.served.engine.stats(), crowd.served.info

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.structured_outputs import StructuredOutputsParams
+from penstock.interface.structured_outputs import WHITESPACE, StructuredOutputsParams
 from penstock.server.context import ServerContext
 from penstock.server.openai_requests import ChatRequest
 from penstock.server.options import ServerOptions
@@ -19,7 +19,6 @@ from penstock.server.tool_fields import NamedChoice
 from penstock.tokenizer.answers.answer import END_OF_THINKING, THINK, AnswerParser
 from penstock.tokenizer.answers.formats import ToolFormat, tool_format_of
 from penstock.tokenizer.answers.grammar import Calls, Function, answer_grammar, literal
-from penstock.tokenizer.grammars import WHITESPACE
 
 PLACE = re.compile(r" at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)  # in llguidance's messages
 RULE = re.compile(r"call_(\d+)_arguments: %json")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidRequestError
-from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
+from penstock.interface.structured_outputs import FIELD, WHITESPACE, StructuredOutputsParams
 from penstock.validation import one_line
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ Allowed = npt.NDArray[np.bool_]
 MAX_GRAMMARS = 256  # compiled ones that are kept, and characters of their forms
 MAX_KEPT_CHARS = 2**22
 TRIAL_TOKENS = 12  # of an answer: what some forms allow takes too long to find, but not at first
-WHITESPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON: a model may like it so much that it never goes on
 SPECIAL = frozenset(".^$*+?()[]{}|\\")  # in a regular expression
 NO_TEXT = "nothing fits it: there is no text that it allows"
 

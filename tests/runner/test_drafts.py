@@ -84,7 +84,7 @@ def test_drafts_change_no_bit(model: str, options: dict[str, Any], places: dict[
     processors that count a draft too many or too few, and a window, ring or prefix with a rejected draft in it."""
     engine = built(model, places, **options).engine
     asked = queries(engine.vocab_size)
-    cuts = [0 if query.is_search else index % 3 for index, query in enumerate(asked)]
+    cuts = [0 if query.is_search or query.is_pooled else index % 3 for index, query in enumerate(asked)]
     crowd = [Member(index, 1 + index % 2, delay=index, cut=cut) for index, cut in enumerate(cuts)]
     wanted = sorted({(member.query, choice) for member in crowd for choice in range(member.n)})
     expected = ask_alone(engine, asked, wanted)

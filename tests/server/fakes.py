@@ -8,6 +8,7 @@ import asyncio
 import codecs
 import itertools
 import random
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -162,6 +163,10 @@ class FakeEngineClient:
             self.open.discard(request_id)
 
     async def _run(self, ids: list[int], params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
+        if params.pooling is not None:
+            ended = CompletionOutput(0, "", [], finish_reason=FinishReason.STOP)
+            yield RequestOutput(request_id, None, ids, [ended], finished=True, pooled=array("f", [1.0, 0.0]).tobytes())
+            return
         seed = next(self._arrivals) + 1000 if params.seed is None else params.seed
         choices = [self._choice(ids, params, seed, index) for index in range(params.n)]
         base = RequestOutput(request_id, None, ids, num_cached_tokens=len(ids) // 16 * 16, seed=seed)
