@@ -75,6 +75,7 @@ class Together:
         trials.figure("aborted", crowd.counts["aborted"])
         trials.figure("preemptions", stats.num_preemptions_total)
         trials.figure("cached_tokens", stats.num_cached_tokens_total)
+        trials.figure("drafts", stats.num_draft_tokens_total)
         trials.figure("accepted_drafts", stats.num_accepted_tokens_total)
         trials.detail("requests with", dict(sorted(crowd.counts.items())))
 

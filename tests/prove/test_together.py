@@ -35,7 +35,7 @@ def test_a_sample() -> None:
     assert outcome.tried == 25
     assert outcome.figures["aborted"]
     assert outcome.figures["preemptions"]
-    assert outcome.figures["accepted_drafts"]
+    assert outcome.figures["drafts"]  # how many are accepted depends on who is aborted when
 
 
 def test_what_depends_on_the_crowd_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
