@@ -28,7 +28,7 @@ MIN_TURN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048  # of a con
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """What prompts are made of.
+    """The kind and the lengths of prompts and answers.
 
     Attributes:
         name: one of DATASETS.

@@ -19,7 +19,7 @@ from penstock.errors import InvalidRequestError
 
 @dataclass(slots=True)
 class Answer:
-    """What a server answered. Times are those of `time.perf_counter`, in seconds."""
+    """The answer to a request. Times are those of `time.perf_counter`, in seconds."""
 
     status: int = 0
     parts: list[bytes] = field(default_factory=list)

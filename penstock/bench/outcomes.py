@@ -1,4 +1,4 @@
-"""What a load is, what became of its requests, and the figures of a run.
+"""Loads, the results of their requests, and the figures of a run.
 
 The figures have the names and the meanings of vLLM's `bench serve`, so that results of several engines compare:
 
@@ -65,7 +65,7 @@ class Load:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request; times in seconds."""
+    """The result of a request; times in seconds."""
 
     prompt_len: int
     sent_at: float

@@ -205,7 +205,7 @@ class _Flow:
 
 
 class _Queue:
-    """What is open, by flow in order of arrival.
+    """The open requests, by flow in order of arrival.
 
     Attributes:
         most_urgent: the least priority of what waits.

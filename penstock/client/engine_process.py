@@ -4,26 +4,22 @@ one end of a socket pair.
     reader thread: frames -> inbox; at the end of the connection the process exits at once, whatever it is doing,
                    so that no engine outlives its client
     main thread:   take the frames in the inbox, compute a step, send its outputs
-
-Once the engine is built, the step loop itself sends the heartbeats, so that a heartbeat means progress.
+    heartbeats:    client/outbox.py; while the engine is idle, the main thread sends them itself
 """
 
-import contextlib
 import os
 import queue
-import resource
 import signal
 import socket
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.client import frames
 from penstock.client.child_main import EXIT_CLIENT_GONE
+from penstock.client.outbox import HEARTBEAT_S, Outbox
 from penstock.client.pending_forms import PendingForms
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequestError, PenstockError
@@ -36,9 +32,7 @@ if TYPE_CHECKING:
     from penstock.assembly import BuiltEngine
     from penstock.tokenizer.grammars import Grammars
 
-HEARTBEAT_S = 0.5
 HEARTBEATS_TO_CHECK = 4
-START_PROGRESS_S = 0.005  # of computing between two heartbeats of a start; a deadlock has none
 STDERR = 2
 EXIT_CANNOT_START = 2
 EXIT_INVALID_FRAME = 3
@@ -46,13 +40,12 @@ EXIT_NO_MEMORY = 4
 
 
 class EngineServer:
-    """Serves one engine to one client over one socket."""
+    """Serves one engine to one client."""
 
     def __init__(
         self,
         engine: Engine,
-        epoch: int,
-        sock: socket.socket,
+        outbox: Outbox,
         inbox: "queue.SimpleQueue[bytes]",
         recorder: Recorder | None = None,
         forms: "Grammars | None" = None,
@@ -60,8 +53,7 @@ class EngineServer:
         self.engine = engine
         self.pending = PendingForms(forms)
         self.recorder = recorder
-        self.epoch = epoch
-        self.sock = sock
+        self.outbox = outbox
         self.inbox = inbox
         self._num_idle = 0  # heartbeats since the last step
         self._num_invalid_frames = 0
@@ -73,16 +65,17 @@ class EngineServer:
             self._take_frames(HEARTBEAT_S if was_idle else 0.0)
             if self.engine.has_work:
                 if was_idle:  # the client should know of the work before a first, perhaps long, step
-                    self._send(frames.Heartbeat(self.epoch, self._stats()))
-                outputs = self.engine.step()
+                    self.outbox.send(frames.Heartbeat(self.outbox.epoch, self._stats()))
+                with self.outbox.working():
+                    outputs = self.engine.step()
                 self._num_idle = 0
                 for part in frames.in_parts(outputs):
-                    self._send(frames.Outputs(self.epoch, part, self._stats()))
+                    self.outbox.send(frames.Outputs(self.outbox.epoch, part, self._stats()))
             else:
                 self._num_idle += 1
                 if self._num_idle == HEARTBEATS_TO_CHECK:  # once per idle period, when no request waits for it
                     self.engine.check_integrity()
-                self._send(frames.Heartbeat(self.epoch, self._stats()))
+                self.outbox.send(frames.Heartbeat(self.outbox.epoch, self._stats()))
 
     def _stats(self) -> EngineStats:
         return replace(self.engine.stats(), num_invalid_frames_total=self._num_invalid_frames)
@@ -131,7 +124,7 @@ class EngineServer:
                 self.engine.unpin(name)
 
     def _reject(self, request_id: str, error: InvalidRequestError) -> None:
-        self._send(frames.Rejected(self.epoch, request_id, error.message, error.param, error.code))
+        self.outbox.send(frames.Rejected(self.outbox.epoch, request_id, error.message, error.param, error.code))
 
     def _drop(self, body: bytes, error: frames.InvalidFrameError) -> None:
         """Count an invalid frame. If it was to add a request, nobody may wait for it."""
@@ -143,10 +136,9 @@ class EngineServer:
             print(message, file=sys.stderr, flush=True)
         request_id = frames.request_id_in(body)
         if request_id is not None:
-            self._send(frames.Rejected(self.epoch, request_id, f"the engine cannot read it: {error}", None, None))
-
-    def _send(self, frame: frames.FromEngine) -> None:
-        self.sock.sendall(frames.pack(frame))
+            self.outbox.send(
+                frames.Rejected(self.outbox.epoch, request_id, f"the engine cannot read it: {error}", None, None)
+            )
 
 
 def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
@@ -162,53 +154,14 @@ def _read(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> None:
         os._exit(code)
 
 
-@contextlib.contextmanager
-def _heartbeats(sock: socket.socket, epoch: int) -> Iterator[None]:
-    """Send heartbeats from a thread while the engine is built, as long as that computes or reads: loading may take
-    minutes, but a deadlock must not look like it."""
-    built = threading.Event()
-
-    def send() -> None:
-        seen = _Effort.so_far()
-        while not built.wait(HEARTBEAT_S):
-            now = _Effort.so_far()
-            if now.exceeds(seen):
-                with contextlib.suppress(OSError):  # the client is gone, and the reader thread ends this process
-                    sock.sendall(frames.pack(frames.Heartbeat(epoch, EngineStats())))
-                seen = now
-
-    thread = threading.Thread(target=send, name="heartbeats", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        built.set()
-        thread.join()
-
-
-@dataclass(frozen=True, slots=True)
-class _Effort:
-    """What this process has done so far: seconds of processor time, and reads from files."""
-
-    cpu_s: float
-    reads: int
-
-    @classmethod
-    def so_far(cls) -> "_Effort":
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(time.process_time(), usage.ru_inblock + usage.ru_majflt)
-
-    def exceeds(self, other: "_Effort") -> bool:
-        return self.cpu_s - other.cpu_s > START_PROGRESS_S or self.reads > other.reads
-
-
 def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServer | None:
     """Build the engine that the first frame asks for; if it cannot be built, send the reason and return None."""
     first = frames.unpack_to_engine(inbox.get())
     if not isinstance(first, frames.Start):
         raise PenstockError("the first frame is not Start")
+    outbox = Outbox(sock, first.epoch)
     try:
-        with _heartbeats(sock, first.epoch):
+        with outbox.working():
             from penstock.assembly import build_engine  # not at the top, so that the reader thread runs meanwhile
             from penstock.config import EngineConfig
 
@@ -216,11 +169,11 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
     except PenstockError as error:
         param, code = getattr(error, "param", None), getattr(error, "code", None)
         user_error = isinstance(error, InvalidRequestError)
-        sock.sendall(frames.pack(frames.Failed(first.epoch, str(error), param, code, user_error)))
+        outbox.send(frames.Failed(first.epoch, str(error), param, code, user_error))
         return None
     recorder = None if first.ring is None else _record(built, first.ring, first.epoch)
-    sock.sendall(frames.pack(frames.Ready(first.epoch, built.info, built.engine.stats(), built.cache_bytes)))
-    return EngineServer(built.engine, first.epoch, sock, inbox, recorder, built.forms)
+    outbox.send(frames.Ready(first.epoch, built.info, built.engine.stats(), built.cache_bytes))
+    return EngineServer(built.engine, outbox, inbox, recorder, built.forms)
 
 
 def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:

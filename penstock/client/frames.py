@@ -104,10 +104,15 @@ class Rejected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """The engine is alive: idle, or about to compute its first step after it was idle."""
+    """The engine is alive: idle, about to compute its first step after it was idle, or in a long one.
+
+    Attributes:
+        working_s: seconds that the step under way, or the build of the engine, has taken so far.
+    """
 
     epoch: int
     stats: EngineStats
+    working_s: float = 0.0
 
 
 ToEngine = Start | AddRequest | Abort | Pin | Unpin

@@ -1,7 +1,6 @@
 """Liveness: whether an engine process makes progress, as far as its frames tell."""
 
 import time
-from collections import deque
 from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any
@@ -9,12 +8,10 @@ from typing import Any
 from penstock.client import frames
 from penstock.interface.messages import EngineStats
 
-IDLE_STALL_S = 5.0  # an idle engine sends a heartbeat every half second
-FIRST_STEP_STALL_S = 60.0  # until a step has shown how long steps take
-STALL_STEPS = 20
-NUM_GAPS = 128  # pauses between frames that are remembered, to know how long a step takes
-START_STALL_S = 30.0  # a process that starts sends a heartbeat every half second too, while it computes or reads
-FIRST_FRAME_STALL_S = 60.0  # Python and the first imports, on a busy machine
+SILENCE_S = 5.0  # an engine sends a heartbeat every half second, idle or computing
+MAX_STEP_S = 600.0  # a step that computes for longer is in an endless loop
+START_SILENCE_S = 30.0  # a process that starts sends heartbeats too, while it computes or reads; its disk may be slow
+FIRST_FRAME_SILENCE_S = 60.0  # Python and the first imports, on a busy machine
 COUNTERS = [item.name for item in fields(EngineStats) if item.name.startswith("num_") and item.name.endswith("_total")]
 
 
@@ -29,7 +26,7 @@ class Liveness:
         self.last_heard: float | None = time.monotonic()
         self._stats = EngineStats()
         self._before = EngineStats()  # counted by the engines before it
-        self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
+        self._working_s = 0.0  # of the step under way, as far as is known
         self._heard = self._ready = False
 
     @property
@@ -41,16 +38,13 @@ class Liveness:
         return replace(self._stats, **sums)
 
     def follow(self, previous: "Liveness") -> None:
-        """Go on with what the engine before it has counted, and with how long its steps took."""
+        """Go on with what the engine before it has counted."""
         self._before = previous.stats
-        self._gaps = previous._gaps
 
     def note(self, frame: frames.FromEngine) -> None:
-        now = time.monotonic()
-        if self.last_heard is not None and self._stats.num_running:
-            self._gaps.append(now - self.last_heard)
-        self.last_heard, self._heard = now, True
+        self.last_heard, self._heard = time.monotonic(), True
         self._ready = self._ready or isinstance(frame, frames.Ready)
+        self._working_s = frame.working_s if isinstance(frame, frames.Heartbeat) else 0.0
         if isinstance(frame, frames.Ready | frames.Outputs | frames.Heartbeat):
             self._stats = frame.stats
 
@@ -71,20 +65,26 @@ class Liveness:
 
     @property
     def making_progress(self) -> bool:
-        """Return whether an engine is ready, and has not been silent for too long."""
+        """Return whether an engine is ready and not stuck."""
         return self._ready and self.last_heard is not None and not self.stuck
 
     @property
     def stuck(self) -> bool:
-        """Return whether an engine has been silent for too long: when busy, for STALL_STEPS of its longest steps."""
-        if not self._ready:
-            allowed = START_STALL_S if self._heard else FIRST_FRAME_STALL_S
-        elif self._stats.num_running or self._stats.num_waiting:
-            allowed = max(IDLE_STALL_S, STALL_STEPS * max(self._gaps)) if self._gaps else FIRST_STEP_STALL_S
-        else:
-            allowed = IDLE_STALL_S
+        """Return whether an engine has been silent, or in one step, for too long."""
+        return self.symptom is not None
+
+    @property
+    def symptom(self) -> str | None:
+        """Return by what an engine is known to be stuck; None while it is not."""
         age = self.age_s
-        return age is not None and age >= allowed
+        if age is None:
+            return None
+        patience = SILENCE_S if self._ready else START_SILENCE_S if self._heard else FIRST_FRAME_SILENCE_S
+        if age >= patience:
+            return f"silent for {age:.1f} s, and neither computing nor reading"
+        if self._ready and self._working_s >= MAX_STEP_S:
+            return f"in the same step for {self._working_s:.0f} s"
+        return None
 
 
 def _sum(one: Any, other: Any) -> int | list[int]:

@@ -9,7 +9,7 @@ from penstock.interface.structured_outputs import StructuredOutputsParams
 
 
 class Compiler(Protocol):
-    """What compiles forms (tokenizer/grammars.py). Thread-safe."""
+    """A compiler of forms (tokenizer/grammars.py). Thread-safe."""
 
     def knows(self, form: StructuredOutputsParams) -> bool: ...
 

@@ -67,6 +67,6 @@ class WatchedEngine:
             if time.monotonic() - before > 4 * CHECK_S:
                 self.liveness.excuse()  # this process stood still too, so nobody can tell
             elif self.liveness.stuck:
-                LOGGER.error("the engine process has been silent for %.1f s; killing it", self.liveness.age_s)
+                LOGGER.error("the engine process is stuck (%s); killing it", self.liveness.symptom)
                 self.child.kill()
                 return

@@ -1,4 +1,4 @@
-"""What drafts cost: seconds of steps by their number of tokens, and the budget of time that drafts may lose."""
+"""The costs of drafts: seconds of steps by their number of tokens, and the budget of time that drafts may lose."""
 
 from bisect import bisect_left, bisect_right, insort
 

@@ -168,7 +168,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """score: the cosine of the angle between the embeddings of two texts, -1 to 1."""
+    """The score of two texts: the cosine of the angle between their embeddings, -1 to 1."""
 
     score: float
 
@@ -186,6 +186,8 @@ class PoolingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
+    """The embedding of a text. prompt_token_ids: those that were computed, after a truncation."""
+
     request_id: str
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]

@@ -3,35 +3,43 @@
 import socket
 import threading
 
-from penstock.client import engine_process, frames
+import pytest
+
+from penstock.client import frames, outbox
+from penstock.client.outbox import Effort, Outbox
+from penstock.interface.messages import EngineStats
 
 
-def test_a_start_sends_heartbeats_only_while_it_gets_on(monkeypatch):
-    """Guards against a deadlock in loading that looks like a long load for ever."""
+def test_heartbeats_come_only_while_work_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a deadlock that looks like a long load or step for ever, and a long step that looks like one."""
     efforts = [(0.0, 0), (1.0, 0), (1.0, 0), (1.0, 7), (1.001, 7), (2.0, 7)]
     looked = iter(efforts)
     all_seen = threading.Event()
 
-    def so_far():
+    def so_far() -> Effort:
         effort = next(looked, None)
         if effort is None:
             all_seen.set()
             effort = efforts[-1]
-        return engine_process._Effort(*effort)
+        return Effort(*effort)
 
-    monkeypatch.setattr(engine_process, "HEARTBEAT_S", 0.001)
-    monkeypatch.setattr(engine_process._Effort, "so_far", so_far)
+    monkeypatch.setattr(outbox, "HEARTBEAT_S", 0.001)
+    monkeypatch.setattr(Effort, "so_far", so_far)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        with engine_process._heartbeats(theirs, 3):
+        box = Outbox(theirs, 3)
+        box.send(frames.Outputs(3, [], EngineStats(num_running=5)))
+        with box.working():
             assert all_seen.wait(60)
-        theirs.close()
-        beats = list(iter(lambda: frames.receive(ours), None))
-    assert [frames.unpack_from_engine(beat).epoch for beat in beats] == [3, 3, 3]  # computing, reading, computing
+        theirs.shutdown(socket.SHUT_WR)
+        sent = [frames.unpack_from_engine(body) for body in iter(lambda: frames.receive(ours), None)]
+    beats = [frame for frame in sent if isinstance(frame, frames.Heartbeat)]
+    assert len(beats) == len(sent) - 1 == 3  # computing, reading, computing
+    assert all(beat.epoch == 3 and beat.stats.num_running == 5 and beat.working_s > 0 for beat in beats)
 
 
-def test_effort_is_measured():
-    """Guards against a start that is taken for a deadlock while it computes."""
-    before = engine_process._Effort.so_far()
-    while not engine_process._Effort.so_far().exceeds(before):
+def test_effort_is_measured() -> None:
+    """Guards against a start or a step that is taken for a deadlock while it computes."""
+    before = Effort.so_far()
+    while not Effort.so_far().exceeds(before):
         sum(range(10_000))

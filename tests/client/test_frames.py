@@ -8,6 +8,7 @@ import pytest
 
 from penstock.client import frames
 from penstock.client.engine_process import EngineServer
+from penstock.client.outbox import Outbox
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from tests.fakes_engine import make_engine
@@ -34,7 +35,7 @@ def test_one_error_for_all_that_is_no_frame(body: bytes) -> None:
 def test_invalid_frames_cost_nobody_else() -> None:
     """Guards against an engine that dies of a frame, does not count it, or lets somebody wait for it."""
     ours, theirs = socket.socketpair()
-    server = EngineServer(make_engine(), 3, theirs, None)
+    server = EngineServer(make_engine(), Outbox(theirs, 3), None)
     wrong = msgspec.to_builtins(frames.AddRequest(EngineRequest("a", [1], SamplingParams(seed=1))))
     wrong["request"]["params"]["top_p"] = 7
     with ours, theirs:

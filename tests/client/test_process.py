@@ -337,7 +337,7 @@ def test_no_stream_notices_that_engines_die(monkeypatch, fault):
     a vector that it was computing comes from the next one, with the same bits."""
     mean = PoolingParams(pooling_type="MEAN")
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 100)
-    monkeypatch.setattr(liveness, "IDLE_STALL_S", 1.0)
+    monkeypatch.setattr(liveness, "SILENCE_S", 1.0)
 
     async def scenario():
         async with AsyncLLM(model="demo", max_num_seqs=12) as llm:
@@ -423,7 +423,7 @@ def test_a_request_that_kills_engines_fails_alone(tmp_path):
 
 def test_health_follows_the_engine_not_the_wish(monkeypatch):
     """A stopped engine is not healthy, idle as it is, and a new request does not change that; the next engine is."""
-    monkeypatch.setattr(liveness, "IDLE_STALL_S", 1.0)
+    monkeypatch.setattr(liveness, "SILENCE_S", 1.0)
 
     async def scenario():
         async with AsyncLLM(model="demo") as llm:
@@ -480,7 +480,7 @@ STUCK = "import threading\nthreading.Event().wait()\n"
 
 def test_an_engine_that_stands_still_while_it_starts_is_given_up(tmp_path, monkeypatch):
     """Guards against heartbeats that a deadlock in the loading of a model would not stop: a server waited for ever."""
-    monkeypatch.setattr(liveness, "START_STALL_S", 1.5)
+    monkeypatch.setattr(liveness, "START_SILENCE_S", 1.5)
     plugin = tmp_path / "stuck.py"
     plugin.write_text(STUCK)
 
@@ -497,7 +497,7 @@ def test_an_engine_that_stands_still_while_it_starts_is_given_up(tmp_path, monke
 
 def test_an_engine_that_is_stopped_before_its_first_word_is_replaced(monkeypatch):
     """Guards against a process that nobody watches until it has been heard from once."""
-    monkeypatch.setattr(liveness, "FIRST_FRAME_STALL_S", 0.5)
+    monkeypatch.setattr(liveness, "FIRST_FRAME_SILENCE_S", 0.5)
 
     async def scenario():
         llm = AsyncLLM(model="demo")
@@ -505,7 +505,7 @@ def test_an_engine_that_is_stopped_before_its_first_word_is_replaced(monkeypatch
         try:
             await llm.attach()
             await until(lambda: llm.status().restarts > 0)
-            monkeypatch.setattr(liveness, "FIRST_FRAME_STALL_S", 60.0)
+            monkeypatch.setattr(liveness, "FIRST_FRAME_SILENCE_S", 60.0)
             await llm.start()
         finally:
             await llm.shutdown()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.client import frames
 from penstock.client.engine_process import EngineServer
 from penstock.client.in_process import InProcessClient
+from penstock.client.outbox import Outbox
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
@@ -53,7 +54,7 @@ def test_fifty_ticks_have_their_stages_in_order(monkeypatch: pytest.MonkeyPatch)
         add = frames.AddRequest(request(str(index), prompt_of(5, index), 12))
         inbox.put(frames.pack(add)[frames.HEADER_BYTES :])
     sock = Socket(trace)
-    server = EngineServer(engine, 0, sock, inbox)  # type: ignore[arg-type]
+    server = EngineServer(engine, Outbox(sock, 0), inbox)  # type: ignore[arg-type]
     ticks = 0
 
     def watched(owner: Any, name: str, stage: str) -> None:

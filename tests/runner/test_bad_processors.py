@@ -190,9 +190,7 @@ def test_one_that_does_not_end_fails_alone(
 ) -> None:
     """Guards against a loop in a user's function that takes all streams with it: Python code is interrupted, and an
     engine that cannot be is replaced, until the one request to blame has been tried alone."""
-    monkeypatch.setattr(liveness, "IDLE_STALL_S", 3.0)
-    monkeypatch.setattr(liveness, "FIRST_STEP_STALL_S", 4.0)
-    monkeypatch.setattr(liveness, "STALL_STEPS", 3)
+    monkeypatch.setattr(liveness, "SILENCE_S", 3.0)
     expected = [llm.generate([prompt], params())[0].outputs[0].token_ids for prompt in PROMPTS[1:]]
 
     async def ask() -> tuple[str, list[list[int]]]:

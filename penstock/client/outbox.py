@@ -1,0 +1,83 @@
+"""What an engine process sends to its client: frames, and heartbeats while it has none.
+
+    a heartbeat every half second: the process is idle, or a build or a step computes or reads from files
+
+So silence means that a process is stopped or in a deadlock, however long its steps take. A long prompt of a large model
+computes for minutes.
+"""
+
+import contextlib
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.client import frames
+from penstock.interface.messages import EngineStats
+
+HEARTBEAT_S = 0.5
+MIN_EFFORT_S = 0.005  # of processor time between two heartbeats; a deadlock takes none
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What this process has done so far: seconds of processor time, and reads from files."""
+
+    cpu_s: float
+    reads: int
+
+    @classmethod
+    def so_far(cls) -> "Effort":
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(time.process_time(), usage.ru_inblock + usage.ru_majflt)
+
+    def exceeds(self, other: "Effort") -> bool:
+        return self.cpu_s - other.cpu_s > MIN_EFFORT_S or self.reads > other.reads
+
+
+class Outbox:
+    """Sends frames over a socket, and heartbeats from a thread while `working`. Thread-safe."""
+
+    def __init__(self, sock: socket.socket, epoch: int) -> None:
+        self.epoch = epoch
+        self._sock = sock
+        self._lock = threading.Lock()  # frames must not mix
+        self._stats = EngineStats()  # of the newest frame that has some
+        self._working_since: float | None = None
+        self._begun = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def send(self, frame: frames.FromEngine) -> None:
+        """Send a frame. Raises OSError when the client is gone."""
+        if isinstance(frame, frames.Ready | frames.Outputs | frames.Heartbeat):
+            self._stats = frame.stats
+        with self._lock:
+            self._sock.sendall(frames.pack(frame))
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Send heartbeats while the block runs, as long as this process computes or reads meanwhile."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
+            self._thread.start()
+        self._working_since = time.monotonic()
+        self._begun.set()
+        try:
+            yield
+        finally:
+            self._working_since = None
+            self._begun.clear()
+
+    def _beat(self) -> None:
+        seen = Effort.so_far()
+        while True:
+            self._begun.wait()
+            time.sleep(HEARTBEAT_S)
+            since, now = self._working_since, Effort.so_far()
+            if since is None or not now.exceeds(seen):
+                continue
+            seen = now
+            with contextlib.suppress(OSError):  # the client is gone, and the reader thread ends this process
+                self.send(frames.Heartbeat(self.epoch, self._stats, working_s=time.monotonic() - since))
