@@ -1,18 +1,22 @@
 """Attacks on the real server while an honest stream runs: nobody else may notice them.
 
 The tables, and the oracle, are the package's own: `penstock prove --only hostile-requests` runs all of them, each under
-an oracle of its own, and then generated ones. Here a theme shares one, and the crowds are smaller.
+an oracle of its own, and then generated ones. Here a theme shares one, the crowds are smaller, and of calls that are
+alike there are some.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from penstock.prove.attacks.attack import FLAGS, KEY, Behaviour, Target
+from penstock.prove.attacks.attack import FLAGS, KEY, Behaviour, Calls, Target
 from penstock.prove.attacks.table import THEMES
 from penstock.prove.canary import Oracle
 from penstock.prove.proof import Subject
 from penstock.prove.servers import Server, serve
+
+MAX_CALLS = 40  # of an attack: only the 300 different schemas are more
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +36,8 @@ def test_nobody_else_notices(theme: str, server: Server, oracle: Oracle) -> None
     target = Target(server.url)
     with oracle.watching(theme):
         for attack in THEMES[theme]:
+            if isinstance(attack, Calls):
+                attack = replace(attack, calls=attack.calls[:MAX_CALLS])
             attack.run(target)
     complaints, oracle.complaints[:] = target.complaints + oracle.complaints, []
     assert complaints == []

@@ -1,7 +1,9 @@
 """What a server holds at one moment, seen from outside: requests, blocks, open files, memory."""
 
 import contextlib
+import json
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,35 +17,42 @@ class Level:
     """What must come back to what it was.
 
     Attributes:
-        open_files: of both processes.
+        open_files: of both processes: what each of their file descriptors is, where the system has /proc.
     """
 
     engine_pid: int | None
     restarts: int
     open_requests: int
     used_blocks: int
-    open_files: int
+    open_files: tuple[str, ...]
 
     def problem(self, before: "Level", *, same_engine: bool = True) -> str | None:
         """Return what is not as before."""
         if same_engine and (self.engine_pid, self.restarts) != (before.engine_pid, before.restarts):
             return f"the engine died ({self.restarts - before.restarts} restarts)"
-        for name in ("open_requests", "used_blocks", "open_files"):
+        for name in ("open_requests", "used_blocks"):
             if getattr(self, name) > getattr(before, name):
                 return f"{name}: {getattr(self, name)} instead of {getattr(before, name)}"
+        if len(self.open_files) > len(before.open_files):
+            new = ", ".join(Counter(self.open_files) - Counter(before.open_files))
+            return f"open files: {len(self.open_files)} instead of {len(before.open_files)}; new are {new}"
         return None
 
 
 def level_of(http: httpx.Client, server_pid: int) -> Level:
     """Return a server's level; its /status has most of it."""
-    status = http.get("/status").json()
+    with http.stream("GET", "/status") as answer:
+        connection = answer.extensions["network_stream"].get_extra_info("socket").dup()
+        status = json.loads(answer.read())
+    with connection:
+        connection.recv(1)  # nothing: the server has closed its end, which would be one of its open files
     engine, blocks = status["engine"], status["kv_blocks"]
     return Level(
         engine_pid=engine["pid"],
         restarts=engine["restarts"],
         open_requests=status["running"] + status["waiting"] + status["journal"]["requests"],
         used_blocks=blocks["total"] - blocks["free"] - blocks["pinned"],
-        open_files=open_files(server_pid) + open_files(engine["pid"]),
+        open_files=(*open_files("server", server_pid), *open_files("engine", engine["pid"])),
     )
 
 
@@ -60,8 +69,20 @@ def memory_bytes(pid: int) -> int:
     return 0
 
 
-def open_files(pid: int | None) -> int:
-    """Return the number of open files of a process; 0 where the system has no /proc."""
+def open_files(process: str, pid: int | None) -> list[str]:
+    """Return what each file descriptor of a process is, with the process's name; nothing where there is no /proc."""
+    found = []
     with contextlib.suppress(OSError):
-        return len(os.listdir(f"/proc/{pid}/fd"))
-    return 0
+        connections = _tcp_connections(pid)
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed just now
+                link = os.readlink(descriptor)
+                found.append(f"{process}'s {connections.get(link, link)}")
+    return found
+
+
+def _tcp_connections(pid: int | None) -> dict[str, str]:
+    """Return the name in /proc/PID/fd of each TCP socket, and the ports that it joins."""
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    ports = {row[9]: [int(end.rpartition(":")[2], 16) for end in row[1:3]] for row in rows}
+    return {f"socket:[{inode}]": f"TCP socket, port {ours} to {theirs}" for inode, (ours, theirs) in ports.items()}

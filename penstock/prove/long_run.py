@@ -174,7 +174,7 @@ class _OverHttp:
             wait_until(settled, SETTLE_S, "everything to be given back")
         except EngineError as error:
             after = level_of(self._http, self._server.process.pid)
-            self._trials.wrong(f"{error}: {after}, before {before}")
+            self._trials.wrong(f"{error}: {after.problem(before, same_engine=False)}")
 
 
 def slope(points: Sequence[tuple[int, int]]) -> float | None:

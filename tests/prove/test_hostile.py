@@ -110,11 +110,15 @@ def test_an_engine_that_counts_wrongly_is_noticed() -> None:
 
 
 def test_a_level_that_does_not_come_back() -> None:
-    """Guards against an oracle that overlooks a death, a request, a block or a file."""
-    before = Level(1, 0, 0, 0, 10)
+    """Guards against an oracle that overlooks a death, a request, a block or a file, or does not say which file."""
+    before = Level(1, 0, 0, 0, ("server's pipe:[1]", "server's pipe:[1]"))
     assert before.problem(before) is None
-    assert Level(1, 0, 0, 0, 9).problem(before) is None
-    for after in (Level(2, 1, 0, 0, 10), Level(1, 0, 1, 0, 10), Level(1, 0, 0, 1, 10), Level(1, 0, 0, 0, 11)):
+    another = Level(1, 0, 0, 0, ("server's pipe:[1]", "server's pipe:[2]"))  # as many: it took another's place
+    assert another.problem(before) is None
+    more = Level(1, 0, 0, 0, ("server's /a", *before.open_files))
+    assert more.problem(before) == "open files: 3 instead of 2; new are server's /a"
+    files = before.open_files
+    for after in (Level(2, 1, 0, 0, files), Level(1, 0, 1, 0, files), Level(1, 0, 0, 1, files)):
         assert after.problem(before) is not None
 
 
