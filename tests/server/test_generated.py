@@ -1,4 +1,8 @@
-"""Requests generated from the schemas of the bodies by Schemathesis: right ones are served, wrong ones refused."""
+"""Requests generated from the schemas of the bodies by Schemathesis: right ones are served, wrong ones refused.
+
+Its phase of coverage, thousands of single wrong values, is left out: the tables of attacks and `penstock prove`'s own
+generator send those, to the same routes.
+"""
 
 from typing import Any
 
@@ -27,13 +31,14 @@ def openapi() -> dict[str, Any]:
 
 
 schema = schemathesis.openapi.from_dict(openapi())
+schema.config.phases.coverage.enabled = False
 schema.app = create_app(
     FakeEngineClient(max_model_len=64), ServerOptions(allowed_hosts=("testserver",), access_log=False)
 )
 
 
 @schema.parametrize()
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_generated_bodies(case: Any) -> None:
     """Guards against a body that the schema allows, or nearly, and that is answered with a 5xx or without JSON."""
     answer = case.call()
