@@ -59,7 +59,7 @@ def start_server(port: int, stdout: int) -> subprocess.Popen[str]:
     words = SERVE.removesuffix("&").replace("8000", str(port)).split()
     command = [str(BIN / words[0]), *words[1:]]
     server = subprocess.Popen(command, stdout=stdout, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         try:
             if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:

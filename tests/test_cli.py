@@ -74,6 +74,8 @@ def test_version_and_help_import_no_torch():
         (["generate", "--prompts", "/nowhere.jsonl"], "--prompts: cannot read '/nowhere.jsonl'"),
         (["generate", "/nowhere", "-p", "x"], "model: there is no directory '/nowhere'"),
         (["generate", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["serve", "--max-model-length", "9"], "--max-model-length: did you mean --max-model-len?"),
+        (["serve", "--gpu-memory-utilization=0.9"], "--memory bounds what an engine takes"),
         (["serve", "--port", "99999"], "--port: 99999 is not allowed"),
         (["bench", "offline", "--json", "/nowhere/x.json"], "--json: cannot write '/nowhere/x.json'"),
         (["generate", "-p", "x", "--logprobs", "2"], "--logprobs: log-probabilities are shown with --json only"),

@@ -106,7 +106,7 @@ def test_an_interrupt_leaves_nothing_and_what_a_kill_leaves_is_no_obstacle(
             assert process.poll() is None, process.stderr and process.stderr.read()
             time.sleep(0.02)
         process.send_signal(signal_number)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=100)
         assert process.returncode == expected, said
         assert "Traceback" not in said
         assert target.exists() == (signal_number == signal.SIGKILL)

@@ -338,7 +338,7 @@ def test_requests_wait_while_their_forms_are_compiled() -> None:
     compiler.go.set()
     outcome: dict[str, Any] = {}
     for _ in asked:
-        body = inbox.get(timeout=10)
+        body = inbox.get(timeout=100)
         try:
             outcome[body.decode()] = pending.holds(asked[body], body, inbox.put)
         except InvalidRequestError as error:

@@ -10,6 +10,7 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 from penstock import __version__
@@ -41,7 +42,18 @@ EPILOG = """examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
+    """An ArgumentParser whose errors are one line, which says what an unknown option may have meant."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse all arguments; a command that is left with unknown ones ends the process."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            from penstock.cli.hints import hints  # here: only a mistake waits for difflib
+
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hints(unknown, self._option_string_actions)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         print(f"penstock: {message}", file=sys.stderr)

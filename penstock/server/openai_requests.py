@@ -5,7 +5,8 @@ other name is an error. Every parameter may be null, which means "not given". Sa
 """
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
@@ -211,6 +212,7 @@ class DetokenizeRequest(Strict, kw_only=True, frozen=True):
 # --- from bytes to a body ---------------------------------------------------------------------------------------------
 
 Body = TypeVar("Body", bound=Strict)
+MAX_MISSPELT = 40  # characters of an unknown field that is compared with the known ones
 MISSING = "Object missing required field `"
 UNKNOWN = "Object contains unknown field `"
 HINTS = {  # names of Transformers, llama.cpp and TGI -> what it is here
@@ -242,10 +244,18 @@ def to_request(parsed: Any, kind: type[Body]) -> Body:
     if isinstance(parsed, dict):
         for name in parsed:
             if name not in kind.__struct_fields__:
-                hint = f"; {HINTS[name]}" if name in HINTS else ""
+                hint = _hint(name, kind.__struct_fields__)
                 raise InvalidRequestError(f"{name}: unknown field{hint}", param=name, code="unknown_field")
     with _naming_the_field():
         return msgspec.convert(parsed, kind, str_keys=True)
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    """Return what the error about an unknown field adds: what it is called here, or a field that is nearly the same."""
+    if name in HINTS:
+        return f"; {HINTS[name]}"
+    similar = difflib.get_close_matches(name, known, 1, cutoff=0.8) if len(name) <= MAX_MISSPELT else []
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 @contextlib.contextmanager

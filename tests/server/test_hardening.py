@@ -38,6 +38,13 @@ def failure(body: dict[str, Any], kind: Any = CompletionRequest) -> InvalidReque
     return caught.value
 
 
+def test_a_misspelt_field_is_told_its_right_name() -> None:
+    """Guards against a search for the letter that is wrong."""
+    for name, hint in (("max_token", "did you mean max_tokens?"), ("max_new_tokens", "it is max_tokens here")):
+        assert str(failure({"prompt": "a", name: 1})) == f"{name}: unknown field; {hint}"
+    assert str(failure({"prompt": "a", "zzz": 1})) == "zzz: unknown field"
+
+
 def test_long_unknown_names_cost_little() -> None:
     """Guards against a regular expression that took quadratic time over the name of an unknown field."""
     begin = time.monotonic()
