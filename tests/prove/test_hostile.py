@@ -77,6 +77,8 @@ def test_valid_values_are_valid(kind: Any) -> None:
             msgspec.convert(mutator.valid(described), kind, str_keys=True)
         except msgspec.ValidationError:  # of the sampling parameters' own ranges, which the types do not say
             continue
+        except UnicodeEncodeError:  # half a character, which is a `str` to Python, though no text
+            continue
         decoded += 1
     assert decoded > 60
 
