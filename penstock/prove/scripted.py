@@ -122,7 +122,7 @@ class ScriptedClient:
         raise InvalidRequestError("the flight recorder is off", code="recorder_off")
 
     async def drain(self, timeout_s: float) -> None:
-        """End nothing: whoever uses this waits for its own requests."""
+        """End nothing: the proofs wait for their own requests."""
 
     async def shutdown(self) -> None:
         self._client.shutdown()
