@@ -215,7 +215,7 @@ async def status(request: Request) -> Response:
 
 
 async def record(request: Request) -> Response:
-    """Answer with a bundle of the flight recorder, without its text: a client that may send requests may not read others'."""
+    """Answer with a bundle of the flight recorder, without its text: a client may not read what others sent."""
     try:
         saved = await context_of(request).client.record()
     except OSError as error:
