@@ -152,6 +152,8 @@ class StructuredRows:
 
     def apply(self, logits: Tensor, positions: Positions) -> tuple[Tensor, dict[int, str]]:
         """Mask logits [M, V]; a copy, if any row has a form. Return why other rows have no token too, by index."""
+        if not self._of_row:
+            return logits, {}
         asked = [(index, row, offset) for index, (row, offset) in positions if row in self._of_row]
         if not asked:
             return logits, {}
