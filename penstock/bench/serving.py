@@ -31,7 +31,7 @@ class _Choice(msgspec.Struct):
 
     @property
     def has_token(self) -> bool:
-        """Whether a token came: an id, a delta with more than a role, or a text, which may be empty in mid-character."""
+        """Whether a token came: an id, a delta with more than a role, or a text, perhaps empty in mid-character."""
         if self.token_ids is not None:
             return bool(self.token_ids)
         if self.delta is None:

@@ -151,7 +151,7 @@ class StructuredRows:
         return others if others.any() else allowed
 
     def apply(self, logits: Tensor, positions: Positions) -> tuple[Tensor, dict[int, str]]:
-        """Mask logits [M, V], in a copy if some are asked for raw. Return why other rows have no token, too, by index."""
+        """Mask logits [M, V], in a copy if some are asked for raw; return why rows have no token, too, by index."""
         if not self._of_row:
             return logits, {}
         asked = [(index, row, offset) for index, (row, offset) in positions if row in self._of_row]
