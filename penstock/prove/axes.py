@@ -9,6 +9,8 @@ from typing import Any
 
 from penstock.config import SCHEDULING_POLICIES
 from penstock.interface.pooling import PoolingParams
+from penstock.tokenizer.answers.formats import TOOL_FORMATS
+from penstock.tokenizer.answers.grammar import Calls, Function, answer_grammar, literal
 
 Axis = dict[str, dict[str, Any]]
 
@@ -64,6 +66,11 @@ UNCUT: dict[str, Any] = {  # the undisturbed engine: each request alone, in one 
 SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "integer"}}, "required": ["a", "b"],
 }  # fmt: skip
+ADD = Function("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, strict=True)
+DEMANDED, AMONG_TEXT = (  # tool calls, as a chat's grammar says them
+    answer_grammar(TOOL_FORMATS["hermes"], Calls([ADD], required), literal, reasoning=False, is_thinking=False)
+    for required in (True, False)
+)
 UNSCORED = {"logprobs": None}  # tokens without a choice are taken without a step then
 # What a request asks for; every kind but the unscored ones reports log-probabilities, or vectors.
 KINDS: dict[str, dict[str, Any]] = {
@@ -92,6 +99,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "beam search": {"use_beam_search": True, "length_penalty": 0.7},
     "a JSON schema": {"temperature": 1.0, "structured_outputs": {"json": SCHEMA}},
     "a regular expression": {"temperature": 0.0, "structured_outputs": {"regex": "[a-z]{2,9}-0123456789"}, **UNSCORED},
+    "demanded tool calls": {"temperature": 1.0, "structured_outputs": {"grammar": DEMANDED}},
+    "tool calls among text": {"temperature": 1.0, "structured_outputs": {"grammar": AMONG_TEXT}, **UNSCORED},
     "pooled prompt": {
         "pooling": PoolingParams(pooling_type="MEAN", normalize=False),
         "temperature": 0.0,
