@@ -67,8 +67,8 @@ SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "integer"}}, "required": ["a", "b"],
 }  # fmt: skip
 ADD = Function("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, strict=True)
-DEMANDED, AMONG_TEXT = (  # tool calls, as a chat's grammar says them
-    answer_grammar(TOOL_FORMATS["hermes"], Calls([ADD], required), literal, reasoning=False, is_thinking=False)
+DEMANDED, OFFERED = (  # tool calls as grammars, in a form without tokens of its own
+    answer_grammar(TOOL_FORMATS["llama3_json"], Calls([ADD], required), literal, reasoning=False, is_thinking=False)
     for required in (True, False)
 )
 UNSCORED = {"logprobs": None}  # tokens without a choice are taken without a step then
@@ -100,7 +100,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "a JSON schema": {"temperature": 1.0, "structured_outputs": {"json": SCHEMA}},
     "a regular expression": {"temperature": 0.0, "structured_outputs": {"regex": "[a-z]{2,9}-0123456789"}, **UNSCORED},
     "demanded tool calls": {"temperature": 1.0, "structured_outputs": {"grammar": DEMANDED}},
-    "tool calls among text": {"temperature": 1.0, "structured_outputs": {"grammar": AMONG_TEXT}, **UNSCORED},
+    "tool calls or text": {"temperature": 1.0, "structured_outputs": {"grammar": OFFERED}, **UNSCORED},
     "pooled prompt": {
         "pooling": PoolingParams(pooling_type="MEAN", normalize=False),
         "temperature": 0.0,

@@ -108,7 +108,7 @@ def _call(item: Item) -> dict[str, Any]:
 def _result(item: Item, calls: set[str]) -> Message:
     """Return the result of a call as a message."""
     call_id = item.get("call_id")
-    if call_id not in calls:
+    if not isinstance(call_id, str) or call_id not in calls:
         raise check.fail("input.call_id", call_id, "the call_id of a function_call before it")
     return {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"))}
 

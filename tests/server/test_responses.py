@@ -218,6 +218,7 @@ def test_a_full_queue(client: openai.OpenAI, server: RunningServer) -> None:
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input: items of type", "not_implemented"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.call_id: ", "invalid_value"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input.call_id: 'c' is not", "invalid_value"),
+        ({"input": [{"type": "function_call_output", "call_id": ["c"]}]}, "input.call_id: ['c'] is", "invalid_value"),
         ({"input": [{"type": "reasoning", "content": ["x"]}]}, "input: ", "invalid_value"),
         ({"input": [{"type": ["x"]}]}, "input: items of type", "not_implemented"),
         (
