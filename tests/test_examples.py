@@ -1,15 +1,21 @@
 """Every script of examples/ runs as it stands there, and shows what it says."""
 
+import json
 import runpy
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import jsonschema
+import openai
 import pytest
 
 from tests.pages import ROOT, serving
 
+TAUGHT = False  # whether the demo model calls tools on its own
 FILES = sorted((ROOT / "examples").glob("*.py"))
 SHOWN = {  # what the output of a script has to hold
+    "agent": "assistant ",
     "batch_jsonl": '"id": 3, "prompt": "The dog"',
     "chat": "3 + 4 = 7",
     "generate": "'The dog' -> ",
@@ -37,11 +43,60 @@ def test_example(
 ) -> None:
     file = ROOT / "examples" / f"{name}.py"
     assert len(file.read_text(encoding="utf-8").splitlines()) <= 40
-    if name == "openai_client":
+    if name in ("agent", "openai_client"):
         monkeypatch.setenv("PENSTOCK_URL", request.getfixturevalue("url"))
     monkeypatch.setattr(sys, "argv", [str(file)])
     runpy.run_path(str(file), run_name="__main__")
     assert SHOWN[name] in capsys.readouterr().out
+
+
+@pytest.mark.covers("C21")
+def test_an_agent_gets_the_calls_that_it_demands(url: str) -> None:
+    """Guards against calls of the official client, whole or streamed, that weights which know no tools can spoil."""
+    agent = runpy.run_path(str(ROOT / "examples" / "agent.py"))
+    tools: Any = [agent["tool"](name) for name in agent["FUNCTIONS"]]
+    asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "What is 3 + 4?"}], "tools": tools}
+    calls: list[Any] = []
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        for name in ("add", "weather"):
+            named: Any = {"type": "function", "function": {"name": name}}
+            turns = agent["converse"](client, "What is 3 + 4?", most_turns=1, tool_choice=named)
+            calls += [(call["function"]["name"], call["function"]["arguments"]) for call in turns[1]["tool_calls"]]
+            assert calls[-1][0] == name
+            assert turns[2]["role"] == "tool"
+        for seed in range(8):
+            one: Any = {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed, "max_tokens": 200}
+            stream = client.chat.completions.create(**asked, **one, stream=True)
+            parts = [call for chunk in stream for call in chunk.choices[0].delta.tool_calls or []]
+            assert {part.index for part in parts} == {0}
+            functions = [part.function for part in parts if part.function is not None]
+            calls.append((functions[0].name, "".join(function.arguments or "" for function in functions)))
+        silent = client.chat.completions.create(**asked, tool_choice="none", max_tokens=40).choices[0].message
+    assert not silent.tool_calls
+    assert silent.content
+    assert len(calls) == 10
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), agent["tool"](name)["function"]["parameters"])
+
+
+@pytest.mark.skipif(not TAUGHT, reason="the demo model's weights were not taught to call tools")
+@pytest.mark.parametrize(
+    ("question", "num_calls", "shown"),
+    [
+        ("What is 3 + 4?", 1, "7"),
+        ("What is the weather in Paris?", 1, "18 degrees"),
+        ("What is the weather in Paris and Oslo?", 2, "4 degrees"),
+        ("Add 2, 3, 4, 5 and 6.", 4, "20"),
+        ("What is 12 + 30, and what is the weather in Oslo?", 2, "42"),
+    ],
+)
+def test_an_agent_finds_the_answer(url: str, question: str, num_calls: int, shown: str) -> None:
+    """Guards against a round trip in which a result, its order or a call is lost: ten calls, alone and together."""
+    agent = runpy.run_path(str(ROOT / "examples" / "agent.py"))
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        messages = agent["converse"](client, question)
+    assert sum(message["role"] == "tool" for message in messages) == num_calls
+    assert shown in messages[-1]["content"]
 
 
 def test_a_batch_of_files(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

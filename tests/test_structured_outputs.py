@@ -171,8 +171,9 @@ def test_max_tokens_in_the_middle_ends_with_length(llm: LLM) -> None:
     [
         {"max_num_batched_tokens": 16},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}, "max_num_seqs": 3},
+        {"speculative_config": {"model": "demo-draft", "num_speculative_tokens": 3}},
     ],
-    ids=["in chunks", "with drafts"],
+    ids=["in chunks", "with drafts", "with a draft model"],
 )
 def test_forms_in_a_crowd_change_no_token(options: dict[str, Any], alone: dict[str, Any]) -> None:
     """Guards against a mask of another row or of another position, and against forced tokens that differ from those

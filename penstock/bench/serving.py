@@ -19,16 +19,21 @@ from penstock.errors import EngineError, InvalidRequestError
 
 BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 DATA = b"data: "
+SHOW_IDS = "return_token_ids"  # the field of a body that shows tokens without a text
+NO_TEXT = "the answer has tokens and no text, as of a model without a tokenizer, and the server does not show their ids"
 
 
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: dict[str, Any] | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
 
     @property
     def has_token(self) -> bool:
-        """Whether a token came: a delta with more than a role, or a text, which may be empty in mid-character."""
+        """Whether a token came: an id, a delta with more than a role, or a text, perhaps empty in mid-character."""
+        if self.token_ids is not None:
+            return bool(self.token_ids)
         if self.delta is None:
             return bool(self.text) or self.finish_reason is None
         return any(value for name, value in self.delta.items() if name != "role")
@@ -86,7 +91,18 @@ class Target:
                 raise EngineError("GET /v1/models: the server lists no model; give --served-model-name") from None
 
     async def ask(self, sample: Sample) -> Outcome:
-        """Send a request and return what became of it; failures are outcomes too."""
+        """Send a request and return what became of it; failures are outcomes too.
+
+        A model without a tokenizer has tokens without a text: this request is sent again, and all later ones, for ids.
+        """
+        had_ids = SHOW_IDS in self._fields
+        outcome = await self._ask(sample)
+        if outcome.error != NO_TEXT or had_ids:
+            return outcome
+        self._fields[SHOW_IDS] = True
+        return await self._ask(sample)
+
+    async def _ask(self, sample: Sample) -> Outcome:
         content = sample.prompt
         prompt = (
             {"prompt": content} if self.backend == "openai" else {"messages": [{"role": "user", "content": content}]}
@@ -118,7 +134,7 @@ class Target:
         if not answer.is_whole:
             outcome.error = outcome.error or "the connection ended in mid-answer"
         elif not outcome.arrivals:
-            outcome.error = outcome.error or "the answer has no token"
+            outcome.error = outcome.error or (NO_TEXT if outcome.output_len else "the answer has no token")
         outcome.output_len = outcome.output_len or len(outcome.arrivals)
 
     def _take(self, data: bytes, arrival: float, outcome: Outcome) -> None:

@@ -264,7 +264,8 @@ class Engine:
         reason, stop_token = self._append(request, result.new_token_ids)
         if result.pooled is not None:
             reason = FinishReason.STOP
-        request.mirostat_mu = request.mirostat_mu if result.mirostat_mu is None else result.mirostat_mu
+        if result.mirostat_mu is not None:
+            request.mirostat_mu = result.mirostat_mu
         request.num_computed_tokens = min(computed, request.num_tokens)  # it may have ended within its drafts
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]

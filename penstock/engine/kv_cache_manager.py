@@ -19,6 +19,7 @@ A group may be a ring instead: a request has one block there, from its first ste
 that its window has passed. Its content depends on the length of the request, so no prefix can be reused.
 """
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ from penstock.engine.pins import Pin, Pins
 from penstock.engine.request import Request
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.step import BlockCopy, CacheGroup
+
+TableUpdates = tuple[list[list[int]], list[int]]  # per group, new entries and how many leading ones were released
 
 
 @dataclass(slots=True)
@@ -70,6 +73,8 @@ class KVCacheManager:
         self.pools = [BlockPool(group.num_blocks) for group in groups]
         self.pins = Pins(self.pools)
         self._tables: dict[str, list[BlockTable]] = {}
+        self._settled: dict[str, int] = {}  # up to so many tokens the executor's tables of a request are what it needs
+        self._no_updates: TableUpdates = [[] for _ in groups], [0] * len(groups)
         self._in_progress: dict[bytes, str] = {}  # hash of a block being computed -> the request that computes it
         self._forked: set[str] = set()  # requests that have written nothing since they were forked from another one
         self._copies: list[BlockCopy] = []  # to be made before the next step
@@ -80,14 +85,23 @@ class KVCacheManager:
         """Return copies of the request's block tables, one per group."""
         return [list(table.block_ids) for table in self._tables[request.request_id]]
 
-    def take_updates(self, request: Request) -> tuple[list[list[int]], list[int]]:
+    def take_updates(self, request: Request) -> TableUpdates:
         """Return, per group, the ids appended since the last call and the number of released leading entries."""
+        if request.request_id in self._settled:  # most decodes
+            return self._no_updates
         tables = self._tables[request.request_id]
         new_ids: list[list[int]] = []
         for table in tables:
             new_ids.append(table.block_ids[table.num_sent :])
             table.num_sent = len(table.block_ids)
+        if not self._has_windows and request.request_id not in self._forked:
+            self._settled[request.request_id] = self._room(tables)
         return new_ids, [table.num_released for table in tables]
+
+    def _room(self, tables: list[BlockTable]) -> int:
+        """Return the length up to which a request needs no more blocks."""
+        pairs = zip(self.groups, tables, strict=True)
+        return min(sys.maxsize if group.ring else group.block_size * len(table.block_ids) for group, table in pairs)
 
     def take_copies(self) -> list[BlockCopy]:
         """Return the copies that must be made before the step is computed, in order."""
@@ -209,6 +223,7 @@ class KVCacheManager:
         The executor must not know the child yet: its table changes when it writes for the first time.
         """
         tables = self._tables[parent.request_id]
+        self._settled.pop(parent.request_id, None)
         for pool, table in zip(self.pools, tables, strict=True):
             pool.share(block_id for block_id in table.block_ids if block_id != NO_BLOCK)
         self._tables[child.request_id] = [
@@ -224,22 +239,29 @@ class KVCacheManager:
         found = [pool.lookup(block_hash) for block_hash in hashes[first:count]]
         return [NO_BLOCK] * first + [block_id for block_id in found if block_id is not None]
 
+    def has_room(self, request: Request) -> bool:
+        """Return whether all tokens of a running request fit its blocks, which the executor knows: as most decodes."""
+        return request.num_tokens <= self._settled.get(request.request_id, 0)
+
     def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
         """Free the blocks that the window has passed, then allocate for num_new_tokens after the computed ones.
 
         A fork takes a copy of the block that it is the first to write to. False, with nothing allocated, if a group
         has too few free blocks.
         """
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        if num_tokens <= self._settled.get(request.request_id, 0):  # most decodes
+            return True
+        self._settled.pop(request.request_id, None)
         tables = self._tables[request.request_id]
         if self._has_windows:
             self._release_passed(request, tables)
-        num_tokens = request.num_computed_tokens + num_new_tokens
         missing = [
             table_length(group, num_tokens) - len(table.block_ids)
             for group, table in zip(self.groups, tables, strict=True)
         ]
         shared = self._shared_ends(request, tables) if request.request_id in self._forked else {}
-        if max(missing) <= 0 and not shared:  # most decodes
+        if max(missing) <= 0 and not shared:
             return True
         for group, (count, pool) in enumerate(zip(missing, self.pools, strict=True)):
             if max(0, count) + (group in shared) > pool.num_free:
@@ -305,6 +327,7 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request. The last ones are reused first, so that prefixes live longest."""
+        self._settled.pop(request.request_id, None)
         for pool, table in zip(self.pools, self._tables.pop(request.request_id), strict=True):
             pool.release(block_id for block_id in reversed(table.block_ids) if block_id != NO_BLOCK)
         self._end_progress(request, 0, len(request.block_hashes))
@@ -316,6 +339,7 @@ class KVCacheManager:
         self.pools = [BlockPool(group.num_blocks) for group in self.groups]
         self.pins.lose_blocks(self.pools)
         self._tables.clear()
+        self._settled.clear()
         self._in_progress.clear()
         self._forked.clear()
         self._copies.clear()

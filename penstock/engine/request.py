@@ -76,7 +76,8 @@ class Request:
     @property
     def is_stream(self) -> bool:
         """Return whether a running request lacks its last output only: what it gets is not for a prompt."""
-        return self.num_missing_tokens == 1 and self.num_output_tokens > 0
+        num_tokens = len(self.token_ids)
+        return num_tokens - self.num_computed_tokens == 1 and num_tokens > self.num_prompt_tokens
 
     @property
     def max_total_tokens(self) -> int:
@@ -84,17 +85,17 @@ class Request:
 
     def ending(self, eos_token_ids: frozenset[int]) -> tuple[FinishReason | None, int | None]:
         """Return why the request ends with its last token, if it does, and the stop token if that is why."""
-        count = self.num_output_tokens
+        count = len(self.token_ids) - self.num_prompt_tokens
         if count == 0:
             return None, None
         last, params = self.token_ids[-1], self.params
-        if params.structured_outputs is not None and last in eos_token_ids:  # its answer is complete
-            return FinishReason.STOP, None
-        if count >= params.min_tokens:
-            if last in eos_token_ids and not params.ignore_eos:
+        if last in eos_token_ids:
+            if params.structured_outputs is not None:  # its answer is complete
                 return FinishReason.STOP, None
-            if last in (params.stop_token_ids or ()):
-                return FinishReason.STOP, last
+            if count >= params.min_tokens and not params.ignore_eos:
+                return FinishReason.STOP, None
+        if params.stop_token_ids and count >= params.min_tokens and last in params.stop_token_ids:
+            return FinishReason.STOP, last
         return (FinishReason.LENGTH if count >= self.max_output_tokens else None), None
 
     def new_prompt_logprobs(self, num_computed: int, found: list[TokenLogprobs]) -> list[TokenLogprobs]:

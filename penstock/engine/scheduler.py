@@ -188,7 +188,8 @@ class Scheduler:
         """
         plan = _Plan(self.max_num_batched_tokens)
         self._make_way()
-        for request in sorted(self.running, key=lambda item: (item.num_missing_tokens > 1, self.policy.rank(item))):
+        others = self._schedule_streams(plan)
+        for request in sorted(others, key=lambda item: (item.num_missing_tokens > 1, self.policy.rank(item))):
             if request.request_id not in plan.preempted:  # by an earlier one in this loop
                 self._schedule_running(request, plan)
         if drafts and not plan.preempted and not self._short_of_blocks:
@@ -221,6 +222,23 @@ class Scheduler:
                 plan.tokens[request.request_id] += len(ids)
                 plan.budget -= len(ids)
                 plan.num_stream_tokens += len(ids)
+
+    def _schedule_streams(self, plan: _Plan) -> list[Request]:
+        """Plan the next token of each stream that needs no block, in any order, and return the other running requests.
+
+        Where tokens are short for the streams, all are left to their order.
+        """
+        if len(self.running) > plan.budget:
+            return self.running
+        others = []
+        for request in self.running:
+            if request.is_stream and self.kv_cache.has_room(request):
+                plan.tokens[request.request_id] = 1
+            else:
+                others.append(request)
+        plan.budget -= len(plan.tokens)
+        plan.num_stream_tokens += len(plan.tokens)
+        return others
 
     def _schedule_running(self, request: Request, plan: _Plan) -> None:
         num_new = self._fit(plan, request, request.num_computed_tokens)
@@ -339,7 +357,7 @@ class Scheduler:
 
     def _scheduled_request(self, request: Request, plan: _Plan) -> ScheduledRequest:
         new_block_ids, num_released = self.kv_cache.take_updates(request)
-        num_new, drafts = plan.tokens[request.request_id], plan.drafts.get(request.request_id, [])
+        num_new, drafts = plan.tokens[request.request_id], plan.drafts.get(request.request_id, ())
         is_sampled = num_new == request.num_missing_tokens + len(drafts) and request.params.pooling is None
         return ScheduledRequest(
             request_id=request.request_id,

@@ -9,6 +9,8 @@ from typing import Any
 
 from penstock.config import SCHEDULING_POLICIES
 from penstock.interface.pooling import PoolingParams
+from penstock.tokenizer.answers.formats import TOOL_FORMATS
+from penstock.tokenizer.answers.grammar import Calls, Function, answer_grammar, literal
 
 Axis = dict[str, dict[str, Any]]
 
@@ -64,6 +66,11 @@ UNCUT: dict[str, Any] = {  # the undisturbed engine: each request alone, in one 
 SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "integer"}}, "required": ["a", "b"],
 }  # fmt: skip
+ADD = Function("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, strict=True)
+DEMANDED, OFFERED = (  # tool calls as grammars, in a form without tokens of its own
+    answer_grammar(TOOL_FORMATS["llama3_json"], Calls([ADD], required), literal, reasoning=False, is_thinking=False)
+    for required in (True, False)
+)
 UNSCORED = {"logprobs": None}  # tokens without a choice are taken without a step then
 # What a request asks for; every kind but the unscored ones reports log-probabilities, or vectors.
 KINDS: dict[str, dict[str, Any]] = {
@@ -92,6 +99,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "beam search": {"use_beam_search": True, "length_penalty": 0.7},
     "a JSON schema": {"temperature": 1.0, "structured_outputs": {"json": SCHEMA}},
     "a regular expression": {"temperature": 0.0, "structured_outputs": {"regex": "[a-z]{2,9}-0123456789"}, **UNSCORED},
+    "demanded tool calls": {"temperature": 1.0, "structured_outputs": {"grammar": DEMANDED}},
+    "tool calls or text": {"temperature": 1.0, "structured_outputs": {"grammar": OFFERED}, **UNSCORED},
     "pooled prompt": {
         "pooling": PoolingParams(pooling_type="MEAN", normalize=False),
         "temperature": 0.0,

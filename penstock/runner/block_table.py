@@ -69,7 +69,7 @@ class BlockTable:
         """
         block_size = self.group.block_size
         block_ids = self._ids[rows, positions // block_size].astype(np.int64)
-        if block_ids.size and block_ids.min() < 0:
+        if np.count_nonzero(block_ids < 0):
             raise EngineError("a token was scheduled whose block is not allocated")
         slots = block_ids * block_size + positions % block_size
         return np.where(ends - positions > block_size, NO_SLOT, slots) if self.group.ring else slots

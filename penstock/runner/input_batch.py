@@ -77,17 +77,19 @@ class Layout:
     have that of the step before, until a request comes or goes. Nobody may change its arrays.
 
     Attributes:
-        key: what it was made of.
-        rows, num_drafts, starts: [B] int64, and [B+1] for starts, which is query_start_loc as int64.
+        key: what it was made of: of each sequence its row, new tokens, samples and drafts.
+        rows, new, num_drafts, starts: [B] int64, and [B+1] for starts, which is query_start_loc as int64.
         catches_up: [B] bool, sequences whose last token must be in the step.
         token_rows: [T] int64, the row of each token.
         indices: [M] int64, logits_indices of the sampled positions.
         query_start_loc, sampled, offsets: see PackedStep; no_drafts: its drafts, if there are none.
     """
 
-    key: bytes
+    key: list[tuple[int | None, int, int, int]]
     rows: Int64
+    new: Int64
     num_drafts: Int64
+    has_drafts: bool
     starts: Int64
     catches_up: npt.NDArray[np.bool_]
     token_rows: Int64
@@ -98,12 +100,13 @@ class Layout:
     no_drafts: Int64
 
     @classmethod
-    def of(cls, key: bytes, rows: Int64, new: Int64, num_samples: Int64, num_drafts: Int64) -> "Layout":
-        """Lay out the sequences of a step; all arrays [B].
+    def of(cls, key: list[tuple[int | None, int, int, int]]) -> "Layout":
+        """Lay out the sequences of a step.
 
         Raises:
             EngineError: a sequence comes twice, has no tokens, or is sampled anywhere but at its end.
         """
+        rows, new, num_samples, num_drafts = np.array(key, dtype=np.int64).T.copy()
         if len(set(rows.tolist())) < len(rows) or new.min() < 1:
             raise EngineError("a step schedules a request twice, or without tokens")
         if ((num_samples != 1 + num_drafts) & (num_samples > 0)).any() or (num_drafts >= new).any():
@@ -115,7 +118,9 @@ class Layout:
         return cls(
             key=key,
             rows=rows,
+            new=new,
             num_drafts=num_drafts,
+            has_drafts=bool(num_drafts.any()),
             starts=starts,
             catches_up=(num_samples > 0) | (num_drafts > 0),
             token_rows=np.repeat(rows, new),
@@ -190,7 +195,8 @@ class InputBatch:
         for request in scheduler_output.new_requests:
             self.learn(request)
         for item in scheduler_output.scheduled:
-            self._update_blocks(item)
+            if any(item.new_block_ids) or any(item.num_released_blocks):  # few decodes
+                self._update_blocks(item)
 
     def forget(self, request_id: str) -> None:
         """Free the request's row. Ignores an unknown id: its first step may have failed before it was learnt."""
@@ -247,12 +253,13 @@ class InputBatch:
             EngineError: a request has max_model_len tokens already.
         """
         ends = self.num_tokens[rows] + offsets
-        if ends.size and ends.max() >= self.token_ids.shape[1]:
+        if np.count_nonzero(ends >= self.token_ids.shape[1]):
             raise EngineError(f"a request grew beyond max_model_len = {self.token_ids.shape[1]}")
         self.token_ids[rows, ends] = token_ids
         self.num_tokens[rows] = ends + 1  # of a row that comes several times, the last one counts
-        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-            self.sampling.append(row, token_id)
+        if any(self.sampling.adjustments):
+            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                self.sampling.append(row, token_id)
 
     def row(self, request_id: str) -> int:
         """Return the row of a request. Raises EngineError if it is unknown."""
@@ -279,17 +286,12 @@ class InputBatch:
         Raises:
             EngineError: a scheduled token is not in the batch or has no block.
         """
-        rows = np.array([self.row(item.request_id) for item in scheduled], dtype=np.int64)
+        layout, has_drafts = self._lay_out(scheduled)
+        rows, new = layout.rows, layout.new
         computed = np.array([item.num_computed_tokens for item in scheduled], dtype=np.int64)
-        new = np.array([item.num_new_tokens for item in scheduled], dtype=np.int64)
-        num_samples = np.array([item.num_samples for item in scheduled], dtype=np.int64)
-        num_drafts = np.array([len(item.draft_token_ids) for item in scheduled], dtype=np.int64)
-        if num_drafts.any():
+        if has_drafts:
             self._write_drafts(scheduled, rows)
-        key = b"".join(array.tobytes() for array in (rows, new, num_samples, num_drafts))
-        if self._layout is None or key != self._layout.key:
-            self._layout = Layout.of(key, rows, new, num_samples, num_drafts)
-        layout, seq_lens = self._layout, computed + new
+        seq_lens = computed + new
         self._check(layout, seq_lens)
         token_rows, token_ends, positions = rows, seq_lens, computed
         if len(layout.token_rows) > len(rows):  # else every sequence has one token, as in most steps
@@ -308,9 +310,22 @@ class InputBatch:
             logits_indices=np.concatenate([layout.indices, *prompt_indices]) if pieces else layout.indices,
             sampled=layout.sampled,
             offsets=layout.offsets,
-            drafts=_drafts_at(scheduled) if num_drafts.any() else layout.no_drafts,
+            drafts=_drafts_at(scheduled) if has_drafts else layout.no_drafts,
             prompt_pieces=pieces,
         )
+
+    def _lay_out(self, scheduled: Sequence[ScheduledRequest]) -> "tuple[Layout, bool]":
+        """Return the layout of a step, that of the step before if it is the same, and whether there are drafts."""
+        row_of = self._row_of
+        key = [
+            (row_of.get(item.request_id), item.num_new_tokens, item.num_samples, len(item.draft_token_ids))
+            for item in scheduled
+        ]
+        if self._layout is None or key != self._layout.key:
+            for item in scheduled:
+                self.row(item.request_id)  # raises EngineError
+            self._layout = Layout.of(key)
+        return self._layout, self._layout.has_drafts
 
     def _write_drafts(self, scheduled: Sequence[ScheduledRequest], rows: Int64) -> None:
         for item, row in zip(scheduled, rows.tolist(), strict=True):
@@ -324,6 +339,8 @@ class InputBatch:
     def _check(self, layout: "Layout", seq_lens: Int64) -> None:
         """Check that the batch has the scheduled tokens; seq_lens: [B], after the step."""
         missing = self.num_tokens[layout.rows] + layout.num_drafts - seq_lens
+        if not np.count_nonzero(missing):  # as in most steps
+            return
         if missing.min() < 0:
             raise EngineError("a step schedules a request beyond its last token")
         if (missing * layout.catches_up).any():
@@ -336,7 +353,7 @@ class InputBatch:
         indices: list[Int64] = []
         pieces: list[PromptPiece] = []
         num_top = self.sampling.num_prompt_logprobs[rows]
-        if num_top.max() < 0:
+        if not np.count_nonzero(num_top >= 0):
             return indices, pieces
         last = np.minimum(seq_lens, self.num_prompt_tokens[rows] - 1)  # positions computed .. last - 1
         for b in np.flatnonzero((num_top >= 0) & (last > computed)).tolist():

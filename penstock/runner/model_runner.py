@@ -183,11 +183,11 @@ class ModelRunner:
             failed[:] = [results[b].error is not None for b in sequences]
         positions = Positions(step.rows[step.sampled], step.offsets)
         sampled, errors = self._choose(logits, positions, failed)
-        token_ids, taken, is_open = sampled.token_ids.tolist(), [], [True] * len(results)
+        token_ids, taken, is_open = sampled.token_ids.tolist(), [], [result.error is None for result in results]
         for index, (b, draft) in enumerate(zip(sequences, step.drafts.tolist(), strict=True)):
-            result = results[b]
-            if not is_open[b] or result.error is not None:
+            if not is_open[b]:
                 continue
+            result = results[b]
             if index in errors:
                 result.error = None if result.new_token_ids else errors[index]
                 is_open[b] = False
@@ -230,7 +230,7 @@ class ModelRunner:
         """
         healthy = as_array(self._ops.finite_rows(logits)).astype(bool)
         usable = healthy & ~failed
-        if usable.all():
+        if np.count_nonzero(usable) == len(usable):
             return self._choose_healthy(logits, positions)
         errors, kept = dict.fromkeys(np.flatnonzero(~healthy).tolist(), NOT_FINITE), np.flatnonzero(usable)
         found = Sampled(np.full(len(failed), NO_TOKEN, dtype=np.int64), [None] * len(failed))

@@ -23,7 +23,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import SchedulerOutput
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.kernels.ops import Ops
-from penstock.kernels.tensors import Tensor, as_array
+from penstock.kernels.tensors import Array, Tensor, as_array
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions
 from penstock.runner.masks import Bool, is_on
 
@@ -151,11 +151,14 @@ class StructuredRows:
         return others if others.any() else allowed
 
     def apply(self, logits: Tensor, positions: Positions) -> tuple[Tensor, dict[int, str]]:
-        """Mask logits [M, V]; a copy, if any row has a form. Return why other rows have no token too, by index."""
+        """Mask logits [M, V], in a copy if some are asked for raw; return why rows have no token, too, by index."""
+        if not self._of_row:
+            return logits, {}
         asked = [(index, row, offset) for index, (row, offset) in positions if row in self._of_row]
         if not asked:
             return logits, {}
-        masked, errors = as_array(logits).copy(), dict[int, str]()
+        are_kept = np.count_nonzero(self._batch.sampling.num_logprobs[positions.rows] >= 0)
+        masked, errors = as_array(logits).copy() if are_kept else as_array(logits), dict[int, str]()
         for index, row, offset in asked:
             known = self._of_row[row]
             self._wait(known)
@@ -163,7 +166,7 @@ class StructuredRows:
             if known.error is not None:
                 errors[index] = f"{FIELD}: {known.error}"
             elif allowed is not None:
-                masked[index, ~allowed] = -np.inf
+                _forbid(masked[index], allowed)
         return self._ops.tensor(masked), errors
 
     def _wait(self, known: _Row) -> None:
@@ -225,6 +228,17 @@ class StructuredRows:
         except ValueError:  # the next step says so
             known.matcher = None
         return found
+
+
+def _forbid(logits: Array, allowed: Bool) -> None:
+    """Set logits [V] of what is not allowed to -inf. Most forms allow a few tokens or nearly all: few are picked."""
+    if 2 * np.count_nonzero(allowed) > len(allowed):
+        logits[np.flatnonzero(~allowed)] = -np.inf
+        return
+    token_ids = np.flatnonzero(allowed)
+    kept = logits[token_ids]
+    logits.fill(-np.inf)
+    logits[token_ids] = kept
 
 
 def _may_force(params: SamplingParams) -> bool:

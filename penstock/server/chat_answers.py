@@ -30,11 +30,8 @@ class ChatAnswers:
 
     def message(self, choice: CompletionOutput) -> ChatMessage:
         """Return a whole choice as a message; content is null beside calls without any."""
-        parts = self._parts(choice)
-        if parts is None:
-            return ChatMessage(role="assistant", content=choice.text)
         message = Message()
-        message.add(parts)
+        message.add(self.parts(choice))
         shaped = ChatMessage(role="assistant", content=message.content)
         if message.reasoning:
             shaped.reasoning_content = shaped.reasoning = message.reasoning
@@ -42,7 +39,7 @@ class ChatAnswers:
             shaped.content = message.content or None
             shaped.tool_calls = [
                 ToolCall(
-                    id=self._call_id(choice.index, number),
+                    id=self.call_id(choice.index, number),
                     type="function",
                     function=FunctionCall(name=call.name, arguments=call.arguments),
                 )
@@ -52,10 +49,7 @@ class ChatAnswers:
 
     def deltas(self, choice: CompletionOutput) -> list[Delta]:
         """Return what the new part of a choice adds to its message: one delta per part."""
-        parts = self._parts(choice)
-        if parts is None:
-            return [Delta(content=choice.text)] if choice.text else []
-        return [self._delta(choice.index, part) for part in parts]
+        return [self._delta(choice.index, part) for part in self.parts(choice)]
 
     def finish_reason(self, choice: CompletionOutput) -> str | None:
         """Return why a choice has ended; None while it runs."""
@@ -65,16 +59,19 @@ class ChatAnswers:
         calls = parser is not None and parser.num_calls and choice.finish_reason is FinishReason.STOP
         return TOOL_CALLS if calls else choice.finish_reason.value
 
-    def _parts(self, choice: CompletionOutput) -> list[Part] | None:
-        """Return the parts of the new text; None where all is content."""
-        if choice.index not in self._parsers:
-            parser = self._rules.parser()
-            if parser is None:
-                return None
-            self._parsers[choice.index] = parser
-        parser = self._parsers[choice.index]
+    def parts(self, choice: CompletionOutput) -> list[Part]:
+        """Return what the new text of a choice adds, or all of a whole one."""
+        parser = self._parsers.get(choice.index) or self._rules.parser()
+        if parser is None:
+            return [Part(Kind.CONTENT, choice.text)] if choice.text else []
+        self._parsers[choice.index] = parser
         self._count(choice)
         return parser.push(choice.text) + (parser.finish() if choice.finish_reason is not None else [])
+
+    def call_id(self, choice: int, call: int) -> str:
+        """Return the id of a choice's call, which counts from 0."""
+        assert self._rules.tool_format is not None
+        return call_id(self._rules.tool_format, self._id, choice, call)
 
     def _count(self, choice: CompletionOutput) -> None:
         if not self._rules.reasoning or self._tokenizer is None:
@@ -92,10 +89,6 @@ class ChatAnswers:
             return Delta(reasoning_content=part.text, reasoning=part.text)
         call = ToolCall(index=part.call, function=FunctionCall(arguments=part.text))
         if part.kind is Kind.CALL:
-            call.id, call.type = self._call_id(index, part.call), "function"
+            call.id, call.type = self.call_id(index, part.call), "function"
             call.function = FunctionCall(name=part.text, arguments="")
         return Delta(tool_calls=[call])
-
-    def _call_id(self, choice: int, call: int) -> str:
-        assert self._rules.tool_format is not None
-        return call_id(self._rules.tool_format, self._id, choice, call)

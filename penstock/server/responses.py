@@ -13,12 +13,13 @@ from penstock.errors import InvalidRequestError
 from penstock.server.api_errors import ApiError
 from penstock.server.context import ServerContext, account_of, context_of, json_response, log_of, read_body
 from penstock.server.generation import until_disconnect
-from penstock.server.inputs import salted
+from penstock.server.inputs import chat_prompts, salted
 from penstock.server.kept_calls import KeptCall
 from penstock.server.keys import priority_of
-from penstock.server.responses_input import ResponseRequest, continuing, messages_of, response_params, response_prompts
+from penstock.server.responses_input import ResponseRequest, chat_of, continuing, naming_the_response, response_params
 from penstock.server.resumption import keep, owner_of, resume, stream_of
 from penstock.server.structured import check_form
+from penstock.server.tools import rules_of, with_rules
 
 KIND = "responses"
 TRUE, FALSE = ("true", "True", "1"), ("false", "False", "0")
@@ -34,7 +35,10 @@ async def create_response(request: Request) -> Response:
     body = msgspec.structs.replace(_with_previous(request, body), model=context.check_model(body.model))
     params = response_params(body, info)
     await check_form(context, body, params)
-    prompts = salted(request, body.cache_salt, await response_prompts(context, body, info))
+    chat = chat_of(body)
+    with naming_the_response():
+        prompts = salted(request, body.cache_salt, await chat_prompts(context, chat, info))
+        params = await with_rules(context, chat, rules_of(context, chat, prompts[0]), params)
     account = account_of(request)
     if account is not None:
         params = account.limited(params, len(prompts))
@@ -57,7 +61,7 @@ async def create_response(request: Request) -> Response:
 def _with_previous(request: Request, body: ResponseRequest) -> ResponseRequest:
     """Return the body with the whole conversation as its input."""
     if body.previous_response_id is None:
-        return msgspec.structs.replace(body, input=messages_of(body.input))
+        return body
     try:
         call = context_of(request).kept.get(body.previous_response_id, KIND, owner_of(request))
     except ApiError as error:
@@ -68,7 +72,7 @@ def _with_previous(request: Request, body: ResponseRequest) -> ResponseRequest:
         message = "previous_response_id: that response has no answer to go on from"
         raise InvalidRequestError(message, param="previous_response_id")
     previous = msgspec.json.decode(call.begun.body, type=ResponseRequest)
-    return continuing(body, previous, answer["output"][0]["content"][0]["text"])
+    return continuing(body, previous, answer["output"])
 
 
 async def _finished(context: ServerContext, call: KeptCall) -> None:

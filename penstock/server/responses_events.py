@@ -12,22 +12,22 @@ from typing import Any
 import msgspec
 
 from penstock.interface.outputs import FinishReason
+from penstock.server.chat_answers import ChatAnswers
 from penstock.server.context import ServerContext
 from penstock.server.generation import Generation
 from penstock.server.kept_calls import Frame, KeptCall
 from penstock.server.records import Failure
-from penstock.server.responses_input import ResponseRequest
+from penstock.server.responses_input import ResponseRequest, chat_of
+from penstock.server.responses_output import OutputItem
+from penstock.server.tools import rules_of
+from penstock.tokenizer.answers.reader import Kind, Part
 
 _encode = msgspec.json.Encoder().encode
 ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "prompt_cache_key", "user",
           "safety_identifier")  # fmt: skip
 FIXED = {  # what is not built has one value
-    "parallel_tool_calls": True,
     "reasoning": {"effort": None, "summary": None},
     "service_tier": "default",
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
     "top_logprobs": 0,
     "truncation": "disabled",
 }
@@ -40,9 +40,10 @@ class ResponseSource:
         self._begun = call.begun
         self._generation = generation
         self._body = msgspec.json.decode(call.begun.body, type=ResponseRequest)
-        self._item_id = call.begun.id.replace("resp_", "msg_", 1)
+        rules = rules_of(context, chat_of(self._body), call.begun.prompts[0])
+        self._answers = ChatAnswers(call.begun.id, rules, context.tokenizer() if rules.marks else None)
         self._number = 0
-        self._texts: list[str] = []
+        self._items: list[OutputItem] = []
         self._is_running = False
         self._reason: FinishReason | None = None
 
@@ -60,52 +61,52 @@ class ResponseSource:
                 if item is None:
                     yield None
                     continue
-                for frame in self._item_head():
-                    yield frame
+                self._is_running = True
                 (choice,) = item[1].outputs
                 self._reason = choice.finish_reason
-                if choice.text:
-                    self._texts.append(choice.text)
-                    yield self._text_event("delta", delta=choice.text, logprobs=[])
+                for part in self._answers.parts(choice):
+                    for frame in self._part(part):
+                        yield frame
+                self._generation.num_reasoning_tokens = self._answers.num_reasoning_tokens
 
     def _head(self) -> Iterator[Frame]:
         if self._number == 0:
             status = "queued" if self._body.background else "in_progress"
-            yield self._event("response.created", response=self._response(status))
-            yield self._event("response.in_progress", response=self._response("in_progress"))
+            yield self._event("response.created", {"response": self._response(status)})
+            yield self._event("response.in_progress", {"response": self._response("in_progress")})
 
-    def _item_head(self) -> Iterator[Frame]:
-        if not self._is_running:
-            self._is_running = True
-            yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
-            yield self._part_event("added", self._part(""))
+    def _part(self, part: Part) -> Iterator[Frame]:
+        """Yield the events of the next part of the answer."""
+        kind = Kind.CALL if part.kind is Kind.ARGUMENTS else part.kind
+        if part.kind is Kind.CALL or not self._items or self._items[-1].kind is not kind:
+            yield from self._end_item("completed")
+            yield from self._begin_item(part)
+        if part.kind is not Kind.CALL:
+            yield self._event(*self._items[-1].grow(part.text))
+
+    def _begin_item(self, part: Part) -> Iterator[Frame]:
+        call = {"call_id": self._answers.call_id(0, part.call), "name": part.text} if part.kind is Kind.CALL else {}
+        self._items.append(OutputItem(part.kind, len(self._items), self._begun.id, **call))
+        yield from (self._event(*event) for event in self._items[-1].begin())
+
+    def _end_item(self, status: str) -> Iterator[Frame]:
+        if self._items:
+            yield from (self._event(*event) for event in self._items[-1].end(status))
 
     def last_frames(self, failure: Failure | None) -> list[Frame]:
         if failure is not None:
             if self._number == 0:
                 return []
-            return [self._event("response.failed", response=self._response("failed", failure))]
-        text = "".join(self._texts)
+            return [self._event("response.failed", {"response": self._response("failed", failure)})]
         status = self._final_status()
-        return [
-            self._text_event("done", text=text, logprobs=[]),
-            self._part_event("done", self._part(text)),
-            self._event("response.output_item.done", output_index=0, item=self._item(status, [self._part(text)])),
-            self._event(f"response.{status}", response=self._response(status)),
-        ]
+        empty = [] if self._items else list(self._begin_item(Part(Kind.CONTENT, "")))
+        ended = list(self._end_item(status))
+        return [*empty, *ended, self._event(f"response.{status}", {"response": self._response(status)})]
 
-    def _event(self, kind: str, **fields: Any) -> Frame:
+    def _event(self, kind: str, fields: dict[str, Any]) -> Frame:
         body = _encode({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return 0, b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
-
-    def _text_event(self, kind: str, **fields: Any) -> Frame:
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        return self._event(f"response.output_text.{kind}", **place, **fields)
-
-    def _part_event(self, kind: str, part: dict[str, Any]) -> Frame:
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        return self._event(f"response.content_part.{kind}", **place, part=part)
 
     # --- the whole answer ------------------------------------------------------------------------------------------
 
@@ -141,22 +142,20 @@ class ResponseSource:
             "usage": self._usage() if status in ("completed", "incomplete") else None,
             **{name: getattr(body, name) for name in ECHOED},
             "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "text": {"format": {"type": "text"}, **(body.text or {})},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
             **FIXED,
             "seed": begun.prompts[0].seed,
             "system_fingerprint": begun.fingerprint,
         }
 
     def _output(self, status: str) -> list[dict[str, Any]]:
-        if not self._is_running:
-            return []
-        item_status = status if status in ("completed", "in_progress") else "incomplete"
-        return [self._item(item_status, [self._part("".join(self._texts))])]
-
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"type": "message", "id": self._item_id, "status": status, "role": "assistant", "content": content}
-
-    def _part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        """Return the items; only the last one can be cut, or still grow."""
+        last = status if status in ("completed", "in_progress") else "incomplete"
+        final = len(self._items) - 1
+        return [item.shown(last if index == final else "completed") for index, item in enumerate(self._items)]
 
     def _usage(self) -> dict[str, Any]:
         usage = self._generation.usage()
@@ -167,7 +166,7 @@ class ResponseSource:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._generation.num_reasoning_tokens},
             "total_tokens": usage.total_tokens,
         }
 

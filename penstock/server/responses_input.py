@@ -10,17 +10,14 @@ from penstock import validation as check
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_TOKENS, RequestOutputKind, SamplingParams
-from penstock.server.context import ServerContext
-from penstock.server.inputs import COPIED, chat_prompts
+from penstock.server.inputs import COPIED
 from penstock.server.logits_fields import LogitsFields
 from penstock.server.openai_requests import ChatRequest, Strict, check_timeout, to_request
-from penstock.server.records import EncodedPrompt
+from penstock.server.responses_items import items_of, messages_of
 from penstock.server.structured import form_of
-from penstock.server.unsupported import MAX_MESSAGES
+from penstock.server.tool_fields import FunctionTool, ResponseToolChoice
 
-TEXT_PARTS = ("input_text", "output_text", "text")
-PART_FIELDS = {"type", "text", "annotations", "logprobs"}  # the last two come back with an answer that is sent again
-ITEM_FIELDS = {"type", "role", "content", "id", "status", "phase"}
+NAMES = {"messages": "input", "response_format": "text", "tools": "tools"}  # of a chat's fields in a response
 
 
 class StreamOptions(Strict, kw_only=True, frozen=True):
@@ -36,6 +33,9 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -82,66 +82,38 @@ class ResponseRequest(Strict, LogitsFields, kw_only=True, frozen=True):
             raise NotSupportedError(message, param="stream_options.include_obfuscation")
 
 
-def messages_of(value: str | list[Any]) -> list[dict[str, str]]:
-    """Return the input as messages with a role and a text each."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not 1 <= len(value) <= MAX_MESSAGES:
-        raise InvalidRequestError(f"input: {len(value)} items; 1 to {MAX_MESSAGES} are allowed", param="input")
-    return [_message(item) for item in value]
+def chat_of(body: ResponseRequest) -> ChatRequest:
+    """Return the chat that a response is: its conversation, its tools and the form of its answer.
 
-
-def _message(item: Any) -> dict[str, str]:
-    if not isinstance(item, dict):
-        raise check.fail("input", item, "a text, or a list of messages")
-    kind = item.get("type") or "message"
-    if kind != "message":
-        raise NotSupportedError(
-            f"input: items of type {ascii(kind)[:60]} are not supported; only messages are", param="input"
-        )
-    for name in item.keys() - ITEM_FIELDS:
-        raise InvalidRequestError(f"input.{name}: unknown field", param=f"input.{name}", code="unknown_field")
-    return {"role": item.get("role"), "content": _text(item.get("content"))}  # type: ignore[dict-item]
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content or len(content) > MAX_MESSAGES:
-        raise check.fail("input", content, "a message whose content is a text, or a list of text parts")
-    return "\n".join(map(_text_of_part, content))
-
-
-def _text_of_part(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind not in TEXT_PARTS:
-        raise NotSupportedError(f"input: parts of type {ascii(kind)[:60]} are not supported", param="input")
-    if kind is None or part.keys() - PART_FIELDS or not isinstance(part.get("text"), str):
-        raise check.fail("input", part, 'a part of the content like {"type": "input_text", "text": "..."}')
-    text: str = part["text"]
-    return text
-
-
-async def response_prompts(context: ServerContext, body: ResponseRequest, info: ModelInfo) -> list[EncodedPrompt]:
-    """Return the conversation, rendered by the model's template, as the only prompt."""
-    messages = messages_of(body.input)
+    Raises:
+        InvalidRequestError: for what is malformed, under the names that a response has for it.
+    """
+    messages = messages_of(items_of(body.input))
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    with _naming_the_input():
-        chat = to_request({"messages": messages}, ChatRequest)
-        return await chat_prompts(context, chat, info)
+    choice = body.tool_choice
+    with naming_the_response():
+        chat = msgspec.structs.replace(
+            to_request({"messages": messages, "structured_outputs": body.structured_outputs}, ChatRequest),
+            tools=None if body.tools is None else [tool.as_tool() for tool in body.tools],
+            tool_choice=choice if choice is None or isinstance(choice, str) else choice.as_choice(),
+            parallel_tool_calls=body.parallel_tool_calls,
+        )
+        chat.check_tools()
+    return chat
 
 
 @contextmanager
-def _naming_the_input() -> Iterator[None]:
-    """Turn errors about `messages` into errors about `input`."""
+def naming_the_response() -> Iterator[None]:
+    """Turn errors about a chat's fields into errors about a response's."""
     try:
         yield
     except InvalidRequestError as error:
-        if (error.param or "").partition(".")[0].partition("[")[0] != "messages":
+        field = (error.param or "").partition(".")[0].partition("[")[0]
+        if field not in NAMES:
             raise
-        message = error.message.replace("messages", "input", 1)
-        raise InvalidRequestError(message, param="input", code=error.code) from None
+        message = error.message.replace(field, NAMES[field], 1).replace("].function.", "].", 1)
+        raise type(error)(message, param=NAMES[field], code=error.code) from None
 
 
 def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
@@ -156,7 +128,6 @@ def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
     return params
 
 
-def continuing(body: ResponseRequest, previous: ResponseRequest, answer: str) -> ResponseRequest:
+def continuing(body: ResponseRequest, previous: ResponseRequest, output: list[Any]) -> ResponseRequest:
     """Return the body with the conversation of an earlier response before its own input, without its instructions."""
-    before = [*messages_of(previous.input), {"role": "assistant", "content": answer}]
-    return msgspec.structs.replace(body, input=[*before, *messages_of(body.input)])
+    return msgspec.structs.replace(body, input=[*items_of(previous.input), *output, *items_of(body.input)])

@@ -74,6 +74,49 @@ class AllowedChoice(_Strict, kw_only=True, frozen=True, tag_field="type", tag="a
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
 
 
+# --- the same in a response, where a function's fields stand beside its type ------------------------------------------
+
+
+class FunctionTool(FunctionDefinition, kw_only=True, frozen=True):
+    """An entry of a response's `tools`."""
+
+    type: Literal["function"]
+
+    def as_tool(self) -> Tool:
+        """Return it as a chat has it."""
+        fields = {name: getattr(self, name) for name in FunctionDefinition.__struct_fields__}
+        return Tool(type="function", function=FunctionDefinition(**fields))
+
+
+class FunctionChoice(_Strict, kw_only=True, frozen=True, tag_field="type", tag="function"):
+    name: str
+
+    def as_choice(self) -> NamedChoice:
+        """Return it as a chat has it."""
+        return NamedChoice(function=FunctionName(name=self.name))
+
+
+class AllowedFunction(_Strict, kw_only=True, frozen=True):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctions(_Strict, kw_only=True, frozen=True, tag_field="type", tag="allowed_tools"):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedFunction]
+
+    def as_choice(self) -> AllowedChoice:
+        """Return it as a chat has it."""
+        entries = [AllowedEntry(type="function", function=FunctionName(name=tool.name)) for tool in self.tools]
+        return AllowedChoice(allowed_tools=Allowed(mode=self.mode, tools=entries))
+
+
+ResponseToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions
+
+
+# --- calls in messages ------------------------------------------------------------------------------------------------
+
+
 class CalledFunction(_Strict, kw_only=True, frozen=True):
     """The function of a call. `parsed_arguments` is the openai client's own, which comes back with its messages."""
 

@@ -11,7 +11,13 @@ from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.validation import shown
 
 MAX_MESSAGES = 4096  # of a conversation; of a message's parts, no more than this are searched
-INSIDE = {"chat": ("messages", "message"), "tokenize": ("messages", "message"), "message": ("content", "part")}
+INSIDE = {
+    "chat": ("messages", "message"),
+    "message": ("content", "part"),
+    "responses": ("tools", "tool"),
+    "tokenize": ("messages", "message"),
+}
+OF_TYPE = {"part": "messages", "tool": "tools"}  # places with a type that may be unsupported -> the field they are in
 
 
 class Unsupported(NamedTuple):
@@ -31,14 +37,20 @@ class Unsupported(NamedTuple):
 UNSUPPORTED: dict[str, Unsupported] = {
     "allowed_token_ids": Unsupported(),
     "annotations": Unsupported("message", ([],)),
+    "apply_patch": Unsupported("tool"),
     "audio": Unsupported("chat message"),
     "best_of": Unsupported(neutral=(1,)),
     "chat_template": Unsupported("completions chat tokenize", forbidden=True),
     "chat_template_kwargs": Unsupported("completions chat tokenize", forbidden=True),
+    "code_interpreter": Unsupported("tool"),
+    "computer": Unsupported("tool"),
+    "computer_use_preview": Unsupported("tool"),
+    "conversation": Unsupported("responses"),
+    "custom": Unsupported("tool"),
     "documents": Unsupported(),
     "echo": Unsupported("chat"),
     "file": Unsupported("part"),
-    "conversation": Unsupported("responses"),
+    "file_search": Unsupported("tool"),
     "function_call": Unsupported("chat message", ("none", "auto")),
     "functions": Unsupported("chat", ([],)),
     "guided_choice": Unsupported(),
@@ -47,19 +59,22 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "guided_json": Unsupported(),
     "guided_regex": Unsupported(),
     "guided_whitespace_pattern": Unsupported(),
+    "image_generation": Unsupported("tool"),
     "image_url": Unsupported("part"),
     "include": Unsupported("responses", ([],)),
     "input_audio": Unsupported("part"),
     "kv_transfer_params": Unsupported(),
+    "local_shell": Unsupported("tool"),
     "logprob_token_ids": Unsupported(),
     "max_tool_calls": Unsupported("responses"),
+    "mcp": Unsupported("tool"),
     "media_io_kwargs": Unsupported(forbidden=True),
     "mm_processor_kwargs": Unsupported(forbidden=True),
     "modalities": Unsupported("chat", (["text"],)),
     "moderation": Unsupported("responses"),
+    "namespace": Unsupported("tool"),
     "output_attentions": Unsupported(neutral=(False,)),
     "output_hidden_states": Unsupported(neutral=(False,)),
-    "parallel_tool_calls": Unsupported("responses", (True, False)),
     "prediction": Unsupported("chat"),
     "prompt": Unsupported("responses"),
     "prompt_cache_retention": Unsupported("responses", ("in_memory",)),
@@ -68,19 +83,22 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "reasoning_effort": Unsupported("chat"),
     "refusal": Unsupported("message part"),
     "service_tier": Unsupported("completions chat responses", ("auto", "default")),
+    "shell": Unsupported("tool"),
     "store": Unsupported(neutral=(False,)),
     "suffix": Unsupported("completions"),
     "thinking_token_budget": Unsupported(),
-    "tool_choice": Unsupported("responses", ("none", "auto")),
-    "tools": Unsupported("responses", ([],)),
+    "tool_search": Unsupported("tool"),
     "top_logprobs": Unsupported("responses", (0,)),
-    "truncation": Unsupported("responses", ("disabled",)),
     "truncate_prompt_tokens": Unsupported(),
+    "truncation": Unsupported("responses", ("disabled",)),
     "truncation_side": Unsupported(),
     "verbosity": Unsupported("chat"),
     "video_url": Unsupported("part"),
     "vllm_xargs": Unsupported(),
+    "web_search": Unsupported("tool"),
+    "web_search_2025_08_26": Unsupported("tool"),
     "web_search_options": Unsupported("chat"),
+    "web_search_preview": Unsupported("tool"),
 }
 
 UNSUPPORTED_ROUTES = (
@@ -110,8 +128,8 @@ def strip_unsupported(body: Any, place: str) -> None:
     """
     if not isinstance(body, dict):
         return
-    if place == "part" and isinstance(kind := body.get("type"), str) and _applies(kind, place):
-        raise _refusal("messages", {"type": kind})
+    if place in OF_TYPE and isinstance(kind := body.get("type"), str) and _applies(kind, place):
+        raise _refusal(OF_TYPE[place], {"type": kind})
     _check_best_of(body)
     for name in sorted(UNSUPPORTED.keys() & body.keys()):
         if _applies(name, place) and not _is_neutral(name, value := body.pop(name)):

@@ -1,8 +1,10 @@
 """`penstock bench serve`: what it sends is what was asked for, and its figures are those of what came back."""
 
+import asyncio
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -88,6 +90,35 @@ def test_what_breaks_off_is_a_failure(stream: bytes, whole: bool, error: str) ->
     outcome = Outcome(3, -1.0)
     target()._read(Answer(200, [stream], [0.0], is_whole=whole), outcome)
     assert error in outcome.error
+
+
+class WithoutTexts(HttpClient):
+    """A server of a model without a tokenizer, which shows the ids of its tokens to those who ask for them."""
+
+    def __init__(self, *, shows_ids: bool) -> None:
+        super().__init__("http://127.0.0.1:1", {})
+        self.shows_ids, self.num_requests = shows_ids, 0
+
+    async def request(self, method: str, route: str, body: bytes = b"") -> Answer:
+        self.num_requests += 1
+        token: dict[str, Any] = {"text": "", "finish_reason": None, "token_ids": [7]}
+        is_shown = self.shows_ids and json.loads(body).get("return_token_ids")
+        ids = [{"choices": [token]}, {"choices": [{**token, "finish_reason": "length"}]}] if is_shown else []
+        usage = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}
+        parts = [sse(event) for event in [*ids, usage, None]]
+        return Answer(200, parts, [float(index) for index in range(len(parts))], is_whole=True)
+
+
+@pytest.mark.parametrize("shows_ids", [True, False])
+def test_tokens_without_a_text_are_counted_by_their_ids(*, shows_ids: bool) -> None:
+    """Guards against a model without a tokenizer that cannot be measured, and against asking twice again and again."""
+    client = WithoutTexts(shows_ids=shows_ids)
+    server = Target(client, "openai", "m", {})
+    for _ in range(2):
+        outcome = asyncio.run(server.ask(Sample("x", 5, 2)))
+        assert (len(outcome.arrivals), outcome.output_len) == ((2, 2) if shows_ids else (0, 2))
+        assert ("without a tokenizer" in outcome.error) == (not shows_ids)
+    assert client.num_requests == 3
 
 
 def test_figures_are_those_of_the_outcomes() -> None:

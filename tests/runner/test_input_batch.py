@@ -222,7 +222,7 @@ def test_a_request_twice_in_a_step_is_refused() -> None:
         (ScheduledRequest("a", 0, 5, [[], [], []], [0, 0, 0], 1, [7]), "after each draft"),
         (ScheduledRequest("a", 0, 4, [[], [], []], [0, 0, 0], 2, [7]), "has not caught up"),
         (ScheduledRequest("a", 4, 1, [[], [], []], [0, 0, 0], 2, [7]), "after each draft"),
-        (ScheduledRequest("a", 0, 4, [[], [], []], [0, 0, 0], 61, [7] * MAX_LEN), "max_model_len"),
+        (ScheduledRequest("a", 0, 104, [[], [], []], [0, 0, 0], 101, [7] * MAX_LEN), "max_model_len"),
     ],
 )  # fmt: skip
 def test_drafts_that_contradict_the_step_are_refused(item: ScheduledRequest, message: str) -> None:

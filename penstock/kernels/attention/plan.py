@@ -143,6 +143,7 @@ class Planner:
     num_cores: int = 1
     _seen: tuple[int, bytes] | None = None  # what the last plan depends on
     _last: AttentionPlan | None = None
+    _decodes: bytes | None = None  # query_start_loc of the last step in which every sequence had one new token
 
     def plan(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> AttentionPlan:
         """Plan a step; arguments as in kernels.metadata.AttentionMetadata, on the host."""
@@ -157,8 +158,10 @@ class Planner:
     def _dependencies(self, query_start_loc: Int32, seq_lens: Int32, block_table: Int32) -> tuple[int, bytes] | None:
         """Return all that the plan of a decode step depends on; None for other steps, and if a prefix may be shared."""
         num_seqs = len(seq_lens)
-        if query_start_loc[-1] != num_seqs or not np.array_equal(query_start_loc, np.arange(num_seqs + 1)):
-            return None
+        if (starts := query_start_loc.tobytes()) != self._decodes:
+            if query_start_loc[-1] != num_seqs or not np.array_equal(query_start_loc, np.arange(num_seqs + 1)):
+                return None
+            self._decodes = starts
         if num_seqs == 0 or look_alike(block_table):
             return None
         tiles = ((seq_lens - 1) // TILE).tobytes()

@@ -18,7 +18,7 @@ from penstock.kernels.attention.layout import (
 )
 from penstock.kernels.attention.plan import Planner
 from penstock.kernels.cpu.abi import ABI
-from penstock.kernels.cpu.calls import address
+from penstock.kernels.cpu.calls import address, check_tensor
 from penstock.kernels.cpu.library import PenstockAttention, PenstockCache
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
 from penstock.kernels.tensors import (
@@ -95,10 +95,10 @@ class CpuKVCache:
             ValueError: a tensor has another type or shape than kernels/metadata.py says, or a block is missing.
         """
         num_seqs, num_tokens = len(meta.seq_lens), len(meta.slot_mapping)
-        address(meta.query_start_loc, (num_seqs + 1,), INT32, "query_start_loc")
-        address(meta.seq_lens, (num_seqs,), INT32, "seq_lens")
-        address(meta.block_table, (num_seqs, meta.block_table.shape[-1]), INT32, "block_table")
-        address(meta.slot_mapping, (num_tokens,), INT64, "slot_mapping")
+        check_tensor(meta.query_start_loc, (num_seqs + 1,), INT32, "query_start_loc")
+        check_tensor(meta.seq_lens, (num_seqs,), INT32, "seq_lens")
+        check_tensor(meta.block_table, (num_seqs, meta.block_table.shape[-1]), INT32, "block_table")
+        check_tensor(meta.slot_mapping, (num_tokens,), INT64, "slot_mapping")
         spec = self.spec
         if meta.block_size != spec.block_size:
             raise ValueError(f"block_size: {meta.block_size} where the cache has {spec.block_size}")

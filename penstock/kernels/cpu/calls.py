@@ -218,14 +218,20 @@ def address(tensor: Tensor, shape: tuple[int, ...], dtype: ArrayType, name: str)
     Raises:
         ValueError: the tensor has another shape or type, is not contiguous, or not in CPU memory.
     """
+    check_tensor(tensor, shape, dtype, name)
+    return address_of(tensor)
+
+
+def check_tensor(tensor: Tensor, shape: tuple[int, ...], dtype: ArrayType, name: str) -> None:
+    """Raise ValueError unless a tensor is what `address` takes."""
     if isinstance(tensor, np.ndarray):
         flat = tensor.flags.c_contiguous
         if flat and tensor.dtype is dtype and tensor.shape == shape:
-            return int(tensor.ctypes.data)
+            return
     else:
         flat = tensor.is_contiguous() and tensor.is_cpu
         if flat and tensor.shape == shape and array_type(tensor.dtype) is dtype:
-            return int(tensor.data_ptr())
+            return
     found = f"{list(tensor.shape)} {tensor.dtype}{'' if flat else ', not contiguous in CPU memory'}"
     raise ValueError(f"{name}: {found} where {list(shape)} {dtype} is needed".replace("torch.", ""))
 

@@ -7,6 +7,8 @@ Bits depend only on the instruction level, never on the batch or the threads (na
 import ctypes
 from collections import Counter
 
+import numpy as np
+
 from penstock.kernels.cpu.attention import CpuKVCache, NativeParams
 from penstock.kernels.cpu.calls import address, optional_address, remembered, rows_of
 from penstock.kernels.cpu.library import PenstockAttentionStep, PenstockSampling, check_status
@@ -23,7 +25,7 @@ from penstock.kernels.metadata import (
     own,
 )
 from penstock.kernels.sampling import SamplingTensors
-from penstock.kernels.tensors import BOOL, FLOAT32, INT64, Dtype, Tensor, address_of, as_array, is_torch
+from penstock.kernels.tensors import BOOL, FLOAT32, INT64, ArrayType, Dtype, Tensor, address_of, as_array, is_torch
 
 REMEMBERED_STEPS = 8  # steps whose native form is kept for the other layers
 REMEMBERED_PARAMS = 1024  # layers whose NativeParams are kept
@@ -40,6 +42,7 @@ class CpuOps(ProductOps, RowOps):
     def __init__(self, dtype: Dtype, *, threads: int = 1, level: str | None = None) -> None:
         super().__init__(dtype, threads=threads, level=level)
         self._sampling = PenstockSampling()
+        self._filled: tuple[SamplingTensors | None, tuple[int, int]] = None, (0, 0)  # what it was filled with
         self._params: dict[tuple[AttentionParams, int], NativeParams] = {}
         self._steps: dict[int, tuple[AttentionMetadata, PenstockAttentionStep]] = {}
         self.plan_counts: Counter[int] = Counter()
@@ -143,7 +146,7 @@ class CpuOps(ProductOps, RowOps):
 
     def finite_rows(self, logits: Tensor) -> Tensor:
         rows, vocab_size = shape = rows_of(logits, "logits")
-        out, at = self._new((rows,), BOOL), address(logits, shape, FLOAT32, "logits")
+        out, at = self._one_each(rows, BOOL), address(logits, shape, FLOAT32, "logits")
         self._call("penstock_finite_rows", (), at, rows, vocab_size, address_of(out))
         return out
 
@@ -157,10 +160,17 @@ class CpuOps(ProductOps, RowOps):
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         rows, vocab_size = shape = rows_of(logits, "logits")
         at = address(logits, shape, FLOAT32, "logits")
-        _fill_sampling(self._sampling, params, rows, vocab_size)
-        out = self._new((rows,), INT64)
+        if params is not self._filled[0] or shape != self._filled[1]:
+            self._filled = None, shape
+            _fill_sampling(self._sampling, params, rows, vocab_size)
+            self._filled = params, shape
+        out = self._one_each(rows, INT64)
         self._call("penstock_sample", (), at, rows, vocab_size, ctypes.addressof(self._sampling), address_of(out))
         return out
+
+    def _one_each(self, rows: int, dtype: ArrayType) -> Tensor:
+        """Return a new tensor with a number for each row, which needs no alignment."""
+        return self.tensor(np.empty(rows, dtype))
 
 
 def _fill_sampling(native: PenstockSampling, params: SamplingTensors, rows: int, vocab_size: int) -> None:

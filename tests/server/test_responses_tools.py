@@ -1,0 +1,205 @@
+"""Tools and reasoning in /v1/responses, through the official client: items, events, and calls that come back."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from penstock.server.options import ServerOptions
+from tests.server.fakes import Behaviour
+from tests.server.harness import RunningServer, running, send
+from tests.server.test_responses import connect
+from tests.server.test_tools import ADD, CALLED, THINKING, TWICE, WEATHER, fake
+
+pytestmark = pytest.mark.covers("C21")
+QUESTION = "What is 1 + 2?"
+FUNCTIONS: list[Any] = [ADD["function"], WEATHER["function"]]
+TOOLS: Any = [{"type": "function", **function} for function in FUNCTIONS]
+THOUGHTS = f"Hm, so.\n</think>\n\n{TWICE}"
+ASKED: Any = {"model": "fake", "input": QUESTION, "tools": TOOLS, "extra_body": {"seed": 7}}
+KINDS = ["reasoning", "message", "function_call", "function_call"]
+TEXTS = ["Hm, so.", "Let me see.", '{"a": 1, "b": 2}', "{}"]
+
+
+class Add(BaseModel):
+    """Adds."""
+
+    a: int
+    b: int
+
+
+class Sum(BaseModel):
+    total: int
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running(fake("", THINKING)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    server.client.behaviour = Behaviour(text=THOUGHTS)
+    with connect(server) as client:
+        yield client
+
+
+def text_of(item: Any) -> str:
+    """What an item of the output says."""
+    return str(item.arguments if item.type == "function_call" else item.content[0].text)
+
+
+def seen(server: RunningServer) -> str:
+    """The prompt that the engine saw last."""
+    return bytes(server.client.seen[-1][0]).decode()
+
+
+def test_items(client: openai.OpenAI, server: RunningServer) -> None:
+    """Guards against markup and thoughts in the text, calls without names, ids that repeat, and uncounted thoughts."""
+    answer = client.responses.create(**ASKED)
+    assert (answer.status, [item.type for item in answer.output]) == ("completed", KINDS)
+    assert [text_of(item) for item in answer.output] == TEXTS
+    assert answer.output_text == "Let me see."
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert [call.name for call in calls] == ["add", "weather"]
+    ids = [item.id for item in answer.output] + [call.call_id for call in calls]
+    assert len(set(ids)) == 6
+    assert [str(name).partition("_")[0] for name in ids] == ["rs", "msg", "fc", "fc", "call", "call"]
+    assert answer.usage is not None
+    assert answer.usage.output_tokens_details.reasoning_tokens == len("Hm, so.\n</think>")
+    assert [tool.name for tool in answer.tools if tool.type == "function"] == ["add", "weather"]
+    assert client.responses.retrieve(answer.id) == answer
+    cut = client.responses.create(**ASKED, max_output_tokens=len(THOUGHTS) - 40)
+    assert (cut.status, [item.status for item in cut.output]) == ("incomplete", ["completed"] * 3 + ["incomplete"])
+
+
+def test_events(client: openai.OpenAI) -> None:
+    """Guards against an item whose pieces and end differ, events out of order, and gaps in their numbers."""
+    events = list(client.responses.create(**ASKED, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    texts, done = [""] * 4, 0
+    kinds: list[str] = []
+    for event in events:
+        if event.type == "response.output_item.added":
+            assert event.output_index == len(kinds) == done  # one item at a time
+            kinds.append(event.item.type)
+        elif event.type.endswith(".delta"):
+            texts[event.output_index] += event.delta
+        elif event.type == "response.output_item.done":
+            done += 1
+            assert text_of(event.item) == texts[event.output_index]
+        elif event.type.endswith((".output_text.done", ".reasoning_text.done")):
+            assert event.text == texts[event.output_index]
+        elif event.type == "response.function_call_arguments.done":
+            assert event.arguments == texts[event.output_index]
+    assert (kinds, texts, done) == (KINDS, TEXTS, 4)
+    assert events[-1].type == "response.completed"
+    assert [text_of(item) for item in events[-1].response.output] == TEXTS
+
+
+def test_the_clients_own_readers(client: openai.OpenAI, server: RunningServer) -> None:
+    """Guards against shapes that parse() and stream() of the official client refuse, or cannot send back."""
+    add = openai.pydantic_function_tool(Add, name="add")
+    tools: Any = [add, TOOLS[1]]
+    parsed = client.responses.parse(model="fake", input=QUESTION, tools=tools)
+    calls = [item for item in parsed.output if item.type == "function_call"]
+    assert calls[0].parsed_arguments == Add(a=1, b=2)
+    with client.responses.stream(model="fake", input=QUESTION, tools=tools) as stream:
+        deltas = [event for event in stream if event.type == "response.function_call_arguments.delta"]
+        final = stream.get_final_response()
+    assert deltas[-1].snapshot == "{}"
+    assert [text_of(item) for item in final.output] == TEXTS
+    results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
+    history: Any = [{"role": "user", "content": QUESTION}, *parsed.output, *results]
+    server.client.behaviour = Behaviour(text='So.</think>{"total": 3}')
+    ended = client.responses.parse(model="fake", input=history, tools=tools, tool_choice="none", text_format=Sum)
+    assert ended.output_parsed == Sum(total=3)
+    by_hand = seen(server)
+    more: Any = {"tools": TOOLS, "tool_choice": "none", "previous_response_id": parsed.id}
+    client.responses.create(model="fake", input=results, **more)
+    assert seen(server) == by_hand
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    assert f"<assistant>Let me see.{call}<tool_call>" in by_hand
+    assert by_hand.endswith("<tool>3<tool>3<assistant><think>\n")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"tool_choice": "auto"},
+        {"tool_choice": "none"},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tool_choice": {"type": "function", "name": "add"}},
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}},
+        {"text": {"format": {"type": "json_object"}}},
+    ],
+)
+def test_a_response_is_a_chat(server: RunningServer, choice: dict[str, Any]) -> None:
+    """Guards against a tool_choice, a form or a tool that a response does not hand on to the chat that it is."""
+    server.client.behaviour = Behaviour(text=f"</think>{CALLED}")
+    of_chat = dict(choice)
+    value = choice.get("tool_choice")
+    if isinstance(value, dict) and value["type"] == "function":
+        of_chat["tool_choice"] = {"type": "function", "function": {"name": value["name"]}}
+    elif isinstance(value, dict):
+        tools = [{"type": "function", "function": {"name": "weather"}}]
+        of_chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+    if "text" in of_chat:
+        of_chat["response_format"] = of_chat.pop("text")["format"]
+    chat = {"messages": [{"role": "user", "content": QUESTION}], "tools": [ADD, WEATHER], "seed": 7, **of_chat}
+    found = []
+    response = {"input": QUESTION, "tools": TOOLS, "seed": 7, **choice}
+    for path, body in (("responses", response), ("chat/completions", chat)):
+        answer = send(f"{server.url}/v1/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        ids, params, _ = server.client.seen[-1]
+        found.append((ids, params.structured_outputs))
+    assert found[0] == found[1]
+    assert (found[0][1] is None) == (value in ("auto", "none"))
+
+
+def test_errors_in_a_responses_words(server: RunningServer) -> None:
+    """Guards against errors that name a chat's field, or place, where the caller has sent a response's."""
+    body = {"input": QUESTION, "tools": TOOLS, "tool_choice": "required", "text": {"format": {"type": "json_object"}}}
+    error = send(f"{server.url}/v1/responses", json=body).json()["error"]
+    assert (error["param"], error["message"][:6]) == ("text", "text: ")
+    error = send(f"{server.url}/v1/responses", json={"input": QUESTION, "tools": TOOLS[:1] * 2}).json()["error"]
+    assert (error["param"], error["message"]) == ("tools", "tools[1].name: add is the name of two tools")
+
+
+def test_a_stream_with_calls_goes_on(tmp_path: Any) -> None:
+    """Guards against numbers that mean another place once a new server, or another reader, tells of the same calls.
+
+    A copy of the journal, taken in the middle of the second call, is what a kill would leave.
+    """
+    options = ServerOptions(port=0, access_log=False, journal=str(tmp_path / "j"))
+    with running(fake(THOUGHTS, THINKING), options) as server, connect(server) as client:
+        whole = list(client.responses.create(**ASKED, stream=True))
+        server.client.behaviour = Behaviour(text=THOUGHTS, hang_at=len(THOUGHTS) - 15)  # behind its first bracket
+        begun = client.responses.create(**ASKED, background=True)
+        with client.responses.retrieve(begun.id, stream=True) as stream:
+            shown: list[Any] = []
+            for event in stream:
+                shown.append(event)
+                if event.type == "response.output_item.added" and event.output_index == 3:
+                    break
+        gone = client.responses.create(**ASKED, background=True)
+        client.responses.delete(gone.id)  # what came before is on the disk with it
+        shutil.copy(tmp_path / "j", tmp_path / "copy")
+    options = replace(options, journal=str(tmp_path / "copy"))
+    with running(fake(THOUGHTS, THINKING), options) as server, connect(server) as client:
+        for cut in (0, len(shown) // 2, len(shown) - 1):
+            rest: list[Any] = list(
+                client.responses.retrieve(begun.id, stream=True, starting_after=shown[cut].sequence_number)
+            )
+            told = [*shown[: cut + 1], *rest]
+            assert [event.sequence_number for event in told] == list(range(len(whole)))
+            assert [event.type for event in told] == [event.type for event in whole]
+        answer = client.responses.retrieve(begun.id)
+        assert [text_of(item) for item in answer.output] == TEXTS
+        assert answer.output == told[-1].response.output
