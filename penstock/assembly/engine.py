@@ -7,7 +7,8 @@ from pathlib import Path
 from penstock import validation as check
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
-from penstock.assembly.model import Weights, make_model, make_ops
+from penstock.assembly.model import Weights, make_model, make_ops, read_scales
+from penstock.assembly.ranks import RankPlan, check_split, start_ranks
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -16,7 +17,6 @@ from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, No
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor
-from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
 from penstock.layers.context import CausalLM, ForwardContext
@@ -42,7 +42,6 @@ from penstock.weights import packed
 from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance
-from penstock.weights.kv_scales import read_kv_scales
 from penstock.weights.sizes import model_sizes
 from penstock.weights.sources import read_parameters
 
@@ -92,7 +91,7 @@ def build_engine(
     config = _resolve(config, model_config, weights)
     if config.numerics.load_format == "mock":
         return _build_mock(config, model_config, weights, groups)
-    kv_scales = _read_kv_scales(config, model_config)
+    kv_scales = read_scales(config, model_config)
     ops = make_ops(config, model_config)
     free = UNLIMITED if takes_over else free_memory_bytes()
     draft = find_draft(config, model_config, weights)
@@ -100,17 +99,24 @@ def build_engine(
     config, memory = (
         _plan_memory(config, model_config, ops, free, draft.num_bytes) if groups is None else (config, None)
     )
-    model = make_model(config, model_config, weights, ops)
     plan = memory.cache if memory is not None else _plan_cache(config, model_config, free, groups)
     forms = _make_grammars(model_config, weights)
-    runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms)
-    if runner.cache_bytes != plan.num_bytes:
-        raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
-    engine = _make_engine(config, model_config, LocalExecutor(runner), plan.groups)
+    if config.parallel.num_ranks > 1:
+        leader = start_ranks(RankPlan(config, model_config, weights, tuple(plan.groups)), ops, forms)
+        model: CausalLM = _NoModel()
+        executor: Executor = leader.executor
+        cache_bytes = leader.cache_bytes
+    else:
+        model = make_model(config, model_config, weights, ops)
+        runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms)
+        executor, cache_bytes = LocalExecutor(runner), runner.cache_bytes
+        if cache_bytes != plan.num_bytes:
+            raise EngineError(f"the cache takes {cache_bytes} bytes where {plan.num_bytes} were planned")
+    engine = _make_engine(config, model_config, executor, plan.groups)
     engine.speculate(make_speculation(config, draft))
     info = with_memory(describe(config, model_config, plan, weights), memory)
     forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
-    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops, forward_pass, forms)
+    return BuiltEngine(engine, config, info, cache_bytes, model, model_config, ops, forward_pass, forms)
 
 
 def _make_grammars(model_config: ModelConfig, weights: Weights) -> Grammars:
@@ -121,13 +127,13 @@ def _make_grammars(model_config: ModelConfig, weights: Weights) -> Grammars:
 
 
 class _NoModel:
-    """The model of an engine that has none."""
+    """The model of an engine that has none in its process, or not a whole one."""
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        raise NotSupportedError("load_format: mock has no model", param="load_format")
+        raise NotSupportedError("load_format: this process has no whole model to look into", param="load_format")
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        raise NotSupportedError("load_format: mock has no model", param="load_format")
+        raise NotSupportedError("load_format: this process has no whole model to look into", param="load_format")
 
 
 def _build_mock(
@@ -176,14 +182,6 @@ def _make_engine(
         eos_token_ids=model_config.eos_token_ids,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
-
-
-def _read_kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
-    """Read the scales per channel of an int8 cache, one entry per layer; None where the config names no file."""
-    file = config.cache.kv_cache_scales
-    if file is None:
-        return None
-    return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
 
 
 def _plan_cache(
@@ -239,6 +237,7 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights) -> Engi
         if numerics.verify_files and numerics.load_format == "auto":
             reasons["verify_files"] = f"on: {verify(weights)}"
     config = replace(config, numerics=numerics).resolve(model)
+    check_split(config, model, weights)
     return replace(config, reasons=config.reasons | reasons | _check_sharding(config, model))
 
 
