@@ -296,8 +296,9 @@ class NumericsConfig:
             native = "cpu", f"native kernels, level {level}"
             choices["kernels"] = native if level else ("reference", f"plain torch, slow; {why_missing()}")
         if num_ranks > 1 and level is None:
-            raise fail("kernels", self.kernels, "cpu where several processes share the model")
-        elif self.kernels == "cpu" and level is None:
+            why = "" if self.kernels == "reference" else f": {why_missing()}"
+            raise fail("kernels", self.kernels, f"cpu where several processes share the model{why}")
+        if self.kernels == "cpu" and level is None:
             raise fail("kernels", self.kernels, f"reference: {why_missing()}")
         if self.quantization is None:
             self._check_no_group_size()

@@ -8,7 +8,7 @@ from penstock import validation as check
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
 from penstock.assembly.model import Weights, make_model, make_ops, read_scales
-from penstock.assembly.ranks import RankPlan, check_split, start_ranks
+from penstock.assembly.ranks import RankPlan, StartRanks, check_split, start_ranks
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -73,6 +73,7 @@ def build_engine(
     *,
     takes_over: bool = False,
     groups: list[CacheGroup] | None = None,
+    start: StartRanks = start_ranks,
 ) -> BuiltEngine:
     """Load the model and make its engine.
 
@@ -81,6 +82,7 @@ def build_engine(
             copied and not read again.
         takes_over: config.cache.kv_cache_memory_bytes is what an engine had whose end frees it, so it is not refused.
         groups: of the cache, with their blocks; None plans them.
+        start: makes the ranks of a model that several share.
 
     Raises:
         ModelLoadError: the model directory, or the object, cannot be served.
@@ -102,8 +104,8 @@ def build_engine(
     plan = memory.cache if memory is not None else _plan_cache(config, model_config, free, groups)
     forms = _make_grammars(model_config, weights)
     if config.parallel.num_ranks > 1:
-        leader = start_ranks(RankPlan(config, model_config, weights, tuple(plan.groups)), ops, forms)
-        model: CausalLM = _NoModel()
+        leader = start(RankPlan(config, model_config, weights, tuple(plan.groups)), ops, forms)
+        model: CausalLM = _NoModel("tensor_parallel_size", "no process has the whole model; use 1 to look into it")
         executor: Executor = leader.executor
         cache_bytes = leader.cache_bytes
     else:
@@ -129,11 +131,14 @@ def _make_grammars(model_config: ModelConfig, weights: Weights) -> Grammars:
 class _NoModel:
     """The model of an engine that has none in its process, or not a whole one."""
 
+    def __init__(self, option: str, why: str) -> None:
+        self._error = f"{option}: {why}", option
+
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        raise NotSupportedError("load_format: this process has no whole model to look into", param="load_format")
+        raise NotSupportedError(self._error[0], param=self._error[1])
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        raise NotSupportedError("load_format: this process has no whole model to look into", param="load_format")
+        raise NotSupportedError(self._error[0], param=self._error[1])
 
 
 def _build_mock(
@@ -148,7 +153,7 @@ def _build_mock(
     if config.speculation.drafts is not None and config.speculation.drafts.model is not None:
         raise fail("speculative_config", config.speculation.drafts.model, 'with the method "ngram": mock has no model')
     engine.speculate(make_speculation(config, Draft()))
-    model, ops = _NoModel(), make_ops(config, model_config)
+    model, ops = _NoModel("load_format", "mock has no model"), make_ops(config, model_config)
     return BuiltEngine(
         engine=engine,
         config=config,
@@ -250,6 +255,9 @@ def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
         axes = ShardingMap.from_file(Path(file)).resolve(read_parameters(model))
     except ModelLoadError as error:
         raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+    if config.parallel.num_ranks > 1:
+        message = f"sharding_config: {file} fits, but several processes split a model as its table says; leave it out"
+        raise NotSupportedError(message, param="sharding_config")
     split = sum(axis is not None for axis in axes.values())
     reason = f"{file}: it fits, and splits {split} of {len(axes)} parameters; on one device nothing is split"
     return {"sharding_config": reason}

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +67,9 @@ class Leader:
     cache_bytes: int
 
 
+StartRanks = Callable[[RankPlan, Ops, Forms | None], Leader]
+
+
 def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:
     """Check that a model can be split as a resolved config asks, before anything of it is read.
 
@@ -102,7 +106,7 @@ def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None) -> Leader:
     """
     group = Group(plan.degrees.size, plan.largest_meeting, MODULE, plan)
     try:
-        runner = _make_runner(plan, ops, Share(0, plan.degrees), group.links, forms)
+        runner = make_runner(plan, ops, Share(0, plan.degrees), group.links, forms)
         group.wait_until_built()
     except ExecutorLostError as error:
         group.wait_until_built()  # the rank that ended may have said why
@@ -113,7 +117,7 @@ def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None) -> Leader:
     return Leader(ParallelExecutor(runner, group), runner.cache_bytes + sum(item.cache_bytes for item in group.built))
 
 
-def _make_runner(plan: RankPlan, ops: Ops, share: Share, ranks: Ranks, forms: Forms | None = None) -> ModelRunner:
+def make_runner(plan: RankPlan, ops: Ops, share: Share, ranks: Ranks, forms: Forms | None = None) -> ModelRunner:
     """Load a rank's part of the model and allocate its part of the cache."""
     config, whole = plan.config, plan.model_config
     model = make_model(config, whole, plan.weights, ops, Split(share, ranks))
@@ -140,7 +144,7 @@ def main(words: list[str]) -> int:
         try:
             import_files(plan.config.imports)
             ops, before = make_ops(plan.config, plan.model_config), bytes_read()
-            runner = _make_runner(plan, ops, Share(links.rank, plan.degrees), links)
+            runner = make_runner(plan, ops, Share(links.rank, plan.degrees), links)
         except PenstockError as error:
             leader.send(CannotBuild(str(error), getattr(error, "param", None)))
             return EXIT_CANNOT_BUILD

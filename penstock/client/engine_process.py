@@ -21,7 +21,7 @@ from penstock.client import frames
 from penstock.client.outbox import HEARTBEAT_S, Outbox
 from penstock.client.pending_forms import PendingForms
 from penstock.engine.engine import Engine
-from penstock.errors import InvalidRequestError, PenstockError
+from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats
 from penstock.parallel.child_main import EXIT_CLIENT_GONE
 from penstock.plugins import time_limit
@@ -37,6 +37,7 @@ STDERR = 2
 EXIT_CANNOT_START = 2
 EXIT_INVALID_FRAME = 3
 EXIT_NO_MEMORY = 4
+EXIT_RANK_LOST = 5
 
 
 class EngineServer:
@@ -201,6 +202,11 @@ def main(argv: list[str]) -> int:
     except MemoryError:
         os.write(STDERR, b"penstock: the engine process has no memory left\n")
         return EXIT_NO_MEMORY
+    except ExecutorLostError as error:
+        print(f"engine process: {error}", file=sys.stderr, flush=True)
+        if server is not None and server.recorder is not None:
+            server.recorder.engine_failed(str(error))
+        return EXIT_RANK_LOST
     except Exception as error:
         if server is not None and server.recorder is not None:
             server.recorder.engine_failed("".join(traceback.format_exception(error)))

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from penstock.errors import EngineError, ExecutorLostError
 from penstock.interface.step import SchedulerOutput, StepOutput
-from penstock.parallel.group import Group
 
 NewTokens = dict[str, list[int]]  # by request id
 
@@ -40,10 +39,20 @@ class Follower(Runner, Protocol):
         """Note what the leader sampled in the last step."""
 
 
+class Ranks(Protocol):
+    """The other ranks: a group.Group."""
+
+    def send(self, message: Step) -> None: ...
+
+    def lost(self, error: Exception) -> ExecutorLostError: ...
+
+    def close(self) -> None: ...
+
+
 class ParallelExecutor:
     """A `step.Executor` with one runner in each of several processes; this process has the leader's."""
 
-    def __init__(self, runner: Runner, group: Group) -> None:
+    def __init__(self, runner: Runner, group: Ranks) -> None:
         self._runner: Runner | None = runner
         self.group = group
         self._submitted: deque[SchedulerOutput] = deque()

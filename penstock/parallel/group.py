@@ -6,6 +6,7 @@ the system kills it even where it hangs (child_main.py).
 """
 
 import itertools
+import os
 import pickle
 import socket
 import subprocess
@@ -68,6 +69,7 @@ class Group:
             self.close()
             raise EngineError(f"the processes of {size} ranks cannot be started: {error}") from error
         finally:
+            os.close(memory)
             for sock in itertools.chain.from_iterable(item.values() for item in ends[1:]):
                 sock.close()
         self.send(plan)
@@ -148,4 +150,6 @@ def inherit(words: list[str]) -> tuple[Links, Connection]:
     """Return a rank's links, and its connection to the leader, from the words that it was started with."""
     rank, connection, memory, place_bytes = map(int, words[:4])
     peers = {int(peer): socket.socket(fileno=int(file)) for peer, file in (word.split(":") for word in words[4:])}
-    return Links(rank, peers, memory, place_bytes), Connection(connection)
+    links = Links(rank, peers, memory, place_bytes)
+    os.close(memory)
+    return links, Connection(connection)
