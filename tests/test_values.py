@@ -113,7 +113,7 @@ BAD_OPTIONS = {
     "memory": [0, -1, 2**60, "2GiB", 1.5],
     "kv_cache_memory_bytes": [0, -1, 2**60, "2GiB", 1.5],
     "enable_prefix_caching": [1, None, "yes"],
-    "tensor_parallel_size": [0, -1, 3, 16, "1", None],
+    "tensor_parallel_size": [0, -1, 3, 16, "1", True],
     "attention_parallel_size": [0, 3, "2", True],
     "mlp_parallel_size": [0, 3, "2", 2.0],
     "expert_parallel_size": [0, 3, 16, None],

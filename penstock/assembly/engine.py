@@ -95,9 +95,8 @@ def build_engine(
         return _build_mock(config, model_config, weights, groups)
     kv_scales = read_scales(config, model_config)
     ops = make_ops(config, model_config)
-    free = UNLIMITED if takes_over else free_memory_bytes()
     draft = find_draft(config, model_config, weights)
-    free -= draft.num_bytes
+    free = (UNLIMITED if takes_over else free_memory_bytes()) - draft.num_bytes
     config, memory = (
         _plan_memory(config, model_config, ops, free, draft.num_bytes) if groups is None else (config, None)
     )
@@ -106,8 +105,7 @@ def build_engine(
     if config.parallel.num_ranks > 1:
         leader = start(RankPlan(config, model_config, weights, tuple(plan.groups)), ops, forms)
         model: CausalLM = _NoModel("tensor_parallel_size", "no process has the whole model; use 1 to look into it")
-        executor: Executor = leader.executor
-        cache_bytes = leader.cache_bytes
+        executor, cache_bytes = leader.executor, leader.cache_bytes
     else:
         model = make_model(config, model_config, weights, ops)
         runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms)

@@ -14,7 +14,7 @@ from pathlib import Path
 from penstock.assembly.model import Weights, make_model, make_ops, read_scales
 from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError, InvalidRequestError, NotSupportedError, PenstockError
-from penstock.interface.step import CacheGroup
+from penstock.interface.step import CacheGroup, Executor
 from penstock.kernels.arena import LOGITS_ROWS
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
@@ -63,7 +63,7 @@ class RankPlan:
 class Leader:
     """The executor of all ranks, and the memory of their caches together."""
 
-    executor: ParallelExecutor
+    executor: Executor
     cache_bytes: int
 
 

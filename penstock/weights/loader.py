@@ -22,6 +22,7 @@ from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter
 from penstock.spec.shares import cut_all
 from penstock.spec.unsupported import listed
 from penstock.validation import check_choice
@@ -63,33 +64,43 @@ def load_model(
     packed = find_packed(Path(cast(str | Path, directory))) if mappable else None
     if packed is not None and not head.is_plain:
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
-    parameters = read_parameters(model_config)
-    if split is not None:
-        split = replace(split, cuts=cut_all(parameters, split.share, model_config))
-        parameters = {name: cut.own for name, cut in split.cuts.items()}
     if free_memory is not None and str(ops.device) == "cpu":  # the free memory of other devices is not known here
         tables = rotary_bytes(model_config, max_model_len)
         check_memory({"rotary tables of all positions": tables}, free_memory())
+    parameters, split = _own(read_parameters(model_config), model_config, split)
     make = LayerFactory.single_device(
         ops, parameters, scheme=scheme, max_positions=max_model_len, head=head, split=split
     )
     source = None if packed is not None else open_source(directory, model_config, load_format)
-    if split is not None and source is not None:
-        source = CutSource(source, split.cuts)
     model = empty_model(model_config, make)
     if free_memory is not None and packed is None and str(ops.device) == "cpu":  # a map needs no memory
         check_memory({"weights": weight_bytes(model, make)}, free_memory())
     if packed is not None:
         restore_packed(packed, ops, scheme, dict(weight_layers(model)))
     elif source is not None:
-        _fill(model, make, source)
+        _fill(model, make, source if split is None else CutSource(source, split.cuts))
     for embedding, tied in tied_embeddings(model, make).values():
         embedding.share(tied.packed.pieces[0])
+    return _in_our_convention(model, model_config, make)
+
+
+def _in_our_convention(model: Any, model_config: ModelConfig, make: LayerFactory) -> CausalLM:
+    """Return a loaded model as a CausalLM, whatever convention it is written to."""
     if find_model(model_config.architecture, model_config.model_impl).convention == "jetstream":
         from penstock.conventions import jetstream
 
-        model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, ops, make))
+        model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, make.ops, make))
     return cast(CausalLM, model)
+
+
+def _own(
+    parameters: dict[str, Parameter], model_config: ModelConfig, split: Split | None
+) -> tuple[dict[str, Parameter], Split | None]:
+    """Return the parameters that this rank has, and the split with the cuts that make them; all where none is asked."""
+    if split is None:
+        return parameters, None
+    cuts = cut_all(parameters, split.share, model_config)
+    return {name: cut.own for name, cut in cuts.items()}, replace(split, cuts=cuts)
 
 
 def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:
