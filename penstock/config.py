@@ -15,6 +15,7 @@ from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.cores import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
 from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
+from penstock.spec.shares import DEGREES, LEAVES, Degrees, divisible_heads
 from penstock.validation import check_int, check_options, check_str, fail, option, shown, string_tuple
 
 if TYPE_CHECKING:
@@ -130,13 +131,21 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How the model is split; none of it changes a bit of an answer. More than one process is planned, not built.
+    """How the model is split over processes (ranks); none of it changes a bit of an answer.
 
-    sharding_config (spec/sharding_map.py) is checked against the model even where nothing is split. The tokens that
+    A degree is a number of parts (spec/shares.py); attention and feed-forward have tensor_parallel_size of them unless
+    they have one of their own. sharding_config (spec/sharding_map.py) is checked against the model. The tokens that
     pad_vocab_multiple adds are never sampled.
     """
 
-    tensor_parallel_size: int = option(1, range(1, 4097), "processes that share each layer")
+    tensor_parallel_size: int = option(1, DEGREES, "processes that share each layer")
+    attention_parallel_size: int | None = option(
+        None, (None, *DEGREES), "parts of attention (default: tensor-parallel-size, or fewer where key/value heads are)"
+    )
+    mlp_parallel_size: int | None = option(
+        None, (None, *DEGREES), "parts of the feed-forward branch (default: tensor-parallel-size)"
+    )
+    expert_parallel_size: int = option(1, DEGREES, "groups of processes that have different experts")
     pipeline_parallel_size: int = option(1, range(1, 4097), "processes that share the layers")
     lm_head_pieces: int = option(1, range(1, MAX_HEAD_PIECES + 1), "matrix products that the LM head is computed in")
     pad_vocab_multiple: int = option(
@@ -146,9 +155,49 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if self.pipeline_parallel_size > 1:
+            raise _not_built("pipeline_parallel_size", self.pipeline_parallel_size)
+        if self.num_ranks > 1:
+            self._check_split()
+
+    def _check_split(self) -> None:
+        for name in ("lm_head_pieces", "pad_vocab_multiple"):
             if getattr(self, name) > 1:
-                raise _not_built(name, getattr(self, name))
+                raise fail(name, getattr(self, name), "1 where several processes share the model and its head")
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes that share the model."""
+        sizes = self.tensor_parallel_size, self.attention_parallel_size or 1, self.mlp_parallel_size or 1
+        return max(*sizes, self.expert_parallel_size)
+
+    def degrees(self, model: "ModelConfig", *, together: bool = False) -> Degrees:
+        """Return into how many parts the ranks split a model. together: as divisible_heads.
+
+        Raises:
+            InvalidRequestError: it cannot be split so; the message says what can.
+        """
+        size, tensor = self.num_ranks, self.tensor_parallel_size
+        possible, attention = divisible_heads(model, together=together), self.attention_parallel_size
+        if attention is None:
+            attention = max(item for item in possible if item <= tensor)
+        elif attention not in possible:
+            why = "norms over all of its heads" if together else f"{model.num_key_value_heads} key/value heads"
+            nearest = max(item for item in possible if item <= attention)
+            raise fail("attention_parallel_size", attention, f"at most {nearest}: the model has {why}")
+        mlp, experts = self.mlp_parallel_size or tensor, self.expert_parallel_size
+        if experts > 1 and not model.num_experts:
+            raise fail("expert_parallel_size", experts, "1: this model has no experts")
+        if experts > max(1, model.num_experts):
+            nearest = max(item for item in DEGREES if item <= model.num_experts)
+            raise fail("expert_parallel_size", experts, f"at most {nearest}: the model has {model.num_experts} experts")
+        for name, degree, length in (
+            ("mlp_parallel_size", mlp, model.intermediate_size),
+            ("tensor_parallel_size", tensor, model.vocab_size),
+        ):
+            if degree > 1 and length < LEAVES:
+                raise fail(name, degree, f"1: the model has {length} of what is split")
+        return Degrees(size, attention, mlp, tensor, experts, min(mlp, size // experts) if model.num_experts else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +279,8 @@ class NumericsConfig:
         """The quantization and its group size; None for weights that are not quantised."""
         return Scheme.parse(self.quantization, self.quantization_group_size)
 
-    def resolve(self, model: "ModelConfig") -> tuple["NumericsConfig", dict[str, str]]:
-        """Return the config without open values, and the reason of each choice.
+    def resolve(self, model: "ModelConfig", num_ranks: int = 1) -> tuple["NumericsConfig", dict[str, str]]:
+        """Return the config without open values, and the reason of each choice. num_ranks: processes beside this one.
 
         Raises:
             InvalidRequestError: a group size is given without groups, the native kernels are asked for and missing,
@@ -246,7 +295,10 @@ class NumericsConfig:
         if self.kernels == "auto":
             native = "cpu", f"native kernels, level {level}"
             choices["kernels"] = native if level else ("reference", f"plain torch, slow; {why_missing()}")
-        elif self.kernels == "cpu" and level is None:
+        if num_ranks > 1 and level is None:
+            why = "" if self.kernels == "reference" else f": {why_missing()}"
+            raise fail("kernels", self.kernels, f"cpu where several processes share the model{why}")
+        if self.kernels == "cpu" and level is None:
             raise fail("kernels", self.kernels, f"reference: {why_missing()}")
         if self.quantization is None:
             self._check_no_group_size()
@@ -256,7 +308,21 @@ class NumericsConfig:
         small = model.hidden_size * model.intermediate_size < SMALL_MATRIX
         if level is None and self.cpu_affinity not in (AUTO, NONE):
             raise fail("cpu_affinity", self.cpu_affinity, "auto or none: only the native kernels place their threads")
+        if num_ranks > 1:
+            return _apply(self, choices | self._share_cores(Machine.read(), num_ranks, small_model=small))
         return _apply(self, choices | self._resolve_cores(Machine.read(), small_model=small))
+
+    def _share_cores(self, machine: Machine, num_ranks: int, *, small_model: bool) -> Choices:
+        """Choose threads and cpu_affinity of each of several processes, if they were left open."""
+        if self.cpu_affinity not in (AUTO, NONE):
+            raise fail("cpu_affinity", self.cpu_affinity, "auto or none where several processes share the model")
+        choices: Choices = {}
+        if self.threads is None:
+            threads = 1 if small_model else max(1, machine.default_threads()[0] // num_ranks)
+            choices["threads"] = threads, f"the cores shared by {num_ranks} processes"
+        if self.cpu_affinity == AUTO:
+            choices["cpu_affinity"] = NONE, "several processes share the cores"
+        return choices
 
     def _resolve_cores(self, machine: Machine, *, small_model: bool) -> Choices:
         """Choose threads and cpu_affinity, if they were left open."""
@@ -336,7 +402,8 @@ class EngineConfig:
             InvalidRequestError: an option does not fit the others, the model or the machine.
         """
         check_int("lm_head_pieces", self.parallel.lm_head_pieces, 1, min(MAX_HEAD_PIECES, model.vocab_size))
-        numerics, why_numerics = self.numerics.resolve(model)
+        self.parallel.degrees(model)
+        numerics, why_numerics = self.numerics.resolve(model, self.parallel.num_ranks)
         scheduler, why_scheduler = self.scheduler.resolve(model)
         cache, why_cache = self.cache.resolve(scheduler.max_model_len or 0, numerics.dtype)
         reasons = why_numerics | why_scheduler | why_cache

@@ -5,6 +5,7 @@
      |    +-- NotSupportedError                    a feature that is planned but not built
      +-- ModelLoadError                            a model directory cannot be served
      +-- EngineError
+          +-- ExecutorLostError                    what computes the steps is gone, and no step can follow
           +-- EngineDeadError                      the engine process died; the request may be sent again
           +-- EngineOverloadedError                the queue is full; retry after `retry_after_s`
           +-- RequestFailedError                   the computation of this request failed; others continue
@@ -45,6 +46,18 @@ class ModelLoadError(PenstockError):
 
 class EngineError(PenstockError):
     """The engine could not do its work."""
+
+
+class ExecutorLostError(EngineError):
+    """What computes the steps is gone: one of several processes that share a model ended, hangs or failed.
+
+    Attributes:
+        rank: which one, as far as it is known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class EngineDeadError(EngineError):

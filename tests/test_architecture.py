@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"errors", "quant", "validation"},
     "engine": {"errors", "interface", "plugins", "validation"},
     "spec": {"errors", "interface", "validation"},
+    "parallel": {"errors", "interface", "kernels", "spec"},
     "config": {"errors", "interface", "kernels", "quant", "spec", "validation"},
     "recorder": {"config", "engine", "errors", "interface"},
     "layers": {"errors", "kernels", "quant", "spec"},
@@ -33,10 +34,10 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"conventions", "errors", "layers", "spec", "validation"},
     "weights": {"config", "conventions", "demo", "errors", "kernels", "layers", "models", "planner", "plugins",
                 "quant", "spec", "validation"},
-    "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "planner", "plugins",
-              "runner", "spec", "tokenizer", "validation", "weights"},
-    "client": {"assembly", "config", "engine", "errors", "interface", "plugins", "recorder", "tokenizer", "validation",
-               "weights"},
+    "assembly": {"config", "engine", "errors", "interface", "kernels", "layers", "models", "parallel", "planner",
+                 "plugins", "runner", "spec", "tokenizer", "validation", "weights"},
+    "client": {"assembly", "config", "engine", "errors", "interface", "parallel", "plugins", "recorder", "tokenizer",
+               "validation", "weights"},
     "entrypoints": {"assembly", "client", "config", "errors", "interface", "runner", "tokenizer", "validation"},
     "bench": {"assembly", "client", "config", "demo", "engine", "errors", "interface", "kernels", "layers", "models",
               "planner", "quant", "recorder", "runner", "spec", "tokenizer", "validation", "weights"},
@@ -47,13 +48,13 @@ ALLOWED: dict[str, set[str]] = {
     "check": {"__init__", "assembly", "client", "config", "engine", "errors", "interface", "kernels", "layers",
               "models", "planner", "spec", "validation", "weights"},
     "prove": {"assembly", "client", "config", "demo", "engine", "entrypoints", "errors", "interface", "kernels",
-              "models", "planner", "plugins", "recorder", "runner", "server", "spec", "tokenizer", "validation",
-              "weights"},
+              "models", "parallel", "planner", "plugins", "recorder", "runner", "server", "spec", "tokenizer",
+              "validation", "weights"},
     "cli": {"__init__", "bench", "check", "config", "entrypoints", "errors", "interface", "kernels", "planner",
             "plugins", "prove", "recorder", "server", "tokenizer", "validation", "weights"},
     "__main__": {"cli"},
 }  # fmt: skip
-MAX_ROOMS, MAX_ARROWS = 29, 190
+MAX_ROOMS, MAX_ARROWS = 30, 197
 OF_A_DOCUMENT = "penstock/conventions/"  # argument lists that other projects' documents prescribe
 STANDARD_LIBRARY_ONLY = ("errors", "validation", "interface", "config", "engine", "quant/scheme.py")
 TORCH_FREE = ("client", "cli", "config", "engine", "interface", "planner", "plugins", "recorder", "server", "spec",

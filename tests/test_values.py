@@ -113,7 +113,10 @@ BAD_OPTIONS = {
     "memory": [0, -1, 2**60, "2GiB", 1.5],
     "kv_cache_memory_bytes": [0, -1, 2**60, "2GiB", 1.5],
     "enable_prefix_caching": [1, None, "yes"],
-    "tensor_parallel_size": [0, -1, 2, "1", None],
+    "tensor_parallel_size": [0, -1, 3, 16, "1", True],
+    "attention_parallel_size": [0, 3, "2", True],
+    "mlp_parallel_size": [0, 3, "2", 2.0],
+    "expert_parallel_size": [0, 3, 16, None],
     "pipeline_parallel_size": [0, 2, 1.0],
     "sharding_config": ["", 5, ["x.yaml"]],
     "lm_head_pieces": [0, -1, 2**20, "2", 1.5, None, True],
@@ -197,7 +200,7 @@ def test_unknown_options_are_refused():
 def test_what_is_planned_says_so():
     for options in (
         {"kernels": "triton"},
-        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
     ):
         with pytest.raises(NotSupportedError) as caught:
             EngineConfig.from_options(**options)

@@ -7,7 +7,8 @@ from pathlib import Path
 from penstock import validation as check
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
-from penstock.assembly.model import Weights, make_model, make_ops
+from penstock.assembly.model import Weights, make_model, make_ops, read_scales
+from penstock.assembly.ranks import RankPlan, StartRanks, check_split, start_ranks
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -16,7 +17,6 @@ from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, No
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor
-from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
 from penstock.layers.context import CausalLM, ForwardContext
@@ -42,7 +42,6 @@ from penstock.weights import packed
 from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance
-from penstock.weights.kv_scales import read_kv_scales
 from penstock.weights.sizes import model_sizes
 from penstock.weights.sources import read_parameters
 
@@ -74,6 +73,7 @@ def build_engine(
     *,
     takes_over: bool = False,
     groups: list[CacheGroup] | None = None,
+    start: StartRanks = start_ranks,
 ) -> BuiltEngine:
     """Load the model and make its engine.
 
@@ -82,6 +82,7 @@ def build_engine(
             copied and not read again.
         takes_over: config.cache.kv_cache_memory_bytes is what an engine had whose end frees it, so it is not refused.
         groups: of the cache, with their blocks; None plans them.
+        start: makes the ranks of a model that several share.
 
     Raises:
         ModelLoadError: the model directory, or the object, cannot be served.
@@ -92,25 +93,30 @@ def build_engine(
     config = _resolve(config, model_config, weights)
     if config.numerics.load_format == "mock":
         return _build_mock(config, model_config, weights, groups)
-    kv_scales = _read_kv_scales(config, model_config)
+    kv_scales = read_scales(config, model_config)
     ops = make_ops(config, model_config)
-    free = UNLIMITED if takes_over else free_memory_bytes()
     draft = find_draft(config, model_config, weights)
-    free -= draft.num_bytes
+    free = (UNLIMITED if takes_over else free_memory_bytes()) - draft.num_bytes
     config, memory = (
         _plan_memory(config, model_config, ops, free, draft.num_bytes) if groups is None else (config, None)
     )
-    model = make_model(config, model_config, weights, ops)
     plan = memory.cache if memory is not None else _plan_cache(config, model_config, free, groups)
     forms = _make_grammars(model_config, weights)
-    runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms)
-    if runner.cache_bytes != plan.num_bytes:
-        raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
-    engine = _make_engine(config, model_config, LocalExecutor(runner), plan.groups)
+    if config.parallel.num_ranks > 1:
+        leader = start(RankPlan(config, model_config, weights, tuple(plan.groups)), ops, forms)
+        model: CausalLM = _NoModel("tensor_parallel_size", "no process has the whole model; use 1 to look into it")
+        executor, cache_bytes = leader.executor, leader.cache_bytes
+    else:
+        model = make_model(config, model_config, weights, ops)
+        runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms)
+        executor, cache_bytes = LocalExecutor(runner), runner.cache_bytes
+        if cache_bytes != plan.num_bytes:
+            raise EngineError(f"the cache takes {cache_bytes} bytes where {plan.num_bytes} were planned")
+    engine = _make_engine(config, model_config, executor, plan.groups)
     engine.speculate(make_speculation(config, draft))
     info = with_memory(describe(config, model_config, plan, weights), memory)
     forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
-    return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops, forward_pass, forms)
+    return BuiltEngine(engine, config, info, cache_bytes, model, model_config, ops, forward_pass, forms)
 
 
 def _make_grammars(model_config: ModelConfig, weights: Weights) -> Grammars:
@@ -121,13 +127,16 @@ def _make_grammars(model_config: ModelConfig, weights: Weights) -> Grammars:
 
 
 class _NoModel:
-    """The model of an engine that has none."""
+    """The model of an engine that has none in its process, or not a whole one."""
+
+    def __init__(self, option: str, why: str) -> None:
+        self._error = f"{option}: {why}", option
 
     def __call__(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        raise NotSupportedError("load_format: mock has no model", param="load_format")
+        raise NotSupportedError(self._error[0], param=self._error[1])
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        raise NotSupportedError("load_format: mock has no model", param="load_format")
+        raise NotSupportedError(self._error[0], param=self._error[1])
 
 
 def _build_mock(
@@ -142,7 +151,7 @@ def _build_mock(
     if config.speculation.drafts is not None and config.speculation.drafts.model is not None:
         raise fail("speculative_config", config.speculation.drafts.model, 'with the method "ngram": mock has no model')
     engine.speculate(make_speculation(config, Draft()))
-    model, ops = _NoModel(), make_ops(config, model_config)
+    model, ops = _NoModel("load_format", "mock has no model"), make_ops(config, model_config)
     return BuiltEngine(
         engine=engine,
         config=config,
@@ -176,14 +185,6 @@ def _make_engine(
         eos_token_ids=model_config.eos_token_ids,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
-
-
-def _read_kv_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
-    """Read the scales per channel of an int8 cache, one entry per layer; None where the config names no file."""
-    file = config.cache.kv_cache_scales
-    if file is None:
-        return None
-    return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)
 
 
 def _plan_cache(
@@ -239,6 +240,7 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights) -> Engi
         if numerics.verify_files and numerics.load_format == "auto":
             reasons["verify_files"] = f"on: {verify(weights)}"
     config = replace(config, numerics=numerics).resolve(model)
+    check_split(config, model, weights)
     return replace(config, reasons=config.reasons | reasons | _check_sharding(config, model))
 
 
@@ -251,6 +253,9 @@ def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
         axes = ShardingMap.from_file(Path(file)).resolve(read_parameters(model))
     except ModelLoadError as error:
         raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+    if config.parallel.num_ranks > 1:
+        message = f"sharding_config: {file} fits, but several processes split a model as its table says; leave it out"
+        raise NotSupportedError(message, param="sharding_config")
     split = sum(axis is not None for axis in axes.values())
     reason = f"{file}: it fits, and splits {split} of {len(axes)} parameters; on one device nothing is split"
     return {"sharding_config": reason}

@@ -5,14 +5,17 @@ from pathlib import Path
 from penstock.config import EngineConfig
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.cores import pinned_cores
+from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.layers.context import CausalLM
 from penstock.layers.lm_head import HeadLayout
+from penstock.layers.split import Split
 from penstock.planner.memory import (
     free_memory_bytes,
 )
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.instance import InstanceWeights
+from penstock.weights.kv_scales import read_kv_scales
 from penstock.weights.loader import dtype_for, load_model
 
 Weights = Path | InstanceWeights
@@ -32,8 +35,10 @@ def head_layout(config: EngineConfig) -> HeadLayout:
     return HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
 
 
-def make_model(config: EngineConfig, model_config: ModelConfig, weights: Weights, ops: Ops) -> CausalLM:
-    """Load a model as a resolved config asks for it.
+def make_model(
+    config: EngineConfig, model_config: ModelConfig, weights: Weights, ops: Ops, split: Split | None = None
+) -> CausalLM:
+    """Load a model, or a rank's part of it, as a resolved config asks for it.
 
     Raises:
         ModelLoadError: its weights cannot be served.
@@ -47,4 +52,13 @@ def make_model(config: EngineConfig, model_config: ModelConfig, weights: Weights
         max_model_len=config.scheduler.max_model_len,
         head=head_layout(config),
         free_memory=free_memory_bytes,
+        split=split,
     )
+
+
+def read_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:
+    """Read the scales per channel of an int8 cache, one entry per layer; None where the config names no file."""
+    file = config.cache.kv_cache_scales
+    if file is None:
+        return None
+    return read_kv_scales(Path(file), model.num_hidden_layers, model.num_key_value_heads, model.head_dim)

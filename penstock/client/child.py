@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 
 from penstock.client import frames
-from penstock.client.spawn import spawn
+from penstock.parallel.spawn import spawn
 
 EXIT_WAIT_S = 5.0  # for the process to end by itself once the connection is closed
 STDERR = 2  # output of the engine process joins our messages on stderr; stdout belongs to the user

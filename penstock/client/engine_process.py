@@ -1,4 +1,4 @@
-"""The engine process: build an engine, then serve it. Started by client/child.py, through client/child_main.py, with
+"""The engine process: build an engine, then serve it. Started by client/child.py, through parallel/child_main.py, with
 one end of a socket pair.
 
     reader thread: frames -> inbox; at the end of the connection the process exits at once, whatever it is doing,
@@ -18,12 +18,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.client import frames
-from penstock.client.child_main import EXIT_CLIENT_GONE
 from penstock.client.outbox import HEARTBEAT_S, Outbox
 from penstock.client.pending_forms import PendingForms
 from penstock.engine.engine import Engine
-from penstock.errors import InvalidRequestError, PenstockError
+from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats
+from penstock.parallel.child_main import EXIT_CLIENT_GONE
 from penstock.plugins import time_limit
 from penstock.recorder.recorder import RecordedExecutor, Recorder
 from penstock.recorder.ring import Ring
@@ -37,6 +37,7 @@ STDERR = 2
 EXIT_CANNOT_START = 2
 EXIT_INVALID_FRAME = 3
 EXIT_NO_MEMORY = 4
+EXIT_RANK_LOST = 5
 
 
 class EngineServer:
@@ -201,6 +202,11 @@ def main(argv: list[str]) -> int:
     except MemoryError:
         os.write(STDERR, b"penstock: the engine process has no memory left\n")
         return EXIT_NO_MEMORY
+    except ExecutorLostError as error:
+        print(f"engine process: {error}", file=sys.stderr, flush=True)
+        if server is not None and server.recorder is not None:
+            server.recorder.engine_failed(str(error))
+        return EXIT_RANK_LOST
     except Exception as error:
         if server is not None and server.recorder is not None:
             server.recorder.engine_failed("".join(traceback.format_exception(error)))

@@ -13,7 +13,7 @@ from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
 from penstock.engine.timeline import StepLog
-from penstock.errors import EngineError, InvalidRequestError
+from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import SamplingParams
@@ -166,6 +166,7 @@ class Engine:
         Raises:
             EngineError: MAX_FAILED_STEPS steps in a row failed as a whole.
             MemoryError: a step found no memory. The requests are as before it: this engine, or another one, may go on.
+            ExecutorLostError: nothing can be computed any more. Another engine may go on.
         """
         outputs, self._early_outputs = self._early_outputs, []
         if not self.scheduler.has_work:
@@ -179,7 +180,7 @@ class Engine:
         began = self._clock()
         try:
             results = self.executor.collect(self.executor.submit(plan)).results
-        except MemoryError:  # no request's fault, and what this process would do next needs memory too
+        except (MemoryError, ExecutorLostError):  # no request's fault, and what comes next would fail too
             self._early_outputs = outputs
             self.scheduler.isolate(plan)
             raise

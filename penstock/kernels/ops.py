@@ -294,6 +294,21 @@ class Ops(Protocol):
         """
 
 
+@runtime_checkable
+class SplittingOps(Ops, Protocol):
+    """A backend that can compute a rank's part of a product whose K is split over ranks."""
+
+    def pack_part(
+        self, weight: RowSource, magnitudes: Array | None, packing: Packing
+    ) -> tuple[PackedLinear, Array | None]:
+        """Pack the part [N, K / ranks] of a weight that begins and ends between leaves. Return it and its scales [N].
+
+        `linear` then gives the part of the sum, to be added as the leaves' tree demands, and the sum is to be
+        multiplied by the scales. magnitudes: [N] float32, the largest absolute value of each row of the whole weight,
+        which an int8 weight needs. Scales are None for other weights.
+        """
+
+
 class Program(Protocol):
     """A recorded forward pass, run again without the model's Python."""
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.kernels.metadata import AttentionParams, Heads, RotaryParams
+from penstock.kernels.metadata import AttentionParams, RotaryParams
 from penstock.kernels.tensors import FLOAT32, Array, Tensor
 from penstock.layers.context import ForwardContext
 from penstock.layers.factory import LayerFactory
@@ -32,12 +32,13 @@ class Attention(Module):
         self.ops = make.ops
         self.layer = layer
         self.rotary = rotary
-        self.heads = heads = Heads(cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim)
+        self.heads = heads = make.heads(cfg)
         self.eps = cfg.norm_eps
+        slopes = make.own_heads(alibi_slopes(cfg.num_attention_heads), cfg)
         self.params = AttentionParams(
             scale=scale or cfg.attention_scale or heads.head_dim**-0.5,
             softcap=cfg.attn_logit_softcapping,
-            alibi_slopes=make.ops.tensor(alibi_slopes(heads.num_heads)) if cfg.alibi else None,
+            alibi_slopes=make.ops.tensor(slopes) if cfg.alibi else None,
             bias_before_scale=cfg.alibi,
         )
         self.qkv_proj = make.linear("qkv_proj")

@@ -1,25 +1,28 @@
 """LayerFactory: makes the layers of a model, by name.
 
 A model file calls `make.linear("o_proj")` and gets a layer with the shape, bias, reduction and quantisation that the
-family's parameter table has for it, and a buffer for its results. Only the factory handles quantisation (and later a
-mesh of devices). It is an argument, so that two models cannot share one by accident.
+family's parameter table has for it, and a buffer for its results. Only the factory handles quantisation, and the split
+of a model over ranks. It is an argument, so that two models cannot share one by accident.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import ModelLoadError
 from penstock.kernels.arena import Arena, Slot
+from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, Packing
-from penstock.kernels.tensors import array_type
+from penstock.kernels.tensors import Array, array_type
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.rotary import Rotary
+from penstock.layers.split import Split, SplitEmbedding, SplitHead, SplitMixture, SummedLinear
 from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, LayerNorm, Linear, LinearSpec, RMSNorm
 from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.spec.rope_config import RopeConfig
+from penstock.spec.shares import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class LayerFactory:
         scheme: how quantisable weights are quantised; None keeps the model's type.
         head: how the columns of the LM head are arranged.
         max_positions: length of rotary tables; None: the model's context.
+        split: which part of the model this rank has; `parameters` are the rank's own. None: all of it.
     """
 
     ops: Ops
@@ -41,6 +45,7 @@ class LayerFactory:
     head: HeadLayout = PLAIN_HEAD
     prefix: str = ""
     max_positions: int | None = None
+    split: Split | None = None
 
     @classmethod
     def single_device(
@@ -51,9 +56,10 @@ class LayerFactory:
         scheme: Scheme | None = None,
         max_positions: int | None = None,
         head: HeadLayout = PLAIN_HEAD,
+        split: Split | None = None,
     ) -> "LayerFactory":
         """Make a factory for the backend's one device, with a new arena."""
-        return cls(ops, parameters, Arena(ops.empty), scheme, head, max_positions=max_positions)
+        return cls(ops, parameters, Arena(ops.empty), scheme, head, max_positions=max_positions, split=split)
 
     def at(self, name: str) -> "LayerFactory":
         """Return the factory of a submodule."""
@@ -62,7 +68,12 @@ class LayerFactory:
     def linear(self, name: str) -> Linear:
         """Make a plain product."""
         spec = self._linear_spec(name)
-        return Linear(self.ops, spec, self.slot(name, spec.shape[:1], "float32"))
+        out = self.slot(name, spec.shape[:1], "float32")
+        cut = self._cut(name)
+        if self.split is None or cut is None or not cut.is_summed:
+            return Linear(self.ops, spec, out)
+        part = self.slot(f"{name}.part", spec.shape[:1], "float32")
+        return SummedLinear(self.ops, spec, out, part, self.split, cut.part.degree)
 
     def activated_linear(self, name: str, activation: str) -> ActivatedLinear:
         """Make a product with an activation in the same call."""
@@ -78,7 +89,11 @@ class LayerFactory:
         """Make the LM head. Its buffer has columns for the padding, too."""
         spec = self._linear_spec(name)
         out = self.slot(name, (self.head.width(spec.shape[0]),), "float32")
-        return LMHead(self.ops, spec, out, softcap=softcap, layout=self.head)
+        cut = self._cut(name)
+        if self.split is None or cut is None or not cut.ranges:
+            return LMHead(self.ops, spec, out, softcap=softcap, layout=self.head)
+        every = self.slot(f"{name}.all", cut.whole.shape[:1], "float32")
+        return SplitHead(self.ops, spec, (out, every), self.split, cut.borders(), softcap=softcap)
 
     def rms_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
         """Make a norm whose result is the operand of a product."""
@@ -98,7 +113,36 @@ class LayerFactory:
     def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
         """Make an embedding whose rows are multiplied by `scale`."""
         shape = self._find(name).shape
-        return Embedding(self.ops, shape, self.slot(name, shape[1:], "float32"), scale)
+        out, cut = self.slot(name, shape[1:], "float32"), self._cut(name)
+        if self.split is None or cut is None or not cut.ranges:
+            return Embedding(self.ops, shape, out, scale)
+        return SplitEmbedding(self.ops, shape, out, scale, self.split, cut.borders())
+
+    def heads(self, cfg: ModelConfig) -> Heads:
+        """Return the heads that this rank has."""
+        own = cfg if self.split is None else self.split.share.config(cfg)
+        return Heads(own.num_attention_heads, own.num_key_value_heads, own.head_dim)
+
+    def own_heads(self, values: Array, cfg: ModelConfig) -> Array:
+        """Return the entries of this rank's query heads among values [H] of all."""
+        if self.split is None:
+            return values
+        first, last = self.split.share.attention.bounds(cfg.num_key_value_heads)
+        group = cfg.num_attention_heads // cfg.num_key_value_heads
+        return values[first * group : last * group]
+
+    def num_experts(self, cfg: ModelConfig) -> int:
+        """Return how many experts of a layer this rank has."""
+        if self.split is None:
+            return cfg.num_experts
+        first, last = self.split.share.experts.even_bounds(cfg.num_experts)
+        return last - first
+
+    def mixture(self, cfg: ModelConfig, down: Sequence[Linear]) -> SplitMixture | None:
+        """Return what applies experts that ranks share; None if none do. down: the last product of each of ours."""
+        if self.split is None or self.split.share.degrees.mixture == 1:
+            return None
+        return SplitMixture(self.ops, self.split, cfg.num_experts, down)
 
     def rotary(self, rope: RopeConfig, cfg: ModelConfig) -> Rotary:
         """Compute a table of cosines and sines, once for all layers that share it."""
@@ -113,6 +157,9 @@ class LayerFactory:
         weight = self._find(name)
         packing = Packing(weight.leaf_ends, scheme_of(weight.quant, self.scheme), gated)
         return LinearSpec(weight.shape, f"{self.prefix}{name}.bias" in self.parameters, packing)
+
+    def _cut(self, name: str) -> Cut | None:
+        return None if self.split is None else self.split.cuts[f"{self.prefix}{name}.weight"]
 
     def _find(self, name: str) -> Parameter:
         full = f"{self.prefix}{name}.weight"

@@ -47,9 +47,10 @@ class MoE(Module):
         self.top_k = cfg.num_experts_per_tok
         self.renormalize = cfg.norm_topk_prob
         self.gate = make.linear("gate")
-        experts = [GatedMLP(make.at(f"experts.{index}"), cfg.hidden_act) for index in range(cfg.num_experts)]
+        experts = [GatedMLP(make.at(f"experts.{index}"), cfg.hidden_act) for index in range(make.num_experts(cfg))]
         self.experts = experts
         self._gate_up, self._down = [item.gate_up_proj for item in experts], [item.down_proj for item in experts]
+        self._mixture = make.mixture(cfg, self._down)
         self.ids = make.slot("chosen", (self.top_k,), "int64")
         self.weights = make.slot("chosen_weights", (self.top_k,), "float32")
         self.out = make.slot("mixture", (cfg.hidden_size,), "float32")
@@ -61,7 +62,10 @@ class MoE(Module):
         chosen = self.ids(tokens), self.weights(tokens)
         ids, weights = self.ops.route(self.gate(y), self.top_k, renormalize=self.renormalize, out=chosen)
         gate_up, down = self._experts()
-        return self.ops.experts(y, gate_up, down, ids, weights, self.activation, out=self.out(tokens))
+        out = self.out(tokens)
+        if self._mixture is not None:
+            return self._mixture(y, ids, weights, (gate_up, down), self.activation, out)
+        return self.ops.experts(y, gate_up, down, ids, weights, self.activation, out=out)
 
     def _experts(self) -> tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]]:
         """Return the gated and the plain weights of all experts, collected in the first pass, when all are packed."""

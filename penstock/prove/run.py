@@ -12,6 +12,7 @@ from penstock.prove.hostile import GeneratedInput, HostileRequests
 from penstock.prove.hostile_files import HostileFiles
 from penstock.prove.long_run import LongRun
 from penstock.prove.memory import MemoryPlanProof
+from penstock.prove.parallel import ParallelBits
 from penstock.prove.parent_deaths import ParentDeaths
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
 from penstock.prove.records import Replays
@@ -23,6 +24,7 @@ from penstock.prove.together import Together
 PROOFS: tuple[Proof, ...] = (
     SameBits(),
     Together(),
+    ParallelBits(),
     EngineDeaths(),
     StandbyDeaths(),
     ServerDeaths(),

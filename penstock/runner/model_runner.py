@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -81,7 +82,8 @@ class ModelRunner:
         if max_model_len is None or threads is None:
             raise EngineError("the runner needs a resolved config")
         self._computing = _prepare_torch(ops, 1 if config.numerics.kernels == "cpu" else threads)
-        self._model = RecordedModel(model, ops) if isinstance(ops, RecordingOps) else model
+        is_recorded = isinstance(ops, RecordingOps) and config.parallel.num_ranks == 1  # a program waits for no rank
+        self._model = RecordedModel(model, cast(RecordingOps, ops)) if is_recorded else model
         self._ops = ops
         self._vocab_size = model_config.vocab_size
         self._heads = Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim)
@@ -269,12 +271,17 @@ class ModelRunner:
             start = end
 
     def _scored(self, hidden: Tensor, piece: PromptPiece) -> Iterator[TokenLogprobs]:
-        """Yield one entry per row of hidden [n, hidden], and stop at logits that are not finite."""
+        """Yield one entry per row of hidden [n, hidden], up to logits that are not finite.
+
+        All are computed, because ranks that share the model compute all of theirs.
+        """
+        is_finite = True
         for start in range(0, len(piece.targets), LOGITS_ROWS):
             end = start + LOGITS_ROWS
             logits = self._without_padding(self._model.compute_logits(hidden[start:end]))
-            if not as_array(self._ops.finite_rows(logits)).all():
-                return
+            is_finite = is_finite and bool(as_array(self._ops.finite_rows(logits)).all())
+            if not is_finite:
+                continue
             some = piece.targets[start:end]
             yield from token_logprobs(as_array(self._ops.log_softmax(logits)), some, [piece.num_top] * len(some))
 

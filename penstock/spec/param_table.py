@@ -50,6 +50,8 @@ class Parameter:
         quant: False, True or "int8".
         tied_to: name of the parameter whose values it shares.
         unit_size: elements of the last axis that stay in one leaf.
+        num_units: units on the split axis, of a parameter that has a unit.
+        ends: where the leaves end in a rank's part of the last axis; None: the parameter is whole.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Parameter:
     leaves: int
     tied_to: str | None
     unit_size: int = 1
+    num_units: int = 1
+    ends: tuple[int, ...] | None = None
 
     @property
     def sources(self) -> dict[str, tuple[int, ...]]:
@@ -74,6 +78,8 @@ class Parameter:
     @property
     def leaf_ends(self) -> tuple[int, ...]:
         """Return where the leaves of the last axis end; none if it reduces in one piece."""
+        if self.ends is not None:
+            return self.ends
         if self.leaves == 1:
             return ()
         return tuple(end for _, end in leaf_bounds(self.shape[-1], self.leaves, self.unit_size))
@@ -167,6 +173,7 @@ class _Expansion:
             leaves=row.leaves,
             tied_to=row.tied_to if self.config.tie_word_embeddings else None,
             unit_size=UNIT_SIZES[row.unit](self.config),
+            num_units=1 if row.unit is None else self.config.num_key_value_heads,
         )
 
     def _layout(self, held: Held, pieces: list[tuple[int, ...]]) -> Layout:

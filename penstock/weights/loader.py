@@ -6,6 +6,7 @@ instead (weights/packed.py). A model that does not fit into memory is refused be
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,17 +17,20 @@ from penstock.layers.context import CausalLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout, LMHead
 from penstock.layers.module import is_torch_module, named_modules
+from penstock.layers.split import Split
 from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter
+from penstock.spec.shares import cut_all
 from penstock.spec.unsupported import listed
 from penstock.validation import check_choice
 from penstock.weights.memory import check_memory, rotary_bytes
 from penstock.weights.packed import find_packed, restore_packed
 from penstock.weights.rows import RoundedRows
 from penstock.weights.safetensors import Checkpoint
-from penstock.weights.sources import ParameterSource, open_source, read_parameters
+from penstock.weights.sources import CutSource, ParameterSource, open_source, read_parameters
 
 
 def load_model(
@@ -39,6 +43,7 @@ def load_model(
     max_model_len: int | None = None,
     head: HeadLayout = PLAIN_HEAD,
     free_memory: Callable[[], int] | None = None,
+    split: Split | None = None,
 ) -> CausalLM:
     """Load the model of a directory, or of a checkpoint that is open already, ready to compute.
 
@@ -48,6 +53,7 @@ def load_model(
     max_model_len: positions of the rotary tables; None takes the model's context.
     head: how the columns of the LM head are arranged; packed weights hold the head whole.
     free_memory: returns the bytes that the weights may take; None checks nothing.
+    split: which part of the model to load (its cuts are found here), and how that meets the others; None loads all.
 
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture, or the model does not fit the memory.
@@ -58,11 +64,13 @@ def load_model(
     packed = find_packed(Path(cast(str | Path, directory))) if mappable else None
     if packed is not None and not head.is_plain:
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
-    parameters = read_parameters(model_config)
     if free_memory is not None and str(ops.device) == "cpu":  # the free memory of other devices is not known here
         tables = rotary_bytes(model_config, max_model_len)
         check_memory({"rotary tables of all positions": tables}, free_memory())
-    make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head)
+    parameters, split = _own(read_parameters(model_config), model_config, split)
+    make = LayerFactory.single_device(
+        ops, parameters, scheme=scheme, max_positions=max_model_len, head=head, split=split
+    )
     source = None if packed is not None else open_source(directory, model_config, load_format)
     model = empty_model(model_config, make)
     if free_memory is not None and packed is None and str(ops.device) == "cpu":  # a map needs no memory
@@ -70,14 +78,29 @@ def load_model(
     if packed is not None:
         restore_packed(packed, ops, scheme, dict(weight_layers(model)))
     elif source is not None:
-        _fill(model, make, source)
+        _fill(model, make, source if split is None else CutSource(source, split.cuts))
     for embedding, tied in tied_embeddings(model, make).values():
         embedding.share(tied.packed.pieces[0])
+    return _in_our_convention(model, model_config, make)
+
+
+def _in_our_convention(model: Any, model_config: ModelConfig, make: LayerFactory) -> CausalLM:
+    """Return a loaded model as a CausalLM, whatever convention it is written to."""
     if find_model(model_config.architecture, model_config.model_impl).convention == "jetstream":
         from penstock.conventions import jetstream
 
-        model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, ops, make))
+        model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, make.ops, make))
     return cast(CausalLM, model)
+
+
+def _own(
+    parameters: dict[str, Parameter], model_config: ModelConfig, split: Split | None
+) -> tuple[dict[str, Parameter], Split | None]:
+    """Return the parameters that this rank has, and the split with the cuts that make them; all where none is asked."""
+    if split is None:
+        return parameters, None
+    cuts = cut_all(parameters, split.share, model_config)
+    return {name: cut.own for name, cut in cuts.items()}, replace(split, cuts=cuts)
 
 
 def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:

@@ -81,6 +81,8 @@ class CutRows:
     def read(self, start: int, stop: int) -> Array:
         if self.axis == 0:
             return read_rows(self.source, self.begin + start, self.begin + stop)
+        if self.axis == 1 and hasattr(self.source, "read_columns"):
+            return as_array(self.source.read_columns(start, stop, self.begin, self.end))
         columns = (slice(None),) * self.axis + (slice(self.begin, self.end),)
         return np.ascontiguousarray(read_rows(self.source, start, stop)[columns])
 

@@ -112,6 +112,20 @@ class FileRows:
             raise ModelLoadError(f"{self.entry.file}: {self.name} cannot be read: {error}") from None
         return rows
 
+    def read_columns(self, start: int, stop: int, begin: int, end: int) -> Array:
+        """Read columns begin .. end-1 of rows start .. stop-1 of a matrix, and no others. Raises as `read` does."""
+        columns: Array = empty((stop - start, end - begin), NAMES[FLOATS[self.entry.dtype]])
+        element = columns.itemsize
+        try:
+            with self.entry.file.open("rb", buffering=0) as stream:
+                for row, buffer in enumerate(columns.view(UINT8), start):
+                    at = self.entry.offset + (row * self.shape[1] + begin) * element
+                    if os.preadv(stream.fileno(), [buffer.data], at) < len(buffer):
+                        raise ModelLoadError(f"{self.entry.file}: {self.name} is cut short")
+        except OSError as error:
+            raise ModelLoadError(f"{self.entry.file}: {self.name} cannot be read: {error}") from None
+        return columns
+
 
 def find_files(directory: Path) -> list[Path]:
     """Return the weight files, sorted by name: packed ones, else Transformers', else Mistral's.

@@ -97,7 +97,7 @@ def dirty_copy(like: Packed) -> Packed:
 def pack_rows(native: Native, target: Packed, weight: torch.Tensor, first: int = 0) -> int:
     rows = weight.contiguous()
     status = native.library.penstock_pack_rows(
-        native.context, target.address, rows.data_ptr(), packed.TYPES[rows.dtype], first, len(rows)
+        native.context, target.address, rows.data_ptr(), packed.TYPES[rows.dtype], first, len(rows), None
     )
     return int(status)
 

@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from penstock.client import child_main
 from penstock.client.open_requests import OpenRequests
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.kernels.cpu.library import load_library
+from penstock.parallel import child_main
 from penstock.prove import engine_deaths, parent_deaths, streams
 from penstock.prove.engine_deaths import EngineDeaths, StandbyDeaths
 from penstock.prove.parent_deaths import ParentDeaths

@@ -192,6 +192,15 @@ class CpuLinear:
         """Return the arrays without copying them."""
         return dict(self._tensors)
 
+    def take_scales(self) -> Array | None:
+        """Return the scale of each column [N], and leave them out of products from now on; None if there are none."""
+        if "column_scales" not in self._tensors:
+            return None
+        scales = as_array(self._tensors["column_scales"])
+        own = scales[: self.layout.n].copy()
+        scales[:] = 1
+        return own
+
 
 def own_linear(weight: PackedLinear, *, gated: bool) -> CpuLinear:
     """Return a weight that was packed by this backend, gated or not.

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from penstock.kernels.cpu.calls import (
     TYPES,
@@ -15,7 +16,7 @@ from penstock.kernels.cpu.calls import (
 from penstock.kernels.cpu.library import PenstockWeight
 from penstock.kernels.cpu.packed import CpuLinear, Layout, own_linear, pack
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows
-from penstock.kernels.tensors import FLOAT32, INT64, ArrayType, Dtype, Tensor
+from penstock.kernels.tensors import FLOAT32, INT64, Array, ArrayType, Dtype, Tensor
 
 REMEMBERED_EXPERTS = 1024  # layers whose NativeExperts are kept
 
@@ -34,6 +35,13 @@ class ProductOps(NativeCalls):
         layout = Layout.of(source.shape, self.element, packing)
         return pack(layout, source, bias, self.dtype, self._pack_rows)
 
+    def pack_part(
+        self, weight: RowSource, magnitudes: Array | None, packing: Packing
+    ) -> tuple[PackedLinear, Array | None]:
+        layout = Layout.of(weight.shape, self.element, packing)
+        packed = pack(layout, weight, None, self.dtype, partial(self._pack_rows, magnitudes=magnitudes))
+        return packed, packed.take_scales()
+
     def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
         return Layout.of(shape, self.element, packing).num_bytes(bias=bias)
 
@@ -42,9 +50,10 @@ class ProductOps(NativeCalls):
     ) -> PackedLinear:
         return CpuLinear(Layout.of(shape, self.element, packing), state)
 
-    def _pack_rows(self, weight: CpuLinear, rows: Tensor, first: int) -> None:
+    def _pack_rows(self, weight: CpuLinear, rows: Tensor, first: int, *, magnitudes: Array | None = None) -> None:
         at = address(rows, (len(rows), weight.depth), self.element, "weight")
-        self._call("penstock_pack_rows", (), weight.address, at, self._type, first, len(rows))
+        known = None if magnitudes is None else address(magnitudes, (weight.shape[0],), FLOAT32, "magnitudes")
+        self._call("penstock_pack_rows", (), weight.address, at, self._type, first, len(rows), known)
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
         return self._product(x, own_linear(weight, gated=False), 0, FLOAT32, out)

@@ -22,7 +22,7 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 6;         // goes up when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 7;         // goes up when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
@@ -236,10 +236,11 @@ PENSTOCK_API std::int32_t penstock_replay(
 // ---- Products. kernels/ops.py specifies the operations here and below.
 
 // Pack rows [num_rows, k] as rows first_row .. first_row + num_rows - 1 of a weight, whose arrays are written. Every
-// row must be packed exactly once, in any order. Only quantised kinds return STATUS_NOT_QUANTISABLE.
+// row must be packed exactly once, in any order. Only quantised kinds return STATUS_NOT_QUANTISABLE. magnitudes: null, or
+// [n], for int8: the largest absolute value of each row, where the weight is a part of a wider one.
 PENSTOCK_API std::int32_t penstock_pack_rows(
     penstock::Context* context, PenstockWeight* weight, const void* rows, std::int32_t type, std::int64_t first_row,
-    std::int64_t num_rows);
+    std::int64_t num_rows, const float* magnitudes);
 
 // x [rows, k] -> out [rows, n], or [rows, n / 2] if the weight is gated; out_stride is in elements between rows of out.
 // The activation of a gated weight applies to the gate.

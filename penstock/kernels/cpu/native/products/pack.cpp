@@ -32,6 +32,7 @@ struct PackJob {
     std::int32_t type;
     std::int64_t first, end;  // rows of the weight
     std::int64_t units;       // per staged row
+    const float* magnitudes;  // of the rows of the weight, or null
     std::atomic<bool> quantisable{true};
 
     void pack_panel(std::int64_t panel, std::uint32_t* staged) {
@@ -73,7 +74,7 @@ struct PackJob {
         if (weight.padded_k != weight.k) stage_padding(column, out);
         const char* x = rows + (row - first) * weight.k * type_bytes(type);
         if (weight.kind == KIND_INT8)
-            stage_int8(x, column, out);
+            stage_int8(x, row, column, out);
         else if (weight.kind == KIND_INT4 || weight.kind == KIND_INT4_A16)
             stage_int4(x, column, out);
         else
@@ -91,10 +92,10 @@ struct PackJob {
         });
     }
 
-    void stage_int8(const char* x, std::int64_t column, std::uint8_t* out) {
+    void stage_int8(const char* x, std::int64_t row, std::int64_t column, std::uint8_t* out) {
         constexpr float SMALLEST = 0x1p-100f;
         const int size = type_bytes(type);
-        const float magnitude = kernels.abs_max(x, type, weight.k);
+        const float magnitude = magnitudes != nullptr ? magnitudes[row] : kernels.abs_max(x, type, weight.k);
         if (!(magnitude < MAGNITUDE_LIMIT)) quantisable = false;
         const bool nonzero = magnitude >= SMALLEST && magnitude < MAGNITUDE_LIMIT;
         weight.column_scales[column] = nonzero ? magnitude / 127 : 0;
@@ -170,14 +171,14 @@ using namespace penstock;
 
 extern "C" std::int32_t penstock_pack_rows(
     Context* context, PenstockWeight* weight, const void* rows, std::int32_t type, std::int64_t first_row,
-    std::int64_t num_rows) {
+    std::int64_t num_rows, const float* magnitudes) {
     return run_call(context, [&] {
         if (num_rows <= 0) return STATUS_OK;
         if (first_row == 0) touch_first(*context, *weight);
         const std::int64_t units = weight->padded_k * element_bytes(weight->kind) / UNIT_BYTES;
         context->reserve_per_thread(HALF * (units + STAGGER) * UNIT_BYTES);
         PackJob job{*weight, context->pack, static_cast<const char*>(rows), type, first_row, first_row + num_rows,
-                    units};
+                    units, magnitudes};
         const PanelRange range = panels_of(*weight, job.first, job.end);
         context->pool.parallel_for(range.end - range.first, [&](std::int64_t item, int thread) {
             job.pack_panel(range.first + item, static_cast<std::uint32_t*>(context->per_thread[thread].data()));

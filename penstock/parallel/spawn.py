@@ -1,4 +1,4 @@
-"""Starts the child processes of a client: engines, and what tokenises. Each dies with the client (child_main.py)."""
+"""Starts child processes: engines, what tokenises, ranks. Each dies with the one that started it (child_main.py)."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def spawn(module: str, words: Sequence[str], *, inherited: Sequence[int], stdout
         stdout: where its standard output goes; that belongs to the user's program.
     """
     # -P keeps the current directory off the path: a queue.py there must not become the child's.
-    command = [sys.executable, "-P", "-m", "penstock.client.child_main", str(os.getpid()), module, *words]
+    command = [sys.executable, "-P", "-m", "penstock.parallel.child_main", str(os.getpid()), module, *words]
 
     def run() -> "subprocess.Popen[bytes]":
         return subprocess.Popen(

@@ -1,6 +1,6 @@
 """The first lines of a child process: its life is tied to its client's before anything else is imported.
 
-    python -m penstock.client.child_main CLIENT_PID MODULE WORD ...      runs MODULE.main([WORD, ...])
+    python -m penstock.parallel.child_main CLIENT_PID MODULE WORD ...      runs MODULE.main([WORD, ...])
 
 The end of its connection ends a child that runs (engine_process.py, text_process.py). One that is stopped,
 or hangs in native code that never lets Python run, cannot notice that end: the kernel kills it when the thread that

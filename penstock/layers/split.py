@@ -1,0 +1,218 @@
+"""Layers of a model that several ranks share: they compute a part, and meet where the other ranks' parts are needed.
+
+    K is split       part of a sum -> sum over ranks, in the order of one process -> scales, bias
+    rows of a table  rows that this rank has -> each row from the rank that has it
+    the LM head      some columns of the logits -> all columns
+    experts          results of this rank's experts -> each row's experts, added in ascending id
+
+Everything else is computed by every rank alike. Model files do not know of this: LayerFactory makes these layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from penstock.kernels.arena import Slot
+from penstock.kernels.ops import Ops, RowSource, SplittingOps
+from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array
+from penstock.layers.lm_head import LMHead
+from penstock.layers.weights import Embedding, Linear, LinearSpec, whole
+from penstock.spec.shares import Cut, Share
+
+MAGNITUDE_ROWS = 4096  # rows of a weight that are read at once to find their largest values
+
+
+class Ranks(Protocol):
+    """How a rank meets the others. All ranks of a block call the same method at the same place."""
+
+    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
+        """Return what each rank of this rank's block of `degree` gave, in the order of ranks; not to be written to.
+
+        The arrays are valid until the next call. shapes: of each, where they differ from x.
+
+        Raises:
+            ExecutorLostError: a rank of the group ended, or does not answer.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What LayerFactory needs to make a rank's part of a model.
+
+    Attributes:
+        cuts: of every parameter that the rank has any of, by the name in the rank's model.
+    """
+
+    share: Share
+    ranks: Ranks
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+
+
+def tree_sum(parts: Sequence[Array], out: Array) -> Array:
+    """Add parts, whose number is a power of two, as a binary tree: the upper levels of that of a weight's leaves."""
+    if len(parts) == 2:
+        return np.add(parts[0], parts[1], out=out)
+    half = len(parts) // 2
+    left = tree_sum(parts[:half], np.empty_like(out)) if half > 1 else parts[0]
+    return np.add(left, tree_sum(parts[half:], np.empty_like(out)) if half > 1 else parts[1], out=out)
+
+
+class SummedLinear(Linear):
+    """x [M, K / degree] dtype -> x @ weight.T + bias [M, N] float32, where each rank has some leaves of K.
+
+    Attributes:
+        scales: [N] float32, of the columns of an int8 weight, to multiply the sum with; None for other weights.
+    """
+
+    scales: Array | None
+    bias: Array | None
+
+    def __init__(self, ops: Ops, spec: LinearSpec, out: Slot, part: Slot, split: Split, degree: int) -> None:
+        """out: for the result. part: for this rank's part of the sum."""
+        super().__init__(ops, spec, part)
+        self.sum = out
+        self.ranks = split.ranks
+        self.degree = degree
+
+    def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
+        source = cast(RowSource, values["weight"])
+        scheme = self.spec.packing.scheme
+        magnitudes = None
+        if scheme is not None and scheme.weight_bits == 8:
+            magnitudes = np.maximum.reduce(self.ranks.gather(_magnitudes(source), self.degree))
+        ops = cast(SplittingOps, self.ops)
+        self.packed, self.scales = ops.pack_part(source, magnitudes, self.spec.packing)
+        self.bias = None
+        if self.spec.bias:
+            self.bias = whole(values["bias"]).astype(self.ops.dtype).astype(FLOAT32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.ranks.gather(as_array(super().forward(x)), self.degree)
+        total = tree_sum(parts, self.sum(x.shape[0]))
+        if self.scales is not None:
+            total *= self.scales
+        if self.bias is not None:
+            total += self.bias
+        return total
+
+
+def _magnitudes(source: RowSource) -> Array:
+    """Return the largest absolute value of each row."""
+    found = np.empty(source.shape[0], FLOAT32)
+    for start in range(0, len(found), MAGNITUDE_ROWS):
+        stop = min(start + MAGNITUDE_ROWS, len(found))
+        found[start:stop] = np.abs(as_array(source.read(start, stop)).astype(FLOAT32)).max(axis=1, initial=0)
+    return found
+
+
+class SplitEmbedding(Embedding):
+    """ids [T] int64 -> scale * weight[ids], where each rank has some rows of the table."""
+
+    def __init__(
+        self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float, split: Split, rows: Sequence[int]
+    ) -> None:
+        """rows: the first row of each rank's part, and past the last."""
+        super().__init__(ops, shape, out, scale)
+        self.ranks = split.ranks
+        self.rows = np.asarray(rows)
+        self.index = split.share.vocab.index
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids = as_array(ids)
+        owner = np.searchsorted(self.rows, ids, side="right") - 1
+        local = np.where(owner == self.index, ids - self.rows[self.index], 0)
+        rows = as_array(super().forward(self.ops.tensor(local)))
+        parts = self.ranks.gather(rows, len(self.rows) - 1)
+        for index, part in enumerate(parts):
+            if index != self.index:
+                mine = owner == index
+                rows[mine] = part[mine]
+        return self.ops.tensor(rows)
+
+
+class SplitHead(LMHead):
+    """hidden [M, hidden] dtype -> logits [M, V] float32, where each rank has some columns."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        spec: LinearSpec,
+        out: tuple[Slot, Slot],
+        split: Split,
+        columns: Sequence[int],
+        *,
+        softcap: float | None,
+    ) -> None:
+        """out: for this rank's logits, and for those of all. columns: as SplitEmbedding's rows."""
+        super().__init__(ops, spec, out[0], softcap=softcap)
+        self.all = out[1]
+        self.ranks = split.ranks
+        self.columns = columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = as_array(super().forward(x))
+        bounds = list(zip(self.columns[:-1], self.columns[1:], strict=True))
+        parts = self.ranks.gather(own, len(bounds), [(len(own), end - begin) for begin, end in bounds])
+        return self.ops.tensor(np.concatenate(parts, axis=1, out=self.all(x.shape[0])))
+
+
+class SplitMixture:
+    """Applies experts that are distributed over ranks, whole or in parts: Ops.experts with the same bits."""
+
+    def __init__(self, ops: Ops, split: Split, num_experts: int, down: Sequence[Any]) -> None:
+        """down: the last product of each expert of this rank."""
+        self.ops = ops
+        self.split = split
+        self.first, self.last = split.share.experts.even_bounds(num_experts)
+        self.num_experts = num_experts
+        self.down = down
+        self._scales: Array | None = None
+        self._has_scales = False
+
+    def __call__(
+        self, y: Array, ids: Array, weights: Array, experts: tuple[Any, Any], activation: str, out: Array
+    ) -> Array:
+        """Return the sum of weight * expert(y) of y [T, hidden] over ids, weights [T, k], in ascending expert id."""
+        chosen = ids.reshape(-1)
+        own = np.flatnonzero((chosen >= self.first) & (chosen < self.last))
+        results = np.zeros((len(chosen), out.shape[1]), FLOAT32)
+        if len(own):
+            rows = np.ascontiguousarray(y[own // ids.shape[1]])
+            local = np.ascontiguousarray((chosen[own] - self.first)[:, None])
+            results[own] = self.ops.experts(rows, *experts, local, np.ones((len(own), 1), FLOAT32), activation)
+        degree = self.split.share.degrees.mixture
+        if degree > 1:
+            results = tree_sum(self.split.ranks.gather(results, degree), np.empty_like(results))
+        scales = self._all_scales()
+        if scales is not None:
+            results *= scales[chosen]
+        return _mixed(results.reshape(*ids.shape, -1), ids, weights, out)
+
+    def _all_scales(self) -> Array | None:
+        """Return the column scales of all experts, [experts, hidden], once for all calls; None if there are none."""
+        if not self._has_scales:
+            self._scales = self._gather_scales([getattr(item, "scales", None) for item in self.down])
+            self._has_scales = True
+        return self._scales
+
+    def _gather_scales(self, own: Sequence[Array | None]) -> Array | None:
+        """Gather the column scales of all experts from their ranks. A whole expert's are in its product already."""
+        scales = [item for item in own if item is not None]
+        if not scales:
+            return None
+        degrees, mine = self.split.share.degrees, np.stack(scales)
+        bounds = [Share(rank, degrees).experts.even_bounds(self.num_experts) for rank in range(degrees.mixture)]
+        shapes = [(last - first, mine.shape[1]) for first, last in bounds]
+        parts = self.split.ranks.gather(mine, degrees.mixture, shapes)
+        return np.concatenate(parts[:: degrees.inner])
+
+
+def _mixed(results: Array, ids: Array, weights: Array, out: Array) -> Array:
+    """Add weight * result of results [T, k, hidden] in ascending id, starting from zero."""
+    order, rows = np.argsort(ids, axis=1), np.arange(len(ids))
+    out[:] = 0
+    for place in order.T:
+        out += weights[rows, place][:, None] * results[rows, place]
+    return out

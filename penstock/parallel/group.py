@@ -1,0 +1,155 @@
+"""Group: the rank processes of one engine. Rank 0, the leader, is the process of the engine and starts the others.
+
+Each rank has a socket to every other (links.py), and a connection to the leader. The first thing that comes over it
+says what to build; from then on, steps (executor.py). A rank whose leader is gone ends: the connection is closed, and
+the system kills it even where it hangs (child_main.py).
+"""
+
+import itertools
+import os
+import pickle
+import socket
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
+from penstock.parallel.links import Links, rounded_to_pages, shared_memory
+from penstock.parallel.spawn import spawn
+
+STDERR = 2
+END_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a rank says once it is ready: the memory of its caches, and how much of the files it has read."""
+
+    cache_bytes: int
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class CannotBuild:
+    """Why a rank cannot be built."""
+
+    message: str
+    param: str | None = None
+
+
+class Group:
+    """The ranks of an engine, seen by the leader.
+
+    Attributes:
+        links: the leader's end.
+        built: what the other ranks said when they were ready.
+    """
+
+    def __init__(self, size: int, place_bytes: int, module: str, plan: Any) -> None:
+        """Start the other ranks: `module.main` in processes of their own, which get `plan` as the first message.
+
+        Raises:
+            EngineError: they cannot be started.
+        """
+        place_bytes = rounded_to_pages(place_bytes)
+        memory = shared_memory(size, place_bytes)
+        ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+        for one, other in itertools.combinations(range(size), 2):
+            ends[one][other], ends[other][one] = socket.socketpair()
+        self.links = Links(0, ends[0], memory, place_bytes)
+        self.built: list[Built] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        try:
+            for rank in range(1, size):
+                self._start(rank, ends[rank], memory, place_bytes, module)
+        except OSError as error:
+            self.close()
+            raise EngineError(f"the processes of {size} ranks cannot be started: {error}") from error
+        finally:
+            os.close(memory)
+            for sock in itertools.chain.from_iterable(item.values() for item in ends[1:]):
+                sock.close()
+        self.send(plan)
+
+    def _start(self, rank: int, peers: dict[int, socket.socket], memory: int, place_bytes: int, module: str) -> None:
+        ours, theirs = socket.socketpair()
+        sockets = [f"{peer}:{sock.fileno()}" for peer, sock in peers.items()]
+        words = [str(rank), str(theirs.fileno()), str(memory), str(place_bytes), *sockets]
+        inherited = [theirs.fileno(), memory, *(sock.fileno() for sock in peers.values())]
+        try:
+            self._processes.append(spawn(module, words, inherited=inherited, stdout=STDERR))
+        finally:
+            theirs.close()
+        self._connections.append(Connection(ours.detach()))
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks after the leader."""
+        return [process.pid for process in self._processes]
+
+    def wait_until_built(self) -> None:
+        """Wait for every rank to be ready. Raise what a rank says that it cannot be built for, or EngineError."""
+        for rank, connection in enumerate(self._connections, start=1):
+            try:
+                answer = connection.recv()
+            except (EOFError, OSError) as error:
+                raise EngineError(f"{self._fate(rank)} while it loaded its part of the model") from error
+            if isinstance(answer, CannotBuild):
+                if answer.param is not None:
+                    raise InvalidRequestError(answer.message, param=answer.param)
+                raise ModelLoadError(f"rank {rank}: {answer.message}")
+            self.built.append(answer)
+
+    def send(self, message: Any) -> None:
+        """Send a message to every other rank. Raise ExecutorLostError if one has ended."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for rank, connection in enumerate(self._connections, start=1):
+            try:
+                connection.send_bytes(data)
+            except OSError as error:
+                raise self.lost(ExecutorLostError("", rank=rank)) from error
+
+    def lost(self, error: Exception) -> ExecutorLostError:
+        """End every rank, because of an error after which they would not be at the same place. Return what to raise."""
+        rank = getattr(error, "rank", None)
+        what = self._fate(rank) if rank else f"rank 0: {error}"
+        self.close()
+        return ExecutorLostError(f"{what}; the ranks of this engine are replaced together", rank=rank)
+
+    def _fate(self, rank: int) -> str:
+        """Say what became of a rank."""
+        process = self._processes[rank - 1]
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout=1.0)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return f"rank {rank} (process {process.pid}) {how}"
+        return f"rank {rank} (process {process.pid}) does not answer"
+
+    def close(self) -> None:
+        """End every other rank at once, and wait until they have ended. A second call does nothing."""
+        self.links.close()
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait(timeout=END_WAIT_S)
+
+
+def bytes_read() -> int:
+    """Return the bytes that this process has read from files so far; 0 where the system does not tell."""
+    with suppress(OSError), open("/proc/self/io") as counters:
+        return next(int(line.split()[1]) for line in counters if line.startswith("rchar:"))
+    return 0
+
+
+def inherit(words: list[str]) -> tuple[Links, Connection]:
+    """Return a rank's links, and its connection to the leader, from the words that it was started with."""
+    rank, connection, memory, place_bytes = map(int, words[:4])
+    peers = {int(peer): socket.socket(fileno=int(file)) for peer, file in (word.split(":") for word in words[4:])}
+    links = Links(rank, peers, memory, place_bytes)
+    os.close(memory)
+    return links, Connection(connection)

@@ -1,0 +1,110 @@
+"""Links: how the ranks of a model on one host meet. What they give each other lies in memory that they share; a byte
+over a socket says that it is there.
+
+    rank r:  writes its array to its own place -> a byte to each other rank of the block -> a byte from each of them
+             -> reads their arrays where they lie
+
+Each rank has two places, used in turn: when it writes to one again, every rank has said in between that it is done
+with it. A socket ends with its process, so the death of a rank reaches all others at their next meeting. The memory has
+no name in the system, and is gone with its processes.
+"""
+
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.errors import ExecutorLostError
+from penstock.kernels.tensors import UINT8, Array
+from penstock.spec.shares import DEGREES
+
+TIMEOUT_S = 60  # a rank that is alive answers within the time of one product
+PAGE = 4096
+
+
+class Links:
+    """One rank's end: it meets the ranks of its block of neighbours.
+
+    Attributes:
+        bytes_received: what other ranks gave this one so far.
+        meetings: how often it met them.
+    """
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket], memory: int, place_bytes: int) -> None:
+        """peers: a socket to each other rank. memory: the shared memory's descriptor. place_bytes: of each place."""
+        self.rank = rank
+        self._peers = peers
+        self._place = place_bytes
+        size = (len(peers) + 1) * len(DEGREES) * 2 * place_bytes
+        self._memory = np.frombuffer(mmap.mmap(memory, size), dtype=UINT8)
+        self._turns = dict.fromkeys(DEGREES, 0)
+        self.bytes_received = 0
+        self.meetings = 0
+        for sock in peers.values():
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", TIMEOUT_S, 0))
+
+    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
+        """Return what each rank of this rank's block gave (layers/split.py, Ranks)."""
+        first = self.rank // degree * degree
+        if x.nbytes > self._place:
+            raise ExecutorLostError(f"a rank gives {x.nbytes} bytes at once where {self._place} were planned")
+        turn = self._turns[degree] = self._turns[degree] ^ 1
+        x = np.ascontiguousarray(x)
+        self._at(self.rank, degree, turn)[: x.nbytes] = x.reshape(-1).view(UINT8)
+        others = [rank for rank in range(first, first + degree) if rank != self.rank]
+        word = bytes([degree << 1 | turn])
+        for rank in others:
+            self._say(rank, word)
+        for rank in others:
+            self._hear(rank, word)
+        self.meetings += 1
+        found = []
+        for index in range(degree):
+            shape = x.shape if shapes is None else shapes[index]
+            size = int(np.prod(shape)) * x.itemsize
+            if first + index != self.rank:
+                self.bytes_received += size
+            found.append(self._at(first + index, degree, turn)[:size].view(x.dtype).reshape(shape))
+        return found
+
+    def close(self) -> None:
+        """Leave the group: the others' next meeting with this rank fails. A second call does nothing."""
+        for sock in self._peers.values():
+            sock.close()
+
+    def _at(self, rank: int, degree: int, turn: int) -> Array:
+        start = ((rank * len(DEGREES) + DEGREES.index(degree)) * 2 + turn) * self._place
+        return self._memory[start : start + self._place]
+
+    def _say(self, rank: int, word: bytes) -> None:
+        try:
+            self._peers[rank].sendall(word)
+        except OSError as error:
+            raise ExecutorLostError(f"rank {rank} has ended", rank=rank) from error
+
+    def _hear(self, rank: int, word: bytes) -> None:
+        try:
+            heard = self._peers[rank].recv(1)
+        except BlockingIOError as error:
+            raise ExecutorLostError(f"rank {rank} has not answered for {TIMEOUT_S} s", rank=rank) from error
+        except OSError as error:
+            raise ExecutorLostError(f"rank {rank} has ended", rank=rank) from error
+        if not heard:
+            raise ExecutorLostError(f"rank {rank} has ended", rank=rank)
+        if heard != word:
+            raise ExecutorLostError(f"rank {rank} is at another place of the model than rank {self.rank}", rank=rank)
+
+
+def shared_memory(ranks: int, place_bytes: int) -> int:
+    """Return the descriptor of memory for the places of all ranks. A page is provided when it is written to."""
+    memory = os.memfd_create("penstock-ranks")
+    os.ftruncate(memory, ranks * len(DEGREES) * 2 * place_bytes)
+    return memory
+
+
+def rounded_to_pages(num_bytes: int) -> int:
+    """Return a multiple of the page size of at least so many bytes."""
+    return -(-num_bytes // PAGE) * PAGE

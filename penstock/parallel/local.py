@@ -1,0 +1,81 @@
+"""Ranks as threads of one process, for tests and proofs of the arithmetic: many splits in the time of one start."""
+
+import queue
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.errors import ExecutorLostError
+from penstock.kernels.tensors import Array
+from penstock.parallel.executor import Follower, Step
+from penstock.spec.shares import DEGREES
+
+TIMEOUT_S = 60
+
+
+class LocalRanks:
+    """One rank's end (layers/split.py, Ranks)."""
+
+    def __init__(self, rank: int, group: "LocalGroup") -> None:
+        self.rank = rank
+        self._group = group
+
+    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
+        """Return what each rank of this rank's block gave."""
+        first = self.rank // degree * degree
+        given, barrier = self._group.given[degree], self._group.barriers[degree, first]
+        given[self.rank] = np.array(x)
+        try:
+            barrier.wait(TIMEOUT_S)
+            found = [given[rank] for rank in range(first, first + degree)]
+            barrier.wait(TIMEOUT_S)  # nobody gives again before all have taken
+        except threading.BrokenBarrierError as error:
+            raise ExecutorLostError("a rank has ended") from error
+        if shapes is not None and [item.shape for item in found] != list(shapes):
+            raise ExecutorLostError(f"ranks gave {[item.shape for item in found]} where {list(shapes)} were expected")
+        return found
+
+
+class LocalGroup:
+    """What ParallelExecutor needs of a Group, with a thread for each rank after the leader."""
+
+    def __init__(self, size: int) -> None:
+        self.given: dict[int, dict[int, Array]] = {degree: {} for degree in DEGREES}
+        self.barriers = {
+            (degree, first): threading.Barrier(degree) for degree in DEGREES for first in range(0, size, degree)
+        }
+        self.ranks = [LocalRanks(rank, self) for rank in range(size)]
+        self._inboxes: list[queue.SimpleQueue[Step | None]] = []
+        self._following = threading.Semaphore(0)
+
+    def follow(self, runner: Follower) -> None:
+        """Compute every step of one rank in the calling thread, until the group is closed."""
+        inbox: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._inboxes.append(inbox)
+        self._following.release()
+        while (step := inbox.get()) is not None:
+            runner.append(step.sampled)
+            runner.execute(step.plan)
+
+    def wait_until_whole(self) -> None:
+        """Wait until every rank follows. Raise ExecutorLostError if one does not come."""
+        for _ in self.ranks[1:]:
+            if not self._following.acquire(timeout=TIMEOUT_S):
+                raise ExecutorLostError("a rank has ended")
+
+    def send(self, message: Step | None) -> None:
+        """Send a step to every rank."""
+        for inbox in self._inboxes:
+            inbox.put(message)
+
+    def lost(self, error: Exception) -> ExecutorLostError:
+        """End every rank because of an error. Return what to raise."""
+        self.close()
+        for barrier in self.barriers.values():
+            barrier.abort()
+        return ExecutorLostError(str(error))
+
+    def close(self) -> None:
+        """End every rank after its step. A second call does nothing."""
+        self.send(None)

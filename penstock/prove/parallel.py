@@ -1,0 +1,163 @@
+"""Proof that a model which several ranks share answers with the bits of one process, however it is split.
+
+The ranks are threads here: the arithmetic is the same as that of processes, and a trial takes a tenth of the time.
+Every fifth trial starts real processes.
+"""
+
+import random
+import shutil
+import tempfile
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from penstock.assembly import build_engine
+from penstock.assembly.model import make_ops
+from penstock.assembly.ranks import Leader, RankPlan, StartRanks, make_runner, start_ranks
+from penstock.config import EngineConfig
+from penstock.errors import ExecutorLostError, InvalidRequestError
+from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import TokenLogprobs
+from penstock.kernels.ops import Ops
+from penstock.parallel.executor import ParallelExecutor
+from penstock.parallel.local import LocalGroup
+from penstock.prove import tiny_models
+from penstock.prove.proof import Trials
+from penstock.runner.following import FollowingRunner
+from penstock.runner.structured import Forms
+from penstock.spec.shares import Share
+
+PROCESSES_EVERY = 5
+BASE: dict[str, Any] = {
+    "load_format": "dummy", "max_model_len": 128, "threads": 1, "kernels": "cpu", "kv_cache_memory_bytes": 2**22,
+    "max_num_batched_tokens": 48, "max_num_seqs": 8,
+}  # fmt: skip
+AXES: dict[str, tuple[Any, ...]] = {
+    "dtype": ("float32", "bfloat16"),
+    "quantization": (None, "int8", "int8-x2", "int4", "int4-a16"),
+    "kv_cache_dtype": ("auto", "int8"),
+    "tensor_parallel_size": (1, 2, 4, 8),
+    "attention_parallel_size": (None, 1, 2),
+    "mlp_parallel_size": (None, 1, 2, 4, 8),
+    "expert_parallel_size": (1, 1, 2, 4),
+    "speculative_config": (None, {"method": "ngram"}),
+}
+SPLITS = ("tensor_parallel_size", "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All that a request got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def add(self, output: EngineOutput) -> None:
+        """Add what a step gave."""
+        self.token_ids.extend(output.new_token_ids)
+        self.logprobs.extend(output.logprobs or ())
+        self.prompt_logprobs.extend(output.prompt_logprobs or ())
+        self.errors.extend([output.error] if output.error is not None else ())
+
+
+class ParallelBits:
+    """Answers of one process beside those of its parts."""
+
+    name: ClassVar[str] = "parallel"
+    promise: ClassVar[str] = "a model that several processes share answers with the bits of one process"
+    unit: ClassVar[str] = "splits"
+    goal: ClassVar[int] = 200
+    weight: ClassVar[float] = 1.0
+
+    def run(self, trials: Trials) -> None:
+        """Compare one random split of one random model per trial."""
+        place = Path(tempfile.mkdtemp(prefix="penstock-prove-"))
+        models = tiny_models.write(place)
+        num_processes = 0
+        try:
+            while trials.go_on():
+                name = trials.random.choice(sorted(models))
+                options = draw(trials.random)
+                as_processes = trials.outcome.tried % PROCESSES_EVERY == 0
+                num_processes += as_processes
+                wrong = differs(models[name], options, as_processes=as_processes)
+                trials.tried()
+                if wrong is not None:
+                    trials.wrong(f"{name}, {options}, {'processes' if as_processes else 'threads'}: {wrong}")
+        finally:
+            shutil.rmtree(place)
+        trials.figure("splits_in_processes", num_processes)
+
+
+def draw(chance: random.Random) -> dict[str, Any]:
+    """Return random options that split a model."""
+    options = {name: chance.choice(values) for name, values in AXES.items()}
+    if all(options[name] in (None, 1) for name in SPLITS):
+        options["tensor_parallel_size"] = 2
+    return options
+
+
+def differs(model: str, options: dict[str, Any], *, as_processes: bool) -> str | None:
+    """Return how the answers of a split differ from those of one process; None if they do not, or it is refused."""
+    config = EngineConfig.from_options(model=model, **BASE, **options)
+    expected = answers(replace(config, parallel=type(config.parallel)()))
+    try:
+        found = answers(config, start_ranks if as_processes else start_threads)
+    except InvalidRequestError as error:
+        return None if error.param in SPLITS else f"refused: {error}"
+    for request_id, answer in expected.items():
+        if found[request_id] != answer:
+            return f"request {request_id}: {found[request_id].token_ids} instead of {answer.token_ids}"
+    return None
+
+
+def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, Answer]:
+    """Return what an engine of that config answers to greedy and sampled requests, long and short, with scores."""
+    engine = build_engine(config, start=start).engine
+    found = {str(index): Answer() for index in range(4)}
+    try:
+        for index, length in enumerate((3, 70, 70, 18)):
+            prompt = [(7 + 5 * index // 2 + 31 * place) % engine.vocab_size for place in range(length)]
+            params = SamplingParams(
+                max_tokens=8, ignore_eos=True, logprobs=2, temperature=float(index % 2), seed=index,
+                prompt_logprobs=1 if index == 3 else None,
+            )  # fmt: skip
+            engine.add_request(EngineRequest(str(index), prompt, params))
+        while engine.has_work:
+            for output in engine.step():
+                found[output.request_id].add(output)
+    finally:
+        engine.executor.shutdown()
+    return found
+
+
+def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None) -> Leader:
+    """Make every rank a thread of this process, as ranks.start_ranks makes them processes.
+
+    Raises:
+        PenstockError: the leader's part cannot be built.
+    """
+    degrees = plan.degrees
+    group = LocalGroup(degrees.size)
+    for rank in range(1, degrees.size):
+        threading.Thread(target=_be_rank, args=(plan, rank, group), daemon=True).start()
+    runner = make_runner(plan, ops, Share(0, degrees), group.ranks[0], forms)
+    group.wait_until_whole()
+    return Leader(ParallelExecutor(runner, group), runner.cache_bytes)
+
+
+def _be_rank(plan: RankPlan, rank: int, group: LocalGroup) -> None:
+    try:
+        ops = make_ops(plan.config, plan.model_config)
+        runner = make_runner(plan, ops, Share(rank, plan.degrees), group.ranks[rank])
+        if isinstance(runner, FollowingRunner):
+            group.follow(runner)
+    except ExecutorLostError:
+        return  # the leader says what happened
+    except Exception as error:
+        group.lost(error)
+        raise

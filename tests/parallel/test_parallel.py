@@ -1,0 +1,153 @@
+"""Several ranks answer with the bits of one process; and what happens when one of them ends, hangs or fails."""
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import LLM, AsyncLLM, SamplingParams
+from penstock.errors import ExecutorLostError
+from penstock.layers import split
+from penstock.parallel import links
+from penstock.parallel.links import Links, shared_memory
+from penstock.prove import tiny_models
+from penstock.prove.parallel import differs
+from tests.kernels.packed import levels
+
+pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+
+SPLITS: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {"tensor_parallel_size": 2, "dtype": "float32"}),
+    ("Llama", {"tensor_parallel_size": 8, "dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"}),
+    ("Falcon", {"tensor_parallel_size": 4, "dtype": "bfloat16", "quantization": "int4"}),
+    ("Gemma 2", {"tensor_parallel_size": 4, "mlp_parallel_size": 2, "dtype": "bfloat16"}),
+    ("Mixtral", {"tensor_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8"}),
+    ("Qwen3-MoE", {"mlp_parallel_size": 4, "expert_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8-x2"}),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return tiny_models.write(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.covers("J11", "J20", "F24", "F29", "C16")
+@pytest.mark.parametrize(("name", "options"), SPLITS, ids=[f"{name} {index}" for index, (name, _) in enumerate(SPLITS)])
+def test_every_split_has_the_bits_of_one_process(models: dict[str, str], name: str, options: dict[str, Any]) -> None:
+    """Guards against a sum in another order, a rounding too early, and ranks that disagree. `penstock prove --only
+    parallel` draws from all splits."""
+    assert differs(models[name], options, as_processes=False) is None
+
+
+def test_the_comparison_can_fail(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a comparison that sees nothing: here the ranks' parts are added from left to right."""
+    monkeypatch.setattr(split, "tree_sum", lambda parts, out: np.copyto(out, sum(parts)) or out)
+    assert differs(models["Llama"], {"tensor_parallel_size": 4, "dtype": "float32"}, as_processes=False) is not None
+
+
+@contextmanager
+def linked(size: int, place_bytes: int = 4096) -> Iterator[list[Links]]:
+    """The links of ranks in this process."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+    for one, other in itertools.combinations(range(size), 2):
+        ends[one][other], ends[other][one] = socket.socketpair()
+    memory = shared_memory(size, place_bytes)
+    ranks = [Links(rank, peers, memory, place_bytes) for rank, peers in enumerate(ends)]
+    os.close(memory)
+    yield ranks
+    for rank in ranks:
+        rank.close()
+
+
+def test_ranks_meet_in_order_and_in_blocks() -> None:
+    """Guards against a place that is written to while another rank still reads it, in blocks of changing size."""
+    wrong: list[tuple[int, int]] = []
+
+    def meet(rank: Links) -> None:
+        for turn in range(200):
+            degree = (2, 4, 4, 2)[turn % 4]
+            first = rank.rank // degree * degree
+            parts = rank.gather(np.full(8, 1000 * turn + rank.rank, np.float32), degree)
+            if [float(part[0]) for part in parts] != [1000 * turn + first + index for index in range(degree)]:
+                wrong.append((rank.rank, turn))
+
+    with linked(4) as ranks:
+        threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert ranks[0].meetings == 200
+    assert ranks[0].bytes_received == 100 * 32 * (1 + 3)
+
+
+def test_a_rank_that_ends_hangs_or_is_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against ranks that wait for ever."""
+    some = np.zeros(4, np.float32)
+    with linked(2) as (one, other):
+        other.close()
+        with pytest.raises(ExecutorLostError, match="rank 1 has ended") as caught:
+            one.gather(some, 2)
+    assert caught.value.rank == 1
+    monkeypatch.setattr(links, "TIMEOUT_S", 1)
+    with linked(2) as (one, other):
+        with pytest.raises(ExecutorLostError, match="rank 1 has not answered for 1 s"):
+            one.gather(some, 2)
+        with pytest.raises(ExecutorLostError, match="planned"):
+            one.gather(np.zeros(4096, np.float32), 2)
+        other._say(0, b"?")
+        with pytest.raises(ExecutorLostError, match="another place"):
+            one.gather(some, 2)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(word) for word in (task / "children").read_text().split()]
+    return found
+
+
+@pytest.mark.covers("J11")
+def test_a_killed_rank_is_one_event_and_the_stream_goes_on(models: dict[str, str]) -> None:
+    """Guards against a hang in a meeting, a lost or repeated token, and ranks that outlive their engine."""
+    options: dict[str, Any] = {
+        "model": models["Llama"], "load_format": "dummy", "threads": 1, "max_model_len": 128,
+        "kv_cache_memory_bytes": 2**22, "dtype": "bfloat16", "quantization": "int8",
+    }  # fmt: skip
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.0, seed=3, detokenize=False)
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    with LLM(**options) as llm:
+        expected = llm.generate([prompt], params)[0].outputs[0].token_ids
+
+    async def stream() -> tuple[list[int], list[int], list[int]]:
+        async with AsyncLLM(**options, tensor_parallel_size=2) as llm:
+            engine = llm.status().pid
+            ranks, token_ids = children(engine), []
+            killed = False
+            async for output in llm.generate(prompt, params, "0"):
+                token_ids = list(output.outputs[0].token_ids)
+                if len(token_ids) > 5 and not killed:
+                    killed = True
+                    os.kill(ranks[0], signal.SIGKILL)
+            after = children(llm.status().pid)
+            return token_ids, [engine, *ranks], [llm.status().pid, *after]
+
+    token_ids, before, after = asyncio.run(stream())
+    assert list(token_ids) == list(expected)
+    assert len(before) == len(after) == 2
+    assert not set(before) & set(after)
+    for pid in (*before, *after):
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            assert Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z", f"{pid} lives on"
