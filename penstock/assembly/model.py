@@ -16,7 +16,7 @@ from penstock.planner.memory import (
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.instance import InstanceWeights
 from penstock.weights.kv_scales import read_kv_scales
-from penstock.weights.loader import dtype_for, load_model
+from penstock.weights.loader import dtype_for, load_model, load_part
 
 Weights = Path | InstanceWeights
 
@@ -43,16 +43,21 @@ def make_model(
     Raises:
         ModelLoadError: its weights cannot be served.
     """
+    numerics, length = config.numerics, config.scheduler.max_model_len
+    if split is not None and isinstance(weights, Path):
+        return load_part(
+            weights, model_config, ops, numerics.load_format, split,
+            scheme=numerics.scheme, max_model_len=length, free_memory=free_memory_bytes,
+        )  # fmt: skip
     return load_model(
         weights,
         model_config,
         ops,
-        config.numerics.load_format,
-        scheme=config.numerics.scheme,
-        max_model_len=config.scheduler.max_model_len,
+        numerics.load_format,
+        scheme=numerics.scheme,
+        max_model_len=length,
         head=head_layout(config),
         free_memory=free_memory_bytes,
-        split=split,
     )
 
 

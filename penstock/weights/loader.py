@@ -22,7 +22,6 @@ from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme, scheme_of
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.param_table import Parameter
 from penstock.spec.shares import cut_all
 from penstock.spec.unsupported import listed
 from penstock.validation import check_choice
@@ -43,7 +42,6 @@ def load_model(
     max_model_len: int | None = None,
     head: HeadLayout = PLAIN_HEAD,
     free_memory: Callable[[], int] | None = None,
-    split: Split | None = None,
 ) -> CausalLM:
     """Load the model of a directory, or of a checkpoint that is open already, ready to compute.
 
@@ -53,32 +51,63 @@ def load_model(
     max_model_len: positions of the rotary tables; None takes the model's context.
     head: how the columns of the LM head are arranged; packed weights hold the head whole.
     free_memory: returns the bytes that the weights may take; None checks nothing.
-    split: which part of the model to load (its cuts are found here), and how that meets the others; None loads all.
 
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture, or the model does not fit the memory.
         InvalidRequestError: packed weights do not fit the backend, the scheme or the layout of the head.
     """
+    make = LayerFactory.single_device(
+        ops, read_parameters(model_config), scheme=scheme, max_positions=max_model_len, head=head
+    )
+    return _load(directory, load_format, model_config, make, free_memory)
+
+
+def load_part(
+    directory: str | Path | Checkpoint,
+    model_config: ModelConfig,
+    ops: Ops,
+    load_format: str,
+    split: Split,
+    *,
+    scheme: Scheme | None = None,
+    max_model_len: int | None = None,
+    free_memory: Callable[[], int] | None = None,
+) -> CausalLM:
+    """Load a rank's part of a model as load_model loads all of it. Its cuts are found here.
+
+    Raises:
+        ModelLoadError: as load_model.
+    """
+    cuts = cut_all(read_parameters(model_config), split.share, model_config)
+    parameters, split = {name: cut.own for name, cut in cuts.items()}, replace(split, cuts=cuts)
+    make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, split=split)
+    return _load(directory, load_format, model_config, make, free_memory)
+
+
+def _load(
+    directory: str | Path | Checkpoint,
+    load_format: str,
+    model_config: ModelConfig,
+    make: LayerFactory,
+    free_memory: Callable[[], int] | None,
+) -> CausalLM:
+    """Make the model and fill it."""
     check_choice("load_format", load_format, ("auto", "dummy"))
     mappable = load_format == "auto" and not isinstance(directory, Checkpoint)
     packed = find_packed(Path(cast(str | Path, directory))) if mappable else None
-    if packed is not None and not head.is_plain:
+    if packed is not None and not make.head.is_plain:
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
-    if free_memory is not None and str(ops.device) == "cpu":  # the free memory of other devices is not known here
-        tables = rotary_bytes(model_config, max_model_len)
+    if free_memory is not None and str(make.ops.device) == "cpu":  # the free memory of other devices is not known here
+        tables = rotary_bytes(model_config, make.max_positions)
         check_memory({"rotary tables of all positions": tables}, free_memory())
-    parameters, split = _own(read_parameters(model_config), model_config, split)
-    make = LayerFactory.single_device(
-        ops, parameters, scheme=scheme, max_positions=max_model_len, head=head, split=split
-    )
     source = None if packed is not None else open_source(directory, model_config, load_format)
     model = empty_model(model_config, make)
-    if free_memory is not None and packed is None and str(ops.device) == "cpu":  # a map needs no memory
+    if free_memory is not None and packed is None and str(make.ops.device) == "cpu":  # a map needs no memory
         check_memory({"weights": weight_bytes(model, make)}, free_memory())
     if packed is not None:
-        restore_packed(packed, ops, scheme, dict(weight_layers(model)))
+        restore_packed(packed, make.ops, make.scheme, dict(weight_layers(model)))
     elif source is not None:
-        _fill(model, make, source if split is None else CutSource(source, split.cuts))
+        _fill(model, make, source if make.split is None else CutSource(source, make.split.cuts))
     for embedding, tied in tied_embeddings(model, make).values():
         embedding.share(tied.packed.pieces[0])
     return _in_our_convention(model, model_config, make)
@@ -91,16 +120,6 @@ def _in_our_convention(model: Any, model_config: ModelConfig, make: LayerFactory
 
         model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, make.ops, make))
     return cast(CausalLM, model)
-
-
-def _own(
-    parameters: dict[str, Parameter], model_config: ModelConfig, split: Split | None
-) -> tuple[dict[str, Parameter], Split | None]:
-    """Return the parameters that this rank has, and the split with the cuts that make them; all where none is asked."""
-    if split is None:
-        return parameters, None
-    cuts = cut_all(parameters, split.share, model_config)
-    return {name: cut.own for name, cut in cuts.items()}, replace(split, cuts=cuts)
 
 
 def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:
