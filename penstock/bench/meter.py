@@ -130,6 +130,7 @@ class MeteredExecutor:
             raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to measure")
         self._prompt_lengths: dict[str, int] = {}  # of the requests that the executor knows
         self._inner, built.engine.executor = built.engine.executor, self
+        self.depth: int = self._inner.depth
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None
         self._costs = ModelCosts(cast(nn.Module, built.model), built.model_config, built.config)
         self._meter: CallMeter | None = None
