@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "check": {"__init__", "assembly", "client", "config", "engine", "errors", "interface", "kernels", "layers",
               "models", "planner", "spec", "validation", "weights"},
     "prove": {"assembly", "client", "config", "demo", "engine", "entrypoints", "errors", "interface", "kernels",
-              "models", "planner", "plugins", "recorder", "runner", "server", "spec", "tokenizer", "validation",
+              "models", "parallel", "planner", "plugins", "recorder", "runner", "server", "spec", "tokenizer", "validation",
               "weights"},
     "cli": {"__init__", "bench", "check", "config", "entrypoints", "errors", "interface", "kernels", "planner",
             "plugins", "prove", "recorder", "server", "tokenizer", "validation", "weights"},
