@@ -155,8 +155,11 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.pipeline_parallel_size > 1:
-            raise _not_built("pipeline_parallel_size", self.pipeline_parallel_size)
+        if self.pipeline_parallel_size > 1 and self.num_ranks > 1:
+            message = (
+                f"pipeline_parallel_size: stages of several ranks are planned, not built; use 1 with {self.num_ranks}"
+            )
+            raise NotSupportedError(f"{message} ranks", param="pipeline_parallel_size")
         if self.num_ranks > 1:
             self._check_split()
 
@@ -403,7 +406,10 @@ class EngineConfig:
         """
         check_int("lm_head_pieces", self.parallel.lm_head_pieces, 1, min(MAX_HEAD_PIECES, model.vocab_size))
         self.parallel.degrees(model)
-        numerics, why_numerics = self.numerics.resolve(model, self.parallel.num_ranks)
+        stages = self.parallel.pipeline_parallel_size
+        if stages > model.num_hidden_layers:
+            raise fail("pipeline_parallel_size", stages, f"at most {model.num_hidden_layers}, a layer for each process")
+        numerics, why_numerics = self.numerics.resolve(model, self.parallel.num_ranks * stages)
         scheduler, why_scheduler = self.scheduler.resolve(model)
         cache, why_cache = self.cache.resolve(scheduler.max_model_len or 0, numerics.dtype)
         reasons = why_numerics | why_scheduler | why_cache

@@ -38,7 +38,7 @@ def ask(engine: Engine, requests: Iterable[EngineRequest]) -> dict[int, list[Eng
         engine.add_request(item)
     while engine.has_work:
         for output in engine.step():
-            assert output.error is None
+            assert output.error is None, output.error
             outputs.setdefault(int(output.request_id), []).append(output)
     return outputs
 

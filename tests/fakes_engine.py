@@ -45,6 +45,7 @@ def make_engine(
     enable_prefix_caching: bool = True,
     user_rows: bool = False,
     speculation: Speculation | None = None,
+    depth: int = 1,
     **scheduling: Any,
 ) -> Engine:
     """An engine on a ScriptedExecutor, a cache group a window. User rows: a block a request, a ring for a window."""
@@ -53,7 +54,7 @@ def make_engine(
         enable_prefix_caching = False
         groups = [_row_group(group, max_model_len) for group in groups]
     made = Engine(
-        ScriptedExecutor(groups),
+        ScriptedExecutor(groups, depth=depth),
         groups,
         scheduling=Scheduling(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduling),
         max_model_len=max_model_len,

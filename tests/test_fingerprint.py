@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from penstock.assembly import build_engine
 from penstock.config import EngineConfig, option_names
-from penstock.errors import NotSupportedError
 from penstock.layers import rotary
 from penstock.prove.answers import Answer, Query, ask_alone
 from penstock.weights.table_template import table_text
@@ -38,9 +37,8 @@ CANNOT_CHANGE: dict[str, Any] = {
     "max_model_len": 112, "max_num_seqs": 2, "max_num_batched_tokens": 7, "lm_head_pieces": 3,
     "pad_vocab_multiple": 64, "sharding_config": "SHARDING", "threads": 2, "cpu_affinity": "auto", "seed": 5,
     "verify_files": True, "speculative_config": {"method": "ngram"}, "pooler_config": {"pooling_type": "MEAN"},
-    "scheduling_policy": "length_classes", "max_stall_ms": 5, "prefill_ratio": 2.0,
+    "scheduling_policy": "length_classes", "max_stall_ms": 5, "prefill_ratio": 2.0, "pipeline_parallel_size": 2,
 }  # fmt: skip
-NOT_BUILT = ("pipeline_parallel_size",)
 PROVED_ELSEWHERE = (  # tests/parallel
     "tensor_parallel_size", "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size",
 )  # fmt: skip
@@ -82,7 +80,7 @@ def build(files: dict[str, str], **options: Any) -> tuple[str, dict[Any, Answer]
 
 def test_every_option_is_judged() -> None:
     """Guards against a new option that nobody has asked whether it changes bits."""
-    assert sorted([*MAY_CHANGE, *CANNOT_CHANGE, *NOT_BUILT, *PROVED_ELSEWHERE]) == sorted(option_names())
+    assert sorted([*MAY_CHANGE, *CANNOT_CHANGE, *PROVED_ELSEWHERE]) == sorted(option_names())
 
 
 @pytest.mark.parametrize("name", CANNOT_CHANGE)
@@ -99,13 +97,6 @@ def test_an_option_that_may_change_a_bit_changes_it(name: str, files: dict[str, 
     if name in ("kernels", "model_impl"):  # what computes with torch is slow to quantise, and has other caches
         without |= {"kv_cache_dtype": "auto"}
     assert build(files, **without)[0] != build(files, **without | {name: MAY_CHANGE[name]})[0]
-
-
-def test_what_is_not_built_is_refused() -> None:
-    """Guards against an option that is judged here by its refusal, and has been built since."""
-    for name in NOT_BUILT:
-        with pytest.raises(NotSupportedError):
-            EngineConfig.from_options(**{name: 2})
 
 
 def test_defaults_that_are_spelled_out_keep_it(files: dict[str, str]) -> None:

@@ -117,7 +117,7 @@ BAD_OPTIONS = {
     "attention_parallel_size": [0, 3, "2", True],
     "mlp_parallel_size": [0, 3, "2", 2.0],
     "expert_parallel_size": [0, 3, 16, None],
-    "pipeline_parallel_size": [0, 2, 1.0],
+    "pipeline_parallel_size": [0, 5000, 1.0],
     "sharding_config": ["", 5, ["x.yaml"]],
     "lm_head_pieces": [0, -1, 2**20, "2", 1.5, None, True],
     "pad_vocab_multiple": [0, -1, 2**20, "2", 1.5, None, True],

@@ -1,13 +1,14 @@
 """Makes an engine: directory -> ModelConfig -> resolved EngineConfig -> model -> cache plan -> runner -> engine."""
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from penstock import validation as check
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
-from penstock.assembly.model import Weights, make_model, make_ops, read_scales
+from penstock.assembly.model import Weights, make_grammars, make_model, make_ops, read_scales
+from penstock.assembly.pipeline import open_pipeline
 from penstock.assembly.ranks import RankPlan, StartRanks, check_split, start_ranks
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
@@ -17,6 +18,7 @@ from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, No
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, Executor
+from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
 from penstock.layers.context import CausalLM, ForwardContext
@@ -36,7 +38,6 @@ from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.sharding_map import ShardingMap
 from penstock.tokenizer.grammars import Grammars
-from penstock.tokenizer.hf import load_tokenizer
 from penstock.validation import fail
 from penstock.weights import packed
 from penstock.weights.checksums import verify
@@ -95,23 +96,18 @@ def build_engine(
         return _build_mock(config, model_config, weights, groups)
     kv_scales = read_scales(config, model_config)
     ops = make_ops(config, model_config)
+    free = UNLIMITED if takes_over else free_memory_bytes()
     draft = find_draft(config, model_config, weights)
-    free = (UNLIMITED if takes_over else free_memory_bytes()) - draft.num_bytes
+    free -= draft.num_bytes
     config, memory = (
         _plan_memory(config, model_config, ops, free, draft.num_bytes) if groups is None else (config, None)
     )
     plan = memory.cache if memory is not None else _plan_cache(config, model_config, free, groups)
-    forms = _make_grammars(model_config, weights)
-    if config.parallel.num_ranks > 1:
-        leader = start(RankPlan(config, model_config, weights, tuple(plan.groups)), ops, forms)
-        model: CausalLM = _NoModel("tensor_parallel_size", "no process has the whole model; use 1 to look into it")
-        executor, cache_bytes = leader.executor, leader.cache_bytes
-    else:
-        model = make_model(config, model_config, weights, ops)
-        runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms)
-        executor, cache_bytes = LocalExecutor(runner), runner.cache_bytes
-        if cache_bytes != plan.num_bytes:
-            raise EngineError(f"the cache takes {cache_bytes} bytes where {plan.num_bytes} were planned")
+    forms = make_grammars(model_config, weights)
+    plan_of_ranks = RankPlan(config, model_config, weights, tuple(plan.groups))
+    model, executor, cache_bytes = _open(plan_of_ranks, ops, kv_scales, forms, start)
+    if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
+        raise EngineError(f"the cache takes {cache_bytes} bytes where {plan.num_bytes} were planned")
     engine = _make_engine(config, model_config, executor, plan.groups)
     engine.speculate(make_speculation(config, draft))
     info = with_memory(describe(config, model_config, plan, weights), memory)
@@ -119,11 +115,22 @@ def build_engine(
     return BuiltEngine(engine, config, info, cache_bytes, model, model_config, ops, forward_pass, forms)
 
 
-def _make_grammars(model_config: ModelConfig, weights: Weights) -> Grammars:
-    """Return what compiles forms, with the tokenizer of the model's own directory; a model object has none."""
-    has_tokenizer = isinstance(weights, Path) and (weights / "tokenizer.json").is_file()
-    load = partial(load_tokenizer, weights) if isinstance(weights, Path) and has_tokenizer else lambda: None
-    return Grammars(load, model_config.vocab_size, model_config.eos_token_ids)
+def _open(
+    plan: RankPlan, ops: Ops, kv_scales: tuple[KVScales, ...] | None, forms: Grammars, start: StartRanks
+) -> tuple[CausalLM, Executor, int]:
+    """Load the model, here or in several processes. Return it, what computes with it, and the bytes of its caches."""
+    config, model_config, groups = plan.config, plan.model_config, list(plan.groups)
+    if config.parallel.pipeline_parallel_size > 1:
+        pipeline = open_pipeline(config, model_config, plan.weights, groups)
+        model: CausalLM = _NoModel("pipeline_parallel_size", "no process has the whole model; use 1 to look into it")
+        return model, pipeline, pipeline.cache_bytes
+    if config.parallel.num_ranks > 1:
+        leader = start(plan, ops, forms)
+        model = _NoModel("tensor_parallel_size", "no process has the whole model; use 1 to look into it")
+        return model, leader.executor, leader.cache_bytes
+    model = make_model(config, model_config, plan.weights, ops)
+    runner = ModelRunner(model, ops, groups, config, model_config, kv_scales, forms)
+    return model, LocalExecutor(runner), runner.cache_bytes
 
 
 class _NoModel:
@@ -146,7 +153,8 @@ def _build_mock(
     reason = {"load_format": "mock: no model is loaded, and the tokens mean nothing"}
     config = replace(config, reasons=config.reasons | reason)
     plan = replace(_plan_cache(config, model_config, UNLIMITED, groups), reason="none: its cache holds token ids")
-    executor = ScriptedExecutor(plan.groups, model_config.vocab_size, keeps_steps=False)
+    depth = config.parallel.pipeline_parallel_size
+    executor = ScriptedExecutor(plan.groups, model_config.vocab_size, keeps_steps=False, depth=depth)
     engine = _make_engine(config, model_config, executor, plan.groups)
     if config.speculation.drafts is not None and config.speculation.drafts.model is not None:
         raise fail("speculative_config", config.speculation.drafts.model, 'with the method "ngram": mock has no model')

@@ -1,5 +1,6 @@
 """The backend that computes, and a model with its weights."""
 
+from functools import partial
 from pathlib import Path
 
 from penstock.config import EngineConfig
@@ -10,13 +11,16 @@ from penstock.kernels.ops import Ops
 from penstock.layers.context import CausalLM
 from penstock.layers.lm_head import HeadLayout
 from penstock.layers.split import Split
+from penstock.layers.stage import Stage
 from penstock.planner.memory import (
     free_memory_bytes,
 )
 from penstock.spec.model_config import ModelConfig
+from penstock.tokenizer.grammars import Grammars
+from penstock.tokenizer.hf import load_tokenizer
 from penstock.weights.instance import InstanceWeights
 from penstock.weights.kv_scales import read_kv_scales
-from penstock.weights.loader import dtype_for, load_model, load_part
+from penstock.weights.loader import Place, dtype_for, load_model
 
 Weights = Path | InstanceWeights
 
@@ -36,29 +40,35 @@ def head_layout(config: EngineConfig) -> HeadLayout:
 
 
 def make_model(
-    config: EngineConfig, model_config: ModelConfig, weights: Weights, ops: Ops, split: Split | None = None
+    config: EngineConfig,
+    model_config: ModelConfig,
+    weights: Weights,
+    ops: Ops,
+    split: Split | None = None,
+    stage: Stage | None = None,
 ) -> CausalLM:
-    """Load a model, or a rank's part of it, as a resolved config asks for it.
+    """Load a model, a rank's part of it or a stage of it, as a resolved config asks for it.
 
     Raises:
         ModelLoadError: its weights cannot be served.
     """
-    numerics, length = config.numerics, config.scheduler.max_model_len
-    if split is not None and isinstance(weights, Path):
-        return load_part(
-            weights, model_config, ops, numerics.load_format, split,
-            scheme=numerics.scheme, max_model_len=length, free_memory=free_memory_bytes,
-        )  # fmt: skip
     return load_model(
         weights,
         model_config,
         ops,
-        numerics.load_format,
-        scheme=numerics.scheme,
-        max_model_len=length,
+        config.numerics.load_format,
+        scheme=config.numerics.scheme,
+        max_model_len=config.scheduler.max_model_len,
         head=head_layout(config),
-        free_memory=free_memory_bytes,
+        place=Place(free_memory_bytes, split, stage),
     )
+
+
+def make_grammars(model_config: ModelConfig, weights: Weights) -> Grammars:
+    """Return what compiles forms, with the tokenizer of the model's own directory; a model object has none."""
+    has_tokenizer = isinstance(weights, Path) and (weights / "tokenizer.json").is_file()
+    load = partial(load_tokenizer, weights) if isinstance(weights, Path) and has_tokenizer else lambda: None
+    return Grammars(load, model_config.vocab_size, model_config.eos_token_ids)
 
 
 def read_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:

@@ -128,8 +128,11 @@ class MeteredExecutor:
     def __init__(self, built: BuiltEngine) -> None:
         if built.config.numerics.load_format == "mock":
             raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to measure")
+        if built.engine.executor.depth > 1:
+            raise fail("pipeline_parallel_size", built.engine.executor.depth, "1: one step at a time is measured")
         self._prompt_lengths: dict[str, int] = {}  # of the requests that the executor knows
         self._inner, built.engine.executor = built.engine.executor, self
+        self.depth = 1
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None
         self._costs = ModelCosts(cast(nn.Module, built.model), built.model_config, built.config)
         self._meter: CallMeter | None = None

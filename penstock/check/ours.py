@@ -25,7 +25,7 @@ from penstock.layers.weights import LayerNorm, RMSNorm
 from penstock.models.config_json import load_model_config
 from penstock.planner.memory import free_memory_bytes
 from penstock.spec.model_config import ModelConfig
-from penstock.weights.loader import load_model
+from penstock.weights.loader import Place, load_model
 
 BLOCK_SIZE = 16
 
@@ -48,7 +48,7 @@ class OurModel:
         """
         config = load_model_config(directory)
         ops = load_ops(kernels, getattr(torch, dtype))
-        model = load_model(directory, config, ops, max_model_len=tokens, free_memory=free_memory_bytes)
+        model = load_model(directory, config, ops, max_model_len=tokens, place=Place(free_memory_bytes))
         return cls(directory, config, ops, model)
 
     @torch.inference_mode()

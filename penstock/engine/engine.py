@@ -7,6 +7,7 @@ fails alone ends with the error. What broke off half-way in the bookkeeping is d
 
 from penstock import validation as check
 from penstock.engine.beams import Beam, Searches, check_search
+from penstock.engine.in_flight import Step
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Scheduling
 from penstock.engine.request import Request
@@ -17,7 +18,14 @@ from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import CacheGroup, Executor, RequestStepOutput, ScheduledRequest, num_rejected_drafts
+from penstock.interface.step import (
+    CacheGroup,
+    Executor,
+    RequestStepOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    num_rejected_drafts,
+)
 from penstock.plugins.logits_processors import check_registered
 
 MAX_FAILED_STEPS = 3  # in a row that blame a request, or could not be planned: then the engine is broken
@@ -43,7 +51,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.kv_cache = KVCacheManager(groups, enable_prefix_caching=enable_prefix_caching)
-        self.scheduler = Scheduler(self.kv_cache, scheduling, max_model_len)
+        self.scheduler = Scheduler(self.kv_cache, scheduling, max_model_len, executor.depth)
         self._clock = scheduling.clock
         self._requests: dict[str, Request] = {}
         self._searches = Searches(self._requests)
@@ -172,42 +180,79 @@ class Engine:
         if not self.scheduler.has_work:
             return outputs
         try:
-            plan = self.scheduler.schedule(self._drafts())
+            self._submit_steps()
         except Exception as error:
             self._note_failure(error)
             self.scheduler.reset(self._requests.values())
             return outputs
-        began = self._clock()
+        step, live = self.scheduler.in_flight.land()
+        plan = step.plan
         try:
-            results = self.executor.collect(self.executor.submit(plan)).results
+            results = self._collected(step)
         except (MemoryError, ExecutorLostError):  # no request's fault, and what comes next would fail too
             self._early_outputs = outputs
-            self.scheduler.isolate(plan)
+            self._give_up(plan, live)
             raise
         except Exception as error:  # must not reach the other requests
             self._num_steps += 1
-            if not self.scheduler.is_trying:
+            if not self.scheduler.is_trying or _is_lost(plan, live):
                 self._num_failed_steps += 1
-                self.scheduler.isolate(plan)
+                self._give_up(plan, live)
                 return outputs
             self._note_failure(error)
             results = {item.request_id: _failure(error) for item in plan.scheduled}
         else:
             self._num_steps += 1
             self._failed_in_a_row = 0
-            if self.speculation is not None:
-                self.speculation.note(plan.scheduled, _num_accepted(plan.scheduled, results))
-            ended = self._clock()
-            if self.scheduler.pace is not None:
-                self.scheduler.pace.note(plan.scheduled, ended - began)
-            self._log.stepped(plan, self._requests, self.scheduler, began, ended)
-        return outputs + self._commit_all(plan.scheduled, results)
+            self._note_success(step, live, results)
+        return outputs + self._commit_all(plan.scheduled, live, results)
+
+    def _submit_steps(self) -> None:
+        """Plan and submit steps while the executor can have one more in flight, and a request is ready for it."""
+        scheduler, flights = self.scheduler, self.scheduler.in_flight
+        while flights.has_room and (scheduler.waiting or len(scheduler.running) > len(flights) or not flights.steps):
+            plan = scheduler.schedule(self._drafts())
+            if not plan.scheduled and flights.steps:
+                scheduler.take_back(plan)
+                return
+            proposal = None if self.speculation is None else self.speculation.proposal
+            step = Step(plan, proposal, self._clock())
+            flights.add(step, self._requests)
+            try:
+                step.handle = self.executor.submit(plan)
+            except Exception as error:  # which belongs to this step, and comes in its turn
+                step.error = error
+                return
+
+    def _collected(self, step: Step) -> dict[str, RequestStepOutput]:
+        """Return the results of a step, or raise what it raised."""
+        if step.error is not None:
+            raise step.error
+        return self.executor.collect(step.handle).results
+
+    def _give_up(self, plan: SchedulerOutput, live: dict[str, Request]) -> None:
+        """Note that nobody knows why a step failed. If nobody wanted its results, nobody has to be blamed."""
+        if _is_lost(plan, live):
+            self.scheduler.repeat_removals(plan)
+        else:
+            self.scheduler.isolate(plan)
+
+    def _note_success(self, step: Step, live: dict[str, Request], results: dict[str, RequestStepOutput]) -> None:
+        plan, began = step.plan, max(step.began, self._log.ended)
+        if self.speculation is not None and step.proposal is not None:
+            accepted = _num_accepted(plan.scheduled, results)
+            known = {name: count for name, count in accepted.items() if name in live}
+            self.speculation.note(step.proposal, plan.scheduled, known)
+        ended = self._clock()
+        if self.scheduler.pace is not None:
+            self.scheduler.pace.note(plan.scheduled, ended - began)
+        self._log.stepped(plan, self._requests, live, self.scheduler, began, ended)
 
     def _drafts(self) -> dict[str, list[int]]:
         """Return guesses of what running requests have next; none for a request that is computed alone."""
         if self.speculation is None or self.scheduler.is_trying:
             return {}
-        return self.speculation.propose(self.scheduler.running)
+        return self.speculation.propose(self.scheduler.ready)
 
     def _note_failure(self, error: Exception) -> None:
         self._num_failed_steps += 1
@@ -216,14 +261,14 @@ class Engine:
             raise EngineError(f"{MAX_FAILED_STEPS} steps in a row failed; the last: {error}") from error
 
     def _commit_all(
-        self, scheduled: list[ScheduledRequest], results: dict[str, RequestStepOutput]
+        self, scheduled: list[ScheduledRequest], live: dict[str, Request], results: dict[str, RequestStepOutput]
     ) -> list[EngineOutput]:
-        """Commit each request's results; one whose results cannot be committed fails alone."""
+        """Commit each live request's results; one whose results cannot be committed fails alone."""
         outputs: list[EngineOutput] = []
         is_broken = False
         for item in scheduled:
-            request = self._requests.get(item.request_id)
-            if request is None:  # a beam of a search that another one has ended
+            request = live.get(item.request_id)
+            if request is None or item.request_id not in self._requests:  # the search of a beam has ended with another
                 continue
             start = request.num_output_tokens
             try:
@@ -366,6 +411,11 @@ class Engine:
         self.executor.shutdown()
         if self.speculation is not None:
             self.speculation.shutdown()
+
+
+def _is_lost(plan: SchedulerOutput, live: dict[str, Request]) -> bool:
+    """Return whether none of the requests that a step was for wants its results any more."""
+    return bool(plan.scheduled) and not live
 
 
 def _num_accepted(scheduled: list[ScheduledRequest], results: dict[str, RequestStepOutput]) -> dict[str, int]:

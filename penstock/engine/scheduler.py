@@ -8,6 +8,9 @@ with num_tokens, and a step gives each some tokens within max_num_batched_tokens
   3. drafts of decodes (speculation.py), with what is left over;
   4. waiting requests, as far as rows, tokens and blocks suffice.
 
+An executor may compute several steps at once (in_flight.py). A request that is in one of them is left out of the next,
+and the others are spread over them.
+
 The policy (policy.py) says which comes first in each, and who is preempted when blocks run out: its blocks are freed,
 and it waits to be recomputed. What follows is the first one, `fcfs`, which takes the oldest first and preempts the
 youngest. A flow is whatever asks as one: a user's call with all its choices, or all calls of an API key. Flows with
@@ -26,6 +29,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.engine.in_flight import InFlight
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.pace import Allowance, Pace
 from penstock.engine.policies import Scheduling
@@ -41,16 +45,24 @@ class _Plan:
     """A step while it is being planned.
 
     Attributes:
+        max_rows: most requests.
         allowance: of tokens of prompts; None: all of the budget. Known when the streams are planned.
+        waits_for_blocks: of a request that is in flight; what is free until then is not for those that come later.
     """
 
     budget: int
+    max_rows: int
     num_stream_tokens: int = 0
     allowance: Allowance | None = None
     tokens: dict[str, int] = field(default_factory=dict)  # request id -> tokens computed in this step
     new: set[str] = field(default_factory=set)
     preempted: set[str] = field(default_factory=set)
     drafts: dict[str, list[int]] = field(default_factory=dict)  # request id -> those of its tokens that are guesses
+    waits_for_blocks: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.tokens) >= self.max_rows
 
 
 class Scheduler:
@@ -59,13 +71,15 @@ class Scheduler:
     Attributes:
         waiting: in order of arrival, preempted ones first; taken in the policy's order.
         running: each holds blocks and a row.
+        in_flight: the steps that are being computed.
         num_preempted: of those that wait, how many have run before.
         num_preemptions, num_prompt_tokens, num_prefix_queries (tokens of prompts that were looked up in the cache),
             num_cached_tokens: since the start; prompts count once, when admitted.
     """
 
-    def __init__(self, kv_cache: KVCacheManager, scheduling: Scheduling, max_model_len: int) -> None:
+    def __init__(self, kv_cache: KVCacheManager, scheduling: Scheduling, max_model_len: int, depth: int = 1) -> None:
         self.kv_cache = kv_cache
+        self.in_flight = InFlight(depth)
         self.max_num_seqs = scheduling.max_num_seqs
         self.max_num_batched_tokens = scheduling.max_num_batched_tokens
         self.policy = scheduling.make_policy(max_model_len)
@@ -161,6 +175,7 @@ class Scheduler:
     def reset(self, requests: Iterable[Request]) -> None:
         """Let all requests wait again, with nothing computed: a plan broke off half-way, or could not be committed."""
         self.kv_cache.reset()
+        self.in_flight.lose_all()
         self._removed += [request.request_id for request in self.running]
         self.waiting = deque(sorted(requests, key=lambda item: item.arrival))
         for request in self.waiting:
@@ -178,7 +193,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.in_flight.steps)
+
+    @property
+    def ready(self) -> list[Request]:
+        """Return the running requests that are not in flight."""
+        if not self.in_flight.steps:
+            return self.running
+        return [request for request in self.running if request.request_id not in self.in_flight]
 
     def schedule(self, drafts: Mapping[str, list[int]] = NO_DRAFTS) -> SchedulerOutput:
         """Plan the next step. Its blocks are allocated; num_computed_tokens changes only when it has succeeded.
@@ -186,19 +208,44 @@ class Scheduler:
         drafts: guesses of the next tokens of running requests that lack one token, by request id. They get tokens and
             blocks that no running request needs, or are dropped.
         """
-        plan = _Plan(self.max_num_batched_tokens)
+        plan = _Plan(self.max_num_batched_tokens, self._fair_share())
         self._make_way()
         others = self._schedule_streams(plan)
         for request in sorted(others, key=lambda item: (item.num_missing_tokens > 1, self.policy.rank(item))):
+            if plan.is_full or plan.waits_for_blocks:
+                break
             if request.request_id not in plan.preempted:  # by an earlier one in this loop
                 self._schedule_running(request, plan)
-        if drafts and not plan.preempted and not self._short_of_blocks:
+        if drafts and not plan.preempted and not plan.waits_for_blocks and not self._short_of_blocks:
             self._add_drafts(plan, drafts)
         self._schedule_waiting(plan)
         output = self._output(plan)
         self._removed = []
         self._next_step_id += 1
         return output
+
+    def take_back(self, plan: SchedulerOutput) -> None:
+        """Undo the plan of a step without requests, which was not submitted."""
+        self._next_step_id -= 1
+        self.repeat_removals(plan)
+
+    def repeat_removals(self, plan: SchedulerOutput) -> None:
+        """Let the next step remove whom this one may not have removed."""
+        running = {request.request_id for request in self.running}
+        self._removed[:0] = [name for name in plan.removed_request_ids if name not in running]
+
+    def _fair_share(self) -> int:
+        """Return how many rows a step may have, so that all are spread over the steps that can be in flight.
+
+        Those that are ready are divided among the free places; but none gets more than its part of all rows, so that
+        steps which lose rows are filled up from the others.
+        """
+        if self.in_flight.depth == 1:
+            return self.max_num_seqs
+        num_new = 0 if self._short_of_blocks else min(len(self.waiting), self.max_num_seqs - len(self.running))
+        num_free = self.in_flight.depth - len(self.in_flight.steps)
+        of_all = -(-(len(self.running) + num_new) // self.in_flight.depth)
+        return max(1, min(of_all, -(-(len(self.ready) + num_new) // num_free)))
 
     def _make_way(self) -> None:
         """Preempt whom the policy says, where rows or blocks are short.
@@ -208,7 +255,7 @@ class Scheduler:
         if self._alone or not self.waiting or not (self._short_of_blocks or len(self.running) == self.max_num_seqs):
             return
         giver = self.policy.giver(self.waiting, self.running)
-        if giver is not None:
+        if giver is not None and giver.request_id not in self.in_flight:  # else once its step is done
             self.preempt(giver)
 
     def _add_drafts(self, plan: _Plan, drafts: Mapping[str, list[int]]) -> None:
@@ -224,14 +271,15 @@ class Scheduler:
                 plan.num_stream_tokens += len(ids)
 
     def _schedule_streams(self, plan: _Plan) -> list[Request]:
-        """Plan the next token of each stream that needs no block, in any order, and return the other running requests.
+        """Plan the next token of each stream that needs no block, in any order, and return the others that are ready.
 
-        Where tokens are short for the streams, all are left to their order.
+        Where tokens or rows are short for the streams, all are left to their order.
         """
-        if len(self.running) > plan.budget:
-            return self.running
+        ready = self.ready
+        if len(ready) > min(plan.budget, plan.max_rows):
+            return ready
         others = []
-        for request in self.running:
+        for request in ready:
             if request.is_stream and self.kv_cache.has_room(request):
                 plan.tokens[request.request_id] = 1
             else:
@@ -246,6 +294,9 @@ class Scheduler:
             return
         while not self.kv_cache.allocate_slots(request, num_new):
             victim = max(self.running, key=self.policy.rank)
+            if victim.request_id in self.in_flight:  # its step is awaited, and may even end it
+                plan.waits_for_blocks = True
+                return
             self.preempt(victim)
             plan.budget += plan.tokens.pop(victim.request_id, 0)
             plan.preempted.add(victim.request_id)
@@ -258,8 +309,9 @@ class Scheduler:
         num_new = min(request.num_tokens - num_computed, plan.budget)
         if self.pace is None or not num_new or request.is_stream:
             return num_new
-        if plan.allowance is None and plan.num_stream_tokens:
-            plan.allowance = self.pace.allowance(plan.num_stream_tokens)
+        num_streams = plan.num_stream_tokens or self.in_flight.num_streams  # those in flight wait for this step too
+        if plan.allowance is None and num_streams:
+            plan.allowance = self.pace.allowance(num_streams)
         return num_new if plan.allowance is None else plan.allowance.fit(num_new, num_computed)
 
     def _take(self, plan: _Plan, request: Request, num_new: int) -> None:
@@ -284,12 +336,13 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self._removed.append(request.request_id)
         self._forked.discard(request.request_id)
+        self.in_flight.lose(request)
         self.kv_cache.free(request)
 
     def _schedule_waiting(self, plan: _Plan) -> None:
         """Start waiting requests in turn; none in a step that had to preempt, for lack of blocks."""
         self._short_of_blocks = False
-        if plan.preempted or not self.waiting or len(self.running) == self.max_num_seqs:
+        if plan.preempted or plan.waits_for_blocks or not self.waiting or len(self.running) == self.max_num_seqs:
             return
         if not self._alone and not self.policy.is_time_to_start(self.waiting, len(self.running)):
             return
@@ -297,12 +350,13 @@ class Scheduler:
         max_num_seqs = 1 if self._alone else self.max_num_seqs
         held_hashes: set[bytes] = set()  # of whole prompts that wait, so that equal ones are not looked up again
         turns = iter([self._alone[0]]) if self._alone else self.policy.turns(self.waiting)
-        while plan.budget and len(self.running) < max_num_seqs and len(held_back) < MAX_HELD_BACK:
+        while plan.budget and len(self.running) < max_num_seqs and len(held_back) < MAX_HELD_BACK and not plan.is_full:
             request = next(turns, None)
             if request is None:
                 break
             self.waiting.remove(request)
-            if request.block_hashes and request.block_hashes[-1] in held_hashes:
+            is_known = bool(request.block_hashes) and request.block_hashes[-1] in held_hashes
+            if is_known or request.request_id in self.in_flight:  # of a run that has lost its results
                 held_back.append(request)
                 continue
             prefix = self.kv_cache.get_computed_blocks(request)

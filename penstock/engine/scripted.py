@@ -7,6 +7,7 @@ therefore shows, as a failed step. The next token is a fixed function of the (vi
 
 import hashlib
 from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -75,6 +76,7 @@ class ScriptedExecutor:
 
     Attributes:
         steps: every SchedulerOutput it was given, if `keeps_steps`.
+        depth: steps in flight that it allows. They are computed when they are collected.
         fail: called with each step; may raise (a step that fails as a whole) or return request ids to fail alone.
         max_rows: the most requests that it knew at once.
     """
@@ -83,10 +85,12 @@ class ScriptedExecutor:
     vocab_size: int = VOCAB_SIZE
     keeps_steps: bool = True
     num_end_tokens: int = 8  # of the model, at most: a search needs more candidates for each
+    depth: int = 1
     steps: list[SchedulerOutput] = field(default_factory=list)
     fail: Callable[[SchedulerOutput], set[str]] = lambda step: set()
     rows: dict[str, _Row] = field(default_factory=dict)
     max_rows: int = 0
+    submitted: deque[SchedulerOutput] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.slots = [array("i", [STALE]) * (group.num_blocks * group.block_size) for group in self.groups]
@@ -94,8 +98,7 @@ class ScriptedExecutor:
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         if self.keeps_steps:
             self.steps.append(scheduler_output)
-        for request_id in scheduler_output.removed_request_ids:
-            self.rows.pop(request_id, None)
+        self.submitted.append(scheduler_output)
         return scheduler_output
 
     def collect(self, handle: SchedulerOutput) -> StepOutput:
@@ -104,6 +107,9 @@ class ScriptedExecutor:
         Raises:
             EngineError: the scheduler named a block that does not hold what it should.
         """
+        _demand(self.submitted.popleft() is handle, f"step {handle.step_id} is not the oldest")
+        for request_id in handle.removed_request_ids:
+            self.rows.pop(request_id, None)
         failed = self.fail(handle)
         for copy in handle.block_copies:
             self._copy(copy)
@@ -116,6 +122,7 @@ class ScriptedExecutor:
 
     def shutdown(self) -> None:
         self.rows.clear()
+        self.submitted.clear()
 
     def _copy(self, copy: BlockCopy) -> None:
         size, slots = self.groups[copy.group].block_size, self.slots[copy.group]

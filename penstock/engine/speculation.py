@@ -10,6 +10,7 @@ dies have nothing to undo: a request's tokens grow only by what was sampled.
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.draft_policy import DraftPolicy
@@ -22,6 +23,21 @@ CHEAP = 0.002  # unless it is no more than this share of a step
 LOGGER = logging.getLogger("penstock")
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What was asked before a step.
+
+    Attributes:
+        began: when it was answered.
+        spent: seconds that it took.
+        is_measured: whether anybody was asked.
+    """
+
+    began: float
+    spent: float
+    is_measured: bool
+
+
 class Speculation:
     """One engine's drafts.
 
@@ -30,6 +46,7 @@ class Speculation:
         num_drafts, num_draft_tokens, num_accepted_tokens: requests that got drafts in a step, their drafts, and those
             accepted; since the start.
         accepted_per_position: how often the first, second, ... draft was accepted.
+        proposal: the last one.
     """
 
     def __init__(
@@ -46,9 +63,8 @@ class Speculation:
         self._proposer: Proposer | None = proposer
         self._most = num_speculative_tokens
         self._clock = clock
-        self._began = 0.0  # when the last proposal was done
-        self._spent = 0.0  # seconds of the last proposal
-        self._is_measured = False  # the step that was proposed last
+        self.proposal = Proposal(0.0, 0.0, is_measured=False)
+        self._ended = 0.0  # when the last step that was measured was noted
         self._guesses: dict[str, tuple[int, list[int]]] = {}  # not computed: position of the first, and ids
         self._pause = self._steps_to_pause = 0  # steps without a question, after answers that nothing pays
 
@@ -58,7 +74,7 @@ class Speculation:
 
     def propose(self, running: Sequence[Request]) -> dict[str, list[int]]:
         """Return the drafts of the next step by request id. None while prompts are computed, when none would pay."""
-        self._is_measured = False
+        self.proposal = Proposal(self.proposal.began, self.proposal.spent, is_measured=False)
         if self._proposer is None or not running:
             return {}
         if self._steps_to_pause:
@@ -73,10 +89,9 @@ class Speculation:
             LOGGER.exception("the proposer of drafts failed and is off from now on; no request is affected")
             self.shutdown()
             return {}
-        self._is_measured = True
-        self._began = self._clock()
-        self._spent = self._began - began
-        is_fine = self.policy.pays or self._spent <= CHEAP * self.policy.base
+        ended = self._clock()
+        self.proposal = Proposal(ended, ended - began, is_measured=True)
+        is_fine = self.policy.pays or self.proposal.spent <= CHEAP * self.policy.base
         self._pause = 0 if is_fine else min(2 * self._pause + 1, MAX_PAUSE)
         self._steps_to_pause = self._pause
         return drafts
@@ -96,7 +111,7 @@ class Speculation:
             self._settle_guesses(running)
             found = _ask(proposer, running, limits)
             counts = self.policy.choose({name: len(ids) for name, ids in found.items()}, len(running))
-            self._guesses = {name: (running[name].num_tokens, ids) for name, ids in found.items() if name not in counts}
+            self._guesses |= {name: (running[name].num_tokens, found[name]) for name in found if name not in counts}
             return {name: found[name][:count] for name, count in counts.items()}
         counts = self.policy.choose(limits, len(running))
         if not counts:
@@ -108,14 +123,17 @@ class Speculation:
 
     def _settle_guesses(self, running: dict[str, Request]) -> None:
         """See which guesses that were not computed would have been right: so to know it costs next to nothing."""
-        for name, (start, ids) in self._guesses.items():
-            known = running[name].token_ids[start : start + len(ids)] if name in running else []
-            if known:
+        for name in running.keys() & self._guesses.keys():  # the others wait, or are in flight
+            start, ids = self._guesses.pop(name)
+            if known := running[name].token_ids[start : start + len(ids)]:
                 self.policy.note_drafts(name, len(known), _num_right(ids, known))
 
-    def note(self, scheduled: list[ScheduledRequest], accepted: dict[str, int]) -> None:
-        """Learn from a step that succeeded. accepted: how many drafts of each request that had any."""
-        if not self._is_measured:
+    def note(self, proposal: Proposal, scheduled: list[ScheduledRequest], accepted: dict[str, int]) -> None:
+        """Learn from a step that succeeded. accepted: how many drafts of each request that had any.
+
+        Of several steps in flight, each is taken to have begun when the one before it ended.
+        """
+        if not proposal.is_measured:
             self.policy.note_pause()
             return
         ended = self._clock()
@@ -124,8 +142,10 @@ class Speculation:
                 self._count(item.request_id, len(item.draft_token_ids), accepted[item.request_id])
         if all(item.num_samples == item.num_new_tokens for item in scheduled):
             num_tokens = sum(item.num_new_tokens for item in scheduled)
-            self.policy.note_step(len(scheduled), num_tokens, ended - self._began, sum(accepted.values()))
-        self.policy.note_overhead(self._spent + self._clock() - ended)
+            began = max(proposal.began, self._ended)
+            self.policy.note_step(len(scheduled), num_tokens, ended - began, sum(accepted.values()))
+        self._ended = self._clock()
+        self.policy.note_overhead(proposal.spent + self._ended - ended)
 
     def _count(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
         self.num_drafts += 1
@@ -146,6 +166,7 @@ class Speculation:
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
+        self._guesses.pop(request_id, None)
         self.policy.forget(request_id)
         if self._proposer is not None:
             self._proposer.forget(request_id)

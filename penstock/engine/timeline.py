@@ -60,16 +60,25 @@ class StepLog:
         self._tracks[request.source_id] = track
 
     def stepped(
-        self, plan: SchedulerOutput, requests: Mapping[str, Request], scheduler: Scheduler, began: float, ended: float
+        self,
+        plan: SchedulerOutput,
+        requests: Mapping[str, Request],
+        live: Mapping[str, Request],
+        scheduler: Scheduler,
+        began: float,
+        ended: float,
     ) -> None:
-        """Note a step that has been computed, and not committed yet."""
+        """Note a step that has been computed, and not committed yet.
+
+        live: the requests of the plan whose results count. began: no earlier than the end of the step before.
+        """
         for request_id in plan.removed_request_ids:
             self._stalled.pop(request_id, None)
             request = _alone(requests.get(request_id))
             if request is not None and self._tracks[request_id].state is not IntervalKind.QUEUED:
                 self._turn(request, IntervalKind.PREEMPTED, self.ended)
         for new in plan.new_requests:
-            self._started(requests.get(new.request_id), began)
+            self._started(live.get(new.request_id), began)
         if self._stalled or len(plan.scheduled) < len(scheduler.running):
             self._note_stalls(plan, requests, scheduler, began)
         totals = self.totals
@@ -98,7 +107,8 @@ class StepLog:
             if request is not None:
                 self._turn(request, kind, began)
         for request in scheduler.running:
-            if request.request_id in scheduled or _alone(request) is None:
+            name = request.request_id
+            if name in scheduled or name in scheduler.in_flight or _alone(request) is None:
                 continue
             state = self._tracks[request.source_id].state
             if state in COMPUTED:

@@ -166,17 +166,26 @@ class StepOutput:
 
 
 class Executor(Protocol):
-    """Computes steps, in the order submitted."""
+    """Computes steps, in the order submitted.
+
+    Attributes:
+        depth: most steps that may be submitted and not collected. No request is in two of them. More than one where
+            parts of several steps are computed at once.
+    """
+
+    depth: int
 
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
         """Start a step and return a handle for `collect`, perhaps before the step is done.
 
-        removed_request_ids are removed even if the step fails."""
+        removed_request_ids are removed even if the step fails; a step that was submitted before may still have them.
+        """
 
     def collect(self, handle: Any) -> StepOutput:
         """Wait for the step and return its results.
 
         Raises what the step raised. Later steps are still computed; the requests of the failed one must be removed.
+        ExecutorLostError: no step can be computed any more.
         """
 
     def shutdown(self) -> None:

@@ -29,6 +29,11 @@ class DecoderLM(Module):
         setattr(self, name, self._decoder)
         self.lm_head = make.lm_head("lm_head", softcap=cfg.final_logit_softcapping)
 
+    @property
+    def decoder(self) -> Any:
+        """Return the module with the embedding, the blocks and the final norm."""
+        return self._decoder
+
     def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """Map ids [T] int64 to the hidden states [T, hidden] dtype after the final norm."""
         return self._decoder(input_ids, ctx)

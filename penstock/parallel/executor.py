@@ -52,6 +52,8 @@ class Ranks(Protocol):
 class ParallelExecutor:
     """A `step.Executor` with one runner in each of several processes; this process has the leader's."""
 
+    depth = 1
+
     def __init__(self, runner: Runner, group: Ranks) -> None:
         self._runner: Runner | None = runner
         self.group = group

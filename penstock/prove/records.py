@@ -46,6 +46,7 @@ class _Mortal:
 
     executor: Executor
     steps_to_live: int
+    depth: int = 1
 
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
         return self.executor.submit(scheduler_output)

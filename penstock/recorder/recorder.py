@@ -3,6 +3,7 @@ can begin a segment."""
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -205,17 +206,26 @@ class Recorder:
 
 
 class RecordedExecutor:
-    """A `step.Executor` that records what another one computes. A mistake in the record costs no request."""
+    """A `step.Executor` that records what another one computes. A mistake in the record costs no request.
+
+    Of several steps in flight, each is recorded when it is the oldest: a record has every plan before its results, and
+    then the next plan, so that it can be computed again one step after the other.
+    """
 
     def __init__(self, executor: Any, recorder: Recorder) -> None:
         self._executor = executor
+        self.depth: int = executor.depth
         self._recorder: Recorder | None = recorder
+        self._in_flight: deque[SchedulerOutput] = deque()
 
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
         """Record the plan, then start the step, with checksums of its logits."""
-        self._guarded(lambda recorder: recorder.planned(scheduler_output))
         plan = replace(scheduler_output, checksum_logits=self._recorder is not None)
-        return plan, self._executor.submit(plan)
+        if not self._in_flight:
+            self._guarded(lambda recorder: recorder.planned(plan))
+        inner = self._executor.submit(plan)
+        self._in_flight.append(plan)
+        return plan, inner
 
     def collect(self, handle: Any) -> StepOutput:
         """Return the results of the step, or raise what it raised, and record which."""
@@ -227,9 +237,14 @@ class RecordedExecutor:
             failure = error
             self._guarded(lambda recorder: recorder.step_failed(plan, failure))
             raise
-        duration_s = time.monotonic() - started
-        self._guarded(lambda recorder: recorder.computed(plan, output, duration_s))
-        return output
+        else:
+            duration_s = time.monotonic() - started
+            self._guarded(lambda recorder: recorder.computed(plan, output, duration_s))
+            return output
+        finally:
+            self._in_flight.popleft()
+            if self._in_flight:
+                self._guarded(lambda recorder: recorder.planned(self._in_flight[0]))
 
     def shutdown(self) -> None:
         self._executor.shutdown()

@@ -261,6 +261,10 @@ class InputBatch:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 self.sampling.append(row, token_id)
 
+    def knows(self, request_id: str) -> bool:
+        """Return whether a request has a row."""
+        return request_id in self._row_of
+
     def row(self, request_id: str) -> int:
         """Return the row of a request. Raises EngineError if it is unknown."""
         row = self._row_of.get(request_id)

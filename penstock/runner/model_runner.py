@@ -11,9 +11,9 @@ on. The runner decides nothing about scheduling or blocks, and handles no text.
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
 from penstock.kernels.tensors import Tensor, as_array, dtype_of, is_torch
 from penstock.layers.context import CausalLM, ForwardContext
+from penstock.layers.stage import Stage
 from penstock.runner.checksums import logits_checksums
 from penstock.runner.custom_processors import apply_custom_processors
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions, PromptPiece
@@ -65,10 +66,12 @@ class ModelRunner:
         model_config: ModelConfig,
         kv_scales: Sequence[KVScales] | None = None,
         forms: Forms | None = None,
+        stage: Stage | None = None,
     ) -> None:
         """Allocate the caches of a loaded model.
 
         Args:
+            stage: the part of the model that it is; None: all of it.
             kv_scales: per-channel scales of an int8 cache, one per layer.
             forms: compiles forms of answers; without it a request that has one fails.
 
@@ -89,8 +92,11 @@ class ModelRunner:
         self._heads = Heads(model_config.num_attention_heads, model_config.num_key_value_heads, model_config.head_dim)
         self._groups = tuple(groups)
         self._layer_group = layer_groups(groups, model_config.num_hidden_layers)
-        self._kv_caches = allocate_kv_caches(ops, groups, config, model_config, kv_scales)
-        self.cache_bytes = sum(cache.num_bytes for cache in self._kv_caches)
+        self._own_layers = range(model_config.num_hidden_layers) if stage is None else stage.layers
+        self._kv_caches = allocate_kv_caches(ops, groups, config, model_config, kv_scales, self._own_layers)
+        self.cache_bytes = sum(self._kv_caches[layer].num_bytes for layer in self._own_layers)
+        owned = {index: set(group.layers) & set(self._own_layers) for index, group in enumerate(groups)}
+        self._first_layers = {index: min(found) for index, found in owned.items() if found}
         self._sampler = Sampler(ops)
         self._pooler = Pooler()
         self._checksum_step: int | None = None  # the step being computed, if it asks for checksums
@@ -113,10 +119,28 @@ class ModelRunner:
         with self._computing():
             return self._compute(scheduler_output)
 
+    def compute_stage(self, scheduler_output: SchedulerOutput) -> Any:
+        """Do so with a stage that is not the last: nothing is sampled. Return what it hands on; None without tokens."""
+        self.batch.update(scheduler_output)
+        self._copy_blocks(scheduler_output.block_copies)
+        if not scheduler_output.scheduled:
+            return None
+        with self._computing():
+            step = self.batch.pack(scheduler_output.scheduled)
+            return self._model(self._ops.tensor(step.input_ids), self._context(step))
+
+    def note_outputs(self, outputs: Mapping[str, Sequence[int]]) -> None:
+        """Append tokens that the last stage has sampled; of requests that are gone they are dropped."""
+        for request_id, token_ids in outputs.items():
+            if self.batch.knows(request_id):
+                rows = np.full(len(token_ids), self.batch.row(request_id), dtype=np.int64)
+                self.batch.append(rows, np.array(token_ids, dtype=np.int64), np.arange(len(token_ids)))
+
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
             for layer in self._groups[copy.group].layers:
-                self._ops.copy_block(self._kv_caches[layer], copy.source, copy.target)
+                if layer in self._own_layers:
+                    self._ops.copy_block(self._kv_caches[layer], copy.source, copy.target)
 
     def _compute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         self._checksum_step = scheduler_output.step_id if scheduler_output.checksum_logits else None
@@ -153,11 +177,13 @@ class ModelRunner:
             self._sample(self._model.compute_logits(hidden), step, results)
 
     def _context(self, step: PackedStep) -> ForwardContext:
-        attention = tuple(self._attention(step, index) for index in range(len(self._groups)))
+        planned = {index: self._attention(step, index, layer) for index, layer in self._first_layers.items()}
+        unused = next(iter(planned.values()))  # in the places of groups whose layers are all on other stages
+        attention = tuple(planned.get(index, unused) for index in range(len(self._groups)))
         return ForwardContext(self._ops.tensor(step.positions), self._kv_caches, attention, self._layer_group)
 
-    def _attention(self, step: PackedStep, index: int) -> AttentionMetadata:
-        """Return the metadata of a cache group, planned for its layers."""
+    def _attention(self, step: PackedStep, index: int, layer: int) -> AttentionMetadata:
+        """Return the metadata of a cache group, planned for its layers, of which `layer` is one."""
         group = self._groups[index]
         meta = AttentionMetadata(
             query_start_loc=step.query_start_loc,
@@ -167,7 +193,7 @@ class ModelRunner:
             block_size=group.block_size,
             sliding_window=group.sliding_window,
         )
-        return self._ops.plan(meta, self._heads, self._kv_caches[group.layers[0]])
+        return self._ops.plan(meta, self._heads, self._kv_caches[layer])
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Sample a token from each row of logits [M, V'], and give each sequence those that count.
@@ -293,6 +319,8 @@ class LocalExecutor:
     them would only take one of these away (docs/perf_log.md, What was tried and did not help).
     """
 
+    depth = 1
+
     def __init__(self, runner: ModelRunner) -> None:
         self._runner: ModelRunner | None = runner
         self._submitted: deque[SchedulerOutput] = deque()
@@ -356,8 +384,13 @@ def allocate_kv_caches(
     config: EngineConfig,
     model_config: ModelConfig,
     scales: Sequence[KVScales] | None = None,
+    own_layers: range | None = None,
 ) -> tuple[KVCache, ...]:
-    """Allocate one cache per decoder layer, in layer order. scales: per-channel scales of an int8 cache, one per layer.
+    """Allocate one cache per decoder layer, in layer order.
+
+    scales: per-channel scales of an int8 cache, one per layer.
+    own_layers: those that are computed here, at least one; the places of the others have a cache of these, which
+        nobody writes to. None: all.
 
     Raises:
         EngineError: the groups do not hold every layer exactly once, or there are not as many scales as layers.
@@ -365,8 +398,8 @@ def allocate_kv_caches(
     layers = layer_groups(groups, model_config.num_hidden_layers)
     if scales is not None and len(scales) != len(layers):
         raise EngineError(f"KV scales of {len(scales)} layers for {len(layers)} layers")
-    return tuple(
-        ops.new_kv_cache(
+    caches = {
+        layer: ops.new_kv_cache(
             CacheSpec(
                 groups[index].num_blocks,
                 groups[index].block_size,
@@ -378,4 +411,6 @@ def allocate_kv_caches(
             )
         )
         for layer, index in enumerate(layers)
-    )
+        if own_layers is None or layer in own_layers
+    }
+    return tuple(caches.get(layer, next(iter(caches.values()))) for layer in range(len(layers)))

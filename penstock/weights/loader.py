@@ -6,7 +6,7 @@ instead (weights/packed.py). A model that does not fit into memory is refused be
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from penstock.layers.factory import LayerFactory
 from penstock.layers.lm_head import PLAIN_HEAD, WHOLE_IN_FILES, HeadLayout, LMHead
 from penstock.layers.module import is_torch_module, named_modules
 from penstock.layers.split import Split
+from penstock.layers.stage import Stage
 from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme, scheme_of
@@ -32,6 +33,24 @@ from penstock.weights.safetensors import Checkpoint
 from penstock.weights.sources import CutSource, ParameterSource, open_source, read_parameters
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model is loaded.
+
+    Attributes:
+        free_memory: returns the bytes that the weights may take; None checks nothing.
+        split: a rank's part of every layer (its cuts are found here), and how that meets the others; None: all of it.
+        stage: the layers; None: all.
+    """
+
+    free_memory: Callable[[], int] | None = None
+    split: Split | None = None
+    stage: Stage | None = None
+
+
+ANYWHERE = Place()
+
+
 def load_model(
     directory: str | Path | Checkpoint,
     model_config: ModelConfig,
@@ -41,7 +60,7 @@ def load_model(
     scheme: Scheme | None = None,
     max_model_len: int | None = None,
     head: HeadLayout = PLAIN_HEAD,
-    free_memory: Callable[[], int] | None = None,
+    place: Place = ANYWHERE,
 ) -> CausalLM:
     """Load the model of a directory, or of a checkpoint that is open already, ready to compute.
 
@@ -50,76 +69,68 @@ def load_model(
     scheme: how to quantise; None keeps the backend's type. Packed weights must fit it (packed.fit).
     max_model_len: positions of the rotary tables; None takes the model's context.
     head: how the columns of the LM head are arranged; packed weights hold the head whole.
-    free_memory: returns the bytes that the weights may take; None checks nothing.
+    place: which part is loaded, and into how much memory.
 
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture, or the model does not fit the memory.
         InvalidRequestError: packed weights do not fit the backend, the scheme or the layout of the head.
     """
-    make = LayerFactory.single_device(
-        ops, read_parameters(model_config), scheme=scheme, max_positions=max_model_len, head=head
-    )
-    return _load(directory, load_format, model_config, make, free_memory)
-
-
-def load_part(
-    directory: str | Path | Checkpoint,
-    model_config: ModelConfig,
-    ops: Ops,
-    load_format: str,
-    split: Split,
-    *,
-    scheme: Scheme | None = None,
-    max_model_len: int | None = None,
-    free_memory: Callable[[], int] | None = None,
-) -> CausalLM:
-    """Load a rank's part of a model as load_model loads all of it. Its cuts are found here.
-
-    Raises:
-        ModelLoadError: as load_model.
-    """
-    cuts = cut_all(read_parameters(model_config), split.share, model_config)
-    parameters, split = {name: cut.own for name, cut in cuts.items()}, replace(split, cuts=cuts)
-    make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=max_model_len, split=split)
-    return _load(directory, load_format, model_config, make, free_memory)
-
-
-def _load(
-    directory: str | Path | Checkpoint,
-    load_format: str,
-    model_config: ModelConfig,
-    make: LayerFactory,
-    free_memory: Callable[[], int] | None,
-) -> CausalLM:
-    """Make the model and fill it."""
     check_choice("load_format", load_format, ("auto", "dummy"))
     mappable = load_format == "auto" and not isinstance(directory, Checkpoint)
     packed = find_packed(Path(cast(str | Path, directory))) if mappable else None
-    if packed is not None and not make.head.is_plain:
-        raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
-    if free_memory is not None and str(make.ops.device) == "cpu":  # the free memory of other devices is not known here
-        tables = rotary_bytes(model_config, make.max_positions)
-        check_memory({"rotary tables of all positions": tables}, free_memory())
+    if packed is not None:
+        _check_whole(packed, head, place.stage)
+    parameters = read_parameters(model_config)
+    split, stage = place.split, place.stage
+    if split is not None:
+        split = replace(split, cuts=cut_all(parameters, split.share, model_config))
+        parameters = {name: cut.own for name, cut in split.cuts.items()}
+    free_memory = place.free_memory if str(ops.device) == "cpu" else None  # that of other devices is not known here
+    if free_memory is not None:
+        check_memory({"rotary tables of all positions": rotary_bytes(model_config, max_model_len)}, free_memory())
+    make = LayerFactory.single_device(
+        ops, parameters, scheme=scheme, max_positions=max_model_len, head=head, split=split
+    )
     source = None if packed is not None else open_source(directory, model_config, load_format)
+    if split is not None and source is not None:
+        source = CutSource(source, split.cuts)
     model = empty_model(model_config, make)
-    if free_memory is not None and packed is None and str(make.ops.device) == "cpu":  # a map needs no memory
+    if stage is not None:
+        stage.cut(model, make)
+    if free_memory is not None and packed is None:  # a map needs no memory
         check_memory({"weights": weight_bytes(model, make)}, free_memory())
+    _load_values(model, make, packed, source)
+    return _adapted(model, model_config, make)
+
+
+def _load_values(model: Any, make: LayerFactory, packed: Path | None, source: ParameterSource | None) -> None:
+    """Give every layer its values, from packed weights or from a source."""
     if packed is not None:
         restore_packed(packed, make.ops, make.scheme, dict(weight_layers(model)))
     elif source is not None:
-        _fill(model, make, source if make.split is None else CutSource(source, make.split.cuts))
+        _fill(model, make, source)
     for embedding, tied in tied_embeddings(model, make).values():
         embedding.share(tied.packed.pieces[0])
-    return _in_our_convention(model, model_config, make)
 
 
-def _in_our_convention(model: Any, model_config: ModelConfig, make: LayerFactory) -> CausalLM:
-    """Return a loaded model as a CausalLM, whatever convention it is written to."""
+def _adapted(model: Any, model_config: ModelConfig, make: LayerFactory) -> CausalLM:
+    """Return a model of another convention as a CausalLM."""
     if find_model(model_config.architecture, model_config.model_impl).convention == "jetstream":
         from penstock.conventions import jetstream
 
         model = jetstream.JetStreamModel(model, jetstream.Environment(model_config, make.ops, make))
     return cast(CausalLM, model)
+
+
+def _check_whole(packed: Path, head: HeadLayout, stage: Stage | None) -> None:
+    """Refuse packed weights where a part of the model is wanted, or another form of its head."""
+    if not head.is_plain:
+        raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
+    if stage is not None:
+        raise NotSupportedError(
+            f"pipeline_parallel_size: {packed} holds the whole model; serve the checkpoint that it was packed from",
+            param="pipeline_parallel_size",
+        )
 
 
 def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:

@@ -46,9 +46,13 @@ REQUESTS = st.lists(
     windows=st.sampled_from([(None,), (20,), (None, 9), (33, 1)]),
     caching=st.booleans(),
     user_rows=st.booleans(),
+    depth=st.sampled_from([1, 2, 4]),
 )
-def test_any_crowd_gives_every_request_its_solo_tokens(requests, chunk, rows, blocks, windows, caching, user_rows):
-    """Guards against lost, shared or too early reused blocks: chunks, preemption, prefix hits, windows, rings at once.
+def test_any_crowd_gives_every_request_its_solo_tokens(
+    requests, chunk, rows, blocks, windows, caching, user_rows, depth
+):
+    """Guards against lost, shared or too early reused blocks: chunks, preemption, prefix hits, windows, rings at once,
+    in one step after the other or several in flight.
 
     The executor checks on every step that each cached position still holds what its request wrote.
     """
@@ -60,6 +64,7 @@ def test_any_crowd_gives_every_request_its_solo_tokens(requests, chunk, rows, bl
         max_num_batched_tokens=max(chunk, rows),
         max_model_len=160,
         enable_prefix_caching=caching,
+        depth=depth,
     )
     outputs: dict[str, list] = {}
     pending = list(enumerate(requests))

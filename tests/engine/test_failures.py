@@ -40,10 +40,13 @@ def check_all(outputs: dict[str, Any], failed: Iterable[str] = ()) -> None:
     after=st.integers(0, 6),
     chunk=st.integers(5, 80),
     blocks=st.integers(9, 40),
+    depth=st.sampled_from([1, 2, 4]),
 )
-def test_a_request_that_breaks_its_steps_fails_alone(poisonous: set[str], after: int, chunk: int, blocks: int) -> None:
+def test_a_request_that_breaks_its_steps_fails_alone(
+    poisonous: set[str], after: int, chunk: int, blocks: int, depth: int
+) -> None:
     """Guards against an exception in the model that ends every request which happened to be in the same step."""
-    engine = make_engine(num_blocks=blocks, max_num_batched_tokens=chunk, max_num_seqs=5)
+    engine = make_engine(num_blocks=blocks, max_num_batched_tokens=chunk, max_num_seqs=5, depth=depth)
 
     def fail(step: SchedulerOutput) -> set[str]:
         """A poisonous request breaks every step that it is in, once it has some outputs."""
@@ -137,12 +140,15 @@ def test_aborting_the_one_that_is_tried_goes_on_with_the_next() -> None:
         assert token_ids(outputs[name]) == expected_outputs(prompt_of(length, ord(name)), NUM_TOKENS)
 
 
+@pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize(
     ("owner", "name"),
     [*((BlockPool, name) for name in ("allocate", "share", "release", "register", "lookup")),
      (kv_cache_manager, "hash_block")],
 )  # fmt: skip
-def test_bookkeeping_that_breaks_off_is_made_anew(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bookkeeping_that_breaks_off_is_made_anew(
+    owner: Any, name: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against blocks that leak, tokens that are lost and an engine that dies when an allocation or a commit
     raises half-way: each call of a run does so in turn."""
     original = getattr(owner, name)
@@ -158,7 +164,7 @@ def test_bookkeeping_that_breaks_off_is_made_anew(owner: Any, name: str, monkeyp
     monkeypatch.setattr(owner, name, break_off)
     while calls >= failing:
         calls, failing = 0, failing + 1
-        engine = make_engine(num_blocks=14, max_num_batched_tokens=30, max_num_seqs=5)
+        engine = make_engine(num_blocks=14, max_num_batched_tokens=30, max_num_seqs=5, depth=depth)
         ask_all(engine)
         outputs = run(engine)
         failed = {key for key, found in outputs.items() if found[-1].error is not None}

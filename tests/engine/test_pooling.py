@@ -33,9 +33,10 @@ def alone(prompt: list[int], kind: str) -> bytes | None:
     blocks=st.integers(8, 30),
     caching=st.booleans(),
     failing=st.sets(st.integers(0, 12), max_size=3),
+    depth=st.sampled_from([1, 3]),
 )
 def test_a_vector_is_what_it_is_alone(
-    lengths: list[int], chunk: int, blocks: int, caching: bool, failing: set[int]
+    lengths: list[int], chunk: int, blocks: int, caching: bool, failing: set[int], depth: int
 ) -> None:
     """Guards against a pooling request that samples, hangs, keeps its blocks, skips cached tokens that it needs, or
     gets another vector beside others, in chunks, after a preemption or a failed step; and against one that disturbs
@@ -46,6 +47,7 @@ def test_a_vector_is_what_it_is_alone(
         max_num_seqs=4,
         max_model_len=max(91, *lengths),
         enable_prefix_caching=caching,
+        depth=depth,
     )
 
     def fail(step: SchedulerOutput) -> set[str]:

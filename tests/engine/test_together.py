@@ -1,4 +1,5 @@
-"""All features on one engine at random: policies, bounded stalls, salts, pins, searches, drafts, failures."""
+"""All features on one engine at random: policies, bounded stalls, salts, pins, searches, drafts, failures, steps in
+flight."""
 
 from random import Random
 from typing import Any
@@ -37,6 +38,7 @@ def make(policy: str, random: Random, window: int | None) -> Engine:
         eos_token_ids=ENDS,
         user_rows=random.random() < 0.2,
         speculation=Speculation(oracle, 5, policy=EveryDraft()),
+        depth=random.choice([1, 2, 4]),
     )
 
     def fail(step: SchedulerOutput) -> set[str]:

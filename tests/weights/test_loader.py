@@ -19,7 +19,7 @@ from penstock.layers.lm_head import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme
-from penstock.weights.loader import load_model
+from penstock.weights.loader import Place, load_model
 from penstock.weights.safetensors import SINGLE, Checkpoint, FileRows
 from tests.hf_models import hf_logprobs, make_llama, make_qwen2, make_qwen3, random_ids
 from tests.kernels.packed import levels
@@ -29,8 +29,9 @@ from tests.weights.tables import replace_tables
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
-def load(directory: Path, **options: Any) -> Any:
-    return load_model(directory, load_model_config(directory), ReferenceOps(torch.float32), **options)
+def load(directory: Path, free_memory: Any = None, **options: Any) -> Any:
+    place = Place(free_memory)
+    return load_model(directory, load_model_config(directory), ReferenceOps(torch.float32), place=place, **options)
 
 
 def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:

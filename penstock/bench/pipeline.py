@@ -1,0 +1,146 @@
+"""How long the stages of a pipeline stand still: `python -m penstock.bench.pipeline [--stage-ms 20]`.
+
+The engine's own schedule on devices that sleep: each of P stages is a thread, and a micro-batch of any size takes it
+the same time. A batch that passes through once, in M micro-batches, leaves each stage idle while the first micro-batch
+comes to it, and after the last one:
+
+    stage 1   0 1 2 3 - - -        bubble = (P - 1) / (M + P - 1), here 3 / 7
+    stage 2   - 0 1 2 3 - -
+    stage 3   - - 0 1 2 3 -
+    stage 4   - - - 0 1 2 3
+
+Decoding goes on with the next token, so that with M >= P the stages stay busy until the batch ends.
+"""
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from penstock.engine.engine import Engine
+from penstock.engine.policies import Scheduling
+from penstock.engine.scripted import VOCAB_SIZE, ScriptedExecutor
+from penstock.interface.messages import EngineRequest
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup, Executor, SchedulerOutput, StepOutput
+
+STAGES, MICRO_BATCHES = (2, 4), (1, 2, 4, 8)
+NUM_ROWS = 8
+NUM_TOKENS = 16  # of each row, when it decodes
+ROUNDS = 5  # of one pass; the median counts
+GROUPS = [CacheGroup((0,), None, 256, 16)]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """What a stage did: one step, from `begin` to `end` in seconds."""
+
+    stage: int
+    step_id: int
+    num_rows: int
+    begin: float
+    end: float
+
+
+class SleepingStages:
+    """An executor of P stages that sleep.
+
+    Attributes:
+        spans: what the stages have done.
+    """
+
+    def __init__(self, num_stages: int, depth: int, stage_s: float) -> None:
+        self.depth = depth
+        self.spans: list[StageSpan] = []
+        self._stage_s = stage_s
+        self._inner = ScriptedExecutor(GROUPS, depth=depth, keeps_steps=False)
+        self._queues: list[SimpleQueue[SchedulerOutput | None]] = [SimpleQueue() for _ in range(num_stages + 1)]
+        self._threads = [threading.Thread(target=self._work, args=(stage,)) for stage in range(num_stages)]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self, stage: int) -> None:
+        while (step := self._queues[stage].get()) is not None:
+            begin = time.perf_counter()
+            time.sleep(self._stage_s)
+            self.spans.append(StageSpan(stage, step.step_id, len(step.scheduled), begin, time.perf_counter()))
+            self._queues[stage + 1].put(step)
+        self._queues[stage + 1].put(None)
+
+    def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        self._queues[0].put(scheduler_output)
+        return self._inner.submit(scheduler_output)
+
+    def collect(self, handle: SchedulerOutput) -> StepOutput:
+        self._queues[-1].get()
+        return self._inner.collect(handle)
+
+    def shutdown(self) -> None:
+        """End the threads, after what they were given."""
+        if not self._threads:
+            return
+        self._queues[0].put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        self._inner.shutdown()
+
+
+def formula(num_stages: int, num_micro_batches: int) -> float:
+    """Return the bubble of one pass."""
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+def compute_batch(executor: Executor, num_rows: int, num_tokens: int) -> None:
+    """Let an engine compute a batch of rows with so many tokens each, the first from a short prompt."""
+    engine = Engine(
+        executor,
+        GROUPS,
+        scheduling=Scheduling(max_num_seqs=num_rows, max_num_batched_tokens=256),
+        max_model_len=64,
+        vocab_size=VOCAB_SIZE,
+    )
+    for row in range(num_rows):
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens)
+        engine.add_request(EngineRequest(str(row), [row + 1, 5, 7], params))
+    while engine.has_work:
+        engine.step()
+
+
+def bubble(spans: Sequence[StageSpan], num_stages: int) -> float:
+    """Return the share of the stages' time, from the first span's begin to the last one's end, in which they idle."""
+    wall = max(span.end for span in spans) - min(span.begin for span in spans)
+    return 1 - sum(span.end - span.begin for span in spans) / (num_stages * wall)
+
+
+def measure(num_stages: int, num_micro_batches: int, stage_s: float, num_tokens: int = 1) -> float:
+    """Return the bubble of a batch on stages that sleep."""
+    stages = SleepingStages(num_stages, num_micro_batches, stage_s)
+    try:
+        compute_batch(stages, NUM_ROWS, num_tokens)
+    finally:
+        stages.shutdown()
+    return bubble(stages.spans, num_stages)
+
+
+def main() -> None:
+    """Measure every number of stages and micro-batches, and print a table."""
+    parser = argparse.ArgumentParser(description="Measure how long the stages of a pipeline stand still.")
+    parser.add_argument("--stage-ms", type=float, default=20.0, metavar="MS", help="of a stage and micro-batch")
+    stage_s = parser.parse_args().stage_ms / 1000
+    print(f"{NUM_ROWS} rows, a stage takes {1000 * stage_s:g} ms; bubble of one pass, and of {NUM_TOKENS} tokens each")
+    print("stages  micro-batches  formula  measured  difference  decoding")
+    for num_stages in STAGES:
+        for count in MICRO_BATCHES:
+            wanted = formula(num_stages, count)
+            found = statistics.median(measure(num_stages, count, stage_s) for _ in range(ROUNDS))
+            decoding = measure(num_stages, count, stage_s, NUM_TOKENS)
+            difference = f"{found / wanted - 1:+.1%}"
+            print(f"{num_stages:6}  {count:13}  {wanted:7.3f}  {found:8.3f}  {difference:>10}  {decoding:8.3f}")
+
+
+if __name__ == "__main__":
+    main()

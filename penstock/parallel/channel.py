@@ -1,0 +1,152 @@
+"""What crosses between the processes of one engine, over inherited sockets: typed msgpack and arrays. No pickle.
+
+    engine -> every rank     Begin, then a StepOrder for each step
+    rank -> the next rank    Handed: the residual stream and the branch of a step, as they lie in memory
+    rank -> engine           Ready or CannotStart; of the last rank Done or StepFailed for each step
+
+Each message is preceded by its length. The end of a socket is the end of the process behind it.
+"""
+
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from penstock.errors import ExecutorLostError
+from penstock.interface.step import SchedulerOutput, StepOutput
+from penstock.kernels.tensors import Array, as_array
+
+T = TypeVar("T")
+BUFFER_BYTES = 4 * 2**20  # of a link, so that a stage seldom waits for the next one to read
+_LENGTH = struct.Struct("<Q")
+_HANDED = struct.Struct("<BII")  # what follows, rows, columns
+_NOTHING, _STREAM, _BOTH, _FAILED = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """A step for every rank.
+
+    Attributes:
+        outputs: tokens that the steps collected since the last order have brought, by request id.
+    """
+
+    plan: SchedulerOutput
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The rank has its layers: bytes of its key/value caches, and of its weights."""
+
+    cache_bytes: int
+    weight_bytes: int
+
+
+class CannotStart(msgspec.Struct, tag=True, frozen=True):
+    """param: the option that is to blame, if one is."""
+
+    message: str
+    param: str | None = None
+
+
+class StepFailed(msgspec.Struct, tag=True, frozen=True):
+    message: str
+    no_memory: bool
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    output: StepOutput
+
+
+class Span(msgspec.Struct, tag=True, frozen=True):
+    """A step on one stage, from `begin` to `end` in seconds of time.perf_counter, which a host's processes share."""
+
+    stage: int
+    step_id: int
+    num_rows: int
+    num_tokens: int
+    begin: float
+    end: float
+
+
+FromRank = Ready | CannotStart | StepFailed | Done | Span
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(StepOrder).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
+
+
+class Channel:
+    """One end of a socket between two processes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+
+    def send(self, *parts: Any) -> None:
+        """Send a message in parts. Raise OSError if the other process is gone."""
+        views = [memoryview(part).cast("B") for part in parts]
+        self.sock.sendall(_LENGTH.pack(sum(view.nbytes for view in views)))
+        for view in views:
+            self.sock.sendall(view)
+
+    def receive(self) -> bytearray:
+        """Wait for a message. Raise ExecutorLostError at the end of the connection."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return self._read(length)
+
+    def _read(self, count: int) -> bytearray:
+        data = bytearray(count)
+        view, done = memoryview(data), 0
+        while done < count:
+            try:
+                received = self.sock.recv_into(view[done:])
+            except OSError:
+                received = 0
+            if not received:
+                raise ExecutorLostError("a process that computes layers has ended")
+            done += received
+        return data
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class StageFailedError(Exception):
+    """A stage before could not compute this step."""
+
+    def __init__(self, failure: StepFailed) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def send_handed(channel: Channel, handed: Any) -> None:
+    """Hand x and h on, [T, hidden] float32 each; h may be None, and so may both."""
+    if handed is None:
+        channel.send(_HANDED.pack(_NOTHING, 0, 0))
+        return
+    x, h = (None if part is None else np.ascontiguousarray(as_array(part)) for part in handed)
+    if x is None:
+        raise ValueError("a stage hands on a branch without a stream")
+    channel.send(_HANDED.pack(_STREAM if h is None else _BOTH, *x.shape), x, *([] if h is None else [h]))
+
+
+def send_failure(channel: Channel, failure: StepFailed) -> None:
+    """Hand on that a step has failed."""
+    channel.send(_HANDED.pack(_FAILED, 0, 0), encode(failure))
+
+
+def receive_handed(channel: Channel) -> tuple[Array, Array | None] | None:
+    """Wait for what the stage before hands on. Raise StageFailedError if it could not compute the step."""
+    data = channel.receive()
+    kind, rows, columns = _HANDED.unpack_from(data)
+    if kind == _FAILED:
+        failure = decode_from_rank(memoryview(data)[_HANDED.size :])
+        raise StageFailedError(failure if isinstance(failure, StepFailed) else StepFailed("unknown", no_memory=False))
+    if kind == _NOTHING:
+        return None
+    values = np.frombuffer(data, np.float32, offset=_HANDED.size).reshape(-1, rows, columns)
+    return values[0], values[1] if kind == _BOTH else None

@@ -1,0 +1,77 @@
+"""What a rank of a pipeline does: it computes its layers of every step, in order, until its engine hangs up."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from penstock.errors import ExecutorLostError
+from penstock.interface.step import SchedulerOutput
+from penstock.parallel.channel import (
+    Channel,
+    Done,
+    Span,
+    StageFailedError,
+    StepFailed,
+    StepOrder,
+    decode_order,
+    encode,
+    receive_handed,
+    send_failure,
+    send_handed,
+)
+
+
+class StagePart(Protocol):
+    """Computes the layers of one stage (runner/stage_runner.py)."""
+
+    def skip(self, plan: SchedulerOutput, outputs: Mapping[str, Sequence[int]]) -> None: ...
+
+    def compute(
+        self, plan: SchedulerOutput, outputs: Mapping[str, Sequence[int]], handed: Sequence[Any] | None
+    ) -> Any: ...
+
+
+class Rank:
+    """One stage and its connections: to the engine, from the stage before and to the next; None at the ends."""
+
+    def __init__(
+        self, index: int, runner: StagePart, engine: Channel, before: Channel | None, after: Channel | None
+    ) -> None:
+        self._index = index
+        self._runner = runner
+        self._engine = engine
+        self._before = before
+        self._after = after
+
+    def run(self) -> None:
+        """Compute steps until the engine, or a rank beside this one, is gone."""
+        while True:
+            try:
+                self._step(decode_order(self._engine.receive()))
+            except (ExecutorLostError, OSError):
+                return
+
+    def _step(self, order: StepOrder) -> None:
+        failure: StepFailed | None = None
+        result = None
+        try:
+            handed = None if self._before is None else receive_handed(self._before)
+        except StageFailedError as error:
+            failure = error.failure
+        begin = time.perf_counter()
+        try:
+            if failure is None:
+                result = self._runner.compute(order.plan, order.outputs, handed)
+            else:
+                self._runner.skip(order.plan, order.outputs)
+        except Exception as error:  # which belongs to this step; the next ones go on
+            failure = failure or StepFailed(f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
+        scheduled = order.plan.scheduled
+        span = Span(self._index, order.plan.step_id, len(scheduled), order.plan.num_tokens, begin, time.perf_counter())
+        self._engine.send(encode(span))
+        if self._after is None:
+            self._engine.send(encode(Done(result) if failure is None and result is not None else failure))
+        elif failure is not None:
+            send_failure(self._after, failure)
+        else:
+            send_handed(self._after, result)
