@@ -139,8 +139,10 @@ def _arrival(line: dict[str, str]) -> Arrival:
     check.check_int("prompt_len", prompt_len, 1, MAX_LEN)
     check.check_int("output_len", output_len, 1, MAX_LEN)
     check.check_int("prefix_len", prefix, 0, prompt_len)
-    if None in line or (prefix and not group):
-        raise ValueError("prefix_len: needs a prefix_group" if prefix else "it has more fields than the header")
+    if None in line:
+        raise ValueError("it has more fields than the header")
+    if prefix and not group:
+        raise ValueError("prefix_len: needs a prefix_group")
     return Arrival(at, prompt_len, output_len, group, prefix)
 
 

@@ -10,6 +10,7 @@ from penstock.bench.simulator.executor import VirtualClock
 from penstock.bench.simulator.replica import MakeEngine
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
+from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import RequestStepOutput, SchedulerOutput, StepOutput
 from penstock.recorder.bundle import MAGIC, Bundle, unpack
 from penstock.recorder.history import Start, Step, history
@@ -54,14 +55,12 @@ class _Replayed:
 
     def __init__(self) -> None:
         self.decided: SchedulerOutput | None = None
-        self.results: StepOutput | None = None
+        self.results = StepOutput(0, {})
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         self.decided = scheduler_output
 
     def collect(self, handle: None) -> StepOutput:
-        if self.results is None:
-            raise InvalidRequestError("bundle: a step failed, or was not finished; such a record cannot be followed")
         return self.results
 
     def shutdown(self) -> None: ...
@@ -85,8 +84,7 @@ def decisions(bundle: Bundle, make_engine: MakeEngine) -> Iterator[tuple[Schedul
         match record:
             case Arrived():
                 clock.now = record.time
-                if record.request_id in requests:  # else it left before its first step
-                    engine.add_request(requests[record.request_id])
+                engine.add_request(requests.get(record.request_id) or _stand_in(record))
             case Aborted():
                 engine.abort(record.request_id)
             case Planned():
@@ -112,9 +110,15 @@ def _requests(bundle: Bundle) -> dict[str, EngineRequest]:
     return found
 
 
-def _results(step: Step) -> StepOutput | None:
+def _stand_in(record: Arrived) -> EngineRequest:
+    """Return a request as long as one that left before its first step, so that nothing but its length is known."""
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    return EngineRequest(record.request_id, [0] * record.num_prompt_tokens, params)
+
+
+def _results(step: Step) -> StepOutput:
     if step.results is None:
-        return None
+        raise InvalidRequestError("bundle: a step failed, or was not finished; such a record cannot be followed")
     errors, rows = step.results.errors, enumerate(zip(step.plan.scheduled, step.results.token_ids, strict=True))
     results = {item.request_id: RequestStepOutput(ids, error=errors.get(index)) for index, (item, ids) in rows}
     return StepOutput(step.plan.step_id, results)

@@ -32,8 +32,8 @@ PAGE = """<!doctype html>
 :root {{ color-scheme: light dark }}
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
 img {{ width: 100% }} .wide {{ overflow-x: auto }} table {{ border-collapse: collapse }}
-th {{ font-weight: normal }}
-td, th {{ padding: .2rem .8rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8886 }}
+th {{ font-weight: normal; text-align: left }} td {{ text-align: right }}
+td, th {{ padding: .2rem .8rem; white-space: nowrap; border-bottom: 1px solid #8886 }}
 </style>
 <h1>{title}</h1><p>{about}</p>
 <picture><source media="(prefers-color-scheme: dark)" srcset="{dark}"><img alt="{alt}" src="{light}"></picture>
