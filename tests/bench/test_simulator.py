@@ -17,7 +17,7 @@ from penstock.bench.simulator import workers
 from penstock.bench.simulator.arrivals import Arrival, Drawn, Trace
 from penstock.bench.simulator.costs import LinearCosts, MeasuredStep, Shape, fit_costs, read_costs
 from penstock.bench.simulator.figures import Figures, Histogram, RequestTimes, parse_target
-from penstock.bench.simulator.fleet import Fleet, LeastLoaded, Users
+from penstock.bench.simulator.fleet import Fleet, LeastLoaded, RoundRobin, Users
 from penstock.bench.simulator.replica import Replica
 from penstock.bench.simulator.scenario import Scenario, make_engine, smallest_fleet
 from penstock.bench.simulator.workers import divided, simulate
@@ -144,6 +144,53 @@ def test_the_least_loaded_replica_is_the_least_loaded():
             ended = max(range(5), key=lambda index: (loads[index], -index))
             loads[ended] -= 1
             router.note_load(ended, loads[ended])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 0.4), st.integers(1, 90), st.integers(1, 60), st.sampled_from("abcd")),
+                min_size=1, max_size=16), st.integers(1, 3), st.sampled_from(["fcfs", "fair", "length_classes"]),
+       st.sampled_from([20, 24, 64]))  # fmt: skip
+def test_steps_taken_at_once_are_those_taken_one_by_one(planned, requests, count, policy, num_blocks):
+    """Guards against a leap over a decision: an arrival, an end, a lack of blocks, an eviction of a cached prefix."""
+    planned = replace(planned, groups=[replace(planned.groups[0], num_blocks=num_blocks)])
+    planned = replace(
+        planned, config=replace(planned.config, scheduler=replace(planned.config.scheduler, scheduling_policy=policy))
+    )
+    ats = accumulate(gap for gap, *_ in requests)
+    arrivals = [
+        Arrival(at, *lengths, group, 32 * (lengths[0] > 32))
+        for at, (_, *lengths, group) in zip(ats, requests, strict=True)
+    ]
+    goals = parse_target("ttft_p99=100ms,itl_p90=12ms,e2e_p50=1s")
+    leaping = Scenario(planned, COSTS, arrivals, goals).run(count)
+    stepping = Figures(goals)
+    replicas = [Replica(make_engine(planned), COSTS, stepping) for _ in range(count)]
+    Fleet(replicas, RoundRobin(count)).run(arrivals)
+    for name in (
+        "requests",
+        "rejected",
+        "good",
+        "output_tokens",
+        "cached_tokens",
+        "preemptions",
+        "steps",
+        "ended",
+        "began",
+    ):
+        assert getattr(leaping, name) == getattr(stepping, name), name
+    assert leaping.busy_s == pytest.approx(stepping.busy_s)
+    for metric, histogram in stepping.times.items():
+        assert leaping.times[metric]._counts == histogram._counts
+
+
+def test_most_steps_are_taken_at_once(planned, monkeypatch):
+    """Guards against leaps that never happen."""
+    computed: list[int] = []
+    step = Replica.step
+    monkeypatch.setattr(Replica, "step", lambda replica: computed.append(1) or step(replica))
+    figures = Scenario(planned, COSTS, [Arrival(0.0, 20, 60), Arrival(0.0, 20, 60)]).run(1)
+    assert (figures.steps, figures.output_tokens) == (60, 120)
+    assert len(computed) == 2  # the first, and the last
 
 
 def test_figures_do_not_depend_on_parts_or_processes(planned, monkeypatch):

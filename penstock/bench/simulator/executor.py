@@ -13,6 +13,9 @@ class StepCosts(Protocol):
     def step_seconds(self, step: SchedulerOutput) -> float:
         """Return the seconds from the plan of a step to the plan of the next one, if there is work for it."""
 
+    def decode_seconds(self, sequences: int, cached_tokens: int) -> float:
+        """Return the same for a step in which so many sequences get a token, and attend to so many cached ones."""
+
 
 class VirtualClock:
     """A clock that stands still until it is set. The engine asks it wherever it would ask time.monotonic()."""

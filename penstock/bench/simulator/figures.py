@@ -136,6 +136,13 @@ class Figures:
         for index, goal in enumerate(self._gap_goals):
             request.late[index] += seconds > goal.seconds
 
+    def more_gaps(self, request: RequestTimes, now: float, gaps: Counter[float]) -> None:
+        """Note further tokens of a request, the last of them now; the gaps are counted for all requests at once."""
+        request.last_at = now
+        request.gaps += gaps.total()
+        for index, goal in enumerate(self._gap_goals):
+            request.late[index] += sum(count for seconds, count in gaps.items() if seconds > goal.seconds)
+
     def finish(self, request: RequestTimes, now: float) -> None:
         seconds = now - request.sent_at
         self.times["e2e"].add(seconds)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from penstock.bench.simulator.arrivals import Arrival
 from penstock.bench.simulator.executor import CostExecutor, StepCosts, VirtualClock
 from penstock.bench.simulator.figures import Figures, RequestTimes
+from penstock.bench.simulator.leap import leap
 from penstock.engine.engine import Engine
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
@@ -40,6 +41,7 @@ class Replica:
 
     def __init__(self, make_engine: MakeEngine, costs: StepCosts, figures: Figures) -> None:
         self.clock = VirtualClock()
+        self._costs = costs
         self.figures = figures
         self.engine = make_engine(CostExecutor(costs, self.clock), self.clock)
         self._open: dict[str, RequestTimes] = {}
@@ -55,10 +57,10 @@ class Replica:
 
     def add(self, number: int, arrival: Arrival, sent_at: float) -> bool:
         """Send a request to the engine. False if it is too long for the context, or for the cache."""
-        own = 2 * number + 1
-        ids = [own] * (arrival.prompt_len - arrival.prefix_len)
-        if arrival.prefix_len:
-            ids = [prefix_id(arrival.prefix_group)] * arrival.prefix_len + ids
+        shared = min(arrival.prefix_len, arrival.prompt_len - 1)  # no two prompts are equal
+        ids = [2 * number + 1] * (arrival.prompt_len - shared)
+        if shared:
+            ids = [prefix_id(arrival.prefix_group)] * shared + ids
         request_id = str(number)
         request = EngineRequest(request_id, ids, _params(arrival.output_len), arrived_at=sent_at)
         try:
@@ -70,6 +72,30 @@ class Replica:
             return False
         self._open[request_id] = RequestTimes(sent_at)
         return True
+
+    def run_until(self, at: float) -> None:
+        """Take every step that begins before a moment at which something comes, those at once that decide nothing."""
+        while self.engine.has_work and self.clock.now < at:
+            if not self._leap(at):
+                self.step()
+
+    def _leap(self, until: float) -> int:
+        """Take steps in which every open request gets one token, if these come next. Return how many."""
+        began, figures = self.clock.now, self.figures
+        if any(request.last_at != began for request in self._open.values()):  # its next gap is another one
+            return 0
+        now, count, gaps = leap(self.engine, self._costs, began, until)
+        if count:
+            self.clock.now = now
+            num_open = len(self._open)
+            for seconds, number in gaps.items():
+                figures.times["itl"].add(seconds, number * num_open)
+            for request in self._open.values():
+                figures.more_gaps(request, now, gaps)
+            figures.output_tokens += count * num_open
+            figures.steps += count
+            figures.busy_s += now - began
+        return count
 
     def step(self) -> int:
         """Compute one step; the clock is at its end then. Return how many requests have ended with it.

@@ -1,5 +1,6 @@
 """Scenario: what is simulated. It is plain data, so that it can be given to other processes."""
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -61,15 +62,26 @@ class Scenario:
         check.check_int("replicas", num_replicas, 1, MAX_REPLICAS)
         make, figures = make_engine(self.planned), Figures(self.goals)
         replicas = [Replica(make, self.costs, figures) for _ in part]
-        users = None if self.users is None else Users(self.users, self.think_s, self.seed)
-        arrivals = self.arrivals
-        if len(part) < num_replicas:
-            numbered = enumerate(self.arrivals)
-            arrivals = (arrival for number, arrival in numbered if number % num_replicas in part)
-        Fleet(replicas, make_router(self.router, len(part)), users).run(arrivals, advance)
+        if self.has_independent_replicas:
+            self._run_apart(num_replicas, dict(zip(part, replicas, strict=True)), advance)
+        else:
+            users = None if self.users is None else Users(self.users, self.think_s, self.seed)
+            Fleet(replicas, make_router(self.router, num_replicas), users).run(self.arrivals, advance)
         for replica in replicas:
             replica.engine.check_integrity()
         return figures
+
+    def _run_apart(self, num_replicas: int, part: dict[int, Replica], advance: Callable[[int], None]) -> None:
+        """Send each replica of a part its turns, and let it catch up only then: so it can take many steps at once."""
+        for number, arrival in enumerate(self.arrivals):
+            if (replica := part.get(number % num_replicas)) is not None:
+                replica.run_until(arrival.at)
+                if not replica.has_work:
+                    replica.clock.now = max(replica.clock.now, arrival.at)
+                replica.add(number, arrival, arrival.at)
+                advance(1)
+        for replica in part.values():
+            replica.run_until(math.inf)
 
 
 def make_engine(planned: PlannedEngine) -> MakeEngine:
