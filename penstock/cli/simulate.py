@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--save-costs", metavar="FILE", help="write what steps cost as JSON, for --costs")
     output = parser.add_argument_group("output")
     output.add_argument("--plot", metavar="FILE", help="draw the figures by request rate, as html, svg, png or pdf")
-    help_text = "processes that simulate replicas of a round_robin (default: one for each core)"
+    help_text = "processes that simulate replicas of a round_robin (default: 1)"
     output.add_argument("--processes", type=parse_size, metavar="N", help=help_text)
     output.add_argument("--json", action="store_true", help="print the figures as JSON, and nothing else")
     add_engine_options(parser, [name for name in option_names() if name != "seed"])

@@ -208,6 +208,14 @@ def test_figures_do_not_depend_on_parts_or_processes(planned, monkeypatch):
     assert whole["requests"] == 120
 
 
+def test_a_wrong_line_ends_the_processes_too(planned, tmp_path):
+    """Guards against processes that go on, or an error that is lost on the way."""
+    trace = tmp_path / "load.csv"
+    trace.write_text("arrival_s,prompt_len,output_len\n0,5,5\n1,x,5\n")
+    with pytest.raises(InvalidRequestError, match="line 3"):
+        simulate(Scenario(planned, COSTS, Trace(trace)), 20, 1)
+
+
 def test_the_smallest_fleet_is_found(planned):
     """Guards against a fleet that is too large or too small, and a search that does not end."""
     load = replace(LOAD, load=Load(120.0, seed=2), count=60)

@@ -32,7 +32,7 @@ class Options:
         replicas: of the fleet; None: as few as meet the target.
         users: who wait for their answers; None: nobody does.
         price: of a replica for an hour.
-        processes: that compute; None: one for each core.
+        processes: that compute; None: this one alone.
     """
 
     dataset: Dataset

@@ -6,11 +6,16 @@ part, and not on the number of replicas or requests.
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
 
 from penstock.bench.simulator.figures import Figures
 from penstock.bench.simulator.scenario import Scenario
+from penstock.errors import EngineError
 
 MAX_BLOCKS = 2**20  # of the replicas of a part: about 200 MB
 MIN_REPLICAS = 16  # a fleet of fewer is simulated in this process: others would take longer to start
@@ -23,30 +28,54 @@ def simulate(
     """Simulate a fleet and return its figures, which do not depend on the number of processes.
 
     Args:
-        processes: most that compute; None: one for each core.
+        processes: most that compute; None: this one alone.
         advance: called with the number of requests sent.
     """
-    processes = processes or os.cpu_count() or 1
+    processes = processes or 1
     if not scenario.has_independent_replicas or num_replicas < MIN_REPLICAS:
         return scenario.run(num_replicas, advance)
-    figures = Figures(scenario.goals)
     parts = list(divided(num_replicas, processes, sum(group.num_blocks for group in scenario.planned.groups)))
     if processes == 1:
+        figures = Figures(scenario.goals)
         for part in parts:
             figures.merge(scenario.run_part(num_replicas, part, advance))
         return figures
+    return _in_processes(scenario, num_replicas, parts, min(processes, len(parts)), advance)
+
+
+def _in_processes(
+    scenario: Scenario, num_replicas: int, parts: list[range], processes: int, advance: Callable[[int], None]
+) -> Figures:
+    """Simulate parts in other processes, which end with this call, whatever ends it, and with this process."""
+    figures = Figures(scenario.goals)
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks, and not the threads
-    with ProcessPoolExecutor(min(processes, len(parts)), mp_context=context) as pool:
-        running = [pool.submit(scenario.run_part, num_replicas, part) for part in parts]
-        try:
+    reader, writer = context.Pipe(duplex=False)
+    try:
+        with ProcessPoolExecutor(processes, context, initializer=_end_with, initargs=(reader,)) as pool, writer:
+            running = [pool.submit(scenario.run_part, num_replicas, part) for part in parts]
             for done in as_completed(running):
                 found = done.result()
                 figures.merge(found)
                 advance(found.requests + found.rejected)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    except BrokenProcessPool:
+        message = (
+            "a process that simulated was ended, perhaps for lack of memory; give --processes 1, or fewer replicas"
+        )
+        raise EngineError(message) from None
+    finally:
+        reader.close()
     return figures
+
+
+def _end_with(reader: Connection) -> None:
+    """End this process when the other end of a pipe is closed, which only its parent has."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, and that is enough
+
+    def watch() -> None:
+        reader.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def divided(num_replicas: int, processes: int, num_blocks: int) -> Iterator[range]:
