@@ -57,8 +57,8 @@ ALLOWED: dict[str, set[str]] = {
 MAX_ROOMS, MAX_ARROWS = 30, 197
 OF_A_DOCUMENT = "penstock/conventions/"  # argument lists that other projects' documents prescribe
 STANDARD_LIBRARY_ONLY = ("errors", "validation", "interface", "config", "engine", "quant/scheme.py")
-TORCH_FREE = ("client", "cli", "config", "engine", "interface", "planner", "plugins", "recorder", "server", "spec",
-              "tokenizer")  # fmt: skip
+TORCH_FREE = ("bench/simulator", "client", "cli", "config", "engine", "interface", "planner", "plugins", "recorder",
+              "server", "spec", "tokenizer")  # fmt: skip
 IMPORTED_WITHOUT_TORCH = [
     "penstock",
     "penstock.config",
@@ -81,6 +81,8 @@ IMPORTED_WITHOUT_TORCH = [
     "penstock.models.llama.model",
     "penstock.runner.model_runner",
     "penstock.weights.convert",
+    "penstock.bench.simulator.report",
+    "penstock.bench.simulator.run",
 ]
 
 

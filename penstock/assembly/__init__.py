@@ -12,6 +12,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-from penstock.assembly.engine import BuiltEngine, build_engine
+from penstock.assembly.engine import BuiltEngine, PlannedEngine, build_engine, plan_engine
 
-__all__ = ["BuiltEngine", "build_engine"]
+__all__ = ["BuiltEngine", "PlannedEngine", "build_engine", "plan_engine"]

@@ -1,5 +1,6 @@
 """Makes an engine: directory -> ModelConfig -> resolved EngineConfig -> model -> cache plan -> runner -> engine."""
 
+import time
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from penstock.assembly.ranks import RankPlan, StartRanks, check_split, start_ran
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
+from penstock.engine.policy import Clock
 from penstock.engine.scripted import ScriptedExecutor
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.interface.messages import ModelInfo
@@ -47,6 +49,35 @@ from penstock.weights.sizes import model_sizes
 from penstock.weights.sources import read_parameters
 
 UNLIMITED = 2**62  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEngine:
+    """All of an engine but what computes its steps: for simulations, which read no weights and allocate nothing."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    groups: list[CacheGroup]
+
+    def make(self, executor: Executor, clock: Clock) -> Engine:
+        """Return an engine as `build_engine` would make it, on another executor and another clock."""
+        return _make_engine(self.config, self.model_config, executor, self.groups, clock)
+
+
+def plan_engine(config: EngineConfig) -> PlannedEngine:
+    """Resolve a config and plan its cache as `build_engine` does, from config.json alone.
+
+    Raises:
+        ModelLoadError: there is no such model, or it cannot be served.
+        InvalidRequestError: an option does not fit the model or the machine.
+    """
+    import_files(config.imports)
+    model_config, weights = _find(config, None, needs_weights=False)
+    config = _resolve(config, model_config, weights)
+    free = free_memory_bytes()
+    config, memory = _plan_memory(config, model_config, make_ops(config, model_config), free, 0)
+    groups = memory.cache.groups if memory is not None else _plan_cache(config, model_config, free, None).groups
+    return PlannedEngine(config, model_config, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +204,11 @@ def _build_mock(
 
 
 def _make_engine(
-    config: EngineConfig, model_config: ModelConfig, executor: Executor, groups: list[CacheGroup]
+    config: EngineConfig,
+    model_config: ModelConfig,
+    executor: Executor,
+    groups: list[CacheGroup],
+    clock: Clock = time.monotonic,
 ) -> Engine:
     scheduler = config.scheduler
     if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
@@ -187,6 +222,7 @@ def _make_engine(
             policy=scheduler.scheduling_policy,
             max_stall_s=None if scheduler.max_stall_ms is None else scheduler.max_stall_ms / 1000,
             prefill_ratio=scheduler.prefill_ratio,
+            clock=clock,
         ),
         max_model_len=scheduler.max_model_len,
         vocab_size=model_config.vocab_size,
@@ -222,11 +258,11 @@ def _plan_memory(
     return ledger.fit(config)
 
 
-def _find(config: EngineConfig, instance: object | None) -> tuple[ModelConfig, Weights]:
+def _find(config: EngineConfig, instance: object | None, *, needs_weights: bool = True) -> tuple[ModelConfig, Weights]:
     """Return the numbers of the model and where its weights are, without reading them."""
     weights: Weights
     if instance is None:
-        weights = resolve_model(config.model)
+        weights = resolve_model(config.model, weights=needs_weights)
         model_config = load_model_config(weights)
     else:
         found = ModelInstance.of(instance)

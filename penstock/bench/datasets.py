@@ -112,12 +112,19 @@ def draw_samples(dataset: Dataset, vocabulary: Vocabulary, count: int, seed: int
         return _from_conversations(dataset, vocabulary, count, rng, as_text=as_text)
     prefixes = [_ids(rng, vocabulary, dataset.prefix_len) for _ in range(dataset.num_prefixes)]
     samples = []
-    for index in range(count):
-        length = _length(rng, dataset.input_len, dataset.range_ratio)
+    for index, (length, output_len) in enumerate(draw_lengths(dataset, count, seed)):
         own = _ids(rng, vocabulary, min(length, PATTERN_LEN) if dataset.name == "repetitive" else length)
         ids = prefixes[index % len(prefixes)] + (own * (1 + length // len(own)))[:length]
-        samples.append(_sample(ids, _length(rng, dataset.output_len or 128, dataset.range_ratio), vocabulary, as_text))
+        samples.append(_sample(ids, output_len, vocabulary, as_text))
     return samples
+
+
+def draw_lengths(dataset: Dataset, count: int, seed: int) -> Iterator[tuple[int, int]]:
+    """Yield the tokens of each prompt, without its prefix, and of its answer; not for sharegpt."""
+    rng = random.Random(f"lengths {seed}")  # apart from that of the ids, which a simulation does not draw
+    for _ in range(count):
+        length = _length(rng, dataset.input_len, dataset.range_ratio)
+        yield length, _length(rng, dataset.output_len or 128, dataset.range_ratio)
 
 
 def _ids(rng: random.Random, vocabulary: Vocabulary, length: int) -> list[int]:

@@ -10,9 +10,9 @@ The figures have the names and the meanings of vLLM's `bench serve`, so that res
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any
 
 import numpy as np
@@ -53,14 +53,20 @@ class Load:
             check.check_choice("goodput", name, GOALS)
             check.check_float("goodput", goal, 0.0, 1e9, low_open=True)
 
-    def gaps(self, count: int) -> list[float]:
-        """Return the seconds between requests. Their sum is that of an even load, so that runs take equally long."""
+    def gaps(self, count: int) -> Iterator[float]:
+        """Yield the seconds before each request. Their sum is that of an even load, so that runs take equally long.
+
+        They are drawn twice, and not kept: a simulation has millions.
+        """
         if self.request_rate == math.inf:
-            return [0.0] * count
+            yield from repeat(0.0, count)
+            return
+        scale = count / self.request_rate / (sum(self._drawn(count)) or 1.0)
+        yield from (gap * scale for gap in self._drawn(count))
+
+    def _drawn(self, count: int) -> Iterator[float]:
         rng = random.Random(self.seed)
-        drawn = [rng.gammavariate(self.burstiness, 1.0) for _ in range(count)]
-        scale = count / self.request_rate / (sum(drawn) or 1.0)
-        return [gap * scale for gap in drawn]
+        return (rng.gammavariate(self.burstiness, 1.0) for _ in range(count))
 
 
 @dataclass(slots=True)

@@ -72,12 +72,21 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     Raises:
         InvalidRequestError: matplotlib is not installed, or the file cannot be written in this format.
     """
+    drawn = picture(results)
+    try:
+        drawn.savefig(path, facecolor="white")
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"plot: cannot write {str(path)!r}: {error}", param="plot") from None
+
+
+def picture(results: Sequence[dict[str, Any]]) -> Any:
+    """Return the Figure that `draw` writes."""
     figure_class = figure()
     rates = [str(result["request_rate"]) for result in results]
-    picture = figure_class(figsize=(9, 6), layout="constrained")
-    panels = picture.subplots(2, 2).flat
+    drawn = figure_class(figsize=(9, 6), layout="constrained")
+    panels = drawn.subplots(2, 2).flat
     first = results[0]
-    picture.suptitle(f"{first['model_id']}: {first['num_prompts']} requests for each rate")
+    drawn.suptitle(f"{first['model_id']}: {first['num_prompts']} requests for each rate")
     for panel, (title, names) in zip(panels, _curves(first).items(), strict=False):
         for label, name in names.items():
             panel.plot(rates, [result[name] for result in results], marker="o", label=label)
@@ -85,10 +94,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
         panel.legend()
-    try:
-        picture.savefig(path, facecolor="white")
-    except (OSError, ValueError) as error:
-        raise InvalidRequestError(f"plot: cannot write {str(path)!r}: {error}", param="plot") from None
+    return drawn
 
 
 def _curves(result: dict[str, Any]) -> dict[str, dict[str, str]]:

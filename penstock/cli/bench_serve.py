@@ -6,11 +6,14 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import add_model, parse_object, parse_size
 from penstock.cli.terminal import progress
 from penstock.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from penstock.bench.datasets import Dataset
 
 EXAMPLES = """examples:
   penstock bench serve demo --num-prompts 200 --request-rate 20 --ignore-eos
@@ -35,17 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="sent too (repeatable)")
     requests = parser.add_argument_group("requests")
     requests.add_argument("--num-prompts", type=parse_size, default=100, metavar="N", help="requests (default: 100)")
-    help_text = "random, prefix_repetition, repetitive or sharegpt (default: random)"
-    requests.add_argument("--dataset-name", default="random", metavar="NAME", help=help_text)
-    requests.add_argument("--dataset-path", metavar="FILE", help="JSON file of conversations, for sharegpt")
-    requests.add_argument("--input-len", type=parse_size, default=128, metavar="N", help="tokens per prompt")
-    requests.add_argument("--output-len", type=parse_size, metavar="N", help="tokens per answer (default: 128)")
-    help_text = "draw lengths from 1 - R to 1 + R times these (default: 0)"
-    requests.add_argument("--random-range-ratio", type=float, default=0.0, metavar="R", help=help_text)
-    help_text = "tokens before these that prompts share (default: 0)"
-    requests.add_argument("--prefix-len", type=parse_size, default=0, metavar="N", help=help_text)
-    help_text = "different prefixes, for prefix_repetition (default: 1)"
-    requests.add_argument("--num-prefixes", type=parse_size, default=1, metavar="N", help=help_text)
+    add_dataset(requests)
     help_text = "ask for answers of full length; servers other than Penstock and vLLM may refuse it"
     requests.add_argument("--ignore-eos", action="store_true", help=help_text)
     requests.add_argument("--temperature", type=float, default=0.0, metavar="X", help="(default: 0)")
@@ -59,10 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _configure_load(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load and figures")
-    help_text = "mean arrivals per second, or inf: all at once (the default); several are measured one after the other"
-    load.add_argument("--request-rate", type=float, nargs="+", default=[float("inf")], metavar="R", help=help_text)
-    help_text = "1: a Poisson process (the default); less: bursts; more: steadier"
-    load.add_argument("--burstiness", type=float, default=1.0, metavar="X", help=help_text)
+    add_arrivals(load)
     load.add_argument("--max-concurrency", type=parse_size, metavar="N", help="most requests under way")
     help_text = "a request within all of these milliseconds is good: ttft:500 tpot:50 e2el:5000"
     load.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=help_text)
@@ -72,10 +62,41 @@ def _configure_load(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--plot", metavar="FILE", help="draw the figures by request rate, as svg, png or pdf")
 
 
+def add_dataset(group: Any) -> None:
+    """Add the options that say what prompts are made of; `read_dataset` reads them."""
+    help_text = "random, prefix_repetition, repetitive or sharegpt (default: random)"
+    group.add_argument("--dataset-name", default="random", metavar="NAME", help=help_text)
+    group.add_argument("--dataset-path", metavar="FILE", help="JSON file of conversations, for sharegpt")
+    group.add_argument("--input-len", type=parse_size, default=128, metavar="N", help="tokens per prompt")
+    group.add_argument("--output-len", type=parse_size, metavar="N", help="tokens per answer (default: 128)")
+    help_text = "draw lengths from 1 - R to 1 + R times these (default: 0)"
+    group.add_argument("--random-range-ratio", type=float, default=0.0, metavar="R", help=help_text)
+    help_text = "tokens before these that prompts share (default: 0)"
+    group.add_argument("--prefix-len", type=parse_size, default=0, metavar="N", help=help_text)
+    help_text = "different prefixes, for prefix_repetition (default: 1)"
+    group.add_argument("--num-prefixes", type=parse_size, default=1, metavar="N", help=help_text)
+
+
+def read_dataset(args: argparse.Namespace) -> "Dataset":
+    from penstock.bench.datasets import Dataset
+
+    names = ("input_len", "output_len", "prefix_len", "num_prefixes")
+    lengths = {name: getattr(args, name) for name in names}
+    return Dataset(args.dataset_name, args.dataset_path, range_ratio=args.random_range_ratio, **lengths)
+
+
+def add_arrivals(group: Any) -> None:
+    """Add the options that say when requests arrive."""
+    help_text = "mean arrivals per second, or inf: all at once (the default); several are measured one after the other"
+    group.add_argument("--request-rate", type=float, nargs="+", default=[float("inf")], metavar="R", help=help_text)
+    help_text = "1: a Poisson process (the default); less: bursts; more: steadier"
+    group.add_argument("--burstiness", type=float, default=1.0, metavar="X", help=help_text)
+
+
 def prepare(args: argparse.Namespace) -> tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], None]]:
     """Return what measures, and what prints the result; see cli/bench.py."""
     from penstock import validation as check
-    from penstock.bench.datasets import Dataset, Vocabulary, draw_samples
+    from penstock.bench.datasets import Vocabulary, draw_samples
     from penstock.bench.http_client import HttpClient
     from penstock.bench.outcomes import METRICS as ALL_METRICS
     from penstock.bench.outcomes import Load
@@ -90,11 +111,7 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], dict[str, Any]], Cal
         figure()  # refuses now, not after the run
     load = {"burstiness": args.burstiness, "max_concurrency": args.max_concurrency, "goals": _goals(args.goodput)}
     loads = [Load(rate, **load, seed=args.seed) for rate in args.request_rate]
-    names = ("input_len", "output_len", "prefix_len", "num_prefixes")
-    dataset = Dataset(
-        args.dataset_name, args.dataset_path, range_ratio=args.random_range_ratio,
-        **{name: getattr(args, name) for name in names},
-    )  # fmt: skip
+    dataset = read_dataset(args)
     fields = {"temperature": args.temperature, **({"ignore_eos": True} if args.ignore_eos else {}), **args.extra_body}
     client = HttpClient(args.base_url, _headers(args))
     target = Target(client, args.backend, args.served_model_name, fields)

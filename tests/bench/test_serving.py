@@ -147,12 +147,12 @@ def test_figures_are_those_of_the_outcomes() -> None:
 def test_arrivals_have_the_rate_and_the_spread(burstiness: float) -> None:
     """Guards against a rate that is not the mean, and bursts that are none: gaps vary by 1 / sqrt(burstiness)."""
     load = Load(request_rate=8.0, burstiness=burstiness, seed=3)
-    gaps = load.gaps(4000)
-    assert gaps == load.gaps(4000)
+    gaps = list(load.gaps(4000))
+    assert gaps == list(load.gaps(4000))
     assert sum(gaps) == pytest.approx(500.0)
     spread = math.sqrt(sum((gap - 1 / 8) ** 2 for gap in gaps) / len(gaps)) * 8
     assert spread == pytest.approx(1 / math.sqrt(burstiness), rel=0.15)
-    assert Load().gaps(3) == [0.0, 0.0, 0.0]
+    assert list(Load().gaps(3)) == [0.0, 0.0, 0.0]
 
 
 def test_samples_have_the_lengths_and_share_what_they_should() -> None:

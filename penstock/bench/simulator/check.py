@@ -1,0 +1,131 @@
+"""The simulator against this machine, which has nothing else to do: `python -m penstock.bench.simulator.check MODEL`.
+
+The model's steps are measured and fitted. Then a server of it answers Poisson loads at 50, 80 and 100 % of the capacity
+that the simulator predicts, and `bench offline`'s workload, all requests at once, runs too; each stands beside its
+simulation. Exit code 1 if a figure is further off than it should be: throughput 7 %, medians 15 %, p99 25 %.
+"""
+
+import argparse
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from penstock.bench.datasets import Dataset, Vocabulary, draw_samples
+from penstock.bench.http_client import HttpClient
+from penstock.bench.outcomes import Load
+from penstock.bench.serving import Target, measure_serving
+from penstock.bench.simulator.costs import LinearCosts
+from penstock.bench.simulator.run import Options, find_costs, run
+from penstock.errors import EngineError
+
+SHARES = (0.5, 0.8, 1.0)
+START_S = 300.0
+# Names in `bench serve`, and in the simulator; and by how much they may differ.
+FIGURES = {
+    "tokens per second": ("output_throughput", ("output_tokens_per_s",), 0.07),
+    "TTFT p50": ("median_ttft_ms", ("ttft_ms", "p50"), 0.15),
+    "TTFT p99": ("p99_ttft_ms", ("ttft_ms", "p99"), 0.25),
+    "ITL p50": ("median_itl_ms", ("itl_ms", "p50"), 0.15),
+    "ITL p99": ("p99_itl_ms", ("itl_ms", "p99"), 0.25),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print every figure beside its prediction. Return 1 if one is further off than it should be."""
+    parser = argparse.ArgumentParser(prog="penstock.bench.simulator.check", description=__doc__)
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--num-prompts", type=int, default=200)
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
+    args = parser.parse_args(argv)
+    dataset = Dataset(input_len=args.input_len, output_len=args.output_len)
+    costs = find_costs({"model": args.model}, "this")
+    at_once = _simulated(args.model, dataset, args.num_prompts, float("inf"), costs)
+    capacity = at_once["request_throughput"]
+    rates = [*(share * capacity for share in SHARES), float("inf")]
+    with _server(args.model) as address:
+        measured = asyncio.run(_measured(address, args.model, dataset, args.num_prompts, rates))
+    found = [
+        _compare(rate, there, _simulated(args.model, dataset, args.num_prompts, rate, costs))
+        for rate, there in zip(rates, measured, strict=True)
+    ]
+    return 0 if all(found) else 1
+
+
+def _simulated(model: str, dataset: Dataset, count: int, rate: float, costs: LinearCosts) -> dict[str, Any]:
+    options = Options(dataset=dataset, rates=[rate], num_prompts=count)
+    result = run({"model": model}, options, costs, lambda what, total: nullcontext(lambda number: None))
+    (figures,) = result["runs"]
+    return dict(figures)
+
+
+async def _measured(address: str, model: str, dataset: Dataset, count: int, rates: list[float]) -> list[dict[str, Any]]:
+    samples = draw_samples(dataset, Vocabulary(model), count, 0, as_text=False)
+    target = Target(HttpClient(address, {}), "openai", None, {"temperature": 0.0, "ignore_eos": True})
+    loads = [Load(rate) for rate in rates]
+    return await measure_serving(
+        target, samples, loads, [99], num_warmups=8,
+        progress=lambda what, total: nullcontext(lambda number: None),
+    )  # fmt: skip
+
+
+def _compare(rate: float, measured: dict[str, Any], simulated: dict[str, Any]) -> bool:
+    """Print the figures of a rate. Return whether all are as near as they should be."""
+    print(f"{rate:.4g} requests per second")
+    is_near = True
+    for name, (here, path, limit) in FIGURES.items():
+        predicted: Any = simulated
+        for key in path:
+            predicted = predicted[key]
+        error = predicted / measured[here] - 1
+        is_near &= abs(error) <= limit
+        verdict = "" if abs(error) <= limit else f"  more than {limit:.0%}"
+        print(f"  {name:<18} measured {measured[here]:10.2f}  simulated {predicted:10.2f}  {error:+8.1%}{verdict}")
+    return is_near
+
+
+@contextmanager
+def _server(model: str) -> Iterator[str]:
+    """Serve a model on a free port and yield its address.
+
+    Raises:
+        EngineError: it is not ready within START_S.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["serve", model, "--port", str(port), "--log-level", "error"]
+    words.append("--no-enable-prefix-caching")  # the same prompts come at every rate
+    server = subprocess.Popen([sys.executable, "-m", "penstock", *words])
+    try:
+        ended_at = time.monotonic() + START_S
+        while not _is_ready(port):
+            if server.poll() is not None or time.monotonic() > ended_at:
+                raise EngineError(f"the server of {model} did not become ready")
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _is_ready(port: int) -> bool:
+    async def ask() -> int:
+        client = HttpClient(f"http://127.0.0.1:{port}", {})
+        try:
+            return (await client.request("GET", "/health")).status
+        except OSError:
+            return 0
+        finally:
+            client.close()
+
+    return asyncio.run(ask()) == 200
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Costs of steps as numbers that add up, fitted to steps that were measured.
+
+    seconds = step + sequence x decoding sequences + prompt_token x tokens of prompts
+                   + cached_token x tokens that decoding sequences attend to
+                   + pair x pairs of a prompt's token and one that it attends to
+
+What reads the weights once is in `step`; a model whose steps are fitted needs no formula for its kernels. The fit is
+good for steps like those that were measured: with as many sequences, and contexts as long.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock import validation as check
+from penstock.engine.pace import is_stream
+from penstock.errors import InvalidRequestError
+from penstock.interface.step import ScheduledRequest, SchedulerOutput
+
+Floats = npt.NDArray[np.float64]
+MIN_STEPS = 20  # that a fit needs
+ROBUST_ROUNDS, OUTLIER = 5, 3.0  # rounds of a fit; what is so many usual deviations off, counts less
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a step's time depends on, in the order of LinearCosts' fields."""
+
+    steps: float
+    sequences: float
+    prompt_tokens: float
+    cached_tokens: float
+    pairs: float
+
+    @classmethod
+    def of(cls, scheduled: Sequence[ScheduledRequest]) -> "Shape":
+        sequences = prompt_tokens = cached = 0
+        pairs = 0.0
+        for item in scheduled:
+            if is_stream(item):
+                sequences += 1
+                cached += item.num_computed_tokens
+            else:
+                prompt_tokens += item.num_new_tokens
+                pairs += item.num_new_tokens * (item.num_computed_tokens + item.num_new_tokens / 2)
+        return cls(1.0, sequences, prompt_tokens, cached, pairs)
+
+    @property
+    def row(self) -> list[float]:
+        return [self.steps, self.sequences, self.prompt_tokens, self.cached_tokens, self.pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCosts:
+    """Seconds for each part of a step. A StepCosts."""
+
+    step: float
+    sequence: float
+    prompt_token: float
+    cached_token: float
+    pair: float
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            check.check_float(item.name, getattr(self, item.name), 0.0, 1e6)
+        if not sum(asdict(self).values()):
+            raise InvalidRequestError("costs: all of them are 0", param="costs")
+
+    def step_seconds(self, step: SchedulerOutput) -> float:
+        """Return the seconds of a step."""
+        return self.seconds(Shape.of(step.scheduled))
+
+    def seconds(self, shape: Shape) -> float:
+        """Return the seconds of a step of this shape."""
+        return (
+            self.step
+            + self.sequence * shape.sequences
+            + self.prompt_token * shape.prompt_tokens
+            + self.cached_token * shape.cached_tokens
+            + self.pair * shape.pairs
+        )
+
+    def decode_seconds(self, sequences: int, cached_tokens: int) -> float:
+        """Return the seconds of a step without prompts: to the bit those of `seconds`."""
+        return self.step + self.sequence * sequences + 0.0 + self.cached_token * cached_tokens + 0.0
+
+    def write(self, path: Path) -> None:
+        """Write them as JSON that `read_costs` reads."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step, and the seconds until the next one could be planned."""
+
+    shape: Shape
+    seconds: float
+
+
+def read_costs(path: Path) -> LinearCosts:
+    """Return the costs in a JSON file.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or names other numbers than those of LinearCosts.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+        return LinearCosts(**found)
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    except (ValueError, TypeError, RecursionError) as error:
+        names = ", ".join(item.name for item in fields(LinearCosts))
+        reason = f"must be a record of steps, or JSON with the seconds {names}: {check.one_line(error)}"
+    raise InvalidRequestError(f"costs: {str(path)!r} {reason}", param="costs")
+
+
+def fit_costs(steps: Sequence[MeasuredStep]) -> LinearCosts:
+    """Return the costs that explain measured steps best: relative errors count, and none of the costs is negative.
+
+    A step that another process held up counts less the further it is off.
+
+    Raises:
+        InvalidRequestError: there are fewer than MIN_STEPS.
+    """
+    if len(steps) < MIN_STEPS:
+        message = f"costs: {len(steps)} measured steps are too few; it takes {MIN_STEPS}"
+        raise InvalidRequestError(message, param="costs")
+    rows = np.array([step.shape.row for step in steps])
+    seconds = np.maximum(np.array([step.seconds for step in steps]), 1e-9)
+    weights = 1 / seconds
+    for _ in range(ROBUST_ROUNDS):
+        found = _non_negative(rows * weights[:, None], seconds * weights)
+        off = np.abs(rows @ found - seconds) / seconds
+        limit = OUTLIER * max(float(np.median(off)), 1e-6)
+        weights = np.minimum(1.0, np.sqrt(limit / np.maximum(off, 1e-12))) / seconds
+    return LinearCosts(*(float(value) for value in found))
+
+
+def _non_negative(rows: Floats, wanted: Floats) -> Floats:
+    """Return the x >= 0 with the least |rows x - wanted|, among those whose support shrinks one number at a time."""
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    used = np.flatnonzero(np.abs(rows).max(axis=0) > 0)
+    found = np.zeros(rows.shape[1])
+    while len(used):
+        part = np.linalg.lstsq(rows[:, used] / scale[used], wanted, rcond=None)[0]
+        if part.min() >= 0:
+            found[used] = part / scale[used]
+            break
+        used = np.delete(used, part.argmin())
+    return found

@@ -1,0 +1,45 @@
+"""CostExecutor: an Executor that computes nothing, and sets a clock forward by what a step would have taken."""
+
+from typing import Protocol
+
+from penstock.interface.step import RequestStepOutput, SchedulerOutput, StepOutput
+
+TOKEN = 0  # every output; prompts are made of other ids
+
+
+class StepCosts(Protocol):
+    """How long steps take on some machine."""
+
+    def step_seconds(self, step: SchedulerOutput) -> float:
+        """Return the seconds from the plan of a step to the plan of the next one, if there is work for it."""
+
+    def decode_seconds(self, sequences: int, cached_tokens: int) -> float:
+        """Return the same for a step in which so many sequences get a token, and attend to so many cached ones."""
+
+
+class VirtualClock:
+    """A clock that stands still until it is set. The engine asks it wherever it would ask time.monotonic()."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class CostExecutor:
+    """Answers every step with one token for each sample, at the time when the step would have ended."""
+
+    def __init__(self, costs: StepCosts, clock: VirtualClock) -> None:
+        self._costs = costs
+        self._clock = clock
+
+    def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        return scheduler_output
+
+    def collect(self, handle: SchedulerOutput) -> StepOutput:
+        self._clock.now += self._costs.step_seconds(handle)
+        results = {item.request_id: RequestStepOutput([TOKEN] if item.num_samples else []) for item in handle.scheduled}
+        return StepOutput(handle.step_id, results)
+
+    def shutdown(self) -> None: ...

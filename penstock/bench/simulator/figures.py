@@ -1,0 +1,194 @@
+"""Figures of a simulation, counted as it goes: no request is kept, so that millions take no more memory than one.
+
+A time is counted in a bucket 0.5 % wide, so percentiles are right to 0.25 %. Figures of several replicas add up.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError
+
+WIDTH = math.log1p(0.005)  # of a bucket, of the logarithm
+SHORTEST = 1e-9  # seconds; what is shorter counts as this
+PERCENTILES = (50, 90, 99)
+METRICS = ("ttft", "itl", "e2e")
+UNITS = {"ms": 1e-3, "s": 1.0}
+
+
+class Histogram:
+    """Times in seconds, by logarithmic buckets."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self._counts[math.floor(math.log(max(seconds, SHORTEST)) / WIDTH)] += count
+
+    def merge(self, other: "Histogram") -> None:
+        self._counts.update(other._counts)
+
+    def percentile(self, share: float) -> float | None:
+        """Return the time below which `share` percent are, interpolated as numpy does; None if there is none."""
+        total = self._counts.total()
+        if not total:
+            return None
+        place = share / 100 * (total - 1)
+        low, high = self._ranked(math.floor(place)), self._ranked(math.ceil(place))
+        return low + (high - low) * (place - math.floor(place))
+
+    def _ranked(self, rank: int) -> float:
+        """Return the middle of the bucket of the time that so many are before."""
+        for bucket in sorted(self._counts):
+            rank -= self._counts[bucket]
+            if rank < 0:
+                return math.exp((bucket + 0.5) * WIDTH)
+        raise IndexError(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One part of a target: the share of times, in percent, that must not exceed `seconds`."""
+
+    metric: str  # one of METRICS
+    share: float
+    seconds: float
+
+
+def parse_target(text: str) -> tuple[Goal, ...]:
+    """Return the goals of a text like ttft_p99=2s,itl_p99=100ms.
+
+    Raises:
+        InvalidRequestError: the text is none.
+    """
+    return tuple(_parse_goal(part.strip()) for part in text.split(","))
+
+
+def _parse_goal(text: str) -> Goal:
+    name, _, value = text.partition("=")
+    metric, _, share = name.partition("_p")
+    unit = "ms" if value.endswith("ms") else value[-1:]
+    try:
+        goal = Goal(metric, float(share), float(value.removesuffix(unit)) * UNITS[unit])
+    except (ValueError, KeyError):
+        goal = Goal("", 0.0, 0.0)
+    if goal.metric not in METRICS or not (0 < goal.share <= 100 and 0 < goal.seconds < math.inf):
+        message = f"target: {check.shown(text)} must be like ttft_p99=2s or itl_p50=80ms, of {', '.join(METRICS)}"
+        raise InvalidRequestError(message, param="target")
+    return goal
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """What is known of a request while it is open; times in seconds.
+
+    Attributes:
+        sent_at: when it came to its replica.
+        last_at: of its last token; None before the first.
+        gaps, late: how many gaps between tokens it had, and how many of them each goal calls too long.
+    """
+
+    sent_at: float
+    last_at: float | None = None
+    is_good: bool = True
+    gaps: int = 0
+    late: list[int] = field(default_factory=list)
+
+
+class Figures:
+    """Counts of what has happened.
+
+    Attributes:
+        goals: of the target. A request is good if its own first token and end are in time, and the share of its own
+            gaps that each goal names.
+        rejected: requests that no replica could ever hold.
+    """
+
+    def __init__(self, goals: tuple[Goal, ...] = ()) -> None:
+        self.goals = goals
+        self._gap_goals = [goal for goal in goals if goal.metric == "itl"]
+        self._limits = {
+            name: min((goal.seconds for goal in goals if goal.metric == name), default=math.inf)
+            for name in ("ttft", "e2e")
+        }
+        self.times = {name: Histogram() for name in METRICS}
+        self.requests = self.rejected = self.good = 0
+        self.output_tokens = self.prompt_tokens = self.cached_tokens = self.preemptions = self.steps = 0
+        self.busy_s = 0.0
+        self.began, self.ended = math.inf, 0.0
+
+    def first_token(self, request: RequestTimes, now: float) -> None:
+        seconds = now - request.sent_at
+        self.times["ttft"].add(seconds)
+        request.is_good = seconds <= self._limits["ttft"]
+        request.late = [0] * len(self._gap_goals)
+        request.last_at = now
+
+    def gap(self, request: RequestTimes, now: float, gaps: Counter[float]) -> None:
+        """Note a further token; its gap goes to `gaps`, as those of a step are mostly equal."""
+        seconds = now - (request.last_at or 0.0)
+        gaps[seconds] += 1
+        request.last_at = now
+        request.gaps += 1
+        for index, goal in enumerate(self._gap_goals):
+            request.late[index] += seconds > goal.seconds
+
+    def more_gaps(self, request: RequestTimes, now: float, gaps: Counter[float]) -> None:
+        """Note further tokens of a request, the last of them now; the gaps are counted for all requests at once."""
+        request.last_at = now
+        request.gaps += gaps.total()
+        for index, goal in enumerate(self._gap_goals):
+            request.late[index] += sum(count for seconds, count in gaps.items() if seconds > goal.seconds)
+
+    def finish(self, request: RequestTimes, now: float) -> None:
+        seconds = now - request.sent_at
+        self.times["e2e"].add(seconds)
+        self.requests += 1
+        pairs = zip(self._gap_goals, request.late, strict=True)
+        in_time = all(late <= request.gaps * (1 - goal.share / 100) for goal, late in pairs)
+        self.good += request.is_good and in_time and seconds <= self._limits["e2e"]
+        self.began, self.ended = min(self.began, request.sent_at), max(self.ended, now)
+
+    def merge(self, other: "Figures") -> None:
+        """Add the counts of another replica."""
+        for name, histogram in self.times.items():
+            histogram.merge(other.times[name])
+        for name in ("requests", "rejected", "good", "output_tokens", "prompt_tokens", "cached_tokens", "preemptions",
+                     "steps", "busy_s"):  # fmt: skip
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.began, self.ended = min(self.began, other.began), max(self.ended, other.ended)
+
+    @property
+    def meets_target(self) -> bool:
+        """Return whether the times of all requests together are within every goal, and none was rejected."""
+        found = [(self.times[goal.metric].percentile(goal.share), goal.seconds) for goal in self.goals]
+        return not self.rejected and all(value is None or value <= limit for value, limit in found)
+
+    def summary(self, replicas: int) -> dict[str, Any]:
+        """Return the figures as JSON has them; times in milliseconds, goodput in good requests per second."""
+        duration = max(self.ended - self.began, SHORTEST) if self.requests else 0.0
+        rate = 1 / duration if duration else 0.0
+        return {
+            "requests": self.requests,
+            "rejected": self.rejected,
+            "duration_s": duration,
+            "request_throughput": self.requests * rate,
+            "output_tokens_per_s": self.output_tokens * rate,
+            **{f"{name}_ms": _percentiles(histogram) for name, histogram in self.times.items()},
+            "goodput": self.good * rate if self.goals else None,
+            "good_fraction": self.good / max(1, self.requests + self.rejected) if self.goals else None,
+            "meets_target": self.meets_target if self.goals else None,
+            "replicas": replicas,
+            "utilization": self.busy_s * rate / replicas,
+            "prefix_hit_rate": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
+            "preemptions": self.preemptions,
+            "steps": self.steps,
+        }
+
+
+def _percentiles(histogram: Histogram) -> Mapping[str, float | None]:
+    found = {f"p{share}": histogram.percentile(share) for share in PERCENTILES}
+    return {name: None if value is None else 1000 * value for name, value in found.items()}

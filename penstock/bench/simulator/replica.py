@@ -1,0 +1,137 @@
+"""Replica: one engine on its own clock, and the requests that it was sent."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+
+from penstock.bench.simulator.arrivals import Arrival
+from penstock.bench.simulator.executor import CostExecutor, StepCosts, VirtualClock
+from penstock.bench.simulator.figures import Figures, RequestTimes
+from penstock.bench.simulator.leap import leap
+from penstock.engine.engine import Engine
+from penstock.errors import EngineError, InvalidRequestError
+from penstock.interface.messages import EngineRequest
+from penstock.interface.outputs import FinishReason
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import Executor
+
+MakeEngine = Callable[[Executor, VirtualClock], Engine]
+NUM_IDS = 2**62  # of the vocabulary: each prompt has an id of its own, so that none begins as another by accident
+
+
+@lru_cache(maxsize=2**16)
+def _params(output_len: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+
+
+@lru_cache(maxsize=2**16)
+def prefix_id(group: str) -> int:
+    """Return the token that prefixes of a group are made of: even, where those of single prompts are odd."""
+    return 2 * (1 + int.from_bytes(hashlib.blake2b(group.encode(), digest_size=7).digest()))
+
+
+class Replica:
+    """An engine, driven from outside: `add` requests up to the time of its clock, then `step`.
+
+    Attributes:
+        clock: when the step that was computed last ends.
+        num_open: requests that have not ended.
+    """
+
+    def __init__(self, make_engine: MakeEngine, costs: StepCosts, figures: Figures) -> None:
+        self.clock = VirtualClock()
+        self._costs = costs
+        self.figures = figures
+        self.engine = make_engine(CostExecutor(costs, self.clock), self.clock)
+        self._open: dict[str, RequestTimes] = {}
+        self._noted = [0, 0, 0]  # of the engine's counters, that are in the figures
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+    def add(self, number: int, arrival: Arrival, sent_at: float) -> bool:
+        """Send a request to the engine. False if it is too long for the context, or for the cache."""
+        shared = min(arrival.prefix_len, arrival.prompt_len - 1)  # no two prompts are equal
+        ids = [2 * number + 1] * (arrival.prompt_len - shared)
+        if shared:
+            ids = [prefix_id(arrival.prefix_group)] * shared + ids
+        request_id = str(number)
+        request = EngineRequest(request_id, ids, _params(arrival.output_len), arrived_at=sent_at)
+        try:
+            if arrival.prompt_len + arrival.output_len > self.engine.max_model_len:
+                raise InvalidRequestError("too long")
+            self.engine.add_request(request)
+        except InvalidRequestError:
+            self.figures.rejected += 1
+            return False
+        self._open[request_id] = RequestTimes(sent_at)
+        return True
+
+    def run_until(self, at: float) -> None:
+        """Take every step that begins before a moment at which something comes, those at once that decide nothing."""
+        while self.engine.has_work and self.clock.now < at:
+            if not self._leap(at):
+                self.step()
+
+    def _leap(self, until: float) -> int:
+        """Take steps in which every open request gets one token, if these come next. Return how many."""
+        began, figures = self.clock.now, self.figures
+        if any(request.last_at != began for request in self._open.values()):  # its next gap is another one
+            return 0
+        now, count, gaps = leap(self.engine, self._costs, began, until)
+        if count:
+            self.clock.now = now
+            num_open = len(self._open)
+            for seconds, number in gaps.items():
+                figures.times["itl"].add(seconds, number * num_open)
+            for request in self._open.values():
+                figures.more_gaps(request, now, gaps)
+            figures.output_tokens += count * num_open
+            figures.steps += count
+            figures.busy_s += now - began
+        return count
+
+    def step(self) -> int:
+        """Compute one step; the clock is at its end then. Return how many requests have ended with it.
+
+        Raises:
+            EngineError: the engine failed, which is a mistake of this program.
+        """
+        began, figures, num_ended = self.clock.now, self.figures, 0
+        outputs = self.engine.step()
+        now, gaps = self.clock.now, Counter[float]()
+        for output in outputs:
+            request = self._open[output.request_id]
+            if request.last_at is None:
+                figures.first_token(request, now)
+            else:
+                figures.gap(request, now, gaps)
+            if output.finish_reason is not None:
+                if output.finish_reason is FinishReason.ERROR:
+                    raise EngineError(f"the simulated engine failed: {output.error}")
+                figures.finish(request, now)
+                num_ended += 1
+                del self._open[output.request_id]
+        for seconds, count in gaps.items():
+            figures.times["itl"].add(seconds, count)
+        figures.output_tokens += len(outputs)
+        figures.steps += 1
+        figures.busy_s += now - began
+        if num_ended:
+            self._note_counters()
+        return num_ended
+
+    def _note_counters(self) -> None:
+        scheduler, figures = self.engine.scheduler, self.figures
+        found = [scheduler.num_prompt_tokens, scheduler.num_cached_tokens, scheduler.num_preemptions]
+        more = [count - before for count, before in zip(found, self._noted, strict=True)]
+        figures.prompt_tokens += more[0]
+        figures.cached_tokens += more[1]
+        figures.preemptions += more[2]
+        self._noted = found

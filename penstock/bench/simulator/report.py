@@ -1,0 +1,137 @@
+"""What a simulation prints, and its pictures: one file for a document, or one page that needs no network."""
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.bench.serving_report import draw, figure, picture
+from penstock.bench.simulator.figures import PERCENTILES
+from penstock.errors import InvalidRequestError
+
+FIGURES = {
+    "Requests per second, sent": "request_rate",
+    "Replicas": "replicas",
+    "Requests per second, answered": "request_throughput",
+    "Requests per second, good": "goodput",
+    "Target met": "meets_target",
+    "Requests rejected": "rejected",
+    "Output tokens per second": "output_tokens_per_s",
+    "Share of the time that a replica is busy": "utilization",
+    "Share of prompt tokens found in the cache": "prefix_hit_rate",
+    "Preemptions": "preemptions",
+    "Cost per hour": "cost_per_hour",
+    "Cost per million output tokens": "cost_per_million_output_tokens",
+}
+LATENCIES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2e": "End-to-end latency"}
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
+img {{ width: 100% }} .wide {{ overflow-x: auto }} table {{ border-collapse: collapse }}
+th {{ font-weight: normal; text-align: left }} td {{ text-align: right }}
+td, th {{ padding: .2rem .8rem; white-space: nowrap; border-bottom: 1px solid #8886 }}
+</style>
+<h1>{title}</h1><p>{about}</p>
+<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}"><img alt="{alt}" src="{light}"></picture>
+<div class="wide"><table>
+{rows}</table></div>
+</html>
+"""
+ALT = "Four panels against the request rate: throughput in tokens and in requests, time to first token, gaps"
+
+
+def print_simulation(result: dict[str, Any]) -> None:
+    """Print a table with a column for each run."""
+    rows = table(result)
+    label_width = max(len(row[0]) for row in rows)
+    widths = [max(len(row[index]) for row in rows) for index in range(1, len(rows[0]))]
+    print(about(result))
+    for label, *cells in rows:
+        print(
+            f"{label:<{label_width}}",
+            *(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)),
+            sep="  ",
+        )
+
+
+def about(result: dict[str, Any]) -> str:
+    """Return one line about what was simulated."""
+    costs = ", ".join(f"{name} {value:.3g}" for name, value in result["costs"].items())
+    return f"{result['model']}, simulated: {result['runs'][0]['requests']} requests a run; seconds of a step: {costs}"
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """Return rows of a label and the figure of each run; figures that no run has are left out."""
+    runs = result["runs"]
+    found = [(label, [run.get(name) for run in runs]) for label, name in FIGURES.items()]
+    found += [
+        (f"{title}, p{share} (ms)", [run[f"{name}_ms"][f"p{share}"] for run in runs])
+        for name, title in LATENCIES.items()
+        for share in PERCENTILES
+    ]
+    return [[label, *map(_shown, values)] for label, values in found if any(value is not None for value in values)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def check_plot(path: Path) -> None:
+    """Raise InvalidRequestError if no picture can be written there, before anything is simulated."""
+    figure()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise InvalidRequestError(f"plot: cannot write {str(path)!r}: {error.strerror}", param="plot") from None
+
+
+def write_plot(result: dict[str, Any], path: Path) -> None:
+    """Draw all runs: as a page if the name ends with .html, else as svg, png or pdf.
+
+    Raises:
+        InvalidRequestError: matplotlib is not installed, or the file cannot be written in this format.
+    """
+    runs = [_as_measured(result, run) for run in result["runs"]]
+    if path.suffix != ".html":
+        draw(runs, path)
+        return
+    title = f"{result['model']}: a simulated load"
+    rows = "".join(
+        f"<tr><th>{label}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n"
+        for label, *cells in table(result)
+    )
+    parts = {"title": html.escape(title), "about": html.escape(about(result)), "alt": ALT, "rows": rows}
+    path.write_text(PAGE.format(**parts, light=_image(runs), dark=_image(runs, dark=True)), encoding="utf-8")
+
+
+def _as_measured(result: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Return a run under the names of `penstock bench serve`, whose picture it shares."""
+    latencies = {
+        f"{'median' if share == 50 else f'p{share}'}_{name}_ms": run[f"{name}_ms"][f"p{share}"] or 0.0
+        for name in ("ttft", "itl")
+        for share in PERCENTILES
+    }
+    return {
+        "model_id": f"{result['model']}, simulated",
+        "num_prompts": run["requests"],
+        "request_rate": run["request_rate"],
+        "request_throughput": run["request_throughput"],
+        "request_goodput": run["goodput"],
+        "output_throughput": run["output_tokens_per_s"],
+        **latencies,
+    }
+
+
+def _image(runs: Sequence[dict[str, Any]], *, dark: bool = False) -> str:
+    """Return the picture as an address that holds its data."""
+    from matplotlib import style
+
+    with style.context("dark_background" if dark else "default"), io.BytesIO() as file:
+        picture(runs).savefig(file, format="svg", transparent=True)
+        return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()

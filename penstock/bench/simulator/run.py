@@ -1,0 +1,132 @@
+"""A simulation from options to figures: one run for each request rate."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock import validation as check
+from penstock.assembly import plan_engine
+from penstock.bench.datasets import Dataset
+from penstock.bench.outcomes import Load
+from penstock.bench.simulator.arrivals import Arrival, Drawn, Trace
+from penstock.bench.simulator.costs import LinearCosts
+from penstock.bench.simulator.figures import Figures, parse_target
+from penstock.bench.simulator.recorded import load_costs
+from penstock.bench.simulator.scenario import Progress, Scenario, priced, smallest_fleet
+from penstock.bench.simulator.workers import simulate
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError
+
+DEFAULT_PROMPTS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is simulated.
+
+    Attributes:
+        rates: mean arrivals per second of each run; inf: all at once.
+        num_prompts: requests of a run; None: DEFAULT_PROMPTS, or all of the trace.
+        trace: a file of arrivals in place of those that are drawn.
+        replicas: of the fleet; None: as few as meet the target.
+        users: who wait for their answers; None: nobody does.
+        price: of a replica for an hour.
+        processes: that compute; None: this one alone.
+    """
+
+    dataset: Dataset
+    rates: Sequence[float]
+    burstiness: float = 1.0
+    num_prompts: int | None = None
+    trace: Path | None = None
+    replicas: int | None = 1
+    router: str = "round_robin"
+    users: int | None = None
+    think_s: float = 0.0
+    target: str | None = None
+    price: float | None = None
+    processes: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check.check_int("num_prompts", self.num_prompts, 1, 10**9, optional=True)
+        check.check_int("processes", self.processes, 1, 4096, optional=True)
+        if self.trace is not None and self.users is not None:
+            raise InvalidRequestError("users: send when they have their answers; a trace says when", param="users")
+        if self.think_s and self.users is None:
+            raise InvalidRequestError("think_time: is between the requests of --users, which needs a number",
+                                      param="think_time")  # fmt: skip
+        has_rate = list(self.rates) != [float("inf")]
+        if has_rate and (self.trace is not None or self.users is not None):
+            name = "a trace" if self.trace is not None else "--users"
+            raise InvalidRequestError(f"request_rate: {name} says when requests come", param="request_rate")
+
+    def arrivals(self, rate: float, model: str) -> Iterable[Arrival]:
+        """Return the arrivals of one run."""
+        if self.trace is not None:
+            return Trace(self.trace, self.num_prompts)
+        load = Load(rate, self.burstiness, seed=self.seed)
+        return Drawn.of(self.dataset, load, self.num_prompts or DEFAULT_PROMPTS, model)
+
+
+def find_costs(options: dict[str, Any], source: str) -> LinearCosts:
+    """Return the costs of steps: from a file, or measured `this` moment on this machine with the model of the options.
+
+    Raises:
+        InvalidRequestError: the file holds none.
+        ModelLoadError: the model cannot be measured.
+    """
+    if source != "this":
+        return load_costs(Path(source))
+    from penstock.bench.simulator.calibrate import measure_costs
+
+    return measure_costs(options)
+
+
+def run(engine_options: dict[str, Any], options: Options, costs: LinearCosts, progress: Progress) -> dict[str, Any]:
+    """Simulate a run for each rate, and return their figures.
+
+    Raises:
+        InvalidRequestError: an option is wrong, or a line of the trace.
+        EngineError: no fleet meets the target.
+    """
+    goals = () if options.target is None else parse_target(options.target)
+    planned = plan_engine(EngineConfig.from_options(**engine_options))
+    runs = []
+    for rate in options.rates:
+        scenario = Scenario(
+            planned, costs, options.arrivals(rate, planned.config.model), goals, options.router, options.users,
+            options.think_s, options.seed,
+        )  # fmt: skip
+        replicas, figures = _run(scenario, options, progress)
+        shown_rate = "trace" if options.trace is not None else "users" if options.users is not None else rate
+        summary = {"request_rate": "inf" if rate == float("inf") and shown_rate == rate else shown_rate}
+        runs.append(summary | priced(figures.summary(replicas), options.price))
+    return {
+        "model": planned.config.model,
+        "router": options.router,
+        "users": options.users,
+        "target": options.target,
+        "costs": asdict(costs),
+        "runs": runs,
+    }
+
+
+def _run(scenario: Scenario, options: Options, progress: Progress) -> tuple[int, Figures]:
+    def run_fleet(num_replicas: int) -> Figures:
+        total = options.num_prompts or DEFAULT_PROMPTS
+        with progress(f"requests on {num_replicas} replicas", total) as advance:
+            return simulate(scenario, num_replicas, options.processes, advance)
+
+    if options.replicas is None:
+        return smallest_fleet(scenario, run_fleet)
+    return options.replicas, run_fleet(options.replicas)
+
+
+def as_json(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result as JSON has it: the figures of a single run stand beside what they are about."""
+    runs: list[dict[str, Any]] = result["runs"]
+    if len(runs) > 1:
+        return result
+    return {name: value for name, value in result.items() if name != "runs"} | runs[0]

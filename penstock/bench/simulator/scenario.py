@@ -1,0 +1,145 @@
+"""Scenario: what is simulated. It is plain data, so that it can be given to other processes."""
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock import validation as check
+from penstock.assembly import PlannedEngine
+from penstock.bench.simulator.arrivals import Arrival
+from penstock.bench.simulator.executor import StepCosts, VirtualClock
+from penstock.bench.simulator.figures import Figures, Goal
+from penstock.bench.simulator.fleet import Fleet, Users, make_router
+from penstock.bench.simulator.replica import NUM_IDS, MakeEngine, Replica
+from penstock.engine.engine import Engine
+from penstock.errors import EngineError
+from penstock.interface.step import Executor
+
+MAX_REPLICAS = 100_000
+# Called with the name and the number of the things counted; yields `advance(count)`.
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A load and what serves it.
+
+    Attributes:
+        planned: of every replica.
+        arrivals: can be read again and again.
+        goals: of the target.
+        users: who send the arrivals, each waiting for the answer, and think_s seconds on average before the next one;
+            None: they are sent when they arrive.
+    """
+
+    planned: PlannedEngine
+    costs: StepCosts
+    arrivals: Iterable[Arrival]
+    goals: tuple[Goal, ...] = ()
+    router: str = "round_robin"
+    users: int | None = None
+    think_s: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check.check_int("users", self.users, 1, 10**7, optional=True)
+        check.check_float("think_time", self.think_s, 0.0, 1e6)
+        make_router(self.router, 1)
+
+    @property
+    def has_independent_replicas(self) -> bool:
+        """Return whether what a replica gets depends on no answer, so that each can be simulated apart."""
+        return self.router == "round_robin" and self.users is None
+
+    def run(self, num_replicas: int, advance: Callable[[int], None] = lambda count: None) -> Figures:
+        """Simulate a fleet of so many replicas."""
+        return self.run_part(num_replicas, range(num_replicas), advance)
+
+    def run_part(self, num_replicas: int, part: range, advance: Callable[[int], None] = lambda count: None) -> Figures:
+        """Simulate some replicas of a fleet: all of them, or of independent ones these."""
+        check.check_int("replicas", num_replicas, 1, MAX_REPLICAS)
+        make, figures = make_engine(self.planned), Figures(self.goals)
+        replicas = [Replica(make, self.costs, figures) for _ in part]
+        if self.has_independent_replicas:
+            self._run_apart(num_replicas, dict(zip(part, replicas, strict=True)), advance)
+        else:
+            users = None if self.users is None else Users(self.users, self.think_s, self.seed)
+            Fleet(replicas, make_router(self.router, num_replicas), users).run(self.arrivals, advance)
+        for replica in replicas:
+            replica.engine.check_integrity()
+        return figures
+
+    def _run_apart(self, num_replicas: int, part: dict[int, Replica], advance: Callable[[int], None]) -> None:
+        """Send each replica of a part its turns, and let it catch up only then: so it can take many steps at once."""
+        for number, arrival in enumerate(self.arrivals):
+            if (replica := part.get(number % num_replicas)) is not None:
+                replica.run_until(arrival.at)
+                if not replica.has_work:
+                    replica.clock.now = max(replica.clock.now, arrival.at)
+                replica.add(number, arrival, arrival.at)
+                advance(1)
+        for replica in part.values():
+            replica.run_until(math.inf)
+
+
+def make_engine(planned: PlannedEngine) -> MakeEngine:
+    """Return what makes the engines of replicas: those of production, with room for more ids of tokens."""
+    wide = replace(planned, model_config=replace(planned.model_config, vocab_size=NUM_IDS))
+
+    def make(executor: Executor, clock: VirtualClock) -> Engine:
+        return wide.make(executor, clock)
+
+    return make
+
+
+def smallest_fleet(scenario: Scenario, run: Callable[[int], Figures]) -> tuple[int, Figures]:
+    """Return the smallest number of replicas that meets the target, and their figures; more are taken to be no worse.
+
+    Args:
+        run: simulates so many replicas.
+
+    Raises:
+        InvalidRequestError: there is no target.
+        EngineError: MAX_REPLICAS do not meet it, or more replicas change nothing.
+    """
+    if not scenario.goals:
+        raise check.fail("target", None, "given, like ttft_p99=2s, for replicas = auto")
+    low, high = 0, 1
+    while not (figures := run(high)).meets_target:
+        if figures.rejected or high >= min(MAX_REPLICAS, max(1, figures.requests)):
+            raise EngineError(f"no fleet meets the target: {_why_not(figures, high)}")
+        low, high = high, min(2 * high, MAX_REPLICAS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = run(middle)
+        if found.meets_target:
+            high, figures = middle, found
+        else:
+            low = middle
+    return high, figures
+
+
+def _why_not(figures: Figures, num_replicas: int) -> str:
+    if figures.rejected:
+        return f"{figures.rejected} requests are too long for the context or the cache of a replica"
+    missed = [
+        f"{goal.metric}_p{goal.share:g} is {value:.3g} s"
+        for goal in figures.goals
+        if (value := figures.times[goal.metric].percentile(goal.share)) is not None and value > goal.seconds
+    ]
+    return f"with {num_replicas} replicas, as many as there are requests, or the most allowed, {', '.join(missed)}"
+
+
+def priced(summary: dict[str, Any], price: float | None) -> dict[str, Any]:
+    """Return figures with their cost. price: of a replica for an hour, in any currency."""
+    if price is None:
+        return summary
+    check.check_float("price", price, 0.0, 1e9)
+    per_hour = price * summary["replicas"]
+    rate = summary["output_tokens_per_s"] * 3600
+    return summary | {
+        "cost_per_hour": per_hour,
+        "cost_per_million_output_tokens": 1e6 * per_hour / rate if rate else None,
+    }

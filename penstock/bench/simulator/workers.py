@@ -1,0 +1,88 @@
+"""A fleet in several processes: replicas that do not depend on each other are simulated apart, a part at a time.
+
+A part is small enough that its block pools fit in memory, whatever the size of the fleet; so the memory depends on the
+part, and not on the number of replicas or requests.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+
+from penstock.bench.simulator.figures import Figures
+from penstock.bench.simulator.scenario import Scenario
+from penstock.errors import EngineError
+
+MAX_BLOCKS = 2**20  # of the replicas of a part: about 200 MB
+MIN_REPLICAS = 16  # a fleet of fewer is simulated in this process: others would take longer to start
+
+
+def simulate(
+    scenario: Scenario, num_replicas: int, processes: int | None = None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Figures:  # fmt: skip
+    """Simulate a fleet and return its figures, which do not depend on the number of processes.
+
+    Args:
+        processes: most that compute; None: this one alone.
+        advance: called with the number of requests sent.
+    """
+    processes = processes or 1
+    if not scenario.has_independent_replicas or num_replicas < MIN_REPLICAS:
+        return scenario.run(num_replicas, advance)
+    parts = list(divided(num_replicas, processes, sum(group.num_blocks for group in scenario.planned.groups)))
+    if processes == 1:
+        figures = Figures(scenario.goals)
+        for part in parts:
+            figures.merge(scenario.run_part(num_replicas, part, advance))
+        return figures
+    return _in_processes(scenario, num_replicas, parts, min(processes, len(parts)), advance)
+
+
+def _in_processes(
+    scenario: Scenario, num_replicas: int, parts: list[range], processes: int, advance: Callable[[int], None]
+) -> Figures:
+    """Simulate parts in other processes, which end with this call, whatever ends it, and with this process."""
+    figures = Figures(scenario.goals)
+    context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks, and not the threads
+    reader, writer = context.Pipe(duplex=False)
+    try:
+        with ProcessPoolExecutor(processes, context, initializer=_end_with, initargs=(reader,)) as pool, writer:
+            running = [pool.submit(scenario.run_part, num_replicas, part) for part in parts]
+            for done in as_completed(running):
+                found = done.result()
+                figures.merge(found)
+                advance(found.requests + found.rejected)
+    except BrokenProcessPool:
+        message = (
+            "a process that simulated was ended, perhaps for lack of memory; give --processes 1, or fewer replicas"
+        )
+        raise EngineError(message) from None
+    finally:
+        reader.close()
+    return figures
+
+
+def _end_with(reader: Connection) -> None:
+    """End this process when the other end of a pipe is closed, which only its parent has."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, and that is enough
+
+    def watch() -> None:
+        reader.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def divided(num_replicas: int, processes: int, num_blocks: int) -> Iterator[range]:
+    """Yield parts of a fleet, at least one for each process, none with more than MAX_BLOCKS unless it is one replica.
+
+    num_blocks: of a replica.
+    """
+    size = max(1, min(-(-num_replicas // processes), MAX_BLOCKS // max(1, num_blocks)))
+    for start in range(0, num_replicas, size):
+        yield range(start, min(start + size, num_replicas))

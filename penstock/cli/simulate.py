@@ -1,0 +1,107 @@
+"""`penstock simulate`: the real scheduler on a virtual clock."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.bench_serve import add_arrivals, add_dataset, read_dataset
+from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
+from penstock.cli.terminal import handle_signals, note, progress, saying
+from penstock.config import option_names
+from penstock.errors import InvalidRequestError
+
+DESCRIPTION = "Simulate a load: the real scheduler and cache on a virtual clock, with steps that take what they cost."
+EXAMPLES = """examples:
+  penstock simulate demo --request-rate 5 10 20 40 --target ttft_p99=2s,itl_p99=100ms --plot sweep.html
+  penstock simulate demo --trace load.csv --replicas auto --target ttft_p99=2s --price 1.20
+  penstock simulate demo --users 200 --think-time 20 --replicas auto --target ttft_p99=2s
+  penstock simulate demo --costs costs.json --json
+Steps cost what --costs says: a record of a running server (--record-dir), a file of --save-costs, or this, which
+measures the model on this machine.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    load = parser.add_argument_group("load")
+    help_text = "requests of a run (default: 1000, or all of the trace)"
+    load.add_argument("--num-prompts", type=parse_size, metavar="N", help=help_text)
+    add_arrivals(load)
+    add_dataset(load)
+    help_text = "CSV of arrival_s, prompt_len, output_len, prefix_group, prefix_len, in place of what is drawn"
+    load.add_argument("--trace", metavar="FILE", help=help_text)
+    help_text = "so many users send the requests, each when the answer to the one before is complete"
+    load.add_argument("--users", type=parse_size, metavar="N", help=help_text)
+    help_text = "mean time that a user takes between an answer and the next request (default: 0)"
+    load.add_argument("--think-time", type=float, default=0.0, metavar="SECONDS", help=help_text)
+    load.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths and arrivals (default: 0)")
+    fleet = parser.add_argument_group("fleet")
+    help_text = "engines behind the router, or auto: as few as meet the target (default: 1)"
+    fleet.add_argument("--replicas", type=_parse_replicas, default=1, metavar="N", help=help_text)
+    help_text = "round_robin or least_loaded, by open requests (default: round_robin)"
+    fleet.add_argument("--router", default="round_robin", metavar="NAME", help=help_text)
+    help_text = "what the fleet must keep, like ttft_p99=2s,itl_p99=100ms,e2e_p50=20s"
+    fleet.add_argument("--target", metavar="GOALS", help=help_text)
+    fleet.add_argument("--price", type=float, metavar="X", help="of a replica for an hour, in any currency")
+    help_text = "what steps cost: a record, a file, or this: measured now (default: this)"
+    fleet.add_argument("--costs", default="this", metavar="FILE", help=help_text)
+    fleet.add_argument("--save-costs", metavar="FILE", help="write what steps cost as JSON, for --costs")
+    output = parser.add_argument_group("output")
+    output.add_argument("--plot", metavar="FILE", help="draw the figures by request rate, as html, svg, png or pdf")
+    help_text = "processes that simulate replicas of a round_robin (default: 1)"
+    output.add_argument("--processes", type=parse_size, metavar="N", help=help_text)
+    output.add_argument("--json", action="store_true", help="print the figures as JSON, and nothing else")
+    add_engine_options(parser, [name for name in option_names() if name != "seed"])
+
+
+def _parse_replicas(text: str) -> int | None:
+    return None if text == "auto" else parse_size(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, and print a table or JSON."""
+    from penstock.bench.simulator.report import check_plot, print_simulation, write_plot
+    from penstock.bench.simulator.run import as_json, find_costs
+    from penstock.bench.simulator.run import run as simulate
+
+    options, load = engine_options(args, seed=False), _load(args)
+    if args.plot:
+        check_plot(Path(args.plot))
+    if args.save_costs:
+        _check_writable(Path(args.save_costs))
+    handle_signals()
+    with saying(f"penstock: measuring the steps of {args.model} ..."):
+        costs = find_costs(options, args.costs)
+    if args.save_costs:
+        costs.write(Path(args.save_costs))
+    result = simulate(options, load, costs, progress)
+    if args.plot:
+        write_plot(result, Path(args.plot))
+        note(f"penstock: drawn in {args.plot}")
+    if args.json:
+        print(json.dumps(as_json(result), indent=2))
+    else:
+        print_simulation(result)
+    return 0
+
+
+def _load(args: argparse.Namespace) -> Any:
+    from penstock.bench.simulator.run import Options
+
+    names = ("burstiness", "num_prompts", "replicas", "router", "users", "target", "price", "processes", "seed")
+    return Options(
+        dataset=read_dataset(args),
+        rates=args.request_rate,
+        trace=None if args.trace is None else Path(args.trace),
+        think_s=args.think_time,
+        **{name: getattr(args, name) for name in names},
+    )
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.open("a").close()
+    except OSError as error:
+        message = f"save_costs: cannot write {str(path)!r}: {error.strerror}"
+        raise InvalidRequestError(message, param="save_costs") from None
