@@ -8,6 +8,7 @@ from penstock import validation as check
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
 from penstock.assembly.model import Weights, make_model, make_ops
+from penstock.assembly.offload import check_offload, make_store
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -15,7 +16,7 @@ from penstock.engine.scripted import ScriptedExecutor
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import CacheGroup, Executor
+from penstock.interface.step import BlockStore, CacheGroup, Executor
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
@@ -90,13 +91,14 @@ def build_engine(
     import_files(config.imports)
     model_config, weights = _find(config, instance)
     config = _resolve(config, model_config, weights)
+    check_offload(config)
     if config.numerics.load_format == "mock":
         return _build_mock(config, model_config, weights, groups)
     kv_scales = _read_kv_scales(config, model_config)
     ops = make_ops(config, model_config)
     free = UNLIMITED if takes_over else free_memory_bytes()
     draft = find_draft(config, model_config, weights)
-    free -= draft.num_bytes
+    free -= draft.num_bytes + (config.cache.kv_offload_memory_bytes or 0)
     config, memory = (
         _plan_memory(config, model_config, ops, free, draft.num_bytes) if groups is None else (config, None)
     )
@@ -106,9 +108,11 @@ def build_engine(
     runner = ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms)
     if runner.cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {runner.cache_bytes} bytes where {plan.num_bytes} were planned")
-    engine = _make_engine(config, model_config, LocalExecutor(runner), plan.groups)
-    engine.speculate(make_speculation(config, draft))
     info = with_memory(describe(config, model_config, plan, weights), memory)
+    if config.cache.offload_option is not None:
+        runner.store = make_store(config, info.system_fingerprint, plan.groups, runner.block_bytes)
+    engine = _make_engine(config, model_config, LocalExecutor(runner), plan.groups, runner.store)
+    engine.speculate(make_speculation(config, draft))
     forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
     return BuiltEngine(engine, config, info, runner.cache_bytes, model, model_config, ops, forward_pass, forms)
 
@@ -156,7 +160,11 @@ def _build_mock(
 
 
 def _make_engine(
-    config: EngineConfig, model_config: ModelConfig, executor: Executor, groups: list[CacheGroup]
+    config: EngineConfig,
+    model_config: ModelConfig,
+    executor: Executor,
+    groups: list[CacheGroup],
+    store: BlockStore | None = None,
 ) -> Engine:
     scheduler = config.scheduler
     if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
@@ -175,6 +183,7 @@ def _make_engine(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        store=store,
     )
 
 

@@ -178,7 +178,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        offload = self.kv_cache.offload
+        return bool(self.waiting or self.running) or (offload is not None and offload.has_work)
 
     def schedule(self, drafts: Mapping[str, list[int]] = NO_DRAFTS) -> SchedulerOutput:
         """Plan the next step. Its blocks are allocated; num_computed_tokens changes only when it has succeeded.
@@ -321,8 +322,12 @@ class Scheduler:
         new_requests = [self._new_request(request) for request in chosen if request.request_id in new]
         self._forked.difference_update(plan.tokens)
         scheduled = [self._scheduled_request(request, plan) for request in chosen]
-        copies = self.kv_cache.take_copies()
-        return SchedulerOutput(self._next_step_id, new_requests, scheduled, self._removed, block_copies=copies)
+        copies, offload = self.kv_cache.take_copies(), self.kv_cache.offload
+        saves, loads = ([], []) if offload is None else offload.take()
+        return SchedulerOutput(
+            self._next_step_id, new_requests, scheduled, self._removed,
+            block_copies=copies, block_saves=saves, block_loads=loads,
+        )  # fmt: skip
 
     def _new_request(self, request: Request) -> NewRequest:
         tables = self.kv_cache.tables(request)

@@ -76,6 +76,7 @@ class ScriptedExecutor:
     Attributes:
         steps: every SchedulerOutput it was given, if `keeps_steps`.
         fail: called with each step; may raise (a step that fails as a whole) or return request ids to fail alone.
+        stored: blocks that steps have saved; a test's BlockStore says what of it there is.
         max_rows: the most requests that it knew at once.
     """
 
@@ -87,6 +88,7 @@ class ScriptedExecutor:
     fail: Callable[[SchedulerOutput], set[str]] = lambda step: set()
     rows: dict[str, _Row] = field(default_factory=dict)
     max_rows: int = 0
+    stored: dict[tuple[int, bytes], "array[int]"] = field(default_factory=dict)  # blocks saved, by group and hash
 
     def __post_init__(self) -> None:
         self.slots = [array("i", [STALE]) * (group.num_blocks * group.block_size) for group in self.groups]
@@ -105,6 +107,7 @@ class ScriptedExecutor:
             EngineError: the scheduler named a block that does not hold what it should.
         """
         failed = self.fail(handle)
+        self._transfer(handle)
         for copy in handle.block_copies:
             self._copy(copy)
         for new in handle.new_requests:
@@ -121,6 +124,16 @@ class ScriptedExecutor:
         size, slots = self.groups[copy.group].block_size, self.slots[copy.group]
         source, target = copy.source * size, copy.target * size
         slots[target : target + size] = slots[source : source + size]
+
+    def _transfer(self, step: SchedulerOutput) -> None:
+        """Save blocks to the store of token ids, and load some from it."""
+        for item in (*step.block_saves, *step.block_loads):
+            size, slots = self.groups[item.group].block_size, self.slots[item.group]
+            place, key = slice(item.block_id * size, (item.block_id + 1) * size), (item.group, item.block_hash)
+            if item in step.block_loads:
+                slots[place] = self.stored[key]
+            else:
+                self.stored[key] = slots[place]
 
     def _learn(self, new: NewRequest) -> None:
         _demand(new.request_id not in self.rows, f"{new.request_id} is introduced twice")

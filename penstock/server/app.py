@@ -192,6 +192,12 @@ async def status(request: Request) -> Response:
             "cached": stats.kv_blocks_cached,
             "pinned": stats.kv_blocks_pinned,
         },
+        "kv_offload": {
+            "saved_blocks_total": stats.num_saved_blocks_total,
+            "loaded_blocks_total": stats.num_loaded_blocks_total,
+            "unsaved_blocks_total": stats.num_unsaved_blocks_total,
+            "unreadable_blocks_total": stats.num_unreadable_blocks_total,
+        },
         "memory": {
             "planned_bytes": sum(now.planned_memory.values()) or None,
             "peak_bytes": now.peak_memory_bytes,
