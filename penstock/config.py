@@ -29,6 +29,7 @@ BLOCK_SIZE_UNIT = 16  # kernels read whole groups of 16 cached tokens
 KV_CACHE_SLICES = {"bfloat16": 2, "float32": 3}  # int8 slices per query over an int8 cache, by the model's dtype
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_OFFLOAD_DIR_BYTES = 16 * 2**30
 MAX_CONTEXT = 2**24
 BLOCK_SIZES = range(BLOCK_SIZE_UNIT, MAX_CONTEXT + 1, BLOCK_SIZE_UNIT)
 MAX_HEAD_PIECES = 1024
@@ -61,11 +62,28 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = option(None, range(1, 2**50 + 1), "memory for the cache, like 2GiB")
     memory: int | None = option(None, range(1, 2**50 + 1), "memory for the whole engine, weights included, like 8GiB")
     enable_prefix_caching: bool = option(True, bool, "reuse the cached blocks of equal prefixes (default: on)")
+    kv_offload_memory_bytes: int | None = option(
+        None, range(1, 2**50 + 1), "main memory for blocks that fall out of the cache, like 4GiB (default: none)"
+    )
+    kv_offload_dir: str | None = option(None, str, "directory for blocks, found again after a restart (default: none)")
+    kv_offload_dir_bytes: int | None = option(
+        None, range(1, 2**60 + 1), "most bytes that kv-offload-dir takes (default: 16GiB)"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.kv_cache_scales is not None and self.kv_cache_dtype != "int8":
             raise fail("kv_cache_scales", self.kv_cache_scales, "null: only kv_cache_dtype = int8 has scales")
+        if self.kv_offload_dir_bytes is not None and self.kv_offload_dir is None:
+            raise fail("kv_offload_dir_bytes", self.kv_offload_dir_bytes, "left out: there is no kv_offload_dir")
+        if self.offload_option is not None and not self.enable_prefix_caching:
+            raise fail("enable_prefix_caching", False, f"true: {self.offload_option} keeps prefixes")
+
+    @property
+    def offload_option(self) -> str | None:
+        """The option that asks for a store beyond the cache; None if there is none."""
+        names = ("kv_offload_dir", "kv_offload_memory_bytes")
+        return next((name for name in names if getattr(self, name) is not None), None)
 
     def resolve(self, max_model_len: int, dtype: str) -> tuple["CacheConfig", dict[str, str]]:
         """Return the config without open values, and the reason of each choice."""
@@ -76,7 +94,13 @@ class CacheConfig:
             block_size = -(-max_model_len // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
             choices["block_size"] = block_size, "max_model_len, one block per request"
             if self.enable_prefix_caching:
+                if self.offload_option is not None:
+                    raise fail(
+                        "block_size", self.block_size, f"less than max_model_len: {self.offload_option} is given"
+                    )
                 choices["enable_prefix_caching"] = False, "a block is a whole request, so no prefix can be shared"
+        if self.kv_offload_dir is not None and self.kv_offload_dir_bytes is None:
+            choices["kv_offload_dir_bytes"] = DEFAULT_OFFLOAD_DIR_BYTES, "the default, 16 GiB"
         if self.kv_cache_dtype == "auto":
             choices["kv_cache_dtype"] = dtype, "the model's dtype"
         elif self.kv_cache_dtype == "int8":

@@ -1,5 +1,6 @@
 """Engines on the ScriptedExecutor, for tests of the engine and of everything above it."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from penstock.engine.scripted import ScriptedExecutor, likely_tokens, next_token
 from penstock.engine.speculation import Speculation
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import CacheGroup
+from penstock.interface.step import BlockStore, CacheGroup
 
 
 def expected_search(
@@ -46,6 +47,7 @@ def make_engine(
     user_rows: bool = False,
     speculation: Speculation | None = None,
     depth: int = 1,
+    store: Callable[[ScriptedExecutor], BlockStore] | None = None,
     **scheduling: Any,
 ) -> Engine:
     """An engine on a ScriptedExecutor, a cache group a window. User rows: a block a request, a ring for a window."""
@@ -53,14 +55,16 @@ def make_engine(
     if user_rows:
         enable_prefix_caching = False
         groups = [_row_group(group, max_model_len) for group in groups]
+    executor = ScriptedExecutor(groups, depth=depth)
     made = Engine(
-        ScriptedExecutor(groups, depth=depth),
+        executor,
         groups,
         scheduling=Scheduling(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduling),
         max_model_len=max_model_len,
         vocab_size=VOCAB,
         eos_token_ids=eos_token_ids,
         enable_prefix_caching=enable_prefix_caching,
+        store=None if store is None else store(executor),
     )
     made.speculate(speculation)
     return made

@@ -37,6 +37,7 @@ CANNOT_CHANGE: dict[str, Any] = {
     "max_model_len": 112, "max_num_seqs": 2, "max_num_batched_tokens": 7, "lm_head_pieces": 3,
     "pad_vocab_multiple": 64, "sharding_config": "SHARDING", "threads": 2, "cpu_affinity": "auto", "seed": 5,
     "verify_files": True, "speculative_config": {"method": "ngram"}, "pooler_config": {"pooling_type": "MEAN"},
+    "kv_offload_memory_bytes": 2**20, "kv_offload_dir": "STORE", "kv_offload_dir_bytes": 2**20,
     "scheduling_policy": "length_classes", "max_stall_ms": 5, "prefill_ratio": 2.0, "pipeline_parallel_size": 2,
 }  # fmt: skip
 PROVED_ELSEWHERE = (  # tests/parallel
@@ -60,6 +61,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "OWN": "own.py",
         "SHARDING": "sharding.yaml",
         "SCALES": "scales.safetensors",
+        "STORE": "store",
     }
     return {name: str(directory / file) for name, file in found.items()}
 
@@ -86,7 +88,11 @@ def test_every_option_is_judged() -> None:
 @pytest.mark.parametrize("name", CANNOT_CHANGE)
 def test_an_option_that_changes_no_bit_keeps_it(name: str, files: dict[str, str]) -> None:
     """Guards against streams that are given up for nothing when an engine restarts, and against bits that do change."""
-    needed = {"scheduling_policy": "length_classes"} if name == "prefill_ratio" else {}
+    needed: dict[str, Any] = {"scheduling_policy": "length_classes"} if name == "prefill_ratio" else {}
+    if name.startswith("kv_offload"):
+        needed = {"enable_prefix_caching": True}
+    if name == "kv_offload_dir_bytes":
+        needed |= {"kv_offload_dir": "STORE"}
     assert build(files, **needed, **{name: CANNOT_CHANGE[name]}) == build(files)
 
 

@@ -2,13 +2,14 @@
 
 import time
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from penstock import validation as check
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
 from penstock.assembly.model import Weights, make_grammars, make_model, make_ops, read_scales
+from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.pipeline import open_pipeline
 from penstock.assembly.ranks import RankPlan, StartRanks, check_split, start_ranks
 from penstock.config import EngineConfig
@@ -19,7 +20,7 @@ from penstock.engine.scripted import ScriptedExecutor
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import CacheGroup, Executor
+from penstock.interface.step import BlockStore, CacheGroup, Executor
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor, is_torch
@@ -123,13 +124,14 @@ def build_engine(
     import_files(config.imports)
     model_config, weights = _find(config, instance)
     config = _resolve(config, model_config, weights)
+    check_offload(config)
     if config.numerics.load_format == "mock":
         return _build_mock(config, model_config, weights, groups)
     kv_scales = read_scales(config, model_config)
     ops = make_ops(config, model_config)
     free = UNLIMITED if takes_over else free_memory_bytes()
     draft = find_draft(config, model_config, weights)
-    free -= draft.num_bytes
+    free -= draft.num_bytes + (config.cache.kv_offload_memory_bytes or 0)
     config, memory = (
         _plan_memory(config, model_config, ops, free, draft.num_bytes) if groups is None else (config, None)
     )
@@ -139,9 +141,10 @@ def build_engine(
     model, executor, cache_bytes = _open(plan_of_ranks, ops, kv_scales, forms, start)
     if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {cache_bytes} bytes where {plan.num_bytes} were planned")
-    engine = _make_engine(config, model_config, executor, plan.groups)
-    engine.speculate(make_speculation(config, draft))
     info = with_memory(describe(config, model_config, plan, weights), memory)
+    store = _open_store(config, info.system_fingerprint, plan.groups, executor)
+    engine = _make_engine(config, model_config, executor, plan.groups, store=store)
+    engine.speculate(make_speculation(config, draft))
     forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
     return BuiltEngine(engine, config, info, cache_bytes, model, model_config, ops, forward_pass, forms)
 
@@ -162,6 +165,15 @@ def _open(
     model = make_model(config, model_config, plan.weights, ops)
     runner = ModelRunner(model, ops, groups, config, model_config, kv_scales, forms)
     return model, LocalExecutor(runner), runner.cache_bytes
+
+
+def _open_store(
+    config: EngineConfig, fingerprint: str, groups: list[CacheGroup], executor: Executor
+) -> BlockStore | None:
+    """Give the runner of this process a store of blocks beyond the cache; None where none is asked for."""
+    if config.cache.offload_option is None or not isinstance(executor, LocalExecutor):  # check_offload refuses others
+        return None
+    return executor.use_store(partial(make_store, config, fingerprint, groups))
 
 
 class _NoModel:
@@ -209,6 +221,7 @@ def _make_engine(
     executor: Executor,
     groups: list[CacheGroup],
     clock: Clock = time.monotonic,
+    store: BlockStore | None = None,
 ) -> Engine:
     scheduler = config.scheduler
     if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
@@ -228,6 +241,7 @@ def _make_engine(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        store=store,
     )
 
 

@@ -10,7 +10,7 @@ Knows block ids and hashes, but no request, no token and no memory.
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from penstock.errors import PenstockError
 
@@ -34,10 +34,14 @@ def salt_bytes(salt: str | None) -> bytes:
 
 
 class BlockPool:
-    """Allocates and frees the block ids 0 .. num_blocks - 1."""
+    """Allocates and frees the block ids 0 .. num_blocks - 1.
 
-    def __init__(self, num_blocks: int) -> None:
+    evicted: told of each block whose content can no longer be found here; it is still there until it is overwritten.
+    """
+
+    def __init__(self, num_blocks: int, evicted: Callable[[int, bytes], None] | None = None) -> None:
         self.num_blocks = num_blocks
+        self._evicted = evicted
         self.num_cached_blocks = 0  # free blocks that are found by content hash
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -53,7 +57,10 @@ class BlockPool:
         """Take `count` blocks and drop their hashes. The caller has checked that enough are free."""
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
-            self.num_cached_blocks -= self._hashes[block_id] is not None
+            if (block_hash := self._hashes[block_id]) is not None:
+                self.num_cached_blocks -= 1
+                if self._evicted is not None:
+                    self._evicted(block_id, block_hash)
             self._forget(block_id)
             self._ref_counts[block_id] = 1
         return block_ids
@@ -87,12 +94,14 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         return self._ref_counts[block_id] == 0
 
-    def register(self, block_id: int, block_hash: bytes) -> None:
-        """Make this full block, which is in use, known by its content, unless an equal one is already."""
-        if block_hash not in self._by_hash:
-            self._forget(block_id)
-            self._by_hash[block_hash] = block_id
-            self._hashes[block_id] = block_hash
+    def register(self, block_id: int, block_hash: bytes) -> bool:
+        """Make this full block, which is in use, known by its content. False if an equal one is already."""
+        if block_hash in self._by_hash:
+            return False
+        self._forget(block_id)
+        self._by_hash[block_hash] = block_id
+        self._hashes[block_id] = block_hash
+        return True
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]

@@ -19,6 +19,7 @@ from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
+    BlockStore,
     CacheGroup,
     Executor,
     RequestStepOutput,
@@ -44,13 +45,14 @@ class Engine:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
+        store: BlockStore | None = None,
     ) -> None:
         self.executor = executor
         self.speculation: Speculation | None = None
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.kv_cache = KVCacheManager(groups, enable_prefix_caching=enable_prefix_caching)
+        self.kv_cache = KVCacheManager(groups, enable_prefix_caching=enable_prefix_caching, store=store)
         self.scheduler = Scheduler(self.kv_cache, scheduling, max_model_len, executor.depth)
         self._clock = scheduling.clock
         self._requests: dict[str, Request] = {}
@@ -383,6 +385,7 @@ class Engine:
             self.speculation.forget(request_id)
 
     def stats(self) -> EngineStats:
+        offload = self.kv_cache.offload
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -400,6 +403,8 @@ class Engine:
             num_generated_tokens_total=self._num_generated_tokens,
             num_preemptions_total=self.scheduler.num_preemptions,
             num_failed_steps_total=self._num_failed_steps,
+            num_loaded_blocks_total=0 if offload is None else offload.num_loaded,
+            **({} if offload is None else offload.store.counters()),
             **({} if self.speculation is None else self.speculation.counters()),
         )
 

@@ -17,17 +17,21 @@ of its users writes to it, which takes a copy of its own unless it is the last u
 
 A group may be a ring instead: a request has one block there, from its first step to its end, and overwrites the rows
 that its window has passed. Its content depends on the length of the request, so no prefix can be reused.
+
+Beyond the pools there may be a store (offload.py), which is asked for what they do not have.
 """
 
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.engine.block_pool import NO_BLOCK, NO_PARENT, BlockPool, hash_block
+from penstock.engine.offload import Offload
 from penstock.engine.pins import Pin, Pins
 from penstock.engine.request import Request
 from penstock.errors import InvalidRequestError, PenstockError
-from penstock.interface.step import BlockCopy, CacheGroup
+from penstock.interface.step import BlockCopy, BlockStore, CacheGroup
 
 TableUpdates = tuple[list[list[int]], list[int]]  # per group, new entries and how many leading ones were released
 
@@ -47,30 +51,35 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The cached blocks that a request could reuse.
+    """The cached or stored blocks that a request could reuse.
 
     in_progress: another request is computing the next one. The choices of one prompt wait then, and compute it once.
     """
 
     hashes: list[bytes]  # of every block that could be reused, cached or not
-    num_blocks: int  # how many leading ones are cached
+    num_blocks: int  # how many leading ones are cached, or stored
     in_progress: bool
 
 
 class KVCacheManager:
     """Allocates, shares and frees the blocks of all groups. All groups but rings have the same block size."""
 
-    def __init__(self, groups: list[CacheGroup], *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, groups: list[CacheGroup], *, enable_prefix_caching: bool = True, store: BlockStore | None = None
+    ) -> None:
         sizes = {group.block_size for group in groups if not group.ring} or {groups[0].block_size}
         if len(sizes) != 1:
             raise PenstockError("cache groups need one common block size")
         if enable_prefix_caching and any(group.ring for group in groups):
             raise PenstockError("prefix caching is impossible with a ring; set enable_prefix_caching=False")
+        if store is not None and not enable_prefix_caching:
+            raise PenstockError("a store of blocks needs prefix caching")
         self.groups = groups
         (self.block_size,) = sizes
         self.enable_prefix_caching = enable_prefix_caching
         self._has_windows = any(group.sliding_window is not None for group in groups)
-        self.pools = [BlockPool(group.num_blocks) for group in groups]
+        self.offload = None if store is None else Offload(store)
+        self.pools = self._new_pools()
         self.pins = Pins(self.pools)
         self._tables: dict[str, list[BlockTable]] = {}
         self._settled: dict[str, int] = {}  # up to so many tokens the executor's tables of a request are what it needs
@@ -78,6 +87,13 @@ class KVCacheManager:
         self._in_progress: dict[bytes, str] = {}  # hash of a block being computed -> the request that computes it
         self._forked: set[str] = set()  # requests that have written nothing since they were forked from another one
         self._copies: list[BlockCopy] = []  # to be made before the next step
+
+    def _new_pools(self) -> list[BlockPool]:
+        evicted = None if self.offload is None else self.offload.evicted
+        return [
+            BlockPool(group.num_blocks, None if evicted is None else partial(evicted, index))
+            for index, group in enumerate(self.groups)
+        ]
 
     # --- looking up ------------------------------------------------------------------------------------------------
 
@@ -160,27 +176,34 @@ class KVCacheManager:
 
     def _reusable_blocks(self, hashes: list[bytes]) -> int:
         """Return the largest number of leading blocks of which every group has those that its window still needs."""
-        pairs = list(zip(self.groups, self.pools, strict=True))
-        whole = [pool for group, pool in pairs if group.sliding_window is None]
-        limit = len(hashes) if not whole else min(self._leading_blocks(pool, hashes) for pool in whole)
-        windows = [(group, self._cached_runs(pool, hashes[:limit])) for group, pool in pairs if group.sliding_window]
+        whole = [index for index, group in enumerate(self.groups) if group.sliding_window is None]
+        limit = len(hashes) if not whole else min(self._leading_blocks(index, hashes) for index in whole)
+        windows = [
+            (group, self._cached_runs(index, hashes[:limit]))
+            for index, group in enumerate(self.groups)
+            if group.sliding_window
+        ]
         for count in range(limit, 0, -1):
             start = count * self.block_size
             if all(run[count - 1] >= count - self._first_needed(group, start) for group, run in windows):
                 return count
         return 0
 
-    @staticmethod
-    def _leading_blocks(pool: BlockPool, hashes: list[bytes]) -> int:
-        """Return how many blocks are cached before the first that is not."""
-        return next((index for index, block_hash in enumerate(hashes) if pool.lookup(block_hash) is None), len(hashes))
+    def _holds(self, group: int, block_hash: bytes) -> bool:
+        """Return whether the cache or the store has such a block."""
+        if self.pools[group].lookup(block_hash) is not None:
+            return True
+        return self.offload is not None and self.offload.store.holds(group, block_hash)
 
-    @staticmethod
-    def _cached_runs(pool: BlockPool, hashes: list[bytes]) -> list[int]:
-        """Return, for each block, how many blocks up to and including it are cached without a gap."""
+    def _leading_blocks(self, group: int, hashes: list[bytes]) -> int:
+        """Return how many blocks there are before the first that is missing."""
+        return next((i for i, block_hash in enumerate(hashes) if not self._holds(group, block_hash)), len(hashes))
+
+    def _cached_runs(self, group: int, hashes: list[bytes]) -> list[int]:
+        """Return, for each block, how many blocks up to and including it there are without a gap."""
         runs, run = [], 0
         for block_hash in hashes:
-            run = run + 1 if pool.lookup(block_hash) is not None else 0
+            run = run + 1 if self._holds(group, block_hash) else 0
             runs.append(run)
         return runs
 
@@ -188,7 +211,19 @@ class KVCacheManager:
         """Look up a waiting request. The result is valid until a block is allocated, registered or released."""
         hashes = self._hashes(request)
         count = self._reusable_blocks(hashes)
-        return Prefix(hashes, count, in_progress=count < len(hashes) and hashes[count] in self._in_progress)
+        in_progress = count < len(hashes) and hashes[count] in self._in_progress
+        if self.offload is not None and not in_progress:  # another request may be loading one
+            in_progress = any(found in self._in_progress for found in hashes[self._num_cached(hashes, count) : count])
+        return Prefix(hashes, count, in_progress)
+
+    def _num_cached(self, hashes: list[bytes], count: int) -> int:
+        """Return how many of `count` reusable blocks come before the first that is not in the cache."""
+        firsts = [self._first_needed(group, count * self.block_size) for group in self.groups]
+        for index in range(count):
+            for first, pool in zip(firsts, self.pools, strict=True):
+                if index >= first and pool.lookup(hashes[index]) is None:
+                    return index
+        return count
 
     # --- admitting, growing, ending --------------------------------------------------------------------------------
 
@@ -205,17 +240,42 @@ class KVCacheManager:
             peak = peak_blocks(group, request.num_tokens, max_new_tokens)
             if peak - (len(block_ids) - block_ids.count(NO_BLOCK)) + revived > pool.num_free:
                 return None
+        cached = count if self.offload is None else self._num_cached(hashes, count)
+        if not self._fetch(hashes, cached, count):  # the store has forgotten it, so this ends
+            return self.admit(request, self.get_computed_blocks(request), max_new_tokens)
         for pool, block_ids in zip(self.pools, shared, strict=True):
             pool.share(block_id for block_id in block_ids if block_id != NO_BLOCK)
+        firsts = [self._first_needed(group, count * self.block_size) for group in self.groups]
         self._tables[request.request_id] = [
-            BlockTable(block_ids, num_released=block_ids.count(NO_BLOCK), num_registered=count) for block_ids in shared
+            BlockTable(self._loaded(index, first, block_ids, hashes[:count]), first, num_registered=cached)
+            for index, (first, block_ids) in enumerate(zip(firsts, shared, strict=True))
         ]
         request.num_computed_tokens = count * self.block_size
-        self._in_progress.update((block_hash, request.request_id) for block_hash in hashes[count:])
+        self._in_progress.update((block_hash, request.request_id) for block_hash in hashes[cached:])
         num_new = min(max_new_tokens, request.num_missing_tokens)
         if not self.allocate_slots(request, num_new):
             raise PenstockError(f"request {request.request_id} was admitted without room")
         return num_new
+
+    def _fetch(self, hashes: list[bytes], cached: int, count: int) -> bool:
+        """Have the store read the reusable blocks that are not in the cache. False if one is not there after all."""
+        if self.offload is None or cached == count:
+            return True
+        firsts = [self._first_needed(group, count * self.block_size) for group in self.groups]
+        return all(
+            self.offload.store.fetch(group, hashes[index])
+            for group, (first, pool) in enumerate(zip(firsts, self.pools, strict=True))
+            for index in range(max(first, cached), count)
+            if pool.lookup(hashes[index]) is None
+        )
+
+    def _loaded(self, group: int, first: int, block_ids: list[int], hashes: list[bytes]) -> list[int]:
+        """Return a table with new blocks for those that come from the store, which has fetched them."""
+        for index in range(first, len(hashes)):
+            if block_ids[index] == NO_BLOCK and self.offload is not None:
+                (block_ids[index],) = self.pools[group].allocate(1)
+                self.offload.load(group, block_ids[index], hashes[index])
+        return block_ids
 
     def fork(self, parent: Request, child: Request) -> None:
         """Give a waiting request all that another one has computed, which its tokens begin with.
@@ -234,10 +294,10 @@ class KVCacheManager:
         self._forked.add(child.request_id)
 
     def _shared(self, group: CacheGroup, pool: BlockPool, hashes: list[bytes], count: int) -> list[int]:
-        """Return the reusable leading blocks as a table, with -1 for those that the window has passed."""
+        """Return the reusable leading blocks as a table, with -1 where the window has passed or a block is stored."""
         first = self._first_needed(group, count * self.block_size)
         found = [pool.lookup(block_hash) for block_hash in hashes[first:count]]
-        return [NO_BLOCK] * first + [block_id for block_id in found if block_id is not None]
+        return [NO_BLOCK] * first + [NO_BLOCK if block_id is None else block_id for block_id in found]
 
     def has_room(self, request: Request) -> bool:
         """Return whether all tokens of a running request fit its blocks, which the executor knows: as most decodes."""
@@ -312,10 +372,11 @@ class KVCacheManager:
         self._extend_hashes(request, num_full)
         start = tables[0].num_registered
         self._end_progress(request, start, num_full)
-        for pool, table in zip(self.pools, tables, strict=True):
+        for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
             for index in range(table.num_registered, num_full):
-                if table.block_ids[index] != NO_BLOCK:
-                    pool.register(table.block_ids[index], request.block_hashes[index])
+                block_id, block_hash = table.block_ids[index], request.block_hashes[index]
+                if block_id != NO_BLOCK and pool.register(block_id, block_hash) and self.offload is not None:
+                    self.offload.filled(group, block_id, block_hash)
             table.num_registered = max(table.num_registered, num_full)
         for block_hash in request.block_hashes[start:num_full] if self.pins else ():
             self.pins.take(block_hash)
@@ -336,7 +397,9 @@ class KVCacheManager:
 
     def reset(self) -> None:
         """Forget every table and all content: the bookkeeping broke off half-way, so nothing of it can be relied on."""
-        self.pools = [BlockPool(group.num_blocks) for group in self.groups]
+        self.pools = self._new_pools()
+        if self.offload is not None:
+            self.offload.forget()
         self.pins.lose_blocks(self.pools)
         self._tables.clear()
         self._settled.clear()

@@ -193,7 +193,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.in_flight.steps)
+        offload = self.kv_cache.offload
+        has_blocks_to_save = offload is not None and offload.has_work
+        return bool(self.waiting or self.running or self.in_flight.steps) or has_blocks_to_save
 
     @property
     def ready(self) -> list[Request]:
@@ -393,8 +395,12 @@ class Scheduler:
         new_requests = [self._new_request(request) for request in chosen if request.request_id in new]
         self._forked.difference_update(plan.tokens)
         scheduled = [self._scheduled_request(request, plan) for request in chosen]
-        copies = self.kv_cache.take_copies()
-        return SchedulerOutput(self._next_step_id, new_requests, scheduled, self._removed, block_copies=copies)
+        copies, offload = self.kv_cache.take_copies(), self.kv_cache.offload
+        saves, loads = ([], []) if offload is None else offload.take()
+        return SchedulerOutput(
+            self._next_step_id, new_requests, scheduled, self._removed,
+            block_copies=copies, block_saves=saves, block_loads=loads,
+        )  # fmt: skip
 
     def _new_request(self, request: Request) -> NewRequest:
         tables = self.kv_cache.tables(request)

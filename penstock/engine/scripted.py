@@ -78,6 +78,7 @@ class ScriptedExecutor:
         steps: every SchedulerOutput it was given, if `keeps_steps`.
         depth: steps in flight that it allows. They are computed when they are collected.
         fail: called with each step; may raise (a step that fails as a whole) or return request ids to fail alone.
+        stored: blocks that steps have saved; a test's BlockStore says what of it there is.
         max_rows: the most requests that it knew at once.
     """
 
@@ -91,6 +92,7 @@ class ScriptedExecutor:
     rows: dict[str, _Row] = field(default_factory=dict)
     max_rows: int = 0
     submitted: deque[SchedulerOutput] = field(default_factory=deque)
+    stored: dict[tuple[int, bytes], "array[int]"] = field(default_factory=dict)  # blocks saved, by group and hash
 
     def __post_init__(self) -> None:
         self.slots = [array("i", [STALE]) * (group.num_blocks * group.block_size) for group in self.groups]
@@ -111,6 +113,7 @@ class ScriptedExecutor:
         for request_id in handle.removed_request_ids:
             self.rows.pop(request_id, None)
         failed = self.fail(handle)
+        self._transfer(handle)
         for copy in handle.block_copies:
             self._copy(copy)
         for new in handle.new_requests:
@@ -128,6 +131,16 @@ class ScriptedExecutor:
         size, slots = self.groups[copy.group].block_size, self.slots[copy.group]
         source, target = copy.source * size, copy.target * size
         slots[target : target + size] = slots[source : source + size]
+
+    def _transfer(self, step: SchedulerOutput) -> None:
+        """Save blocks to the store of token ids, and load some from it."""
+        for item in (*step.block_saves, *step.block_loads):
+            size, slots = self.groups[item.group].block_size, self.slots[item.group]
+            place, key = slice(item.block_id * size, (item.block_id + 1) * size), (item.group, item.block_hash)
+            if item in step.block_loads:
+                slots[place] = self.stored[key]
+            else:
+                self.stored[key] = slots[place]
 
     def _learn(self, new: NewRequest) -> None:
         _demand(new.request_id not in self.rows, f"{new.request_id} is introduced twice")

@@ -125,6 +125,10 @@ class EngineStats:
     num_drafts_total: int = 0  # times that a request had drafts in a step
     num_draft_tokens_total: int = 0
     num_accepted_tokens_total: int = 0
+    num_saved_blocks_total: int = 0  # in the store beyond the cache
+    num_loaded_blocks_total: int = 0
+    num_unreadable_blocks_total: int = 0  # files that were damaged, or could not be read
+    num_unsaved_blocks_total: int = 0  # for want of room, time or a disk that works
     num_accepted_tokens_per_pos_total: list[int] = field(default_factory=list)  # of first, second, ... drafts
 
 

@@ -91,6 +91,34 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """The content of a block, in every layer of a cache group, to be saved to the store or loaded from it."""
+
+    group: int  # index of the cache group
+    block_id: int
+    block_hash: bytes  # of the block's tokens and all before them
+
+
+class BlockStore(Protocol):
+    """What an executor keeps of full blocks beyond its cache, as far as planning needs to know it.
+
+    Attributes:
+        survives: it outlives this process, so that a block is worth saving as soon as it is full.
+    """
+
+    survives: bool
+
+    def holds(self, group: int, block_hash: bytes) -> bool:
+        """Return whether there is such a block, as far as can be told without reading it."""
+
+    def fetch(self, group: int, block_hash: bytes) -> bool:
+        """Read and check a block, and keep it for the step that loads it. False: there is none, so it is computed."""
+
+    def counters(self) -> dict[str, Any]:
+        """Return its fields of EngineStats."""
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step: how many tokens of which requests to compute.
 
@@ -102,6 +130,7 @@ class SchedulerOutput:
         checksum_logits: results carry a checksum of the logits that were sampled from.
         block_copies: to be made before anything is computed, in this order: a block may be a target, and later a
             source or a target again.
+        block_saves, block_loads: to be made before the copies, all saves before all loads.
     """
 
     step_id: int  # counts up from 0
@@ -110,6 +139,8 @@ class SchedulerOutput:
     removed_request_ids: list[str] = field(default_factory=list)
     checksum_logits: bool = False
     block_copies: list[BlockCopy] = field(default_factory=list)
+    block_saves: list[BlockTransfer] = field(default_factory=list)
+    block_loads: list[BlockTransfer] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -245,6 +245,14 @@ class Ops(Protocol):
             ValueError: the cache has no such block.
         """
 
+    def block_bytes(self, cache: KVCache, block_id: int) -> Array:
+        """Return the memory of a block, [block bytes], as it lies in the cache: to be saved, or written again.
+
+        Raises:
+            ValueError: the cache has no such block.
+            NotSupportedError: the backend does not lay a block out in one piece.
+        """
+
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
         """Move metadata from the host to the device, with a plan for all layers that have such heads and such a cache.
 

@@ -140,6 +140,7 @@ class Ledger:
             "logits": LOGIT_BYTES * max(seqs, LOGITS_ROWS) * sizes.vocab_columns,
             "requests": seqs * length * TOKEN_OBJECT_BYTES,
             **({"drafts": self.draft_bytes} if self.draft_bytes else {}),
+            **({"offload": config.cache.kv_offload_memory_bytes} if config.cache.kv_offload_memory_bytes else {}),
         }
 
     def bytes_beside_cache(self, config: EngineConfig) -> int:

@@ -16,6 +16,7 @@ Axis = dict[str, dict[str, Any]]
 
 MAX_MODEL_LEN = 144
 ITSELF = "itself"  # in LAYOUTS: the model that is asked drafts, too, so that greedy drafts are right
+OFFLOADED = "offloaded"  # in LAYOUTS: a directory of the proof's own, which all engines of a round share
 ROOM = "room"  # in LAYOUTS: for how many of the longest requests the cache has room, in place of a size in bytes
 
 # What an answer depends on: each combination has answers of its own, to which all others are compared.
@@ -50,6 +51,7 @@ LAYOUTS: dict[str, Axis] = {
         "one per request": {"block_size": MAX_MODEL_LEN, "enable_prefix_caching": False},
     },
     "scheduling_policy": {name: {"scheduling_policy": name} for name in SCHEDULING_POLICIES},
+    "offload": {"none": {}, "memory": {"kv_offload_memory_bytes": 2**24}, "files": {"kv_offload_dir": OFFLOADED}},
     "stall": {"any": {}, "1 ms": {"max_stall_ms": 1}},
     "room": {"for all": {ROOM: 33}, "for 2": {ROOM: 2}},
     "speculation": {

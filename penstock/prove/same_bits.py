@@ -42,6 +42,7 @@ class Round:
         point: the form's value on each axis.
         options: of EngineConfig, the same for all engines of the round.
         expected: by query and choice.
+        offloaded: directory of blocks that its engines share.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Round:
     undisturbed: BuiltEngine
     queries: list[Query]
     expected: dict[Key, Answer] = field(default_factory=dict)
+    offloaded: str = ""
 
     def expect(self, crowd: Iterable[Member]) -> None:
         """Ask for what the members of a crowd answer alone, as far as it is not known."""
@@ -83,6 +85,7 @@ class SameBits:
                         trials.skip(str(error))
                         return
                 else:
+                    this.offloaded = str(Path(directory) / f"blocks {number}")
                     self._round(trials, this, counts)
                 number += 1
         _report(trials, counts, list(models), left_out)
@@ -146,6 +149,10 @@ def engine_options(this: Round, layout: dict[str, Any]) -> dict[str, Any]:
     drafts = options.get("speculative_config")
     if drafts is not None and drafts.get("model") == axes.ITSELF:
         options["speculative_config"] = {**drafts, "model": options["model"]}
+    if not options.get("enable_prefix_caching", True) or not this.offloaded:
+        options = {name: value for name, value in options.items() if not name.startswith("kv_offload")}
+    elif "kv_offload_dir" in options:
+        options["kv_offload_dir"] = this.offloaded
     return options | {"kv_cache_memory_bytes": room_bytes(options, this.undisturbed, room)}
 
 

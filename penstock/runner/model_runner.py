@@ -32,9 +32,10 @@ from penstock.kernels.arena import FEW_ROWS, LOGITS_ROWS
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, RecordingOps
 from penstock.kernels.sampling import NO_TOKEN
-from penstock.kernels.tensors import Tensor, as_array, dtype_of, is_torch
+from penstock.kernels.tensors import Array, Tensor, as_array, dtype_of, is_torch
 from penstock.layers.context import CausalLM, ForwardContext
 from penstock.layers.stage import Stage
+from penstock.runner.block_store import TieredBlockStore
 from penstock.runner.checksums import logits_checksums
 from penstock.runner.custom_processors import apply_custom_processors
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions, PromptPiece
@@ -102,6 +103,7 @@ class ModelRunner:
         self._checksum_step: int | None = None  # the step being computed, if it asks for checksums
         self.batch = InputBatch(groups, config.scheduler.max_num_seqs, max_model_len, model_config.eos_token_ids)
         self._structured = StructuredRows(forms, self.batch, ops)
+        self.store: TieredBlockStore | None = None  # of blocks beyond the cache
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         """Compute a step. A step without tokens only forgets requests.
@@ -113,6 +115,7 @@ class ModelRunner:
         self.batch.update(scheduler_output)
         self._structured.update(scheduler_output)
         self._pooler.update(scheduler_output)
+        self._transfer_blocks(scheduler_output)
         self._copy_blocks(scheduler_output.block_copies)
         if not scheduler_output.scheduled:
             return StepOutput(scheduler_output.step_id, {})
@@ -135,6 +138,30 @@ class ModelRunner:
             if self.batch.knows(request_id):
                 rows = np.full(len(token_ids), self.batch.row(request_id), dtype=np.int64)
                 self.batch.append(rows, np.array(token_ids, dtype=np.int64), np.arange(len(token_ids)))
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """The bytes of a block in all layers of each cache group."""
+        return [sum(memory.nbytes for memory in self._block(index, 0)) for index in range(len(self._groups))]
+
+    def _block(self, group: int, block_id: int) -> list[Array]:
+        """Return the memory of a block in each layer of its group."""
+        return [self._ops.block_bytes(self._kv_caches[layer], block_id) for layer in self._groups[group].layers]
+
+    def _transfer_blocks(self, plan: SchedulerOutput) -> None:
+        """Save blocks to the store, and load those that it has fetched."""
+        if self.store is None:
+            return
+        for item in plan.block_saves:
+            self.store.save(
+                item.group, item.block_hash, np.concatenate(self._block(item.group, item.block_id)).tobytes()
+            )
+        for item in plan.block_loads:
+            content, start = np.frombuffer(self.store.load(item.group, item.block_hash), dtype=np.uint8), 0
+            for memory in self._block(item.group, item.block_id):
+                memory[:] = content[start : start + memory.nbytes]
+                start += memory.nbytes
+        self.store.end_step()
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         for copy in copies:
@@ -325,6 +352,13 @@ class LocalExecutor:
         self._runner: ModelRunner | None = runner
         self._submitted: deque[SchedulerOutput] = deque()
 
+    def use_store(self, make: Callable[[list[int]], TieredBlockStore | None]) -> TieredBlockStore | None:
+        """Keep blocks beyond the cache in the store that `make` returns for blocks of so many bytes in each group."""
+        if self._runner is None:
+            raise EngineError("the executor was shut down")
+        self._runner.store = make(self._runner.block_bytes)
+        return self._runner.store
+
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Queue a step; it starts in `collect`."""
         self._submitted.append(scheduler_output)
@@ -348,6 +382,8 @@ class LocalExecutor:
     def shutdown(self) -> None:
         """Free the model and the caches. A second call does nothing."""
         self._submitted.clear()
+        if self._runner is not None and self._runner.store is not None:
+            self._runner.store.close()
         self._runner = None
 
 

@@ -20,6 +20,7 @@ from penstock import __version__
 from penstock import validation as check
 from penstock.client.engine_client import EngineClient, EngineState
 from penstock.errors import InvalidRequestError, PenstockError
+from penstock.interface.messages import EngineStats
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.authentication import KeyMiddleware
 from penstock.server.completions import create_chat_completion, create_completion, source_of
@@ -192,6 +193,7 @@ async def status(request: Request) -> Response:
             "cached": stats.kv_blocks_cached,
             "pinned": stats.kv_blocks_pinned,
         },
+        "kv_offload": _kv_offload(stats),
         "memory": {
             "planned_bytes": sum(now.planned_memory.values()) or None,
             "peak_bytes": now.peak_memory_bytes,
@@ -315,3 +317,13 @@ async def create_text(request: Request) -> Response:
 async def not_built(request: Request) -> Response:
     """Refuse a route that clients know and this server does not have yet."""
     raise not_found(f"{request.scope['path'][:100]} is not built yet.", "not_implemented")
+
+
+def _kv_offload(stats: EngineStats) -> dict[str, int]:
+    """Return what /status says of the store beyond the cache."""
+    return {
+        "saved_blocks_total": stats.num_saved_blocks_total,
+        "loaded_blocks_total": stats.num_loaded_blocks_total,
+        "unsaved_blocks_total": stats.num_unsaved_blocks_total,
+        "unreadable_blocks_total": stats.num_unreadable_blocks_total,
+    }

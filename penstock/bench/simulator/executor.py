@@ -30,6 +30,8 @@ class VirtualClock:
 class CostExecutor:
     """Answers every step with one token for each sample, at the time when the step would have ended."""
 
+    depth = 1
+
     def __init__(self, costs: StepCosts, clock: VirtualClock) -> None:
         self._costs = costs
         self._clock = clock

@@ -53,6 +53,8 @@ class _Replayed:
         decided: the plan that the engine has just made.
     """
 
+    depth = 1
+
     def __init__(self) -> None:
         self.decided: SchedulerOutput | None = None
         self.results = StepOutput(0, {})

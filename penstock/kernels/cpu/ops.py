@@ -25,7 +25,18 @@ from penstock.kernels.metadata import (
     own,
 )
 from penstock.kernels.sampling import SamplingTensors
-from penstock.kernels.tensors import BOOL, FLOAT32, INT64, ArrayType, Dtype, Tensor, address_of, as_array, is_torch
+from penstock.kernels.tensors import (
+    BOOL,
+    FLOAT32,
+    INT64,
+    Array,
+    ArrayType,
+    Dtype,
+    Tensor,
+    address_of,
+    as_array,
+    is_torch,
+)
 
 REMEMBERED_STEPS = 8  # steps whose native form is kept for the other layers
 REMEMBERED_PARAMS = 1024  # layers whose NativeParams are kept
@@ -72,6 +83,12 @@ class CpuOps(ProductOps, RowOps):
         to = own(cache, CpuKVCache)
         check_block_ids(to.spec.num_blocks, source, target)
         to.memory[target] = to.memory[source]
+
+    def block_bytes(self, cache: KVCache, block_id: int) -> Array:
+        found = own(cache, CpuKVCache)
+        check_block_ids(found.spec.num_blocks, block_id)
+        memory: Array = as_array(found.memory)[block_id]
+        return memory
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
         meta = own(cache, CpuKVCache).plan(meta, heads, self.element, self.level, self.threads)

@@ -215,6 +215,9 @@ class ReferenceOps:
         check_block_ids(len(to.keys), source, target)
         to.copy(source, target)
 
+    def block_bytes(self, cache: KVCache, block_id: int) -> Array:
+        raise NotSupportedError("kernels: the reference lays no block out in one piece; use cpu", param="kernels")
+
     def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
         own(cache, ReferenceKVCache).store(k, v, slots)
 

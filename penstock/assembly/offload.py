@@ -1,0 +1,56 @@
+"""The store of blocks beyond the cache, as the config asks for it."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError
+from penstock.interface.step import CacheGroup
+from penstock.kernels.cpu.library import chosen_level
+from penstock.runner.block_files import BlockFiles
+from penstock.runner.block_store import TieredBlockStore
+from penstock.validation import fail
+
+
+def check_offload(config: EngineConfig) -> None:
+    """Refuse a store where blocks have no bytes that it could keep.
+
+    Raises:
+        InvalidRequestError: the engine has other kernels than the native ones, no model, or several processes.
+    """
+    name, numerics = config.cache.offload_option, config.numerics
+    if name is None:
+        return
+    if numerics.load_format == "mock":
+        raise fail(name, getattr(config.cache, name), "left out: mock has no keys and values to keep")
+    if numerics.kernels != "cpu":
+        raise fail(name, getattr(config.cache, name), "left out: only the native kernels (kernels = cpu) can")
+    if config.parallel.num_ranks > 1 or config.parallel.pipeline_parallel_size > 1:
+        raise fail(name, getattr(config.cache, name), "left out: blocks of a model in several processes are not kept")
+
+
+def make_store(
+    config: EngineConfig, fingerprint: str, groups: Sequence[CacheGroup], block_bytes: list[int]
+) -> TieredBlockStore | None:
+    """Return the store of an engine; None where the config asks for none.
+
+    fingerprint: of all that can change a bit.
+
+    Raises:
+        InvalidRequestError: the directory cannot be used.
+    """
+    cache = config.cache
+    if cache.offload_option is None:
+        return None
+    files = None
+    if cache.kv_offload_dir is not None:
+        layout = [(group.layers, group.sliding_window, group.block_size) for group in groups]
+        parts = repr((fingerprint, layout, block_bytes, chosen_level()))
+        name = f"{fingerprint}-{hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()}"
+        try:
+            files = BlockFiles(Path(cache.kv_offload_dir), name, cache.kv_offload_dir_bytes or 0)
+        except OSError as error:
+            message = f"kv_offload_dir: {cache.kv_offload_dir} cannot be used: {error}"
+            raise InvalidRequestError(message, param="kv_offload_dir") from error
+    return TieredBlockStore(block_bytes, cache.kv_offload_memory_bytes or 0, files)

@@ -1,0 +1,151 @@
+"""BlockFiles: blocks of the cache as files of one directory, that survive the process.
+
+    DIR / fingerprint / group-hash:   magic, checksum over name and content (16 bytes each) | content
+
+A file is written beside its place and renamed into it, so it is whole or absent, and several engines may share the
+directory. What is read is checked; a file that is damaged is deleted, and counts as absent. Nothing here raises for
+what a disk does: it is a miss, and the first of a kind is logged.
+"""
+
+import hashlib
+import itertools
+import logging
+import os
+import re
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+MAGIC = b"penstock block 1"
+HEADER_BYTES = len(MAGIC) + 16
+TEMPORARY = ".writing-"
+OLD_S = 3600.0  # a file that was being written so long ago is never finished
+NAME = re.compile(r"[0-9]+-[0-9a-f]{32}")  # nothing else is ever deleted
+KEPT = 0.9  # of the bound is left when files are deleted, so that this is rare
+RESCAN = 64  # files written until others' files are counted again
+
+
+class BlockFiles:
+    """The files of one fingerprint below `directory`; the bound counts those of all fingerprints.
+
+    `read` and `has` are for the thread of the engine, `write` for one other.
+    """
+
+    def __init__(self, directory: Path, fingerprint: str, max_bytes: int) -> None:
+        """Make the directory, readable by its owner alone, and find what is in it.
+
+        Raises:
+            OSError: it cannot be made, read or written to.
+        """
+        self._root, self._own, self._max_bytes = directory, directory / fingerprint, max_bytes
+        self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._known: set[str] = set()  # names of files that this engine has seen
+        self._broken: set[str] = set()  # names of files that could not be read, until they are written anew
+        self._count = itertools.count()
+        self._num_bytes = self._num_written = 0
+        self._complained: set[str] = set()
+        self.num_unreadable = 0
+        probe = self._own / f"{TEMPORARY}{os.getpid()}-probe"
+        probe.touch(0o600)
+        probe.unlink()
+        self._shrink()
+
+    def has(self, name: str) -> bool:
+        """Return whether there is such a file, perhaps of another engine."""
+        if name not in self._known:
+            if name in self._broken or not os.path.exists(self._own / name):
+                return False
+            self._known.add(name)
+        return True
+
+    def read(self, name: str, num_bytes: int) -> bytes | None:
+        """Return the content of a file; None if there is none, or it is not what was written."""
+        path = self._own / name
+        try:
+            with path.open("rb") as file:
+                data = file.read(HEADER_BYTES + num_bytes + 1)
+            content = data[HEADER_BYTES:]
+            if len(content) == num_bytes and data[:HEADER_BYTES] == _header(name, content):
+                os.utime(path)
+                return content
+            self._complain("damaged", f"{path} is damaged; it is deleted, and its tokens are computed again")
+            path.unlink(missing_ok=True)
+        except FileNotFoundError:  # another engine has deleted it
+            self._known.discard(name)
+            return None
+        except OSError as error:
+            self._complain("read", f"{path} cannot be read: {error}; its tokens are computed again")
+        self.num_unreadable += 1
+        self._broken.add(name)
+        self._known.discard(name)
+        return None
+
+    def write(self, name: str, content: bytes) -> bool:
+        """Write a file, and delete the least recently used ones above the bound. False if it cannot be written."""
+        size = HEADER_BYTES + len(content)
+        if size > self._max_bytes:
+            self._complain("bound", f"a block of {size} bytes exceeds the {self._max_bytes} of {self._root}")
+            return False
+        temporary = self._own / f"{TEMPORARY}{os.getpid()}-{id(self):x}-{next(self._count)}"
+        try:
+            self._num_written += 1
+            if self._num_bytes + size > self._max_bytes or self._num_written % RESCAN == 0:
+                self._shrink(size)
+            with open(temporary, "xb", opener=_private) as file:
+                file.write(_header(name, content))
+                file.write(content)
+            temporary.replace(self._own / name)
+        except OSError as error:
+            self._complain("write", f"{self._own / name} cannot be written: {error}; blocks are not kept until it can")
+            _delete(temporary)
+            return False
+        self._num_bytes += size
+        self._broken.discard(name)
+        self._known.add(name)
+        return True
+
+    def _shrink(self, more: int = 0) -> None:
+        """Count all files, and delete those used longest ago unless `more` bytes still fit."""
+        found: list[tuple[int, int, Path]] = []
+        for path in self._root.glob("penstock-*/*"):
+            try:
+                status = path.stat()
+            except OSError:  # deleted meanwhile
+                continue
+            if NAME.fullmatch(path.name):
+                found.append((status.st_mtime_ns, status.st_size, path))
+            elif path.name.startswith(TEMPORARY) and status.st_mtime < time.time() - OLD_S:
+                _delete(path)
+        total = sum(size for _, size, _ in found)
+        if total + more > self._max_bytes:
+            for _, size, path in sorted(found):
+                if total + more <= self._max_bytes * KEPT:
+                    break
+                total -= size if _delete(path) else 0
+                self._known.discard(path.name)
+        self._num_bytes = total
+
+    def _complain(self, kind: str, message: str) -> None:
+        """Log the first of its kind."""
+        if kind not in self._complained:
+            self._complained.add(kind)
+            logger.warning("kv_offload_dir: %s", message)
+
+
+def _header(name: str, content: bytes) -> bytes:
+    """Return what precedes a content; the name is in the checksum, so that no file passes for another."""
+    digest = hashlib.blake2b(name.encode(), digest_size=16)
+    digest.update(content)
+    return MAGIC + digest.digest()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _delete(path: Path) -> bool:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
