@@ -112,6 +112,9 @@ BAD_OPTIONS = {
     "block_size": [0, 8, 17, -16, 16.0, "16"],
     "memory": [0, -1, 2**60, "2GiB", 1.5],
     "kv_cache_memory_bytes": [0, -1, 2**60, "2GiB", 1.5],
+    "kv_offload_memory_bytes": [0, -1, 2**60, "2GiB", 1.5],
+    "kv_offload_dir": ["", 5, ["store"]],
+    "kv_offload_dir_bytes": [0, -1, 2**61, "2GiB", 1.5],
     "enable_prefix_caching": [1, None, "yes"],
     "tensor_parallel_size": [0, -1, 3, 16, "1", True],
     "attention_parallel_size": [0, 3, "2", True],
@@ -198,10 +201,7 @@ def test_unknown_options_are_refused():
 
 
 def test_what_is_planned_says_so():
-    for options in (
-        {"kernels": "triton"},
-        {"pipeline_parallel_size": 2},
-    ):
+    for options in ({"kernels": "triton"}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}):
         with pytest.raises(NotSupportedError) as caught:
             EngineConfig.from_options(**options)
         assert caught.value.code == "not_implemented"

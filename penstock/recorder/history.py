@@ -97,7 +97,7 @@ class _Reader:
             if not len(blocks) == len(released) == self.num_groups:
                 raise malformed(f"step {record.step_id} has tables of {len(blocks)} groups")
             self.released[number] = released
-            drafts = record.drafts.get(index, [])
+            drafts = record.drafts.get(index, ())
             item = ScheduledRequest(self.ids[number], num_computed, num_new, blocks, released, num_samples, drafts)
             scheduled.append(item)
         copies = [BlockCopy(*copy) for copy in record.copies]
