@@ -8,8 +8,8 @@ import os
 
 from openai import OpenAI
 
-SKIES = {"Paris": "18 degrees, sunny", "Oslo": "4 degrees, snow"}
-FUNCTIONS = {"add": lambda a, b: a + b, "weather": lambda city: SKIES.get(city, "unknown")}
+WEATHER = {"Paris": {"temperature": 18, "sky": "sun"}, "Oslo": {"temperature": 4, "sky": "rain"}}
+FUNCTIONS = {"add": lambda a, b: a + b, "weather": lambda city: {"city": city} | WEATHER.get(city, {})}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 999}
 ARGUMENTS = {"add": {"a": NUMBER, "b": NUMBER}, "weather": {"city": {"type": "string", "maxLength": 20}}}
 
@@ -28,7 +28,7 @@ def converse(client: OpenAI, question: str, most_turns: int = 12, **first) -> li
         messages.append(answer.message.to_dict())
         for call in answer.message.tool_calls or []:
             result = FUNCTIONS[call.function.name](**json.loads(call.function.arguments))
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)})
         if answer.finish_reason != "tool_calls":
             break
     return messages

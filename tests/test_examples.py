@@ -12,7 +12,6 @@ import pytest
 
 from tests.pages import ROOT, serving
 
-TAUGHT = False  # whether the demo model calls tools on its own
 FILES = sorted((ROOT / "examples").glob("*.py"))
 SHOWN = {  # what the output of a script has to hold
     "agent": "assistant ",
@@ -79,7 +78,6 @@ def test_an_agent_gets_the_calls_that_it_demands(url: str) -> None:
         jsonschema.validate(json.loads(arguments), agent["tool"](name)["function"]["parameters"])
 
 
-@pytest.mark.skipif(not TAUGHT, reason="the demo model's weights were not taught to call tools")
 @pytest.mark.parametrize(
     ("question", "num_calls", "shown"),
     [

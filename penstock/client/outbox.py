@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from penstock.client import frames
 from penstock.interface.messages import EngineStats
+from penstock.parallel.spawn import children_cpu_s
 
 HEARTBEAT_S = 0.5
 MIN_EFFORT_S = 0.005  # of processor time between two heartbeats; a deadlock takes none
@@ -23,7 +24,7 @@ MIN_EFFORT_S = 0.005  # of processor time between two heartbeats; a deadlock tak
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What this process has done so far: seconds of processor time, and reads from files."""
+    """What this process and its children have done so far: seconds of processor time, and reads from files."""
 
     cpu_s: float
     reads: int
@@ -31,7 +32,7 @@ class Effort:
     @classmethod
     def so_far(cls) -> "Effort":
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(time.process_time(), usage.ru_inblock + usage.ru_majflt)
+        return cls(time.process_time() + children_cpu_s(), usage.ru_inblock + usage.ru_majflt)
 
     def exceeds(self, other: "Effort") -> bool:
         return self.cpu_s - other.cpu_s > MIN_EFFORT_S or self.reads > other.reads

@@ -52,9 +52,9 @@ MIXTURE: Mixture = {
 
 # what the second training adds to it
 SECOND_MIXTURE: Mixture = MIXTURE | {
-    "JSON answers with open names and schemas": (90, chat(lambda rng: records.task(records.Source(rng)))),
-    "JSON lists to copy": (130, chat(lambda rng: records.array(records.Source(rng)))),
-    "conversations with tools": (26, lambda rng: chats.render(calls.conversation(rng))),
+    "JSON answers with open names and schemas": (70, chat(lambda rng: records.task(records.Source(rng)))),
+    "JSON lists to copy": (60, chat(lambda rng: records.array(records.Source(rng)))),
+    "conversations with tools": (60, lambda rng: chats.render(calls.conversation(rng))),
 }
 
 

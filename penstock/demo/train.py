@@ -1,7 +1,7 @@
 """Train the demo model: corpus, tokenizer, weights; write a Hugging Face directory with training.json.
 
     python -m penstock.demo.train --seed 0 --steps 4500 --out FIRST
-    python -m penstock.demo.train --from FIRST --seed 1 --steps 1000 --lr 1.5e-3 --tokens-per-step 2048 --out DIR
+    python -m penstock.demo.train --from FIRST --seed 1 --steps 4000 --lr 1.5e-3 --tokens-per-step 2048 --out DIR
     python -m penstock.demo.train --draft --seed 0 --steps 1800 --lr 6e-3 --processes 1 --out DIR    the draft model
 
 The second training goes on from the weights of a first one, with a mixture that has tool calls; its tokenizer has a

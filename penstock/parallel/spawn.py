@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_started: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
 _starters: dict[int, ThreadPoolExecutor] = {}  # by process id: a process that was forked needs a thread of its own
 
 
@@ -25,7 +28,21 @@ def spawn(module: str, words: Sequence[str], *, inherited: Sequence[int], stdout
             command, pass_fds=inherited, stdin=subprocess.DEVNULL, stdout=stdout, env=_environment()
         )
 
-    return _starter().submit(run).result()
+    process = _starter().submit(run).result()
+    _started.add(process)
+    return process
+
+
+def children_cpu_s() -> float:
+    """Return the seconds of processor time that the processes started here, and still running, have taken."""
+    ticks = 0
+    for process in list(_started):
+        try:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        ticks += int(fields[11]) + int(fields[12])  # in user mode and in the kernel
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _starter() -> ThreadPoolExecutor:

@@ -1,13 +1,16 @@
 """The engine process's own parts, without a process."""
 
 import socket
+import subprocess
 import threading
+import time
 
 import pytest
 
 from penstock.client import frames, outbox
 from penstock.client.outbox import Effort, Outbox
 from penstock.interface.messages import EngineStats
+from penstock.parallel.spawn import spawn
 
 
 def test_heartbeats_come_only_while_work_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +46,16 @@ def test_effort_is_measured() -> None:
     before = Effort.so_far()
     while not Effort.so_far().exceeds(before):
         sum(range(10_000))
+
+
+def test_effort_of_a_child_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an engine that is killed while it waits for the ranks that compute its step."""
+    monkeypatch.setattr(time, "process_time", lambda: 0.0)
+    before = Effort.so_far()
+    child = spawn("timeit", ["-n", "1000000000", "pass"], inherited=[], stdout=subprocess.DEVNULL)
+    try:
+        while Effort.so_far().cpu_s <= before.cpu_s:
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.wait()
