@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -156,23 +157,27 @@ def test_chat_in_a_terminal_edits_lines_and_remembers_them(tmp_path: Path):
     history = tmp_path / "penstock" / "chat_history"
     history.parent.mkdir()
     history.write_text("Helo\n")
-    child, terminal = pty.fork()
-    if child == 0:
-        words = [sys.executable, "-m", "penstock", "chat", "--temperature", "0", "--max-tokens", "20"]
-        os.execve(sys.executable, words, os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"})
+    terminal, inside = pty.openpty()
+    words = ["setsid", "--ctty", sys.executable, "-m", "penstock", "chat", "--temperature", "0", "--max-tokens", "20"]
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+    child = subprocess.Popen(words, stdin=inside, stdout=inside, stderr=inside, env=environment)
+    os.close(inside)
     up_left_left = b"\x1b[A\x1b[D\x1b[D"
     seen = b""
     for keys, *awaited in ((b"\x03", b"> "), (up_left_left + b"l\r", b"> "), (b"\x04", b"Penstock", b"\n> ")):
         for text in awaited:
             start = len(seen)
             while text not in seen[start:]:
+                assert select.select([terminal], [], [], 100)[0], (
+                    seen
+                )  # else it would wait for as long as the suite may
                 seen += os.read(terminal, 1)
         os.write(terminal, keys)
     with contextlib.suppress(OSError):  # the end of a terminal is an error
         while part := os.read(terminal, 4096):
             seen += part
     os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert child.wait() == 0
     assert b"Ctrl-D or /exit leaves" in seen
     assert history.read_text() == "Helo\nHello\n"
 

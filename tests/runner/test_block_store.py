@@ -99,7 +99,7 @@ def test_a_restart_finds_its_blocks_with_equal_bits(make: Make, tmp_path: Path) 
     alone = ask_alone(make(enable_prefix_caching=False).engine)
     kept = {"kv_offload_dir": str(tmp_path)}
     questions = [request(index, prompt_logprobs=False) for index in WATCHED]
-    for cached, damage in (([0, 0, 0, 0, 0], b""), ([0, 16, 32, 0, 64], b"?"), ([0, 0, 0, 0, 0], b"")):
+    for cached, damage in (([0, 0, 0, 0, 0], False), ([0, 16, 32, 0, 64], True), ([0, 0, 0, 0, 0], False)):
         built = make(**kept)
         found = ask(built.engine, questions)
         assert [found[index][-1].num_cached_tokens for index in WATCHED[:5]] == cached
@@ -107,7 +107,8 @@ def test_a_restart_finds_its_blocks_with_equal_bits(make: Make, tmp_path: Path) 
         built.engine.check_integrity()
         built.engine.shutdown()
         for path in tmp_path.glob("*/0-*"):
-            path.write_bytes(path.read_bytes()[:-1] + damage) if damage else None
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1])) if damage else None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.library import PenstockWeight
-from penstock.kernels.cpu.packed import CpuLinear, Layout
+from penstock.kernels.cpu.packed import INT8, CpuLinear, Layout
 from penstock.kernels.ops import Packing
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT64, Array, ArrayType
 from penstock.quant.scheme import GROUP_SIZES, SLICES, Scheme
@@ -90,11 +90,14 @@ def _weight(fuzz: Fuzz, layout: Layout, dtype: ArrayType, *, bias: bool, poison:
     cuts = [part.start for part in layout.parts()] + [layout.n]
     if fuzz.chance(0.5):
         cuts = sorted({*cuts, fuzz.random.randint(0, layout.n)})
+    magnitudes = None
+    if layout.kind == INT8 and not expected and fuzz.chance(0.3):  # as for a part of a wider weight
+        magnitudes = fuzz.array(np.abs(values.astype(np.float32)).max(axis=1))
     for first, end in reversed(list(itertools.pairwise(cuts))):
         bad = expected and not np.isfinite(values[first:end].astype(np.float32)).all()
         rows = fuzz.array(values[first:end])
         status = expected if bad else OK
-        fuzz.call("pack_rows", linear.address, rows, TYPES[dtype], first, end - first, expected=status)
+        fuzz.call("pack_rows", linear.address, rows, TYPES[dtype], first, end - first, magnitudes, expected=status)
     return None if expected else Weight(linear, values.astype(np.float32), of_rows)
 
 
