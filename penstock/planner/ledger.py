@@ -13,8 +13,8 @@
 `penstock prove --only memory` fills a real engine to the brim and compares its peak with the ledger.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from penstock.errors import InvalidRequestError
 from penstock.kernels.arena import FEW_ROWS, LOGITS_ROWS
 from penstock.kernels.attention.layout import ELEMENT_BYTES, AttentionShape
 from penstock.kernels.attention.plan import Planner
+from penstock.planner.costs import Products
 from penstock.planner.memory import CachePlan, mib, plan_kv_cache, smallest_cache_bytes
 from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
@@ -39,19 +40,23 @@ SMALL = 2**19  # entries below it are not shown
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model takes apart from its cache, as weights/sizes.py counts it.
+    """What a model, or a rank's part of it, takes apart from its cache, as weights/sizes.py counts it.
 
     Attributes:
         weights: bytes of all parameters as they are kept.
         row_bytes: results of one token of a step, without logits.
         vocab_columns: of a row of logits.
         deepest: elements of the longest row that a product reads.
+        kinds: the bytes of `weights` by type, with scales, biases and padding apart.
+        products: "layers", "head" and "experts".
     """
 
     weights: int
     row_bytes: int
     vocab_columns: int
     deepest: int
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    products: Mapping[str, Products] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class Ledger:
         Raises:
             InvalidRequestError: the cache cannot hold one sequence of max_model_len in what is left for it.
         """
-        entries = self._without_cache(config)
+        entries = self.entries(config)
         if config.cache.memory is None:
             cache = plan_kv_cache(config, self.model, self.free_bytes)
         else:
@@ -122,7 +127,7 @@ class Ledger:
             return replace(shorter, reasons=reasons), self.plan(shorter)
         raise self._refusal(config)
 
-    def _without_cache(self, config: EngineConfig) -> dict[str, int]:
+    def entries(self, config: EngineConfig) -> dict[str, int]:
         """Return all entries but the cache. Every count is for the largest step that the config allows."""
         scheduler, sizes, model = config.scheduler, self.sizes(config.numerics.scheme), self.model
         length, tokens, seqs = (
@@ -145,7 +150,15 @@ class Ledger:
 
     def bytes_beside_cache(self, config: EngineConfig) -> int:
         """Return what a model takes in a process that runs already, without its cache."""
-        return sum(self._without_cache(config).values()) - self.runtime_bytes - RUNTIME_GROWTH
+        return sum(self.entries(config).values()) - self.runtime_bytes - RUNTIME_GROWTH
+
+    def needed_bytes(self, config: EngineConfig) -> int:
+        """Return what an engine takes at least: with a cache for one sequence of max_model_len."""
+        return sum(self.entries(config).values()) + smallest_cache_bytes(config, self.model)
+
+    def smallest_change(self, config: EngineConfig) -> str | None:
+        """Return the change to a config that makes it fit and costs a user least; None if none of them is enough."""
+        return next((text for text, changed in self._changes(config) if self._fits(changed)), None)
 
     def _operands(self, tokens: int, deepest: int) -> int:
         """Return the bytes that products copy their operands to, which some levels widen; all experts do so at once."""
@@ -196,15 +209,14 @@ class Ledger:
 
     def _refusal(self, config: EngineConfig) -> InvalidRequestError:
         """Return the error for a config that does not fit `memory`, with the smallest change that does."""
-        entries = self._without_cache(config)
-        needed = sum(entries.values()) + smallest_cache_bytes(config, self.model)
+        entries, needed = self.entries(config), self.needed_bytes(config)
         parts = ", ".join(f"{name} {mib(size)}" for name, size in entries.items() if size >= SMALL)
         cache = mib(needed - sum(entries.values()))
         message = (
             f"memory: {mib(config.cache.memory or 0)} is too little: one sequence of max_model_len = "
             f"{config.scheduler.max_model_len} needs {mib(needed)} ({parts}, cache {cache})"
         )
-        change = next((text for text, changed in self._changes(config) if self._fits(changed)), None)
+        change = self.smallest_change(config)
         advice = f"; {change} fits, or memory = {mib(needed)}" if change else f"; it takes memory = {mib(needed)}"
         return InvalidRequestError(message + advice, param="memory")
 

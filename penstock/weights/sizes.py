@@ -1,31 +1,121 @@
-"""What a model's weights and results will take, counted on its layers before any weight is read."""
+"""What a model's weights and results will take, counted on its layers before any weight is read.
+
+The engine asks when it starts, and `penstock plan` before there is one: of a whole model, or of a rank's part of it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.kernels.ops import Ops
+from penstock.kernels.tensors import Array
 from penstock.layers.factory import LayerFactory
-from penstock.layers.lm_head import HeadLayout, LMHead
+from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.mlp import MoE
 from penstock.layers.module import named_modules
-from penstock.layers.weights import Linear
+from penstock.layers.split import Split
+from penstock.layers.weights import Embedding, Linear, WeightLayer
+from penstock.planner.costs import Products
 from penstock.planner.ledger import ModelSizes
 from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
-from penstock.weights.loader import empty_model, weight_bytes
+from penstock.spec.shares import Share, cut_all
+from penstock.weights.loader import empty_model, tied_embeddings, weight_bytes, weight_layers
 from penstock.weights.sources import read_parameters
 
 
-def model_sizes(model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout) -> ModelSizes:
-    """Return the sizes of a model whose layers are all of this package: a layer of torch's own would be allocated."""
-    parameters = read_parameters(model_config)
-    make = LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=1, head=head)
+def model_sizes(
+    model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, share: Share | None = None
+) -> ModelSizes:
+    """Return the sizes of a model whose layers are all of this package: a layer of torch's own would be allocated.
+
+    share: of the part that a rank has; None: of all of it.
+    """
+    make = _factory(model_config, ops, scheme, head, share)
     model = empty_model(model_config, make)
     modules = [module for _, module in named_modules(model)]
     heads = [module for module in modules if isinstance(module, LMHead)]
     experts = [expert for module in modules if isinstance(module, MoE) for expert in module.experts]
     # One call computes all experts of a layer, so that they leave no results of their own.
     unused = {layer.out for expert in experts for layer in (expert.gate_up_proj, expert.down_proj)}
+    plain, weights = "float32" if int(ops.dtype.itemsize) == 4 else "bfloat16", weight_bytes(model, make)
+    tied = tied_embeddings(model, make)
     return ModelSizes(
-        weights=weight_bytes(model, make),
+        weights=weights,
         row_bytes=sum(slot.row_bytes for slot in make.arena.slots - unused - {head.out for head in heads}),
         vocab_columns=max(head.width for head in heads),
         deepest=max(module.spec.shape[1] for module in modules if isinstance(module, Linear)),
+        kinds=_kinds([layer for name, layer in weight_layers(model) if name not in tied], plain, weights),
+        products=_products(modules, plain),
     )
+
+
+def _products(modules: Iterable[object], plain: str) -> dict[str, Products]:
+    """Return what products read and multiply, by how often a step uses them."""
+    experts = {id(layer) for layer in _expert_products(modules)}
+    products = {name: Products() for name in ("layers", "head", "experts")}
+    for layer in modules:
+        if isinstance(layer, Linear):
+            use = "head" if isinstance(layer, LMHead) else "experts" if id(layer) in experts else "layers"
+            products[use] = products[use].plus(_product(layer, plain))
+    return products
+
+
+def _kinds(layers: Iterable[WeightLayer], plain: str, total: int) -> dict[str, int]:
+    """Return the bytes of weights by type, with scales, biases and padding apart."""
+    kinds: Counter[str] = Counter()
+    for layer in layers:
+        if isinstance(layer, Linear):
+            kinds.update(_bytes_of(layer, plain))
+        else:
+            kinds[plain if isinstance(layer, Embedding) else "float32"] += int(layer.num_bytes)
+    kinds[plain] += total - kinds.total()  # parameters of torch's own modules
+    return {kind: size for kind, size in kinds.items() if size}
+
+
+def _factory(
+    model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, share: Share | None
+) -> LayerFactory:
+    """Return what makes the layers of a model, or of a rank's part, which is never computed."""
+    parameters, split = read_parameters(model_config), None
+    if share is not None and share.degrees.size > 1:
+        split = Split(share, _NoRanks(), cut_all(parameters, share, model_config))
+        parameters, head = {name: cut.own for name, cut in split.cuts.items()}, PLAIN_HEAD
+    return LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=1, head=head, split=split)
+
+
+class _NoRanks:
+    """The other ranks of a model that is only counted."""
+
+    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
+        raise AssertionError("a model that is only counted does not compute")
+
+
+def _expert_products(modules: Iterable[object]) -> Iterator[Linear]:
+    for module in modules:
+        if isinstance(module, MoE):
+            for expert in module.experts:
+                yield from (expert.gate_up_proj, expert.down_proj)
+
+
+def _kind(layer: Linear, plain: str) -> str:
+    scheme = layer.spec.packing.scheme
+    return plain if scheme is None else scheme.name.partition("-x")[0]
+
+
+def _product(layer: Linear, plain: str) -> Products:
+    """Return the work of one row through a weight."""
+    (n, k), scheme, kind = layer.spec.shape, layer.spec.packing.scheme, _kind(layer, plain)
+    return Products({kind: int(layer.num_bytes)}, {kind: 2 * n * k * max(1, scheme.slices if scheme else 1)})
+
+
+def _bytes_of(layer: Linear, plain: str) -> Counter[str]:
+    """Return the bytes of a packed weight: its values, scales, bias, and what rounds all of them up."""
+    (n, k), scheme = layer.spec.shape, layer.spec.packing.scheme
+    bits = scheme.weight_bits if scheme else 32 if plain == "float32" else 16
+    parts = Counter({_kind(layer, plain): n * k * bits // 8})
+    if scheme is not None:
+        parts["scales"] = 4 * n if scheme.group_size is None else 2 * n * -(-k // scheme.group_size)
+    if layer.spec.bias:
+        parts["bias"] = 4 * n
+    parts["padding"] = int(layer.num_bytes) - parts.total()
+    return parts

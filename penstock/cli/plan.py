@@ -1,0 +1,98 @@
+"""`penstock plan`: memory and speed from config.json alone."""
+
+import argparse
+import json
+import re
+from typing import Any
+
+from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
+from penstock.cli.terminal import note
+from penstock.config import EngineConfig
+from penstock.planner.fit import Budget
+from penstock.planner.forecast import Load
+from penstock.planner.machines import THIS, Hardware, load_hardware, this_file
+from penstock.planner.memory import free_memory_bytes, resident_bytes
+from penstock.planner.placement import load_placement
+from penstock.planner.report import Question, answer
+from penstock.weights.planned import PlannedModel
+
+DESCRIPTION = "Say what a model takes and how fast it will be, from its config.json, before anything is loaded."
+EXAMPLES = """examples:
+  penstock plan demo                                        on this machine, as the engine would start
+  penstock plan /models/llama --hardware tpu-v5e-8          the fewest chips that it fits on
+  penstock plan /models/llama --devices 8x16GB --max-model-len 4096
+  penstock plan /models/llama --memory 8GiB --batch 1 8 32 --prompt-len 128 1024 --context 1024 4096
+  penstock plan /models/falcon-40b --hardware wormhole-galaxy --placement falcon-40b-galaxy
+Exit code 1 where it does not fit.
+"""
+DEVICES = re.compile(r"(\d+)(?:x(.+))?")
+DOES_NOT_FIT = 1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    machine = parser.add_argument_group("hardware")
+    help_text = "a YAML file, a name of the package's, or this: what `penstock bench machine` measured (default: this)"
+    machine.add_argument("--hardware", metavar="FILE", help=help_text)
+    help_text = "devices to split the model over, and their memory, like 8x16GB (default: the hardware's)"
+    machine.add_argument("--devices", type=_parse_devices, metavar="N", help=help_text)
+    help_text = "a YAML file, or a name of the package's: chips of each part of the model, checked"
+    machine.add_argument("--placement", metavar="FILE", help=help_text)
+    load = parser.add_argument_group("load")
+    several: dict[str, Any] = {"type": parse_size, "nargs": "+", "action": "extend", "metavar": "N"}
+    load.add_argument("--batch", **several, help="streams at once (default: 1 and --max-num-seqs)")
+    load.add_argument("--prompt-len", **several, help="tokens of each prompt (default: 128 and 1024)")
+    load.add_argument("--context", **several, help="tokens of each stream while it decodes (default: 1024)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, and nothing else")
+    add_engine_options(parser)
+
+
+def _parse_devices(text: str) -> tuple[int, int | None]:
+    match = DEVICES.fullmatch(text.replace("×", "x"))
+    count = int(match[1]) if match else 0
+    if match is None or not 1 <= count <= 2**20:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of devices; write it like 8 or 8x16GB")
+    return count, parse_size(match[2]) if match[2] else None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, and print tables or JSON."""
+    config = EngineConfig.from_options(**engine_options(args))
+    hardware = _hardware(args.hardware)
+    if hardware is None or not hardware.has_rates:
+        note("penstock: no times: measure this machine with `penstock bench machine`, or name a --hardware")
+    elif args.devices is not None and args.devices[0] > 1 and not hardware.link_bytes_per_s:
+        note(f"penstock: {hardware.name} has no link_bytes_per_s: what devices exchange is not in the times")
+    elsewhere = hardware if args.hardware not in (None, THIS) else None
+    question = Question(
+        _budget(config, elsewhere, args.devices),
+        hardware,
+        Load(args.batch or (), args.prompt_len or (), args.context or ()),
+        None if args.placement is None else load_placement(args.placement),
+    )
+    result = answer(PlannedModel.read(config), question)
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        from penstock.cli.plan_tables import print_plan
+
+        print_plan(args.model, result)
+    return 0 if result["fits"] else DOES_NOT_FIT
+
+
+def _hardware(name: str | None) -> Hardware | None:
+    """Return the hardware of a name; without one, what was measured here, if anything was."""
+    if name is None and not this_file().is_file():
+        return None
+    return load_hardware(THIS if name is None else name)
+
+
+def _budget(config: EngineConfig, hardware: Hardware | None, devices: tuple[int, int | None] | None) -> Budget:
+    """Return what each device offers: what --memory says, else --devices, else the hardware, else what is free here."""
+    count, size = devices or (hardware.devices if hardware is not None else 1, None)
+    runtime = resident_bytes()
+    given = config.cache.memory or size or (hardware.memory_bytes if hardware is not None else None)
+    if given is not None:
+        return Budget(given, runtime, None, count)
+    free = free_memory_bytes()
+    return Budget(runtime + free, runtime, free, count)

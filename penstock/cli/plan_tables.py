@@ -1,0 +1,98 @@
+"""Print the figures of `penstock plan` as tables."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+GIB, MIB = 2**30, 2**20
+
+
+def print_plan(model: str, result: dict[str, Any]) -> None:
+    """Print memory, largest sizes, times, placement and operator, as far as there are any."""
+    console = Console()
+    parts = result["tensor_parallel_size"]
+    verdict = "it fits" if result["fits"] else "it does not fit"
+    length = result["max_model_len"]
+    split = f", split over {parts}" if parts > 1 else ""
+    console.print(f"{model} on {result['hardware']}{split}: {verdict}, max_model_len = {length}", highlight=False)
+    if result["smallest_change"]:
+        console.print(f"with {result['smallest_change']} it would fit", highlight=False)
+    _print_devices(console, result)
+    weights = ", ".join(f"{name} {size_text(size)}" for name, size in result["weights"].items())
+    console.print(f"weights: {weights}; cache: {result['cache_bytes_per_token']} bytes a token", highlight=False)
+    _print_largest(console, result["largest"])
+    if result["predictions"]:
+        _print_times(console, result)
+    if "placement" in result:
+        _print_placement(console, result["placement"])
+    if "operator" in result:
+        _print_operator(console, result["operator"])
+
+
+def size_text(size: int) -> str:
+    """Return bytes as MiB, or as GiB from 10 GiB on."""
+    return f"{size / GIB:.1f} GiB" if size >= 10 * GIB else f"{size / MIB:.1f} MiB"
+
+
+def _print_devices(console: Console, result: dict[str, Any]) -> None:
+    table = Table("", *(name for name in ("weights", "cache", "workspace", "runtime", "total", "budget")))
+    for device in result["devices"]:
+        names = ("weights", "cache", "workspace", "runtime", "total", "budget")
+        table.add_row(device["name"], *(size_text(device[f"{name}_bytes"]) for name in names))
+    console.print(table)
+
+
+def _print_largest(console: Console, largest: list[dict[str, Any]]) -> None:
+    table = Table("weights", "cache", "of weights", "longest context", "rows at max_model_len")
+    for item in largest:
+        weights = size_text(item["weights_bytes"])
+        table.add_row(item["precision"], item["kv_cache_dtype"], weights, f"{item['context']}", f"{item['rows']}")
+    console.print(table)
+
+
+def _print_times(console: Console, result: dict[str, Any]) -> None:
+    table = Table("phase", "batch", "tokens", "seconds", "tokens/s", "bound by")
+    for item in result["predictions"]:
+        table.add_row(item["phase"], f"{item['batch']}", f"{item['prompt_len'] or item['context']}", *_times(item))
+    console.print(table)
+    changed = Table("decode, if", "batch", "tokens", "seconds", "tokens/s", "bound by")
+    for name, found in result["what_if"].items():
+        for item in found:
+            changed.add_row(name, f"{item['batch']}", f"{item['context']}", *_times(item))
+    console.print(changed)
+
+
+def _times(item: dict[str, Any]) -> tuple[str, str, str]:
+    return f"{item['seconds']:.4g}", f"{item['tokens_per_s']:.1f}", item["bound"]
+
+
+def _print_placement(console: Console, found: dict[str, Any]) -> None:
+    lines = [
+        f"placement: {found['epochs']} epochs, one a layer; head {found['lm_head']}",
+        f"cache: {found['key_bytes'] / MIB:g} MiB a K, {found['cache_bytes_per_layer'] / MIB:g} MiB a layer, "
+        f"{found['cache_bytes'] / MIB:g} MiB in all",
+        f"SRAM of the attention's chips: {found['sram_bytes'] / MIB:g} MiB; at most "
+        f"{found['peak_sram_bytes_per_chip'] / MIB:.1f} MiB of a chip in an epoch, "
+        f"{size_text(found['peak_dram_bytes_per_chip'])} of its DRAM",
+        f"weights: {found['weight_bytes'] / 1e9:.1f} GB, {found['weight_bytes_per_layer'] / 1e9:.2f} GB a layer "
+        f"({found['counted_weight_bytes'] / 1e9:.1f} GB counted on the chips), "
+        f"{found['streamed_bytes_per_token'] / 1e9:.1f} GB streamed a token",
+    ]
+    lines += [f"it cannot be: {problem}" for problem in found["problems"]]
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _print_operator(console: Console, found: dict[str, Any]) -> None:
+    tiles = found["tiles"]
+    console.print(
+        f"attention operator: {found['unified_buffer_bytes']} of {found['buffer_bytes']} bytes of unified buffer, "
+        f"tiles of {tiles['keys']} keys, {tiles['rows']} rows at once in {tiles['portions']} portions",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("units", "tiles", "matrix us", "vector us", "us of one head")
+    for item in found["schedules"]:
+        times = (f"{1e6 * item[name]:.2f}" for name in ("matrix_seconds", "vector_seconds", "seconds"))
+        table.add_row(item["mode"], f"{item['tiles']}", *times)
+    console.print(table)

@@ -1,0 +1,215 @@
+"""What a step takes on some hardware: bytes and operations over rates. Pure arithmetic, no torch.
+
+    read         weights once per step, and the cached keys and values of every sequence
+    multiply     two operations per row and weight, times the int8 slices of a row; four per pair of a token and a key
+    exchange     where ranks share a model: the parts that each gets of the others, and the latency of each meeting
+    host         what a step and each of its sequences take beside products
+
+Reading and multiplying go on at once, so the longer one counts; exchanges and the host wait for them. Whichever of the
+four is longest is the binding limit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from penstock.planner.machines import Hardware
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.shares import Degrees
+
+FLOAT_BYTES = 4  # of an element of a sum that ranks exchange, and of a logit
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Weights that products read: their elements, bytes and operations per row, by type."""
+
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    operations: Mapping[str, int] = field(default_factory=dict)
+
+    def plus(self, other: "Products") -> "Products":
+        """Return both together."""
+        return Products(_added(self.num_bytes, other.num_bytes), _added(self.operations, other.operations))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """What one device computes of a model, by how often a step does it.
+
+    Attributes:
+        layers: products that every row of a step goes through.
+        head: products that only rows go through whose logits are wanted.
+        experts: of all experts together; a row goes through `chosen` of `num_experts`.
+        token_bytes: cached bytes of a token in one layer.
+        cache_type: of the cache.
+        pair_operations: of a token and one that it attends to, in one layer.
+        windows: layers and window of each cache group.
+        meetings: sums over ranks in a pass, each of `meeting_width` float32 a row.
+    """
+
+    layers: Products
+    head: Products
+    experts: Products
+    num_experts: int
+    chosen: int
+    token_bytes: int
+    cache_type: str
+    pair_operations: int
+    windows: tuple[tuple[int, int | None], ...]
+    meetings: int = 0
+    meeting_width: int = 0
+    head_width: int = 0
+    degrees: Degrees = field(default_factory=Degrees)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: `rows` new tokens of each of `sequences`, which have `cached` tokens before."""
+
+    sequences: int
+    rows: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step by what takes them."""
+
+    read: float
+    multiply: float
+    exchange: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """The time of the whole step."""
+        return max(self.read, self.multiply) + self.exchange + self.host
+
+    @property
+    def bound(self) -> str:
+        """The binding limit."""
+        parts = {
+            "memory bandwidth": self.read,
+            "compute": self.multiply,
+            "interconnect": self.exchange,
+            "host": self.host,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+    def plus(self, other: "StepTime") -> "StepTime":
+        """Return two steps, one after the other, each with its own longer part."""
+        return StepTime(
+            self.read + other.read,
+            self.multiply + other.multiply,
+            self.exchange + other.exchange,
+            self.host + other.host,
+        )
+
+
+def step_time(work: ModelWork, hardware: Hardware, step: Step) -> StepTime:
+    """Return what a step takes.
+
+    Raises:
+        InvalidRequestError: the hardware has no rate for a type of the model.
+    """
+    rows = step.sequences * step.rows
+    shares = {"layers": (work.layers, rows, 1.0), "head": (work.head, step.sequences, 1.0)}
+    if work.num_experts:
+        shares["experts"] = (work.experts, rows * work.chosen / work.num_experts, _experts_read(work, rows))
+    read = multiply = 0.0
+    for products, times, part in shares.values():
+        read += sum(part * size / hardware.reading(kind) for kind, size in products.num_bytes.items())
+        multiply += sum(times * count / hardware.multiplying(kind) for kind, count in products.operations.items())
+    tokens, pairs = _attended(work, step)
+    read += tokens * work.token_bytes / hardware.reading(work.cache_type)
+    multiply += pairs * work.pair_operations / hardware.multiplying(work.cache_type)
+    host = hardware.step_s + hardware.sequence_s * step.sequences
+    return StepTime(read, multiply, _exchange(work, hardware, rows, step.sequences), host)
+
+
+def decode_time(work: ModelWork, hardware: Hardware, batch: int, context: int) -> StepTime:
+    """Return a step that gives each of `batch` streams, of `context` tokens each, one more."""
+    return step_time(work, hardware, Step(batch, 1, max(0, context - 1)))
+
+
+def prefill_time(
+    work: ModelWork, hardware: Hardware, batch: int, prompt_len: int, max_num_batched_tokens: int
+) -> tuple[StepTime, float]:
+    """Return the steps that compute `batch` prompts, one prompt after the other, and the seconds of all of them."""
+    total, seconds, done = StepTime(0.0, 0.0, 0.0, 0.0), 0.0, 0
+    while done < prompt_len:
+        rows = min(max_num_batched_tokens, prompt_len - done)
+        together = max(1, max_num_batched_tokens // rows) if not done else 1
+        for some in _portions(batch, together):
+            part = step_time(work, hardware, Step(some, rows, done))
+            total, seconds = total.plus(part), seconds + part.seconds
+        done += rows
+    return total, seconds
+
+
+def twice_the_bandwidth(hardware: Hardware) -> Hardware:
+    """Return hardware whose memory is read in half the time."""
+    return replace(hardware, read_bytes_per_s={kind: 2 * rate for kind, rate in hardware.read_bytes_per_s.items()})
+
+
+def _portions(count: int, at_once: int) -> list[int]:
+    return [min(at_once, count - start) for start in range(0, count, at_once)]
+
+
+def _experts_read(work: ModelWork, rows: int) -> float:
+    """Return the expected part of the experts that some row chooses, if each row chooses evenly."""
+    return float(1.0 - (1.0 - work.chosen / work.num_experts) ** rows)
+
+
+def _attended(work: ModelWork, step: Step) -> tuple[float, float]:
+    """Return cached tokens that are read, and pairs of a token and a key, in all layers and sequences."""
+    tokens = pairs = 0.0
+    for layers, window in work.windows:
+        limit = step.cached + step.rows if window is None else window
+        tokens += layers * step.sequences * min(step.cached, limit)
+        short = max(0, min(step.rows, limit - step.cached))  # rows that see everything before them
+        seen = short * step.cached + short * (short + 1) / 2 + (step.rows - short) * limit
+        pairs += layers * step.sequences * seen
+    return tokens, pairs
+
+
+def _exchange(work: ModelWork, hardware: Hardware, rows: int, sampled: int) -> float:
+    """Return the seconds in which each rank gets what the others have computed, one meeting after the other."""
+    size = work.degrees.size
+    if size == 1 or not hardware.link_bytes_per_s:
+        return 0.0
+    received = work.meetings * rows * work.meeting_width * FLOAT_BYTES * (size - 1)
+    received += sampled * work.head_width * FLOAT_BYTES * (size - 1) / size
+    return received / hardware.link_bytes_per_s + (work.meetings + 1) * hardware.link_latency_s
+
+
+def model_work(
+    model: ModelConfig, sizes: "Mapping[str, Products]", cache: tuple[int, str, int], degrees: Degrees
+) -> ModelWork:
+    """Return the work of one of `degrees.size` devices that share a model.
+
+    Args:
+        sizes: products of "layers", "head" and "experts" on this device.
+        cache: bytes of a token in a layer, type, and int8 slices of a query (0: none), on this device.
+    """
+    token_bytes, cache_type, slices = cache
+    heads = model.num_attention_heads // degrees.attention
+    sums = (degrees.attention > 1) + (max(degrees.mlp, degrees.mixture) > 1)
+    return ModelWork(
+        layers=sizes["layers"],
+        head=sizes["head"],
+        experts=sizes["experts"],
+        num_experts=model.num_experts,
+        chosen=model.num_experts_per_tok,
+        token_bytes=token_bytes,
+        cache_type=cache_type,
+        pair_operations=4 * max(1, heads) * model.head_dim * max(1, slices),
+        windows=tuple((len(layers), window) for layers, window in model.cache_groups()),
+        meetings=sums * model.num_hidden_layers + (degrees.vocab > 1),
+        meeting_width=model.hidden_size,
+        head_width=model.vocab_size if degrees.vocab > 1 else 0,
+        degrees=degrees,
+    )
+
+
+def _added(ours: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    return {kind: ours.get(kind, 0) + others.get(kind, 0) for kind in {**ours, **others}}

@@ -1,0 +1,231 @@
+"""Does a model fit these devices, in how many parts, and what would make it fit: the ledger, asked for each device. No torch.
+
+The model is split as engines split it: attention, feed-forward and vocabulary into the same number of parts
+(spec/shares.py). The first number of parts that fits is the smallest.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError
+from penstock.planner.ledger import Ledger, MemoryPlan, ModelSizes
+from penstock.planner.memory import cached_token_bytes, plan_given_cache, smallest_cache_bytes
+from penstock.quant.scheme import Scheme
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.shares import DEGREES, Degrees, Share
+
+CONTEXT_UNIT = 64  # the largest context is found to a multiple of this
+UNLIMITED = 2**62
+
+Sizes = Callable[[Scheme | None, Share | None], ModelSizes]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a device offers.
+
+    Attributes:
+        num_bytes: that an engine may take on one device, its runtime included.
+        runtime_bytes: what a process has before it loads.
+        free_bytes: what is free on this machine, of which an engine takes a share for its cache; None: the devices are
+            other ones, and an engine may take all of num_bytes.
+        count: devices.
+    """
+
+    num_bytes: int
+    runtime_bytes: int
+    free_bytes: int | None = None
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """The ledger of one device."""
+
+    name: str
+    entries: dict[str, int]
+    budget_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all entries."""
+        return sum(self.entries.values())
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What is neither weights nor cache nor runtime."""
+        return self.total_bytes - sum(self.entries.get(name, 0) for name in ("weights", "cache", "runtime"))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has room for it."""
+        return self.total_bytes <= self.budget_bytes
+
+    def as_json(self) -> dict[str, int | str]:
+        """Return the figures under their names in JSON."""
+        return {
+            "name": self.name,
+            "weights_bytes": self.entries["weights"],
+            "cache_bytes": self.entries["cache"],
+            "workspace_bytes": self.workspace_bytes,
+            "runtime_bytes": self.entries["runtime"],
+            "total_bytes": self.total_bytes,
+            "budget_bytes": self.budget_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a model lies on the devices. Where it does not fit, the devices show what it would take at least.
+
+    Attributes:
+        config: resolved; its max_model_len may be what there is room for.
+        smallest_change: to the config, that makes it fit; None where it fits, or where no single change is enough.
+    """
+
+    config: EngineConfig
+    degrees: Degrees
+    devices: tuple[DevicePlan, ...]
+    smallest_change: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has room for its part."""
+        return all(device.fits for device in self.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """What fits under one precision: the longest context of one row, and rows of max_model_len with all of their cache."""
+
+    precision: str
+    kv_cache_dtype: str
+    context: int
+    rows: int
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fitter:
+    """Plans one model on devices of one kind.
+
+    Args:
+        resolve: returns the config for a number of ranks, resolved.
+        together: as spec.shares.divisible_heads.
+    """
+
+    model: ModelConfig
+    sizes: Sizes
+    resolve: Callable[[int], EngineConfig]
+    budget: Budget
+    together: bool = False
+
+    def fit(self) -> Fit:
+        """Return the plan with the smallest number of parts that fits, or that with the most where none does."""
+        asked = self.resolve(0)
+        given = asked.parallel.num_ranks
+        if given > 1:
+            return self._split(asked)
+        tried: Fit | None = None
+        for degree in (degree for degree in DEGREES if degree <= self.budget.count):
+            tried = self._split(asked if degree == 1 else self.resolve(degree))
+            if tried.fits:
+                break
+        assert tried is not None
+        return tried
+
+    def token_bytes(self, fit: Fit) -> int:
+        """Return what a token takes in the cache of the first device, in all layers."""
+        model = self.ledger(Share(0, fit.degrees)).model
+        return model.num_hidden_layers * cached_token_bytes(fit.config, model)
+
+    def largest(self, config: EngineConfig, degrees: Degrees) -> list[Largest]:
+        """Return what fits under each precision, on the first device."""
+        found = []
+        own = config.numerics.quantization or config.numerics.dtype
+        for name in dict.fromkeys((own, "int8", "int4")):
+            for cache in dict.fromkeys((config.cache.kv_cache_dtype, "int8")):
+                some = quantised(config, name, cache)
+                found.append(self._largest_of(some, degrees, name))
+        return found
+
+    def _largest_of(self, config: EngineConfig, degrees: Degrees, name: str) -> Largest:
+        ledger, budget = self.ledger(Share(0, degrees)), self.budget.num_bytes
+        alone = _scheduled(config, max_num_seqs=1)
+        low, high = 0, self.model.context // CONTEXT_UNIT
+        while low < high:
+            middle = (low + high + 1) // 2
+            needed = ledger.needed_bytes(_scheduled(alone, max_model_len=middle * CONTEXT_UNIT))
+            low, high = (middle, high) if needed <= budget else (low, middle - 1)
+        one = smallest_cache_bytes(config, ledger.model)
+        rest = budget - (ledger.needed_bytes(config) - one)
+        weights = ledger.sizes(config.numerics.scheme).weights
+        return Largest(name, config.cache.kv_cache_dtype, low * CONTEXT_UNIT, max(0, rest // one), weights)
+
+    def ledger(self, share: Share) -> Ledger:
+        """Return the ledger of the part that a rank has."""
+        part = None if share.degrees.size == 1 else share
+        model = self.model if part is None else part.config(self.model)
+        free = UNLIMITED if self.budget.free_bytes is None else self.budget.free_bytes
+        return Ledger(model, lambda scheme: self.sizes(scheme, part), self.budget.runtime_bytes, free)
+
+    def _split(self, config: EngineConfig) -> Fit:
+        """Return the plan of a config with its number of ranks."""
+        degrees = config.parallel.degrees(self.model, together=self.together)
+        if self.budget.free_bytes is None:
+            config = replace(config, cache=replace(config.cache, memory=self.budget.num_bytes))
+        ledgers = [self.ledger(Share(rank, degrees)) for rank in range(degrees.size)]
+        try:
+            for ledger in ledgers:
+                config, _ = ledger.fit(config)
+            plans = [ledger.plan(config) for ledger in ledgers]
+        except InvalidRequestError as error:
+            if error.param not in ("memory", "kv_cache_memory_bytes"):
+                raise
+            return self._refused(config, degrees, ledgers)
+        fit = Fit(config, degrees, self._devices(config, ledgers, plans))
+        return fit if fit.fits else self._refused(config, degrees, ledgers)
+
+    def _devices(self, config: EngineConfig, ledgers: list[Ledger], plans: list[MemoryPlan]) -> tuple[DevicePlan, ...]:
+        """Return the plans of all ranks, whose caches have as many blocks as the one with the fewest."""
+        groups = [
+            replace(group, num_blocks=min(plan.cache.groups[index].num_blocks for plan in plans))
+            for index, group in enumerate(plans[0].cache.groups)
+        ]
+        found = []
+        for rank, (ledger, plan) in enumerate(zip(ledgers, plans, strict=True)):
+            cache = plan_given_cache(config, ledger.model, UNLIMITED, groups)
+            found.append(DevicePlan(f"device {rank}", plan.entries | {"cache": cache.num_bytes}, self.budget.num_bytes))
+        return tuple(found)
+
+    def _refused(self, config: EngineConfig, degrees: Degrees, ledgers: list[Ledger]) -> Fit:
+        """Return what a config would take at least, with the change that makes it fit the device that lacks most."""
+        devices = []
+        for rank, ledger in enumerate(ledgers):
+            entries = ledger.entries(config) | {"cache": smallest_cache_bytes(config, ledger.model)}
+            devices.append(DevicePlan(f"device {rank}", entries, self.budget.num_bytes))
+        worst = max(range(len(devices)), key=lambda rank: devices[rank].total_bytes)
+        limited = replace(config, cache=replace(config.cache, memory=self.budget.num_bytes))
+        change = ledgers[worst].smallest_change(limited)
+        if change is None and devices[worst].fits:
+            change = "memory = what is free here"
+        return Fit(config, degrees, tuple(devices), change)
+
+
+def quantised(config: EngineConfig, name: str, cache: str | None = None) -> EngineConfig:
+    """Return a resolved config with another quantization (a plain type: none) and type of the cache."""
+    numerics = config.numerics
+    if name in ("bfloat16", "float32"):
+        numerics = replace(numerics, quantization=None, quantization_group_size=None)
+    elif name != numerics.quantization:
+        scheme = Scheme.parse(name)
+        size = scheme.group_size if scheme else None
+        numerics = replace(numerics, quantization=name, quantization_group_size=size)
+    kind = cache or config.cache.kv_cache_dtype
+    scales = config.cache.kv_cache_scales if kind == "int8" else None
+    return replace(config, numerics=numerics, cache=replace(config.cache, kv_cache_dtype=kind, kv_cache_scales=scales))
+
+
+def _scheduled(config: EngineConfig, **changes: int) -> EngineConfig:
+    return replace(config, scheduler=replace(config.scheduler, **changes))

@@ -1,0 +1,191 @@
+"""Hardware: what a device can hold and how fast it reads, multiplies and sends, from a YAML file. No torch.
+
+docs/planning.md has the fields. Files of this package are found by name; `this` is what `penstock bench machine`
+measured here. Sizes and rates are plain numbers in bytes, operations (a multiply-add is two) and seconds.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError
+
+FOLDER = Path(__file__).parent / "hardware"
+THIS = "this"
+TYPES = ("float32", "bfloat16", "int8", "int4", "int4-a16")
+MULTIPLIES_IN = {"int4": "int8", "int4-a16": "bfloat16"}  # where a file has no rate of their own
+MOST = 1e18
+ALL_OTHERS = "other"  # the rate of types that have none of their own
+
+Rates = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class OnChip:
+    """The units of an accelerator's core that an attention operator is scheduled on (planner/operator.py).
+
+    Attributes:
+        cores: groups of one matrix unit and its vector units.
+        buffer_bytes: of a vector unit's unified buffer.
+        matrix_flops, vector_flops: operations per second of one unit.
+        vectors_per_matrix: vector units beside a matrix unit.
+    """
+
+    cores: int
+    buffer_bytes: int
+    matrix_flops: float
+    vector_flops: float
+    vectors_per_matrix: int
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            check.check_float(f"on_chip.{item.name}", float(getattr(self, item.name)), 0.0, MOST, low_open=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One kind of device, and how many of them a machine has.
+
+    Attributes:
+        source: where the figures come from.
+        memory_bytes: of one device.
+        read_bytes_per_s: of memory, by the type of what is read; `other` is that of all further types.
+        operations_per_s: by the type that multiplies. Empty: no times are predicted.
+        link_bytes_per_s, link_latency_s: between two devices, in one direction. 0 bytes: nothing is known.
+        step_s, sequence_s: what a step takes beside its products, and each sequence of it.
+        sram_bytes: on-chip memory that a placement may use.
+        spread: p10 and p90 of what was measured, by figure.
+    """
+
+    name: str
+    source: str
+    memory_bytes: int
+    read_bytes_per_s: Rates = field(default_factory=dict)
+    operations_per_s: Rates = field(default_factory=dict)
+    devices: int = 1
+    link_bytes_per_s: float = 0.0
+    link_latency_s: float = 0.0
+    step_s: float = 0.0
+    sequence_s: float = 0.0
+    sram_bytes: int = 0
+    on_chip: OnChip | None = None
+    spread: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check.check_str("name", self.name, max_length=64)
+        check.check_str("source", self.source)
+        check.check_int("memory_bytes", self.memory_bytes, 1, 2**60)
+        check.check_int("devices", self.devices, 1, 2**20)
+        for name in ("link_bytes_per_s", "link_latency_s", "step_s", "sequence_s", "sram_bytes"):
+            check.check_float(name, float(getattr(self, name)), 0.0, MOST)
+        for name in ("read_bytes_per_s", "operations_per_s"):
+            for kind, rate in getattr(self, name).items():
+                check.check_choice(name, kind, (*TYPES, ALL_OTHERS))
+                check.check_float(f"{name}.{kind}", rate, 0.0, MOST, low_open=True)
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether times can be predicted."""
+        return bool(self.read_bytes_per_s) and bool(self.operations_per_s)
+
+    def reading(self, kind: str) -> float:
+        """Return the bytes per second of reading weights or a cache of a type."""
+        rates = self.read_bytes_per_s
+        return rates.get(kind) or rates.get(ALL_OTHERS) or max(rates.values())
+
+    def multiplying(self, kind: str) -> float:
+        """Return the operations per second of products with weights of a type.
+
+        Raises:
+            InvalidRequestError: the file has none for it.
+        """
+        rates = self.operations_per_s
+        found = rates.get(kind) or rates.get(MULTIPLIES_IN.get(kind, kind)) or rates.get(ALL_OTHERS)
+        if found is None:
+            message = f"hardware: {self.name} has no operations_per_s for {kind}; it has {', '.join(rates)}"
+            raise InvalidRequestError(message, param="hardware")
+        return found
+
+
+def cache_directory() -> Path:
+    """Return where measurements of this machine are kept."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "penstock"
+
+
+def this_file() -> Path:
+    """Return the file that `penstock bench machine` writes."""
+    return cache_directory() / "machine.yaml"
+
+
+def names() -> list[str]:
+    """Return the names of the files of this package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_hardware(text: str) -> Hardware:
+    """Return the hardware of a name or of a YAML file.
+
+    Raises:
+        InvalidRequestError: there is none, or a field of it is unknown, missing or out of range.
+    """
+    path = this_file() if text == THIS else FOLDER / f"{text}.yaml" if text in names() else Path(text)
+    if not path.is_file():
+        advice = "measure it with `penstock bench machine`" if text == THIS else f"names are this, {', '.join(names())}"
+        raise InvalidRequestError(f"hardware: there is no {text!r}; {advice}", param="hardware")
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return read_hardware(found)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = check.one_line(error)
+        raise InvalidRequestError(f"hardware: {text!r} cannot be read: {reason}", param="hardware") from None
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"hardware: {text!r}: {error}", param="hardware") from None
+
+
+def read_hardware(found: Any) -> Hardware:
+    """Return the hardware of a mapping. Raise InvalidRequestError if it is none."""
+    values = _record(found, Hardware, "the file")
+    for name in ("read_bytes_per_s", "operations_per_s"):
+        rates = values.get(name, {})
+        rates = rates if isinstance(rates, Mapping) else {ALL_OTHERS: rates}
+        values[name] = {str(kind): _number(f"{name}.{kind}", rate) for kind, rate in rates.items()}
+    for name in ("link_bytes_per_s", "link_latency_s", "step_s", "sequence_s"):
+        if name in values:
+            values[name] = _number(name, values[name])
+    for name in ("memory_bytes", "sram_bytes"):
+        if name in values:
+            values[name] = int(_number(name, values[name]))
+    if values.get("on_chip") is not None:
+        values["on_chip"] = OnChip(**_record(values["on_chip"], OnChip, "on_chip"))
+    return Hardware(**values)
+
+
+def _record(found: Any, kind: type, where: str) -> dict[str, Any]:
+    """Return a mapping whose keys are fields of a dataclass."""
+    allowed = {item.name: item for item in fields(kind)}
+    if not isinstance(found, Mapping):
+        raise InvalidRequestError(f"{where} must be a mapping of {', '.join(allowed)}")
+    if unknown := [str(key) for key in found if key not in allowed]:
+        raise InvalidRequestError(f"{where} has no {', '.join(unknown)}; there are {', '.join(allowed)}")
+    needed = [name for name, item in allowed.items() if item.default is item.default_factory is MISSING]
+    if missing := [name for name in needed if name not in found]:
+        raise InvalidRequestError(f"{where} lacks {', '.join(missing)}")
+    return dict(found)
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number, which YAML may have read as text (1e12 has no point in it)."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise check.fail(name, value, "a number")
+    return number

@@ -1,0 +1,316 @@
+"""Placement: which chips compute which part of a model, in epochs, and whether each chip's memory holds it. No torch.
+
+An epoch is a layer (Tenstorrent's Falcon-40B: 60 layers, 60 epochs, one after the other), and the head, if it is on the
+device, is the last one. In an epoch a chip's SRAM holds its part of that layer's cache, and of the weights all
+(`resident`) or the buffer that they are streamed through (`streamed`, from the chip's DRAM, which holds all epochs').
+"""
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError
+from penstock.kernels.attention.layout import ELEMENT_BYTES
+from penstock.spec.model_config import ModelConfig
+
+FOLDER = Path(__file__).parent / "placements"
+RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+STREAMED, RESIDENT = "streamed", "resident"
+OPERATIONS = ("attention", "mlp", "lm_head")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the operations of a model lie; docs/planning.md has the fields of the file.
+
+    Attributes:
+        chips_of: chips of "attention", "mlp" and "lm_head". Without the last one the head is a NOP: hidden states
+            come back to the host.
+        head_pad: tokens that are added to the vocabulary.
+        checkpoint_bytes: of all weights, where they are not to be counted.
+        overrides: pattern of an operation's name ("layers.3.mlp") -> its chips; the last one that matches counts.
+    """
+
+    rows: int
+    context: int
+    cache_type: str
+    chips: int
+    sram_per_chip: int
+    dram_per_chip: int
+    chips_of: Mapping[str, tuple[int, ...]]
+    weights: str = STREAMED
+    stream_buffer: int = 0
+    head_pad: int = 0
+    checkpoint_bytes: int | None = None
+    overrides: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def where(self, name: str) -> tuple[int, ...]:
+        """Return the chips of an operation."""
+        kind = name.rpartition(".")[2]
+        found = self.chips_of.get(kind, ())
+        for pattern, chips in self.overrides:
+            if fnmatch.fnmatchcase(name, pattern):
+                found = chips
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A part of an epoch: bytes of all its chips together."""
+
+    name: str
+    chips: tuple[int, ...]
+    weight_bytes: int
+    cache_bytes: int = 0
+
+    @property
+    def weight_bytes_per_chip(self) -> int:
+        return -(-self.weight_bytes // len(self.chips))
+
+    @property
+    def cache_bytes_per_chip(self) -> int:
+        return -(-self.cache_bytes // len(self.chips))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """The epochs of a placement, with what they take; `problems` says why it cannot be."""
+
+    placement: Placement
+    epochs: tuple[tuple[Operation, ...], ...]
+    key_bytes: int
+    layers: int
+    problems: tuple[str, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of all weights, as given or counted."""
+        counted = sum(operation.weight_bytes for epoch in self.epochs for operation in epoch)
+        return self.placement.checkpoint_bytes or counted
+
+    def figures(self) -> dict[str, Any]:
+        """Return the plan as JSON."""
+        place = self.placement
+        attention = len(place.chips_of["attention"])
+        return {
+            "key_bytes": self.key_bytes,
+            "cache_bytes_per_layer": 2 * self.key_bytes,
+            "cache_bytes": 2 * self.key_bytes * self.layers,
+            "sram_bytes": attention * place.sram_per_chip,
+            "weight_bytes": self.weight_bytes,
+            "weight_bytes_per_layer": self.weight_bytes // self.layers,
+            "counted_weight_bytes": sum(operation.weight_bytes for epoch in self.epochs for operation in epoch),
+            "epochs": len(self.epochs),
+            "streamed_bytes_per_token": self.streamed_bytes,
+            "peak_sram_bytes_per_chip": max(self.sram().values()),
+            "peak_dram_bytes_per_chip": max(self.dram().values()),
+            "lm_head": "on the device" if place.chips_of.get("lm_head") else "NOP: hidden states come back",
+            "fits": not self.problems,
+            "problems": list(self.problems),
+        }
+
+    @property
+    def streamed_bytes(self) -> int:
+        """The weights that pass through SRAM while each row gets one token."""
+        if self.placement.weights == RESIDENT:
+            return 0
+        return sum(operation.weight_bytes for epoch in self.epochs for operation in epoch)
+
+    def sram(self) -> dict[int, int]:
+        """Return the most that each chip's SRAM holds in one epoch."""
+        peak = dict.fromkeys(range(self.placement.chips), 0)
+        for epoch in self.epochs:
+            for chip, size in _sram_of(self.placement, epoch).items():
+                peak[chip] = max(peak.get(chip, 0), size)
+        return peak
+
+    def dram(self) -> dict[int, int]:
+        """Return what each chip's DRAM holds: the weights of its epochs."""
+        held = dict.fromkeys(range(self.placement.chips), 0)
+        for epoch in self.epochs:
+            for operation in epoch:
+                for chip in operation.chips:
+                    held[chip] = held.get(chip, 0) + operation.weight_bytes_per_chip
+        return held
+
+
+def plan_placement(model: ModelConfig, weights: Mapping[str, int], placement: Placement) -> PlacementPlan:
+    """Return the epochs of a model.
+
+    weights: bytes of one layer's attention, of its mlp, and of the padded head: see `operation_bytes`.
+    """
+    element = ELEMENT_BYTES[placement.cache_type]
+    key = placement.rows * placement.context * model.num_key_value_heads * model.head_dim * element
+    epochs = []
+    for layer in range(model.num_hidden_layers):
+        name = f"layers.{layer}"
+        attention, mlp = placement.where(f"{name}.attention"), placement.where(f"{name}.mlp")
+        epochs.append(
+            (
+                Operation(f"{name}.attention", attention, weights["attention"], 2 * key),
+                Operation(f"{name}.mlp", mlp, weights["mlp"]),
+            )
+        )
+    if head := placement.where("lm_head"):
+        epochs.append((Operation("lm_head", head, weights["lm_head"]),))
+    known = tuple(tuple(operation for operation in epoch if operation.chips) for epoch in epochs)
+    problems = tuple(_problems(placement, epochs, known))
+    return PlacementPlan(placement, known, key, model.num_hidden_layers, problems)
+
+
+def _problems(
+    placement: Placement, epochs: Sequence[tuple[Operation, ...]], known: tuple[tuple[Operation, ...], ...]
+) -> Iterator[str]:
+    """Yield why a placement cannot be: the first problem of each kind, by the names of operation and chip."""
+    for operation in (operation for epoch in epochs for operation in epoch):
+        if not operation.chips:
+            yield f"{operation.name} is on no chip"
+            break
+        if (high := max(operation.chips)) >= placement.chips:
+            yield f"{operation.name}: there is no chip {high}, only 0 to {placement.chips - 1}"
+            return
+    for epoch in known:
+        counts = Counter(chip for operation in epoch for chip in operation.chips)
+        if shared := [chip for chip, count in counts.items() if count > 1]:
+            names = [operation.name for operation in epoch if shared[0] in operation.chips]
+            yield f"{' and '.join(names)} overlap on chip {shared[0]}"
+            break
+    yield from _over_budget(placement, known)
+
+
+def _over_budget(placement: Placement, epochs: tuple[tuple[Operation, ...], ...]) -> Iterator[str]:
+    for epoch in epochs:
+        sizes = _sram_of(placement, epoch)
+        chip = max(sizes, key=lambda index: sizes[index], default=None)
+        if chip is not None and sizes[chip] > placement.sram_per_chip:
+            name = next(operation.name for operation in epoch if chip in operation.chips)
+            over = sizes[chip] - placement.sram_per_chip
+            yield (
+                f"{name} needs {sizes[chip]} bytes of SRAM on chip {chip}, {over} more than its "
+                f"{placement.sram_per_chip}"
+            )
+            break
+    plan = PlacementPlan(placement, epochs, 0, 1, ())
+    held = plan.dram()
+    chip = max(held, key=lambda index: held[index])
+    if placement.weights == STREAMED and held[chip] > placement.dram_per_chip:
+        names = {operation.name for epoch in epochs for operation in epoch if chip in operation.chips}
+        over = held[chip] - placement.dram_per_chip
+        yield (
+            f"{', '.join(sorted(names)[:2])} and others need {held[chip]} bytes of DRAM on chip {chip}, {over} more "
+            f"than its {placement.dram_per_chip}"
+        )
+
+
+def _sram_of(placement: Placement, epoch: Sequence[Operation]) -> dict[int, int]:
+    """Return what each chip's SRAM holds in an epoch."""
+    held: Counter[int] = Counter()
+    for operation in epoch:
+        weights = operation.weight_bytes_per_chip
+        if placement.weights == STREAMED:
+            weights = min(placement.stream_buffer, weights)
+        for chip in operation.chips:
+            held[chip] += weights + operation.cache_bytes_per_chip
+    return dict(held)
+
+
+def operation_bytes(model: ModelConfig, shapes: Mapping[str, tuple[tuple[int, ...], ...]], pad: int) -> dict[str, int]:
+    """Return the bytes of a layer's attention and mlp in bfloat16, and of the head with `pad` more tokens.
+
+    shapes: of the parameters of layer 0, and of the head, by operation.
+    """
+    element = ELEMENT_BYTES["bfloat16"]
+    found = {name: element * sum(_size(shape) for shape in shapes[name]) for name in ("attention", "mlp")}
+    return found | {"lm_head": element * (model.vocab_size + pad) * model.hidden_size}
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def load_placement(text: str) -> Placement:
+    """Return the placement of a name or of a YAML file.
+
+    Raises:
+        InvalidRequestError: there is none, or a field of it is unknown, missing or out of range.
+    """
+    known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    path = FOLDER / f"{text}.yaml" if text in known else Path(text)
+    try:
+        return read_placement(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = f"cannot be read: {check.one_line(error)}; names are {', '.join(known)}"
+    except InvalidRequestError as error:
+        reason = str(error)
+    raise InvalidRequestError(f"placement: {text!r}: {reason}", param="placement")
+
+
+def read_placement(found: Any) -> Placement:
+    """Return the placement of a mapping. Raise InvalidRequestError if it is none."""
+    if not isinstance(found, Mapping):
+        raise InvalidRequestError("the file must be a mapping")
+    values = dict(found)
+    chips = {name: _operation(name, values.pop(name)) for name in OPERATIONS if values.get(name) is not None}
+    values.pop("lm_head", None)
+    overrides = values.pop("overrides", None) or []
+    if not isinstance(overrides, list) or not all(isinstance(item, Mapping) for item in overrides):
+        raise InvalidRequestError("overrides must be a list of {pattern, chips}")
+    own = {item.name for item in fields(Placement)} - {"chips_of", "overrides", "head_pad"}
+    if unknown := [str(name) for name in values if name not in own]:
+        raise InvalidRequestError(f"there is no {', '.join(unknown)}; fields are {', '.join(sorted(own))}")
+    if missing := [name for name in ("attention", "mlp") if name not in chips]:
+        raise InvalidRequestError(f"{', '.join(missing)} must be given, like {{chips: 0-15}}")
+    for name in ("rows", "context", "chips", "sram_per_chip", "dram_per_chip", "stream_buffer", "checkpoint_bytes"):
+        if values.get(name) is not None:
+            values[name] = _whole(name, values[name])
+        elif name not in ("stream_buffer", "checkpoint_bytes"):
+            raise InvalidRequestError(f"{name} must be given")
+    check.check_choice("weights", values.get("weights", STREAMED), (STREAMED, RESIDENT))
+    check.check_choice("cache_type", values.setdefault("cache_type", "bfloat16"), tuple(ELEMENT_BYTES))
+    head = found.get("lm_head")
+    return Placement(
+        **values,
+        chips_of={name: numbers for name, (numbers, _) in chips.items()},
+        head_pad=chips["lm_head"][1] if head is not None else 0,
+        overrides=tuple((str(item.get("pattern", "")), _chips("overrides", item.get("chips"))) for item in overrides),
+    )
+
+
+def _operation(name: str, found: Any) -> tuple[tuple[int, ...], int]:
+    """Return the chips of an operation, and the padding of the head."""
+    allowed = {"chips", "pad"} if name == "lm_head" else {"chips"}
+    if not isinstance(found, Mapping) or not set(found) <= allowed:
+        raise check.fail(name, found, f"a mapping of {', '.join(sorted(allowed))}")
+    pad = _whole("lm_head.pad", found["pad"], low=0) if found.get("pad") is not None else 0
+    return _chips(name, found.get("chips")), pad
+
+
+def _chips(name: str, found: Any) -> tuple[int, ...]:
+    """Return the numbers in a text like 0-15 or 3,5-7."""
+    numbers: list[int] = []
+    for word in str(found).split(","):
+        match = RANGE.fullmatch(word.strip())
+        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(2**16):
+            raise check.fail(f"{name}.chips", found, "chips like 0-15 or 3,5-7")
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(dict.fromkeys(numbers))
+
+
+def _whole(name: str, value: Any, low: int = 1) -> int:
+    try:
+        number = -1 if isinstance(value, bool) else int(float(value))
+    except (TypeError, ValueError, OverflowError):
+        number = -1
+    if not low <= number <= 2**62:
+        raise check.fail(name, value, f"a whole number from {low} on")
+    return number

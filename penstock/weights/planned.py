@@ -1,0 +1,108 @@
+"""A model as the planner sees it: its numbers and its sizes, from config.json alone."""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from penstock import validation as check
+from penstock.config import EngineConfig
+from penstock.errors import NotSupportedError
+from penstock.kernels.backends import load_ops
+from penstock.kernels.ops import Ops
+from penstock.kernels.tensors import is_torch
+from penstock.layers.lm_head import HeadLayout
+from penstock.models.config_json import load_model_config
+from penstock.planner.ledger import ModelSizes
+from penstock.plugins.user_files import import_files
+from penstock.quant.scheme import Scheme
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.shares import Share, heads_are_together
+from penstock.weights import packed
+from penstock.weights.hub import resolve_model
+from penstock.weights.loader import dtype_for
+from penstock.weights.sizes import model_sizes
+from penstock.weights.sources import read_parameters
+
+FIRST_LAYER = re.compile(r"^[^.]+\.0\.|\.(layers|h)\.0\.")
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """The numbers of a model, and a config that is not resolved yet."""
+
+    config: EngineConfig
+    model: ModelConfig
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> "PlannedModel":
+        """Read the config.json of a config's model.
+
+        Raises:
+            ModelLoadError: there is no such model, or it cannot be served.
+            InvalidRequestError: only torch computes it, whose memory is its own.
+        """
+        _refuse_unplanned(config)
+        import_files(config.imports)
+        directory = resolve_model(config.model, weights=False)
+        model = replace(load_model_config(directory), model_impl=config.numerics.model_impl)
+        numerics, _ = packed.fit(config.numerics, directory)
+        planned = cls(replace(config, numerics=numerics), model)
+        if is_torch(planned.ops.dtype):
+            raise check.fail("kernels", "reference", "cpu: only models of the native kernels can be planned")
+        return planned
+
+    def layer_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Return the shapes of the parameters of the first layer, by the branch that they belong to."""
+        found: dict[str, list[tuple[int, ...]]] = {"attention": [], "mlp": []}
+        for name, parameter in read_parameters(self.model).items():
+            if FIRST_LAYER.search(name):
+                found["mlp" if ".mlp." in name else "attention"].append(parameter.shape)
+        return {name: tuple(shapes) for name, shapes in found.items()}
+
+    def resolved(self, num_ranks: int = 0) -> EngineConfig:
+        """Return the config with every choice made. num_ranks: tensor_parallel_size; 0: that of the config."""
+        config = self.config
+        if num_ranks:
+            config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=num_ranks))
+        return config.resolve(self.model)
+
+    @cached_property
+    def ops(self) -> Ops:
+        """The backend whose layers are counted."""
+        numerics = self.resolved().numerics
+        return load_ops(numerics.kernels, dtype_for(self.model, numerics.kernels, numerics.dtype))
+
+    @property
+    def head(self) -> HeadLayout:
+        """How the LM head is cut and padded."""
+        return HeadLayout(self.config.parallel.lm_head_pieces, self.config.parallel.pad_vocab_multiple)
+
+    @property
+    def together(self) -> bool:
+        """Whether queries or keys are normed over all heads of a token."""
+        return heads_are_together(read_parameters(self.model), self.model)
+
+    @cached_property
+    def _found(self) -> dict[tuple[Scheme | None, Share | None], ModelSizes]:
+        return {}
+
+    def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
+        """Return the sizes of the model, or of a rank's part of it."""
+        key = scheme, share
+        if key not in self._found:
+            self._found[key] = model_sizes(self.model, self.ops, scheme, self.head, share)
+        return self._found[key]
+
+
+def _refuse_unplanned(config: EngineConfig) -> None:
+    """Refuse options whose memory or time is not planned."""
+    asked = {
+        "speculative_config": config.speculation.speculative_config is not None,
+        "pipeline_parallel_size": config.parallel.pipeline_parallel_size > 1,
+        "sharding_config": config.parallel.sharding_config is not None,
+        "load_format": config.numerics.load_format == "mock",
+        "kv_offload_memory_bytes": config.cache.offload_option is not None,
+    }
+    for name, given in asked.items():
+        if given:
+            raise NotSupportedError(f"{name}: a plan does not count it; leave it out", param=name)
