@@ -12,7 +12,7 @@ from penstock.planner.fit import Budget
 from penstock.planner.forecast import Load
 from penstock.planner.machines import THIS, Hardware, load_hardware, this_file
 from penstock.planner.memory import free_memory_bytes, resident_bytes
-from penstock.planner.placement import load_placement
+from penstock.planner.placement_file import load_placement
 from penstock.planner.report import Question, answer
 from penstock.weights.planned import PlannedModel
 

@@ -112,11 +112,11 @@ def step_time(work: ModelWork, hardware: Hardware, step: Step) -> StepTime:
         InvalidRequestError: the hardware has no rate for a type of the model.
     """
     rows = step.sequences * step.rows
-    shares = {"layers": (work.layers, rows, 1.0), "head": (work.head, step.sequences, 1.0)}
+    shares: list[tuple[Products, float, float]] = [(work.layers, rows, 1.0), (work.head, step.sequences, 1.0)]
     if work.num_experts:
-        shares["experts"] = (work.experts, rows * work.chosen / work.num_experts, _experts_read(work, rows))
+        shares.append((work.experts, rows * work.chosen / work.num_experts, _experts_read(work, rows)))
     read = multiply = 0.0
-    for products, times, part in shares.values():
+    for products, times, part in shares:
         read += sum(part * size / hardware.reading(kind) for kind, size in products.num_bytes.items())
         multiply += sum(times * count / hardware.multiplying(kind) for kind, count in products.operations.items())
     tokens, pairs = _attended(work, step)
@@ -177,27 +177,27 @@ def _exchange(work: ModelWork, hardware: Hardware, rows: int, sampled: int) -> f
     size = work.degrees.size
     if size == 1 or not hardware.link_bytes_per_s:
         return 0.0
-    received = work.meetings * rows * work.meeting_width * FLOAT_BYTES * (size - 1)
+    received: float = work.meetings * rows * work.meeting_width * FLOAT_BYTES * (size - 1)
     received += sampled * work.head_width * FLOAT_BYTES * (size - 1) / size
     return received / hardware.link_bytes_per_s + (work.meetings + 1) * hardware.link_latency_s
 
 
 def model_work(
-    model: ModelConfig, sizes: "Mapping[str, Products]", cache: tuple[int, str, int], degrees: Degrees
+    model: ModelConfig, products: Mapping[str, Products], cache: tuple[int, str, int], degrees: Degrees
 ) -> ModelWork:
     """Return the work of one of `degrees.size` devices that share a model.
 
     Args:
-        sizes: products of "layers", "head" and "experts" on this device.
+        products: of "layers", "head" and "experts" on this device.
         cache: bytes of a token in a layer, type, and int8 slices of a query (0: none), on this device.
     """
     token_bytes, cache_type, slices = cache
     heads = model.num_attention_heads // degrees.attention
     sums = (degrees.attention > 1) + (max(degrees.mlp, degrees.mixture) > 1)
     return ModelWork(
-        layers=sizes["layers"],
-        head=sizes["head"],
-        experts=sizes["experts"],
+        layers=products["layers"],
+        head=products["head"],
+        experts=products["experts"],
         num_experts=model.num_experts,
         chosen=model.num_experts_per_tok,
         token_bytes=token_bytes,

@@ -1,4 +1,4 @@
-"""Does a model fit these devices, in how many parts, and what would make it fit: the ledger, asked for each device. No torch.
+"""Does a model fit these devices, in how many parts, and what would make it fit: the ledger of each device. No torch.
 
 The model is split as engines split it: attention, feed-forward and vocabulary into the same number of parts
 (spec/shares.py). The first number of parts that fits is the smallest.
@@ -6,6 +6,7 @@ The model is split as engines split it: attention, feed-forward and vocabulary i
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
@@ -97,7 +98,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """What fits under one precision: the longest context of one row, and rows of max_model_len with all of their cache."""
+    """What fits under one precision: the longest context of one row, and rows of max_model_len with all their cache."""
 
     precision: str
     kv_cache_dtype: str
@@ -227,5 +228,5 @@ def quantised(config: EngineConfig, name: str, cache: str | None = None) -> Engi
     return replace(config, numerics=numerics, cache=replace(config.cache, kv_cache_dtype=kind, kv_cache_scales=scales))
 
 
-def _scheduled(config: EngineConfig, **changes: int) -> EngineConfig:
+def _scheduled(config: EngineConfig, **changes: Any) -> EngineConfig:
     return replace(config, scheduler=replace(config.scheduler, **changes))

@@ -1,7 +1,7 @@
 """How fast a planned model will be on some hardware, and what would change it. No torch.
 
-Times are bytes and operations over rates (planner/costs.py). Published rates are peaks, so times from them are the least
-that is possible; rates that `penstock bench machine` measured are those of this engine's own products.
+Times are bytes and operations over rates (planner/costs.py). Published rates are peaks, so times from them are the
+least that is possible; rates that `penstock bench machine` measured are those of this engine's own products.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""On-chip budgets of an attention operator: Huawei's IncreFlashAttention, whose unified buffer is cut into fixed blocks.
+"""On-chip budgets of an attention operator: Huawei's IncreFlashAttention, whose buffer is cut into fixed blocks.
 
 One core has a matrix unit and vector units. The keys of a sequence go through it in tiles:
 
