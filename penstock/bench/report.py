@@ -193,3 +193,16 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
+
+
+def print_machine(result: dict[str, Any]) -> None:
+    """Print what bench.this_machine measured."""
+    console = Console()
+    table = Table("weights", "read GB/s", "multiply 10^9/s", title=result["source"])
+    for kind, rate in result["read_bytes_per_s"].items():
+        operations = result["operations_per_s"].get(kind)
+        table.add_row(kind, f"{rate / 1e9:.1f}", "" if operations is None else f"{operations / 1e9:.0f}")
+    console.print(table)
+    console.print(f"a step takes {1e3 * result['step_s']:.2f} ms, a sequence {1e6 * result['sequence_s']:.0f} us more")
+    if not result["settled"]:
+        console.print("[yellow]the rates did not settle: the machine is busy; measure again[/]")

@@ -10,8 +10,9 @@ from typing import Any
 
 from penstock.cli import bench_serve
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size, read_schema
-from penstock.cli.terminal import progress, show_choices
+from penstock.cli.terminal import note, progress, saying, show_choices
 from penstock.errors import InvalidRequestError
+from penstock.validation import check_int
 
 DESCRIPTION = "Measure throughput and latency, in this process or of a running server, and kernels."
 EXAMPLES = """examples:
@@ -24,6 +25,7 @@ EXAMPLES = """examples:
   penstock bench ops --dtype bf16 int8 --rows 1 512 --shape 5632x2048
   penstock bench ops --op attend_decode attend_prefill  attention only
   penstock bench ops demo --dtype int8                  the shapes of that model
+  penstock bench machine                                what this machine can do, for penstock plan
   penstock bench serve --help                           how to measure a running server
 """
 
@@ -32,7 +34,7 @@ Bench = tuple[Callable[[], Result], Callable[[Result], None]]  # measures, and p
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{offline,serve,ops}")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{offline,serve,ops,machine}")
     shown: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
     offline = kinds.add_parser("offline", help="throughput and latency in this process", **shown)
     add_model(offline)
@@ -69,7 +71,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         formatter_class=shown["formatter_class"],
     )
     bench_serve.configure(serve)
-    for command in (offline, serve, ops):
+    machine = kinds.add_parser("machine", help="what this machine can do, kept for `penstock plan`", **shown)
+    machine.add_argument("--threads", type=int, metavar="N", help="cores that compute (default: all)")
+    for command in (offline, serve, ops, machine):
         command.add_argument("--json", metavar="FILE", help="write the figures to FILE (- is standard output)")
 
 
@@ -82,7 +86,12 @@ def _parse_shape(text: str) -> tuple[int, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write the figures to a file and print a table; with --json - print only JSON."""
-    prepare = {"offline": _prepare_offline, "serve": bench_serve.prepare, "ops": _prepare_ops}[args.kind]
+    prepare = {
+        "offline": _prepare_offline,
+        "serve": bench_serve.prepare,
+        "ops": _prepare_ops,
+        "machine": _prepare_machine,
+    }[args.kind]
     measure, show = prepare(args)
     to_file = args.json and args.json != "-"
     if to_file:
@@ -164,3 +173,20 @@ def _prepare_ops(args: argparse.Namespace) -> Bench:
     selection = Selection(**{name: value for name, value in given.items() if value is not None})
     command = {"command": shlex.join(["penstock", *sys.argv[1:]])}
     return lambda: command | measure_ops(selection, progress=progress), print_ops
+
+
+def _prepare_machine(args: argparse.Namespace) -> Bench:
+    if args.threads is not None:
+        check_int("threads", args.threads, 1, 1024)
+    from penstock.bench.report import print_machine
+    from penstock.bench.this_machine import measure_machine, write_machine
+    from penstock.planner.machines import this_file
+
+    def measure() -> Result:
+        with saying("penstock: measuring this machine ..."):
+            result = measure_machine(args.threads)
+        write_machine(result, this_file())
+        note(f"penstock: kept in {this_file()}")
+        return result
+
+    return measure, print_machine
