@@ -76,6 +76,7 @@ IMPORTED_WITHOUT_TORCH = [
     "penstock.cli.main",
     "penstock.cli.serve",
     "penstock.cli.check",
+    "penstock.cli.plan",
     "penstock.assembly",
     "penstock.kernels.cpu.ops",
     "penstock.models.llama.model",

@@ -30,7 +30,6 @@ COMMANDS = {
     "replay": "compute a record of an engine's last minutes again, and compare the bits",
     "table": "print a model's parameter table, or a template for a new one",
 }
-PLANNED: dict[str, str] = {}
 POSITIONAL = ("model", "prompt", "src", "dst")
 EPILOG = """examples:
   penstock generate -p "Once upon a time"          the bundled demo model tells a story
@@ -74,8 +73,6 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
             command.description, command.epilog = module.DESCRIPTION, module.EXAMPLES
             command.set_defaults(run=module.run)
             module.configure(command)
-    for name, help_text in PLANNED.items():
-        commands.add_parser(name, help=f"(not built yet) {help_text}", add_help=False)
     return parser
 
 
@@ -100,9 +97,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command line and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     parser = build_parser(words)
-    planned = next((name for name in PLANNED if words[: len(name.split())] == name.split()), None)
-    if planned is not None:
-        parser.error(f"{planned} is planned but not built yet")
     args = parser.parse_args(dashed(words))
     # Ctrl-C simply ends the process until a command handles it: KeyboardInterrupt in the middle of an import would
     # leave a library half initialised.

@@ -128,13 +128,18 @@ class Fitter:
         given = asked.parallel.num_ranks
         if given > 1:
             return self._split(asked)
-        tried: Fit | None = None
-        for degree in (degree for degree in DEGREES if degree <= self.budget.count):
-            tried = self._split(asked if degree == 1 else self.resolve(degree))
-            if tried.fits:
-                break
-        assert tried is not None
-        return tried
+        *fewer, most = (degree for degree in DEGREES if degree <= self.budget.count)
+        for degree in fewer:
+            config = asked if degree == 1 else self.resolve(degree)
+            if self._weights_fit(config) and (fit := self._split(config)).fits:
+                return fit
+        return self._split(asked if most == 1 else self.resolve(most))
+
+    def _weights_fit(self, config: EngineConfig) -> bool:
+        """Return whether a device has room for its weights: without, nothing else has to be planned."""
+        degrees = config.parallel.degrees(self.model, together=self.together)
+        weights = self.ledger(Share(0, degrees)).sizes(config.numerics.scheme).weights
+        return weights + self.budget.runtime_bytes <= self.budget.num_bytes
 
     def token_bytes(self, fit: Fit) -> int:
         """Return what a token takes in the cache of the first device, in all layers."""

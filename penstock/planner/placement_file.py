@@ -40,8 +40,8 @@ def read_placement(found: Any) -> Placement:
     if not isinstance(found, Mapping):
         raise InvalidRequestError("the file must be a mapping")
     values = dict(found)
-    chips = {name: _operation(name, values.pop(name)) for name in OPERATIONS if values.get(name) is not None}
-    values.pop("lm_head", None)
+    given = {name: values.pop(name, None) for name in OPERATIONS}
+    chips = {name: _operation(name, value) for name, value in given.items() if value is not None}
     overrides = values.pop("overrides", None) or []
     if not isinstance(overrides, list) or not all(isinstance(item, Mapping) for item in overrides):
         raise InvalidRequestError("overrides must be a list of {pattern, chips}")
@@ -57,11 +57,10 @@ def read_placement(found: Any) -> Placement:
             raise InvalidRequestError(f"{name} must be given")
     check.check_choice("weights", values.get("weights", STREAMED), (STREAMED, RESIDENT))
     check.check_choice("cache_type", values.setdefault("cache_type", "bfloat16"), tuple(ELEMENT_BYTES))
-    head = found.get("lm_head")
     return Placement(
         **values,
         chips_of={name: numbers for name, (numbers, _) in chips.items()},
-        head_pad=chips["lm_head"][1] if head is not None else 0,
+        head_pad=chips["lm_head"][1] if "lm_head" in chips else 0,
         overrides=tuple((str(item.get("pattern", "")), _chips("overrides", item.get("chips"))) for item in overrides),
     )
 

@@ -16,13 +16,15 @@ from penstock.planner.ledger import ModelSizes
 from penstock.plugins.user_files import import_files
 from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Share, heads_are_together
+from penstock.spec.param_table import Parameter
+from penstock.spec.shares import Share, cut_all, heads_are_together
 from penstock.weights import packed
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import dtype_for
 from penstock.weights.sizes import model_sizes
 from penstock.weights.sources import read_parameters
 
+Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # of a rank's part; () is the whole
 FIRST_LAYER = re.compile(r"^[^.]+\.0\.|\.(layers|h)\.0\.")
 
 
@@ -54,7 +56,7 @@ class PlannedModel:
     def layer_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Return the shapes of the parameters of the first layer, by the branch that they belong to."""
         found: dict[str, list[tuple[int, ...]]] = {"attention": [], "mlp": []}
-        for name, parameter in read_parameters(self.model).items():
+        for name, parameter in self.parameters.items():
             if FIRST_LAYER.search(name):
                 found["mlp" if ".mlp." in name else "attention"].append(parameter.shape)
         return {name: tuple(shapes) for name, shapes in found.items()}
@@ -80,15 +82,27 @@ class PlannedModel:
     @property
     def together(self) -> bool:
         """Whether queries or keys are normed over all heads of a token."""
-        return heads_are_together(read_parameters(self.model), self.model)
+        return heads_are_together(self.parameters, self.model)
 
     @cached_property
-    def _found(self) -> dict[tuple[Scheme | None, Share | None], ModelSizes]:
+    def parameters(self) -> dict[str, Parameter]:
+        """Every parameter by name."""
+        return read_parameters(self.model)
+
+    @cached_property
+    def _found(self) -> dict[tuple[Scheme | None, Shapes], ModelSizes]:
+        return {}
+
+    @cached_property
+    def _shapes(self) -> dict[Share, Shapes]:
         return {}
 
     def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
-        """Return the sizes of the model, or of a rank's part of it."""
-        key = scheme, share
+        """Return the sizes of the model, or of a rank's part of it; parts of the same shapes are counted once."""
+        if share is not None and share not in self._shapes:
+            cuts = cut_all(self.parameters, share, self.model)
+            self._shapes[share] = tuple((name, cut.own.shape, cut.own.leaf_ends) for name, cut in cuts.items())
+        key = scheme, () if share is None else self._shapes[share]
         if key not in self._found:
             self._found[key] = model_sizes(self.model, self.ops, scheme, self.head, share)
         return self._found[key]

@@ -1,0 +1,45 @@
+"""`penstock bench machine`: rates that settle, or are said not to, and a file that plans read."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.bench.this_machine import MAX_ROUNDS, MIN_ROUNDS, take_turns, write_machine
+from penstock.errors import InvalidRequestError
+from penstock.planner.machines import load_hardware, this_file
+
+FIGURES = {
+    "name": "this", "source": "measured here", "memory_bytes": 2**30, "read_bytes_per_s": {"other": 1e10},
+    "operations_per_s": {"bfloat16": 7e10}, "step_s": 0.001, "spread": {"read": [9e9, 1.1e10]},
+}  # fmt: skip
+
+
+def test_all_cases_take_turns_until_they_settle() -> None:
+    """Guards against a case that is measured apart from the others, and a busy machine whose rates pass for settled."""
+    order: list[str] = []
+    steady, rising = iter([50.0] * 99), iter(float(2**number) for number in range(99))
+
+    def turn(name: str, values) -> float:
+        order.append(name)
+        return next(values)
+
+    found = take_turns({"a": lambda: turn("a", steady), "b": lambda: 3.0})
+    assert found.settled
+    assert len(found.rates["a"]) == len(found.rates["b"]) == MIN_ROUNDS
+    assert found.median("a") == 50.0
+    order.clear()
+    unsettled = take_turns({"a": lambda: turn("a", steady), "b": lambda: turn("b", rising)})
+    assert not unsettled.settled
+    assert order == ["a", "b"] * (1 + MAX_ROUNDS)
+
+
+def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against figures that a plan cannot read, and wrong ones that replace right ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    written = write_machine(FIGURES | {"settled": True}, this_file())
+    assert load_hardware("this") == written
+    assert written.reading("int8") == 1e10
+    with pytest.raises(InvalidRequestError, match="operations_per_s"):
+        write_machine(FIGURES | {"operations_per_s": {"bfloat16": 0.0}, "settled": True}, this_file())
+    assert load_hardware("this") == written
+    assert [path.name for path in this_file().parent.iterdir()] == ["machine.yaml"]
