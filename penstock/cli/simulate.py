@@ -7,9 +7,8 @@ from typing import Any
 
 from penstock.cli.bench_serve import add_arrivals, add_dataset, read_dataset
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
-from penstock.cli.terminal import handle_signals, note, progress, saying
+from penstock.cli.terminal import check_writable, handle_signals, note, progress, saying
 from penstock.config import option_names
-from penstock.errors import InvalidRequestError
 
 DESCRIPTION = "Simulate a load: the real scheduler and cache on a virtual clock, with steps that take what they cost."
 EXAMPLES = """examples:
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         check_plot(Path(args.plot))
     if args.save_costs:
-        _check_writable(Path(args.save_costs))
+        check_writable(Path(args.save_costs), "save_costs")
     handle_signals()
     with saying(f"penstock: measuring the steps of {args.model} ..."):
         costs = find_costs(options, args.costs)
@@ -97,11 +96,3 @@ def _load(args: argparse.Namespace) -> Any:
         think_s=args.think_time,
         **{name: getattr(args, name) for name in names},
     )
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.open("a").close()
-    except OSError as error:
-        message = f"save_costs: cannot write {str(path)!r}: {error.strerror}"
-        raise InvalidRequestError(message, param="save_costs") from None

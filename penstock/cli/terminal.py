@@ -6,7 +6,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from penstock.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from penstock.interface.messages import ModelInfo
@@ -29,6 +32,14 @@ def show_choices(info: "ModelInfo") -> None:
     note(f"penstock: {info.model}, {info.dtype}, {info.system_fingerprint}")
     for option, reason in info.choices_made.items():
         note(f"  {option} = {reason}")
+
+
+def check_writable(path: Path, param: str) -> None:
+    """Check that a file can be written, before what is to be in it is computed. Raise InvalidRequestError if not."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise InvalidRequestError(f"{param}: cannot write {str(path)!r}: {error.strerror}", param=param) from None
 
 
 def handle_signals(*, terminate: bool = False) -> None:

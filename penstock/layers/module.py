@@ -23,15 +23,18 @@ class Module:
         raise NotImplementedError
 
 
-def named_modules(module: Any, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+def named_modules(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield a module of either kind, by the name `prefix`, and every one below it; each once, parents first."""
-    seen = set() if seen is None else seen
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    yield prefix, module
-    for name, child in children(module):
-        yield from named_modules(child, f"{prefix}.{name}" if prefix else name, seen)
+    seen: set[int] = set()
+    waiting = [(prefix, module)]  # no recursion: models have thousands of modules, and are walked many times
+    while waiting:
+        name, found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        yield name, found
+        below = list(children(found))
+        waiting.extend((f"{name}.{part}" if name else part, child) for part, child in reversed(below))
 
 
 def children(module: Any) -> Iterator[tuple[str, Any]]:

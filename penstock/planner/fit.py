@@ -18,6 +18,7 @@ from penstock.spec.shares import DEGREES, Degrees, Share
 
 CONTEXT_UNIT = 64  # the largest context is found to a multiple of this
 UNLIMITED = 2**62
+MIB = 2**20
 
 Sizes = Callable[[Scheme | None, Share | None], ModelSizes]
 
@@ -32,12 +33,14 @@ class Budget:
         free_bytes: what is free on this machine, of which an engine takes a share for its cache; None: the devices are
             other ones, and an engine may take all of num_bytes.
         count: devices.
+        shared: the ranks of a model are processes of one machine, and num_bytes is of all of them together.
     """
 
     num_bytes: int
     runtime_bytes: int
     free_bytes: int | None = None
     count: int = 1
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +85,14 @@ class Fit:
 
     Attributes:
         config: resolved; its max_model_len may be what there is room for.
-        smallest_change: to the config, that makes it fit; None where it fits, or where no single change is enough.
+        smallest_change: to an option, that makes it fit; None where it fits, or where no single change is enough.
     """
 
     config: EngineConfig
     degrees: Degrees
     devices: tuple[DevicePlan, ...]
+    fits: bool = True
     smallest_change: str | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Whether every device has room for its part."""
-        return all(device.fits for device in self.devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +181,21 @@ class Fitter:
         if self.budget.free_bytes is None:
             config = replace(config, cache=replace(config.cache, memory=self.budget.num_bytes))
         ledgers = [self.ledger(Share(rank, degrees)) for rank in range(degrees.size)]
+        # An engine of several processes plans for all of them at once, and so is a cache of a given size.
+        together = self.budget.shared or config.cache.kv_cache_memory_bytes is not None
+        planning = [self.ledger(Share(0, Degrees()))] if together else ledgers
         try:
-            for ledger in ledgers:
+            for ledger in planning:
                 config, _ = ledger.fit(config)
-            plans = [ledger.plan(config) for ledger in ledgers]
+            plans = [ledger.plan(config) for ledger in planning]
         except InvalidRequestError as error:
             if error.param not in ("memory", "kv_cache_memory_bytes"):
                 raise
             return self._refused(config, degrees, ledgers)
-        fit = Fit(config, degrees, self._devices(config, ledgers, plans))
-        return fit if fit.fits else self._refused(config, degrees, ledgers)
+        devices = self._devices(config, ledgers, plans)
+        if all(device.fits for device in devices):
+            return Fit(config, degrees, devices)
+        return self._refused(config, degrees, ledgers)
 
     def _devices(self, config: EngineConfig, ledgers: list[Ledger], plans: list[MemoryPlan]) -> tuple[DevicePlan, ...]:
         """Return the plans of all ranks, whose caches have as many blocks as the one with the fewest."""
@@ -199,24 +203,35 @@ class Fitter:
             replace(group, num_blocks=min(plan.cache.groups[index].num_blocks for plan in plans))
             for index, group in enumerate(plans[0].cache.groups)
         ]
-        found = []
-        for rank, (ledger, plan) in enumerate(zip(ledgers, plans, strict=True)):
-            cache = plan_given_cache(config, ledger.model, UNLIMITED, groups)
-            found.append(DevicePlan(f"device {rank}", plan.entries | {"cache": cache.num_bytes}, self.budget.num_bytes))
-        return tuple(found)
+        caches = [plan_given_cache(config, ledger.model, UNLIMITED, groups).num_bytes for ledger in ledgers]
+        return self._of_ranks(config, ledgers, caches)
+
+    def _of_ranks(self, config: EngineConfig, ledgers: list[Ledger], caches: list[int]) -> tuple[DevicePlan, ...]:
+        budget = self.budget.num_bytes // (len(ledgers) if self.budget.shared else 1)
+        return tuple(
+            DevicePlan(f"device {rank}", ledger.entries(config) | {"cache": cache}, budget)
+            for rank, (ledger, cache) in enumerate(zip(ledgers, caches, strict=True))
+        )
 
     def _refused(self, config: EngineConfig, degrees: Degrees, ledgers: list[Ledger]) -> Fit:
         """Return what a config would take at least, with the change that makes it fit the device that lacks most."""
-        devices = []
-        for rank, ledger in enumerate(ledgers):
-            entries = ledger.entries(config) | {"cache": smallest_cache_bytes(config, ledger.model)}
-            devices.append(DevicePlan(f"device {rank}", entries, self.budget.num_bytes))
+        devices = self._of_ranks(config, ledgers, [smallest_cache_bytes(config, ledger.model) for ledger in ledgers])
         worst = max(range(len(devices)), key=lambda rank: devices[rank].total_bytes)
-        limited = replace(config, cache=replace(config.cache, memory=self.budget.num_bytes))
-        change = ledgers[worst].smallest_change(limited)
-        if change is None and devices[worst].fits:
-            change = "memory = what is free here"
-        return Fit(config, degrees, tuple(devices), change)
+        return Fit(config, degrees, devices, fits=False, smallest_change=self._change(config, ledgers, devices, worst))
+
+    def _change(
+        self, config: EngineConfig, ledgers: list[Ledger], devices: tuple[DevicePlan, ...], worst: int
+    ) -> str | None:
+        """Return the change that costs a user least and makes a config fit; None if no single one does."""
+        device, whole = devices[worst], smallest_cache_bytes(config, self.model)
+        if config.cache.kv_cache_memory_bytes is not None or (self.budget.free_bytes is not None and device.fits):
+            # What is given is too little or too much, or it is more than the share that a cache may take unasked.
+            return f"kv_cache_memory_bytes = {whole}" if device.fits else None
+        limited = replace(config, cache=replace(config.cache, memory=device.budget_bytes))
+        if (change := ledgers[worst].smallest_change(limited)) is not None:
+            return change
+        total = sum(item.total_bytes for item in devices) if self.budget.shared else device.total_bytes
+        return None if self.budget.free_bytes is not None else f"memory = {-(-total // MIB)}MiB"
 
 
 def quantised(config: EngineConfig, name: str, cache: str | None = None) -> EngineConfig:

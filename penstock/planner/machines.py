@@ -4,23 +4,23 @@ docs/planning.md has the fields. Files of this package are found by name; `this`
 measured here. Sizes and rates are plain numbers in bytes, operations (a multiply-add is two) and seconds.
 """
 
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from penstock import validation as check
 from penstock.errors import InvalidRequestError
+from penstock.planner.yaml_file import MOST_BYTES, load, names_in, number, record, whole
 
 FOLDER = Path(__file__).parent / "hardware"
 THIS = "this"
 TYPES = ("float32", "bfloat16", "int8", "int4", "int4-a16")
 MULTIPLIES_IN = {"int4": "int8", "int4-a16": "bfloat16"}  # where a file has no rate of their own
-MOST = 1e18
+MOST = 1e18  # of a rate: bytes or operations per second
+MOST_DEVICES = 2**16
+LONGEST_S = 1e6
 ALL_OTHERS = "other"  # the rate of types that have none of their own
 
 Rates = dict[str, float]
@@ -42,10 +42,6 @@ class OnChip:
     matrix_flops: float
     vector_flops: float
     vectors_per_matrix: int
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            check.check_float(f"on_chip.{item.name}", float(getattr(self, item.name)), 0.0, MOST, low_open=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +76,9 @@ class Hardware:
     def __post_init__(self) -> None:
         check.check_str("name", self.name, max_length=64)
         check.check_str("source", self.source)
-        check.check_int("memory_bytes", self.memory_bytes, 1, 2**60)
-        check.check_int("devices", self.devices, 1, 2**20)
-        for name in ("link_bytes_per_s", "link_latency_s", "step_s", "sequence_s", "sram_bytes"):
-            check.check_float(name, float(getattr(self, name)), 0.0, MOST)
         for name in ("read_bytes_per_s", "operations_per_s"):
-            for kind, rate in getattr(self, name).items():
+            for kind in getattr(self, name):
                 check.check_choice(name, kind, (*TYPES, ALL_OTHERS))
-                check.check_float(f"{name}.{kind}", rate, 0.0, MOST, low_open=True)
 
     @property
     def has_rates(self) -> bool:
@@ -126,7 +117,7 @@ def this_file() -> Path:
 
 def names() -> list[str]:
     """Return the names of the files of this package."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return names_in(FOLDER)
 
 
 def load_hardware(text: str) -> Hardware:
@@ -136,56 +127,45 @@ def load_hardware(text: str) -> Hardware:
         InvalidRequestError: there is none, or a field of it is unknown, missing or out of range.
     """
     path = this_file() if text == THIS else FOLDER / f"{text}.yaml" if text in names() else Path(text)
-    if not path.is_file():
+    if not path.exists():
         advice = "measure it with `penstock bench machine`" if text == THIS else f"names are this, {', '.join(names())}"
         raise InvalidRequestError(f"hardware: there is no {text!r}; {advice}", param="hardware")
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return read_hardware(found)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = check.one_line(error)
-        raise InvalidRequestError(f"hardware: {text!r} cannot be read: {reason}", param="hardware") from None
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"hardware: {text!r}: {error}", param="hardware") from None
+    return load("hardware", text, path, read_hardware)
 
 
 def read_hardware(found: Any) -> Hardware:
     """Return the hardware of a mapping. Raise InvalidRequestError if it is none."""
-    values = _record(found, Hardware, "the file")
+    values = record(found, Hardware, "the file")
     for name in ("read_bytes_per_s", "operations_per_s"):
         rates = values.get(name, {})
         rates = rates if isinstance(rates, Mapping) else {ALL_OTHERS: rates}
-        values[name] = {str(kind): _number(f"{name}.{kind}", rate) for kind, rate in rates.items()}
-    for name in ("link_bytes_per_s", "link_latency_s", "step_s", "sequence_s"):
+        values[name] = {str(kind): number(f"{name}.{kind}", rate, 1.0, MOST) for kind, rate in rates.items()}
+    for name, high in (("memory_bytes", MOST_BYTES), ("sram_bytes", MOST_BYTES), ("devices", MOST_DEVICES)):
         if name in values:
-            values[name] = _number(name, values[name])
-    for name in ("memory_bytes", "sram_bytes"):
+            values[name] = whole(name, values[name], 0 if name == "sram_bytes" else 1, high)
+    for name in ("link_latency_s", "step_s", "sequence_s"):
         if name in values:
-            values[name] = int(_number(name, values[name]))
+            values[name] = number(name, values[name], 0.0, LONGEST_S)
+    if values.get("link_bytes_per_s"):  # 0: nothing is known
+        values["link_bytes_per_s"] = number("link_bytes_per_s", values["link_bytes_per_s"], 1.0, MOST)
     if values.get("on_chip") is not None:
-        values["on_chip"] = OnChip(**_record(values["on_chip"], OnChip, "on_chip"))
+        values["on_chip"] = _on_chip(values["on_chip"])
+    _check_spread(values.get("spread", {}))
     return Hardware(**values)
 
 
-def _record(found: Any, kind: type, where: str) -> dict[str, Any]:
-    """Return a mapping whose keys are fields of a dataclass."""
-    allowed = {item.name: item for item in fields(kind)}
-    if not isinstance(found, Mapping):
-        raise InvalidRequestError(f"{where} must be a mapping of {', '.join(allowed)}")
-    if unknown := [str(key) for key in found if key not in allowed]:
-        raise InvalidRequestError(f"{where} has no {', '.join(unknown)}; there are {', '.join(allowed)}")
-    needed = [name for name, item in allowed.items() if item.default is item.default_factory is MISSING]
-    if missing := [name for name in needed if name not in found]:
-        raise InvalidRequestError(f"{where} lacks {', '.join(missing)}")
-    return dict(found)
+def _on_chip(found: Any) -> OnChip:
+    values = record(found, OnChip, "on_chip")
+    counts = {"cores": MOST_DEVICES, "buffer_bytes": MOST_BYTES, "vectors_per_matrix": MOST_DEVICES}
+    whole_ones = {name: whole(f"on_chip.{name}", values[name], 1, high) for name, high in counts.items()}
+    rates = {name: number(f"on_chip.{name}", values[name], 1.0, MOST) for name in ("matrix_flops", "vector_flops")}
+    return OnChip(**whole_ones, **rates)
 
 
-def _number(name: str, value: Any) -> float:
-    """Return a number, which YAML may have read as text (1e12 has no point in it)."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise check.fail(name, value, "a number")
-    return number
+def _check_spread(found: Any) -> None:
+    pairs = found.values() if isinstance(found, Mapping) else [None]
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise check.fail("spread", found, "a mapping of figures to [p10, p90]")
+    for name, pair in found.items():
+        for value in pair:
+            number(f"spread.{name}", value, 0.0, MOST)

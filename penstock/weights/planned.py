@@ -11,17 +11,18 @@ from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import is_torch
 from penstock.layers.lm_head import HeadLayout
+from penstock.layers.split import Split
 from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import ModelSizes
 from penstock.plugins.user_files import import_files
 from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
-from penstock.spec.shares import Share, cut_all, heads_are_together
+from penstock.spec.shares import Share, heads_are_together
 from penstock.weights import packed
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import dtype_for
-from penstock.weights.sizes import model_sizes
+from penstock.weights.sizes import model_sizes, part_of
 from penstock.weights.sources import read_parameters
 
 Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # of a rank's part; () is the whole
@@ -49,8 +50,9 @@ class PlannedModel:
         model = replace(load_model_config(directory), model_impl=config.numerics.model_impl)
         numerics, _ = packed.fit(config.numerics, directory)
         planned = cls(replace(config, numerics=numerics), model)
-        if is_torch(planned.ops.dtype):
-            raise check.fail("kernels", "reference", "cpu: only models of the native kernels can be planned")
+        kernels = planned.resolved().numerics.kernels
+        if kernels != "cpu" or is_torch(planned.ops.dtype):  # in this order: the second imports torch to find out
+            raise check.fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
         return planned
 
     def layer_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -94,18 +96,22 @@ class PlannedModel:
         return {}
 
     @cached_property
-    def _shapes(self) -> dict[Share, Shapes]:
+    def _parts(self) -> dict[Share, tuple[Split, Shapes]]:
         return {}
 
     def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
         """Return the sizes of the model, or of a rank's part of it; parts of the same shapes are counted once."""
-        if share is not None and share not in self._shapes:
-            cuts = cut_all(self.parameters, share, self.model)
-            self._shapes[share] = tuple((name, cut.own.shape, cut.own.leaf_ends) for name, cut in cuts.items())
-        key = scheme, () if share is None else self._shapes[share]
-        if key not in self._found:
-            self._found[key] = model_sizes(self.model, self.ops, scheme, self.head, share)
-        return self._found[key]
+        split, shapes = (None, ()) if share is None or share.degrees.size == 1 else self._part(share)
+        if (scheme, shapes) not in self._found:
+            self._found[scheme, shapes] = model_sizes(self.model, self.ops, scheme, self.head, split)
+        return self._found[scheme, shapes]
+
+    def _part(self, share: Share) -> tuple[Split, Shapes]:
+        if share not in self._parts:
+            split = part_of(share, self.parameters, self.model)
+            shapes = tuple((name, cut.own.shape, cut.own.leaf_ends) for name, cut in split.cuts.items())
+            self._parts[share] = split, shapes
+        return self._parts[share]
 
 
 def _refuse_unplanned(config: EngineConfig) -> None:

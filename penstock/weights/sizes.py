@@ -4,7 +4,7 @@ The engine asks when it starts, and `penstock plan` before there is one: of a wh
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array
@@ -18,19 +18,20 @@ from penstock.planner.costs import Products
 from penstock.planner.ledger import ModelSizes
 from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter
 from penstock.spec.shares import Share, cut_all
 from penstock.weights.loader import empty_model, tied_embeddings, weight_bytes, weight_layers
 from penstock.weights.sources import read_parameters
 
 
 def model_sizes(
-    model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, share: Share | None = None
+    model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, split: Split | None = None
 ) -> ModelSizes:
     """Return the sizes of a model whose layers are all of this package: a layer of torch's own would be allocated.
 
-    share: of the part that a rank has; None: of all of it.
+    split: the part that a rank has (see `part_of`); None: all of it.
     """
-    make = _factory(model_config, ops, scheme, head, share)
+    make = _factory(model_config, ops, scheme, head, split)
     model = empty_model(model_config, make)
     modules = [module for _, module in named_modules(model)]
     heads = [module for module in modules if isinstance(module, LMHead)]
@@ -72,13 +73,18 @@ def _kinds(layers: Iterable[WeightLayer], plain: str, total: int) -> dict[str, i
     return {kind: size for kind, size in kinds.items() if size}
 
 
+def part_of(share: Share, parameters: Mapping[str, Parameter], model_config: ModelConfig) -> Split:
+    """Return the part of a model that a rank has, to be counted and never computed."""
+    return Split(share, _NoRanks(), cut_all(parameters, share, model_config))
+
+
 def _factory(
-    model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, share: Share | None
+    model_config: ModelConfig, ops: Ops, scheme: Scheme | None, head: HeadLayout, split: Split | None
 ) -> LayerFactory:
     """Return what makes the layers of a model, or of a rank's part, which is never computed."""
-    parameters, split = read_parameters(model_config), None
-    if share is not None and share.degrees.size > 1:
-        split = Split(share, _NoRanks(), cut_all(parameters, share, model_config))
+    if split is None:
+        parameters = read_parameters(model_config)
+    else:
         parameters, head = {name: cut.own for name, cut in split.cuts.items()}, PLAIN_HEAD
     return LayerFactory.single_device(ops, parameters, scheme=scheme, max_positions=1, head=head, split=split)
 
