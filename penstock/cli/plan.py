@@ -111,10 +111,10 @@ def _note_what_is_unknown(hardware: Hardware | None, devices: tuple[int, int | N
 
 
 def _draw(model: str, result: dict[str, Any], path: Path) -> None:
-    from penstock.planner.picture import page, picture
+    from penstock.planner.picture import picture, plan_page
 
     check_writable(path, "plot")
-    text = page(model, result) if path.suffix == ".html" else picture(result)
+    text = plan_page(model, result) if path.suffix == ".html" else picture(result)
     path.write_text(text, encoding="utf-8")
     note(f"penstock: drawn in {path}")
 

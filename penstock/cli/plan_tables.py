@@ -5,7 +5,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-GIB, MIB = 2**30, 2**20
+from penstock.planner.memory import size_text
+
+MIB = 2**20
 
 
 def print_plan(model: str, result: dict[str, Any]) -> None:
@@ -28,11 +30,6 @@ def print_plan(model: str, result: dict[str, Any]) -> None:
         _print_placement(console, result["placement"])
     if "operator" in result:
         _print_operator(console, result["operator"])
-
-
-def size_text(size: int) -> str:
-    """Return bytes as MiB, or as GiB from 10 GiB on."""
-    return f"{size / GIB:.1f} GiB" if size >= 10 * GIB else f"{size / MIB:.1f} MiB"
 
 
 def _print_devices(console: Console, result: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
+from penstock.kernels.attention.layout import ELEMENT_BYTES
 from penstock.planner.ledger import Ledger, MemoryPlan, ModelSizes
 from penstock.planner.memory import cached_token_bytes, plan_given_cache, smallest_cache_bytes
 from penstock.quant.scheme import Scheme
@@ -113,6 +114,7 @@ class Fitter:
     Args:
         resolve: returns the config for a number of ranks, resolved.
         together: as spec.shares.divisible_heads.
+        num_elements: of all weights, or fewer.
     """
 
     model: ModelConfig
@@ -120,6 +122,7 @@ class Fitter:
     resolve: Callable[[int], EngineConfig]
     budget: Budget
     together: bool = False
+    num_elements: int = 0
 
     def fit(self) -> Fit:
         """Return the plan with the smallest number of parts that fits, or that with the most where none does."""
@@ -136,6 +139,10 @@ class Fitter:
 
     def _weights_fit(self, config: EngineConfig) -> bool:
         """Return whether a device has room for its weights: without, nothing else has to be planned."""
+        scheme, ranks = config.numerics.scheme, max(1, config.parallel.num_ranks)
+        bits = scheme.weight_bits if scheme is not None else 8 * ELEMENT_BYTES[config.numerics.dtype]
+        if self.num_elements * bits // 8 // ranks + self.budget.runtime_bytes > self.budget.num_bytes:
+            return False  # no layer has to be looked at
         degrees = config.parallel.degrees(self.model, together=self.together)
         weights = self.ledger(Share(0, degrees)).sizes(config.numerics.scheme).weights
         return weights + self.budget.runtime_bytes <= self.budget.num_bytes

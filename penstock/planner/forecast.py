@@ -38,6 +38,7 @@ class Prediction:
         seconds: until every prompt has its first token, or of a step that gives every stream one more.
         tokens_per_s: of the prompts, or of all streams together.
         bound: the limit that takes most of it.
+        parts: seconds of each part (planner/costs.py); those to read and to multiply overlap.
         prompt_len: 0 for decode.
     """
 
@@ -48,6 +49,7 @@ class Prediction:
     seconds: float
     tokens_per_s: float
     bound: str
+    parts: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +82,13 @@ class Forecaster:
         for batch in load.batches:
             for prompt in load.prompt_lens:
                 steps, seconds = costs.prefill_time(work, hardware, batch, prompt, chunk)
-                found.append(Prediction(PREFILL, batch, prompt, prompt, seconds, batch * prompt / seconds, steps.bound))
+                rate, parts = batch * prompt / seconds, asdict(steps)
+                found.append(Prediction(PREFILL, batch, prompt, prompt, seconds, rate, steps.bound, parts))
         for batch in load.batches:
             for context in load.contexts:
                 step = costs.decode_time(work, hardware, batch, context)
-                found.append(Prediction(DECODE, batch, 0, context, step.seconds, batch / step.seconds, step.bound))
+                rate, parts = batch / step.seconds, asdict(step)
+                found.append(Prediction(DECODE, batch, 0, context, step.seconds, rate, step.bound, parts))
         return found
 
     def what_if(self, fit: Fit, load: Load) -> dict[str, list[Prediction]]:

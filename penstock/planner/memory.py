@@ -178,3 +178,8 @@ def resident_bytes(*, peak: bool = False) -> int:
 def mib(num_bytes: int) -> str:
     """Return bytes as text."""
     return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def size_text(num_bytes: int) -> str:
+    """Return bytes as MiB, or as GiB from 10 GiB on."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 10 * 2**30 else mib(num_bytes)

@@ -103,6 +103,11 @@ class PlacementPlan:
             "peak_sram_bytes_per_chip": max(self.sram().values()),
             "peak_dram_bytes_per_chip": max(self.dram().values()),
             "lm_head": "on the device" if place.chips_of.get("lm_head") else "NOP: hidden states come back",
+            "sram_bytes_per_chip": place.sram_per_chip,
+            "dram_bytes_per_chip": place.dram_per_chip,
+            "sram_bytes_by_chip": _by_chip(self.sram()),
+            "dram_bytes_by_chip": _by_chip(self.dram()),
+            "areas": self.areas(),
             "fits": not self.problems,
             "problems": list(self.problems),
         }
@@ -113,6 +118,21 @@ class PlacementPlan:
         if self.placement.weights == RESIDENT:
             return 0
         return sum(operation.weight_bytes for epoch in self.epochs for operation in epoch)
+
+    def areas(self) -> list[dict[str, Any]]:
+        """Return which chips compute each operation, with the epochs after one another in which they do."""
+        found: list[dict[str, Any]] = []
+        latest: dict[str, dict[str, Any]] = {}
+        for index, epoch in enumerate(self.epochs):
+            for operation in epoch:
+                kind, chips = operation.name.rpartition(".")[2], list(operation.chips)
+                area = latest.get(kind)
+                if area is not None and area["chips"] == chips and area["last_epoch"] == index - 1:
+                    area["last_epoch"] = index
+                    continue
+                latest[kind] = {"operation": kind, "chips": chips, "first_epoch": index, "last_epoch": index}
+                found.append(latest[kind])
+        return found
 
     def sram(self) -> dict[int, int]:
         """Return the most that each chip's SRAM holds in one epoch."""
@@ -198,6 +218,10 @@ def _over_budget(placement: Placement, epochs: tuple[tuple[Operation, ...], ...]
             f"{', '.join(sorted(names)[:2])} and others need {held[chip]} bytes of DRAM on chip {chip}, {over} more "
             f"than its {placement.dram_per_chip}"
         )
+
+
+def _by_chip(sizes: Mapping[int, int]) -> list[int]:
+    return [size for _, size in sorted(sizes.items())]
 
 
 def _sram_of(placement: Placement, epoch: Sequence[Operation]) -> dict[int, int]:

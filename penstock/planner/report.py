@@ -29,6 +29,10 @@ class Source(Protocol):
     def together(self) -> bool:
         """Return what spec.shares.divisible_heads wants to know."""
 
+    @property
+    def num_elements(self) -> int:
+        """Return how many weights it has, each counted once."""
+
     def resolved(self, num_ranks: int = 0) -> EngineConfig:
         """Return the config for a number of ranks; 0: as it was asked for."""
 
@@ -55,7 +59,7 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
     Raises:
         InvalidRequestError: an option does not fit the model, the hardware or the other options.
     """
-    fitter = Fitter(source.model, source.sizes, source.resolved, question.budget, source.together)
+    fitter = Fitter(source.model, source.sizes, source.resolved, question.budget, source.together, source.num_elements)
     fit = fitter.fit()
     share = None if fit.degrees.size == 1 else Share(0, fit.degrees)
     hardware = question.hardware

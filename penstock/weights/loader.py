@@ -188,10 +188,15 @@ def weight_layers(model: object) -> Iterable[tuple[str, WeightLayer]]:
 
 def weight_bytes(model: object, make: LayerFactory) -> int:
     """Return the bytes that the layers of an empty model will keep, and torch's own modules have."""
-    tied = tied_embeddings(model, make)
-    layers: int = sum(layer.num_bytes for name, layer in weight_layers(model) if name not in tied)
+    layers: int = sum(layer.num_bytes for layer in kept_layers(model, make))
     plain = {id(value): int(value.numel()) for _, _, _, value in plain_parameters(model)}
     return layers + int(make.ops.dtype.itemsize) * sum(plain.values())
+
+
+def kept_layers(model: object, make: LayerFactory) -> list[WeightLayer]:
+    """Return the layers that keep what is loaded: all but the embeddings that read their rows from a head."""
+    tied = tied_embeddings(model, make)
+    return [layer for name, layer in weight_layers(model) if name not in tied]
 
 
 def tied_embeddings(model: object, make: LayerFactory) -> dict[str, tuple[Embedding, LMHead]]:

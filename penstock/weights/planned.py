@@ -17,7 +17,7 @@ from penstock.planner.ledger import ModelSizes
 from penstock.plugins.user_files import import_files
 from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.param_table import Parameter
+from penstock.spec.param_table import Parameter, num_elements
 from penstock.spec.shares import Share, heads_are_together
 from penstock.weights import packed
 from penstock.weights.hub import resolve_model
@@ -85,6 +85,11 @@ class PlannedModel:
     def together(self) -> bool:
         """Whether queries or keys are normed over all heads of a token."""
         return heads_are_together(self.parameters, self.model)
+
+    @property
+    def num_elements(self) -> int:
+        """How many weights there are; tied ones count once."""
+        return num_elements(self.parameters.values())
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:

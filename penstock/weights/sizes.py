@@ -20,7 +20,7 @@ from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.spec.shares import Share, cut_all
-from penstock.weights.loader import empty_model, tied_embeddings, weight_bytes, weight_layers
+from penstock.weights.loader import empty_model, kept_layers, weight_bytes
 from penstock.weights.sources import read_parameters
 
 
@@ -39,13 +39,12 @@ def model_sizes(
     # One call computes all experts of a layer, so that they leave no results of their own.
     unused = {layer.out for expert in experts for layer in (expert.gate_up_proj, expert.down_proj)}
     plain, weights = "float32" if int(ops.dtype.itemsize) == 4 else "bfloat16", weight_bytes(model, make)
-    tied = tied_embeddings(model, make)
     return ModelSizes(
         weights=weights,
         row_bytes=sum(slot.row_bytes for slot in make.arena.slots - unused - {head.out for head in heads}),
         vocab_columns=max(head.width for head in heads),
         deepest=max(module.spec.shape[1] for module in modules if isinstance(module, Linear)),
-        kinds=_kinds([layer for name, layer in weight_layers(model) if name not in tied], plain, weights),
+        kinds=_kinds(kept_layers(model, make), plain, weights),
         products=_products(modules, plain),
     )
 

@@ -1,7 +1,6 @@
 """What a simulation prints, and its pictures: one file for a document, or one page that needs no network."""
 
 import base64
-import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 from penstock.bench.serving_report import draw, figure, picture
 from penstock.bench.simulator.figures import PERCENTILES
 from penstock.errors import InvalidRequestError
+from penstock.planner.page import page
+from penstock.planner.page import table as html_table
 
 FIGURES = {
     "Requests per second, sent": "request_rate",
@@ -26,21 +27,8 @@ FIGURES = {
     "Cost per million output tokens": "cost_per_million_output_tokens",
 }
 LATENCIES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2e": "End-to-end latency"}
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>
-:root {{ color-scheme: light dark }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
-img {{ width: 100% }} .wide {{ overflow-x: auto }} table {{ border-collapse: collapse }}
-th {{ font-weight: normal; text-align: left }} td {{ text-align: right }}
-td, th {{ padding: .2rem .8rem; white-space: nowrap; border-bottom: 1px solid #8886 }}
-</style>
-<h1>{title}</h1><p>{about}</p>
-<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}"><img alt="{alt}" src="{light}"></picture>
-<div class="wide"><table>
-{rows}</table></div>
-</html>
-"""
+PICTURE = """<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">
+<img alt="{alt}" src="{light}"></picture>"""
 ALT = "Four panels against the request rate: throughput in tokens and in requests, time to first token, gaps"
 
 
@@ -101,13 +89,9 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
     if path.suffix != ".html":
         draw(runs, path)
         return
-    title = f"{result['model']}: a simulated load"
-    rows = "".join(
-        f"<tr><th>{label}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n"
-        for label, *cells in table(result)
-    )
-    parts = {"title": html.escape(title), "about": html.escape(about(result)), "alt": ALT, "rows": rows}
-    path.write_text(PAGE.format(**parts, light=_image(runs), dark=_image(runs, dark=True)), encoding="utf-8")
+    drawn = PICTURE.format(alt=ALT, light=_image(runs), dark=_image(runs, dark=True))
+    text = page(f"{result['model']}: a simulated load", about(result), drawn + html_table(table(result)))
+    path.write_text(text, encoding="utf-8")
 
 
 def _as_measured(result: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""Read hardware and placements from YAML files, by name or path: every field is known, and every number has a bound."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock import validation as check
+from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.spec.table_rows import read_text, read_yaml
+
+MOST_BYTES = 2**60
+Found = TypeVar("Found")
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names of the files of a folder of this package."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def load(option: str, text: str, path: Path, read: Callable[[Any], Found]) -> Found:
+    """Return what `read` makes of a YAML file, which a user named by `text` under an option.
+
+    Raises:
+        InvalidRequestError: it cannot be read, is no YAML, or `read` refuses it.
+    """
+    try:
+        return read(read_yaml(read_text(path), str(path)))
+    except ModelLoadError as error:
+        message = f"{option}: {check.one_line(error)}"
+    except InvalidRequestError as error:
+        message = f"{option}: {text!r}: {error}"
+    raise InvalidRequestError(message, param=option)
+
+
+def record(found: Any, kind: type, where: str) -> dict[str, Any]:
+    """Return a mapping whose keys are fields of a dataclass, those without a default among them."""
+    allowed = {item.name: item for item in fields(kind)}
+    if not isinstance(found, Mapping):
+        raise InvalidRequestError(f"{where} must be a mapping of {', '.join(allowed)}")
+    if unknown := [str(key) for key in found if key not in allowed]:
+        raise InvalidRequestError(f"{where} has no {', '.join(unknown)}; there are {', '.join(allowed)}")
+    needed = [name for name, item in allowed.items() if item.default is item.default_factory is MISSING]
+    if missing := [name for name in needed if name not in found]:
+        raise InvalidRequestError(f"{where} lacks {', '.join(missing)}")
+    return dict(found)
+
+
+def number(name: str, value: Any, low: float, high: float) -> float:
+    """Return a number in low..high, which YAML may have read as text (1e12 has no point in it)."""
+    try:
+        found = None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = None
+    if found is None or not low <= found <= high:  # NaN compares false with everything
+        raise check.fail(name, value, f"a number from {low:g} to {high:g}")
+    return found
+
+
+def whole(name: str, value: Any, low: int, high: int) -> int:
+    """Return a whole number in low..high, which may be written like 64e9."""
+    found = value if type(value) is int else number(name, value, low, high)
+    if int(found) != found or not low <= found <= high:
+        raise check.fail(name, value, f"a whole number from {low} to {high}")
+    return int(found)
