@@ -11,8 +11,14 @@ from typing import Any
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.kernels.attention.layout import ELEMENT_BYTES
-from penstock.planner.ledger import Ledger, MemoryPlan, ModelSizes
-from penstock.planner.memory import cached_token_bytes, plan_given_cache, smallest_cache_bytes
+from penstock.planner.ledger import Ledger, ModelSizes
+from penstock.planner.memory import (
+    CachePlan,
+    cached_token_bytes,
+    plan_given_cache,
+    plan_kv_cache,
+    smallest_cache_bytes,
+)
 from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import DEGREES, Degrees, Share
@@ -188,13 +194,17 @@ class Fitter:
         if self.budget.free_bytes is None:
             config = replace(config, cache=replace(config.cache, memory=self.budget.num_bytes))
         ledgers = [self.ledger(Share(rank, degrees)) for rank in range(degrees.size)]
-        # An engine of several processes plans for all of them at once, and so is a cache of a given size.
-        together = self.budget.shared or config.cache.kv_cache_memory_bytes is not None
-        planning = [self.ledger(Share(0, Degrees()))] if together else ledgers
+        whole = self.ledger(Share(0, Degrees()))
         try:
-            for ledger in planning:
-                config, _ = ledger.fit(config)
-            plans = [ledger.plan(config) for ledger in planning]
+            if self.budget.shared or degrees.size == 1:  # an engine of several processes plans for all of them at once
+                config, plan = whole.fit(config)
+                plans = [plan.cache]
+            elif config.cache.kv_cache_memory_bytes is not None:  # of all parts together
+                plans = [plan_kv_cache(config, self.model, UNLIMITED)]
+            else:
+                for ledger in ledgers:
+                    config, _ = ledger.fit(config)
+                plans = [ledger.plan(config).cache for ledger in ledgers]
         except InvalidRequestError as error:
             if error.param not in ("memory", "kv_cache_memory_bytes"):
                 raise
@@ -204,11 +214,11 @@ class Fitter:
             return Fit(config, degrees, devices)
         return self._refused(config, degrees, ledgers)
 
-    def _devices(self, config: EngineConfig, ledgers: list[Ledger], plans: list[MemoryPlan]) -> tuple[DevicePlan, ...]:
+    def _devices(self, config: EngineConfig, ledgers: list[Ledger], plans: list[CachePlan]) -> tuple[DevicePlan, ...]:
         """Return the plans of all ranks, whose caches have as many blocks as the one with the fewest."""
         groups = [
-            replace(group, num_blocks=min(plan.cache.groups[index].num_blocks for plan in plans))
-            for index, group in enumerate(plans[0].cache.groups)
+            replace(group, num_blocks=min(plan.groups[index].num_blocks for plan in plans))
+            for index, group in enumerate(plans[0].groups)
         ]
         caches = [plan_given_cache(config, ledger.model, UNLIMITED, groups).num_bytes for ledger in ledgers]
         return self._of_ranks(config, ledgers, caches)
