@@ -4,7 +4,6 @@ A model may mix both kinds: a torch.nn.Module may have our modules as attributes
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 from penstock.kernels.tensors import Tensor
@@ -44,17 +43,10 @@ def children(module: Any) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name.startswith("_"):
             continue
-        if _makes_modules(type(value)):
-            if is_module(value):
-                yield name, value
+        if is_module(value):
+            yield name, value
         elif isinstance(value, list) and value and all(map(is_module, value)):
             yield from ((f"{name}.{index}", item) for index, item in enumerate(value))
-
-
-@lru_cache(maxsize=512)  # a model's layers have few kinds of attributes, and are walked many times
-def _makes_modules(kind: type) -> bool:
-    """Return whether values of a class may be modules."""
-    return issubclass(kind, Module) or hasattr(kind, "register_parameter")
 
 
 def is_module(value: object) -> bool:
@@ -64,7 +56,7 @@ def is_module(value: object) -> bool:
 
 def is_torch_module(value: object) -> bool:
     """Return whether a value is a torch.nn.Module, without importing torch."""
-    return not isinstance(value, type) and hasattr(value, "_modules") and hasattr(value, "register_parameter")
+    return hasattr(type(value), "register_parameter") and hasattr(value, "_modules")
 
 
 def get_submodule(module: Any, name: str) -> Any:

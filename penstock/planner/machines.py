@@ -157,9 +157,11 @@ def read_hardware(found: Any) -> Hardware:
 def _on_chip(found: Any) -> OnChip:
     values = record(found, OnChip, "on_chip")
     counts = {"cores": MOST_DEVICES, "buffer_bytes": MOST_BYTES, "vectors_per_matrix": MOST_DEVICES}
-    whole_ones = {name: whole(f"on_chip.{name}", values[name], 1, high) for name, high in counts.items()}
-    rates = {name: number(f"on_chip.{name}", values[name], 1.0, MOST) for name in ("matrix_flops", "vector_flops")}
-    return OnChip(**whole_ones, **rates)
+    for name, high in counts.items():
+        values[name] = whole(f"on_chip.{name}", values[name], 1, high)
+    for name in ("matrix_flops", "vector_flops"):
+        values[name] = number(f"on_chip.{name}", values[name], 1.0, MOST)
+    return OnChip(**values)
 
 
 def _check_spread(found: Any) -> None:
