@@ -2,19 +2,15 @@
 
 import argparse
 import json
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.cli.hardware import add_hardware, budget_of, check_ranks
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import check_writable, note
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
-from penstock.planner.machines import MOST_DEVICES, THIS, Hardware, load_hardware, this_file
-from penstock.planner.yaml_file import MOST_BYTES
-
-if TYPE_CHECKING:  # numpy takes longer to import than a mistake to find
-    from penstock.planner.fit import Budget
+from penstock.planner.machines import THIS, Hardware, load_hardware, this_file
 
 DESCRIPTION = "Say what a model takes and how fast it will be, from its config.json, before anything is loaded."
 EXAMPLES = """examples:
@@ -25,7 +21,6 @@ EXAMPLES = """examples:
   penstock plan /models/falcon-40b --hardware wormhole-galaxy --placement falcon-40b-galaxy
 Exit code 1 where it does not fit.
 """
-DEVICES = re.compile(r"(\d{1,9})(?:x(.+))?", re.ASCII)
 PICTURES = (".html", ".svg")
 DOES_NOT_FIT = 1
 
@@ -34,9 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     machine = parser.add_argument_group("hardware")
     help_text = "a YAML file, a name of the package's, or this: what `penstock bench machine` measured (default: this)"
-    machine.add_argument("--hardware", metavar="FILE", help=help_text)
-    help_text = "devices to split the model over, and their memory, like 8x16GB (default: the hardware's)"
-    machine.add_argument("--devices", type=_parse_devices, metavar="N", help=help_text)
+    add_hardware(machine, help_text)
     help_text = "a YAML file, or a name of the package's: chips of each part of the model, checked"
     machine.add_argument("--placement", metavar="FILE", help=help_text)
     load = parser.add_argument_group("load")
@@ -49,24 +42,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser)
 
 
-def _parse_devices(text: str) -> tuple[int, int | None]:
-    match = DEVICES.fullmatch(text.replace("×", "x"))
-    count = int(match[1]) if match else 0
-    if match is None or not 1 <= count <= MOST_DEVICES:
-        message = f"{text!r} is not from 1 to {MOST_DEVICES} devices; write it like 8 or 8x16GB"
-        raise argparse.ArgumentTypeError(message)
-    size = parse_size(match[2]) if match[2] else None
-    if size is not None and not 1 <= size <= MOST_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r}: {match[2]} is not from 1 to {MOST_BYTES} bytes")
-    return count, size
-
-
 def run(args: argparse.Namespace) -> int:
     """Plan, and print tables or JSON."""
     config = EngineConfig.from_options(**engine_options(args))
-    hardware = _hardware(args.hardware)
+    # Without a name it is what was measured here, if anything was.
+    hardware = load_hardware(args.hardware or THIS) if args.hardware or this_file().is_file() else None
     elsewhere = hardware if args.hardware not in (None, THIS) else None
-    _check_ranks(config, elsewhere, args.devices)
+    check_ranks(config, elsewhere, args.devices)
     if args.plot is not None and Path(args.plot).suffix not in PICTURES:
         raise InvalidRequestError(f"plot: {args.plot!r} must end with {' or '.join(PICTURES)}", param="plot")
     placement = None
@@ -80,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     load = Load(args.batch or (), args.prompt_len or (), args.context or ())
     planned = PlannedModel.read(config)
-    result = answer(planned, Question(_budget(config, elsewhere, args.devices), hardware, load, placement))
+    result = answer(planned, Question(budget_of(config, elsewhere, args.devices), hardware, load, placement))
     _note_what_is_unknown(hardware, args.devices)
     if args.plot is not None:
         _draw(args.model, result, Path(args.plot))
@@ -91,16 +73,6 @@ def run(args: argparse.Namespace) -> int:
 
         print_plan(args.model, result)
     return 0 if result["fits"] else DOES_NOT_FIT
-
-
-def _check_ranks(config: EngineConfig, hardware: Hardware | None, devices: tuple[int, int | None] | None) -> None:
-    """Refuse a model that is to be split over more devices than there are."""
-    if devices is None and hardware is None:
-        return  # processes of this machine
-    count = devices[0] if devices is not None else hardware.devices if hardware is not None else 1
-    if (ranks := config.parallel.num_ranks) > count:
-        message = f"devices: {count} are too few for a model that is split over {ranks}; give --devices {ranks}"
-        raise InvalidRequestError(message, param="devices")
 
 
 def _note_what_is_unknown(hardware: Hardware | None, devices: tuple[int, int | None] | None) -> None:
@@ -117,27 +89,3 @@ def _draw(model: str, result: dict[str, Any], path: Path) -> None:
     text = plan_page(model, result) if path.suffix == ".html" else picture(result)
     path.write_text(text, encoding="utf-8")
     note(f"penstock: drawn in {path}")
-
-
-def _hardware(name: str | None) -> Hardware | None:
-    """Return the hardware of a name; without one, what was measured here, if anything was."""
-    if name is None and not this_file().is_file():
-        return None
-    return load_hardware(THIS if name is None else name)
-
-
-def _budget(config: EngineConfig, hardware: Hardware | None, devices: tuple[int, int | None] | None) -> "Budget":
-    """Return what each device offers: what --memory says, else --devices, else the hardware, else what is free here.
-
-    Without --devices and a hardware elsewhere the ranks of a model are processes that share this machine's memory.
-    """
-    from penstock.planner.fit import Budget
-    from penstock.planner.memory import free_memory_bytes, resident_bytes
-
-    count, size = devices or (hardware.devices if hardware is not None else 1, None)
-    runtime, shared = resident_bytes(), devices is None and hardware is None
-    given = config.cache.memory or size or (hardware.memory_bytes if hardware is not None else None)
-    if given is not None:
-        return Budget(given, runtime, None, count, shared)
-    free = free_memory_bytes()
-    return Budget(runtime + free, runtime, free, count, shared)

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.bench_serve import add_arrivals, add_dataset, read_dataset
+from penstock.cli.hardware import add_hardware, budget_of, check_ranks
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import check_writable, handle_signals, note, progress, saying
-from penstock.config import option_names
+from penstock.config import EngineConfig, option_names
+from penstock.errors import InvalidRequestError
+from penstock.planner.machines import THIS, load_hardware
 
 DESCRIPTION = "Simulate a load: the real scheduler and cache on a virtual clock, with steps that take what they cost."
 EXAMPLES = """examples:
@@ -16,8 +19,9 @@ EXAMPLES = """examples:
   penstock simulate demo --trace load.csv --replicas auto --target ttft_p99=2s --price 1.20
   penstock simulate demo --users 200 --think-time 20 --replicas auto --target ttft_p99=2s
   penstock simulate demo --costs costs.json --json
-Steps cost what --costs says: a record of a running server (--record-dir), a file of --save-costs, or this, which
-measures the model on this machine.
+  penstock simulate /models/llama --hardware h100-sxm --users 200 --replicas auto --target ttft_p99=2s
+With --hardware, steps cost what `penstock plan` predicts. Else they cost what --costs says: a record of a running
+server (--record-dir), a file of --save-costs, or this, which measures the model on this machine.
 """
 
 
@@ -44,7 +48,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--target", metavar="GOALS", help=help_text)
     fleet.add_argument("--price", type=float, metavar="X", help="of a replica for an hour, in any currency")
     help_text = "what steps cost: a record, a file, or this: measured now (default: this)"
-    fleet.add_argument("--costs", default="this", metavar="FILE", help=help_text)
+    fleet.add_argument("--costs", metavar="FILE", help=help_text)
+    help_text = "replicas are on this hardware, and steps cost what `penstock plan` predicts there, in place of --costs"
+    add_hardware(fleet, help_text)
     fleet.add_argument("--save-costs", metavar="FILE", help="write what steps cost as JSON, for --costs")
     output = parser.add_argument_group("output")
     output.add_argument("--plot", metavar="FILE", help="draw the figures by request rate, as html, svg, png or pdf")
@@ -69,12 +75,17 @@ def run(args: argparse.Namespace) -> int:
         check_plot(Path(args.plot))
     if args.save_costs:
         check_writable(Path(args.save_costs), "save_costs")
+    _check_costs(args)
     handle_signals()
-    with saying(f"penstock: measuring the steps of {args.model} ..."):
-        costs = find_costs(options, args.costs)
-    if args.save_costs:
-        costs.write(Path(args.save_costs))
-    result = simulate(options, load, costs, progress)
+    if args.hardware is not None:
+        planned, planned_costs = _elsewhere(options, args)
+        result = simulate(options, load, planned_costs, progress, planned)
+    else:
+        with saying(f"penstock: measuring the steps of {args.model} ..."):
+            costs = find_costs(options, args.costs or "this")
+        if args.save_costs:
+            costs.write(Path(args.save_costs))
+        result = simulate(options, load, costs, progress)
     if args.plot:
         write_plot(result, Path(args.plot))
         note(f"penstock: drawn in {args.plot}")
@@ -83,6 +94,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_simulation(result)
     return 0
+
+
+def _check_costs(args: argparse.Namespace) -> None:
+    """Refuse options that contradict one another."""
+    for name in ("costs", "save_costs"):
+        if args.hardware is not None and getattr(args, name) is not None:
+            raise InvalidRequestError(f"{name}: steps on --hardware cost what is planned; leave one out", param=name)
+    if args.devices is not None and args.hardware is None:
+        raise InvalidRequestError("devices: of which --hardware?", param="devices")
+
+
+def _elsewhere(options: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any]:
+    """Return a replica on --hardware, and what its steps cost."""
+    from penstock.bench.simulator.elsewhere import plan_replica
+
+    config, hardware = EngineConfig.from_options(**options), load_hardware(args.hardware)
+    elsewhere = None if args.hardware == THIS else hardware
+    check_ranks(config, elsewhere, args.devices)
+    return plan_replica(config, hardware, budget_of(config, elsewhere, args.devices))
 
 
 def _load(args: argparse.Namespace) -> Any:

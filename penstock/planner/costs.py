@@ -71,6 +71,25 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Amounts:
+    """What a step's time depends on.
+
+    Attributes:
+        sequences: that have any new token.
+        rows: new tokens of all of them.
+        sampled: rows whose logits are wanted.
+        tokens: cached ones that are read, once for each layer.
+        pairs: of a new token and one that it attends to, once for each layer.
+    """
+
+    sequences: float
+    rows: float
+    sampled: float
+    tokens: float
+    pairs: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepTime:
     """Seconds of a step by what takes them."""
 
@@ -106,24 +125,30 @@ class StepTime:
 
 
 def step_time(work: ModelWork, hardware: Hardware, step: Step) -> StepTime:
+    """Return what a step takes, as `time_of`."""
+    tokens, pairs = _attended(work, step)
+    amounts = Amounts(step.sequences, step.sequences * step.rows, step.sequences, tokens, pairs)
+    return time_of(work, hardware, amounts)
+
+
+def time_of(work: ModelWork, hardware: Hardware, step: Amounts) -> StepTime:
     """Return what a step takes.
 
     Raises:
         InvalidRequestError: the hardware has no rate for a type of the model.
     """
-    rows = step.sequences * step.rows
-    shares: list[tuple[Products, float, float]] = [(work.layers, rows, 1.0), (work.head, step.sequences, 1.0)]
+    rows = step.rows
+    shares: list[tuple[Products, float, float]] = [(work.layers, rows, 1.0), (work.head, step.sampled, 1.0)]
     if work.num_experts:
         shares.append((work.experts, rows * work.chosen / work.num_experts, _experts_read(work, rows)))
     read = multiply = 0.0
     for products, times, part in shares:
         read += sum(part * size / hardware.reading(kind) for kind, size in products.num_bytes.items())
         multiply += sum(times * count / hardware.multiplying(kind) for kind, count in products.operations.items())
-    tokens, pairs = _attended(work, step)
-    read += tokens * work.token_bytes / hardware.reading(work.cache_type)
-    multiply += pairs * work.pair_operations / hardware.multiplying(work.cache_type)
+    read += step.tokens * work.token_bytes / hardware.reading(work.cache_type)
+    multiply += step.pairs * work.pair_operations / hardware.multiplying(work.cache_type)
     host = hardware.step_s + hardware.sequence_s * step.sequences
-    return StepTime(read, multiply, _exchange(work, hardware, rows, step.sequences), host)
+    return StepTime(read, multiply, _exchange(work, hardware, rows, step.sampled), host)
 
 
 def decode_time(work: ModelWork, hardware: Hardware, batch: int, context: int) -> StepTime:
@@ -155,7 +180,7 @@ def _portions(count: int, at_once: int) -> list[int]:
     return [min(at_once, count - start) for start in range(0, count, at_once)]
 
 
-def _experts_read(work: ModelWork, rows: int) -> float:
+def _experts_read(work: ModelWork, rows: float) -> float:
     """Return the expected part of the experts that some row chooses, if each row chooses evenly."""
     return float(1.0 - (1.0 - work.chosen / work.num_experts) ** rows)
 
@@ -172,7 +197,7 @@ def _attended(work: ModelWork, step: Step) -> tuple[float, float]:
     return tokens, pairs
 
 
-def _exchange(work: ModelWork, hardware: Hardware, rows: int, sampled: int) -> float:
+def _exchange(work: ModelWork, hardware: Hardware, rows: float, sampled: float) -> float:
     """Return the seconds in which each rank gets what the others have computed, one meeting after the other."""
     size = work.degrees.size
     if size == 1 or not hardware.link_bytes_per_s:

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
+from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.layout import ELEMENT_BYTES
 from penstock.planner.ledger import Ledger, ModelSizes
 from penstock.planner.memory import (
@@ -93,6 +94,7 @@ class Fit:
     Attributes:
         config: resolved; its max_model_len may be what there is room for.
         smallest_change: to an option, that makes it fit; None where it fits, or where no single change is enough.
+        groups: of the cache, as an engine has them; none where it does not fit.
     """
 
     config: EngineConfig
@@ -100,6 +102,7 @@ class Fit:
     devices: tuple[DevicePlan, ...]
     fits: bool = True
     smallest_change: str | None = None
+    groups: tuple[CacheGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,19 +212,12 @@ class Fitter:
             if error.param not in ("memory", "kv_cache_memory_bytes"):
                 raise
             return self._refused(config, degrees, ledgers)
-        devices = self._devices(config, ledgers, plans)
-        if all(device.fits for device in devices):
-            return Fit(config, degrees, devices)
-        return self._refused(config, degrees, ledgers)
-
-    def _devices(self, config: EngineConfig, ledgers: list[Ledger], plans: list[CachePlan]) -> tuple[DevicePlan, ...]:
-        """Return the plans of all ranks, whose caches have as many blocks as the one with the fewest."""
-        groups = [
-            replace(group, num_blocks=min(plan.groups[index].num_blocks for plan in plans))
-            for index, group in enumerate(plans[0].groups)
-        ]
+        groups = _fewest(plans)
         caches = [plan_given_cache(config, ledger.model, UNLIMITED, groups).num_bytes for ledger in ledgers]
-        return self._of_ranks(config, ledgers, caches)
+        devices = self._of_ranks(config, ledgers, caches)
+        if all(device.fits for device in devices):
+            return Fit(config, degrees, devices, groups=tuple(groups))
+        return self._refused(config, degrees, ledgers)
 
     def _of_ranks(self, config: EngineConfig, ledgers: list[Ledger], caches: list[int]) -> tuple[DevicePlan, ...]:
         budget = self.budget.num_bytes // (len(ledgers) if self.budget.shared else 1)
@@ -249,6 +245,14 @@ class Fitter:
             return change
         total = sum(item.total_bytes for item in devices) if self.budget.shared else device.total_bytes
         return None if self.budget.free_bytes is not None else f"memory = {-(-total // MIB)}MiB"
+
+
+def _fewest(plans: list[CachePlan]) -> list[CacheGroup]:
+    """Return the groups of a cache that all ranks have room for: with the fewest blocks that one of them has."""
+    return [
+        replace(group, num_blocks=min(plan.groups[index].num_blocks for plan in plans))
+        for index, group in enumerate(plans[0].groups)
+    ]
 
 
 def quantised(config: EngineConfig, name: str, cache: str | None = None) -> EngineConfig:

@@ -59,7 +59,7 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
     Raises:
         InvalidRequestError: an option does not fit the model, the hardware or the other options.
     """
-    fitter = Fitter(source.model, source.sizes, source.resolved, question.budget, source.together, source.num_elements)
+    fitter = fitter_of(source, question.budget)
     fit = fitter.fit()
     share = None if fit.degrees.size == 1 else Share(0, fit.degrees)
     hardware = question.hardware
@@ -88,6 +88,11 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
     if hardware is not None and hardware.on_chip is not None:
         result["operator"] = operator_figures(hardware.on_chip, source.model, result["max_model_len"] or 1)
     return result
+
+
+def fitter_of(source: Source, budget: Budget) -> Fitter:
+    """Return what plans a model on devices."""
+    return Fitter(source.model, source.sizes, source.resolved, budget, source.together, source.num_elements)
 
 
 def operator_figures(chip: OnChip, model: ModelConfig, context: int) -> dict[str, Any]:

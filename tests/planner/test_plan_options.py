@@ -29,6 +29,7 @@ ON_CHIP = {name: getattr(CHIP, name) for name in CHIP.__slots__}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"on_chip": {"cores": 1}}, "on_chip lacks buffer_bytes"),
         ({"on_chip": "hello"}, "on_chip must be a mapping"),
         ({"on_chip": ON_CHIP | {"cores": "abc"}}, "on_chip.cores: 'abc'"),
         ({"on_chip": ON_CHIP | {"cores": [2]}}, "on_chip.cores"),

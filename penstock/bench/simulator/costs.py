@@ -88,6 +88,10 @@ class LinearCosts:
         """Return the seconds of a step without prompts: to the bit those of `seconds`."""
         return self.step + self.sequence * sequences + 0.0 + self.cached_token * cached_tokens + 0.0
 
+    def as_json(self) -> dict[str, str | float]:
+        """Return them by name."""
+        return asdict(self)
+
     def write(self, path: Path) -> None:
         """Write them as JSON that `read_costs` reads."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

@@ -16,6 +16,9 @@ class StepCosts(Protocol):
     def decode_seconds(self, sequences: int, cached_tokens: int) -> float:
         """Return the same for a step in which so many sequences get a token, and attend to so many cached ones."""
 
+    def as_json(self) -> dict[str, str | float]:
+        """Return what they are, for a report."""
+
 
 class VirtualClock:
     """A clock that stands still until it is set. The engine asks it wherever it would ask time.monotonic()."""

@@ -48,8 +48,12 @@ def print_simulation(result: dict[str, Any]) -> None:
 
 def about(result: dict[str, Any]) -> str:
     """Return one line about what was simulated."""
-    costs = ", ".join(f"{name} {value:.3g}" for name, value in result["costs"].items())
-    return f"{result['model']}, simulated: {result['runs'][0]['requests']} requests a run; seconds of a step: {costs}"
+    costs = result["costs"]
+    if "hardware" in costs:
+        steps = f"steps as planned on {costs['devices']} of {costs['hardware']}"
+    else:
+        steps = "seconds of a step: " + ", ".join(f"{name} {value:.3g}" for name, value in costs.items())
+    return f"{result['model']}, simulated: {result['runs'][0]['requests']} requests a run; {steps}"
 
 
 def table(result: dict[str, Any]) -> list[list[str]]:

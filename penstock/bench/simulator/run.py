@@ -1,16 +1,17 @@
 """A simulation from options to figures: one run for each request rate."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock import validation as check
-from penstock.assembly import plan_engine
+from penstock.assembly import PlannedEngine, plan_engine
 from penstock.bench.datasets import Dataset
 from penstock.bench.outcomes import Load
 from penstock.bench.simulator.arrivals import Arrival, Drawn, Trace
 from penstock.bench.simulator.costs import LinearCosts
+from penstock.bench.simulator.executor import StepCosts
 from penstock.bench.simulator.figures import Figures, parse_target
 from penstock.bench.simulator.recorded import load_costs
 from penstock.bench.simulator.scenario import Progress, Scenario, priced, smallest_fleet
@@ -84,15 +85,23 @@ def find_costs(options: dict[str, Any], source: str) -> LinearCosts:
     return measure_costs(options)
 
 
-def run(engine_options: dict[str, Any], options: Options, costs: LinearCosts, progress: Progress) -> dict[str, Any]:
+def run(
+    engine_options: dict[str, Any],
+    options: Options,
+    costs: StepCosts,
+    progress: Progress,
+    planned: PlannedEngine | None = None,
+) -> dict[str, Any]:
     """Simulate a run for each rate, and return their figures.
+
+    planned: a replica elsewhere; None: one on this machine.
 
     Raises:
         InvalidRequestError: an option is wrong, or a line of the trace.
         EngineError: no fleet meets the target.
     """
     goals = () if options.target is None else parse_target(options.target)
-    planned = plan_engine(EngineConfig.from_options(**engine_options))
+    planned = planned or plan_engine(EngineConfig.from_options(**engine_options))
     runs = []
     for rate in options.rates:
         scenario = Scenario(
@@ -108,7 +117,7 @@ def run(engine_options: dict[str, Any], options: Options, costs: LinearCosts, pr
         "router": options.router,
         "users": options.users,
         "target": options.target,
-        "costs": asdict(costs),
+        "costs": costs.as_json(),
         "runs": runs,
     }
 

@@ -1,0 +1,68 @@
+"""Replicas on hardware elsewhere: their cache is what fits there, and their steps take what a plan predicts."""
+
+from dataclasses import dataclass
+
+from penstock.assembly import PlannedEngine
+from penstock.bench.simulator.costs import Shape
+from penstock.config import EngineConfig
+from penstock.errors import InvalidRequestError
+from penstock.interface.step import SchedulerOutput
+from penstock.planner.costs import Amounts, ModelWork, time_of
+from penstock.planner.fit import Budget
+from penstock.planner.forecast import Forecaster
+from penstock.planner.machines import Hardware
+from penstock.planner.report import fitter_of
+from penstock.weights.planned import PlannedModel
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareCosts:
+    """The seconds of steps on some hardware. A StepCosts."""
+
+    work: ModelWork
+    hardware: Hardware
+
+    def step_seconds(self, step: SchedulerOutput) -> float:
+        """Return the seconds of a step."""
+        return self.seconds(Shape.of(step.scheduled))
+
+    def decode_seconds(self, sequences: int, cached_tokens: int) -> float:
+        """Return the seconds of a step without prompts."""
+        return self.seconds(Shape(1.0, sequences, 0, cached_tokens, 0))
+
+    def seconds(self, shape: Shape) -> float:
+        """Return the seconds of a step of this shape, as if all its sequences were alike, and all prompts one."""
+        prompt, sequences = shape.prompt_tokens, shape.sequences + (shape.prompt_tokens > 0)
+        before = (
+            shape.pairs / prompt - prompt / 2 if prompt else 0.0
+        )  # cached tokens that a prompt's new ones attend to
+        tokens = pairs = 0.0
+        for layers, window in self.work.windows:
+            limit = float("inf") if window is None else window
+            tokens += layers * (min(shape.cached_tokens, limit * shape.sequences) + min(max(before, 0.0), limit))
+            pairs += layers * min(shape.cached_tokens + shape.sequences, limit * shape.sequences)
+            pairs += layers * min(shape.pairs + prompt / 2, limit * prompt)
+        amounts = Amounts(sequences, shape.sequences + prompt, sequences, tokens, pairs)
+        return time_of(self.work, self.hardware, amounts).seconds
+
+    def as_json(self) -> dict[str, str | float]:
+        """Return what they are about."""
+        return {"hardware": self.hardware.name, "devices": self.work.degrees.size}
+
+
+def plan_replica(config: EngineConfig, hardware: Hardware, budget: Budget) -> tuple[PlannedEngine, HardwareCosts]:
+    """Return an engine on the fewest devices that hold it, and the costs of its steps.
+
+    Raises:
+        ModelLoadError: there is no such model, or it cannot be served.
+        InvalidRequestError: it does not fit, or an option is not planned.
+    """
+    if not hardware.has_rates:
+        raise InvalidRequestError(f"hardware: {hardware.name} has no rates, so no times", param="hardware")
+    source = PlannedModel.read(config)
+    fit = fitter_of(source, budget).fit()
+    if not fit.fits:
+        advice = f"with {fit.smallest_change} it would" if fit.smallest_change else "see `penstock plan`"
+        raise InvalidRequestError(f"hardware: {config.model} does not fit {hardware.name}; {advice}", param="hardware")
+    work = Forecaster(source.model, source.sizes, hardware).work(fit)
+    return PlannedEngine(fit.config, source.model, list(fit.groups)), HardwareCosts(work, hardware)
