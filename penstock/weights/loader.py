@@ -188,9 +188,13 @@ def weight_layers(model: object) -> Iterable[tuple[str, WeightLayer]]:
 
 def weight_bytes(model: object, make: LayerFactory) -> int:
     """Return the bytes that the layers of an empty model will keep, and torch's own modules have."""
-    layers: int = sum(layer.num_bytes for layer in kept_layers(model, make))
+    return sum(layer.num_bytes for layer in kept_layers(model, make)) + plain_bytes(model, make)
+
+
+def plain_bytes(model: object, make: LayerFactory) -> int:
+    """Return the bytes of the parameters of torch's own modules."""
     plain = {id(value): int(value.numel()) for _, _, _, value in plain_parameters(model)}
-    return layers + int(make.ops.dtype.itemsize) * sum(plain.values())
+    return int(make.ops.dtype.itemsize) * sum(plain.values())
 
 
 def kept_layers(model: object, make: LayerFactory) -> list[WeightLayer]:

@@ -20,7 +20,7 @@ from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.spec.shares import Share, cut_all
-from penstock.weights.loader import empty_model, kept_layers, weight_bytes
+from penstock.weights.loader import empty_model, kept_layers, plain_bytes
 from penstock.weights.sources import read_parameters
 
 
@@ -38,13 +38,14 @@ def model_sizes(
     experts = [expert for module in modules if isinstance(module, MoE) for expert in module.experts]
     # One call computes all experts of a layer, so that they leave no results of their own.
     unused = {layer.out for expert in experts for layer in (expert.gate_up_proj, expert.down_proj)}
-    plain, weights = "float32" if int(ops.dtype.itemsize) == 4 else "bfloat16", weight_bytes(model, make)
+    plain, kept = "float32" if int(ops.dtype.itemsize) == 4 else "bfloat16", kept_layers(model, make)
+    weights = sum(layer.num_bytes for layer in kept) + plain_bytes(model, make)
     return ModelSizes(
         weights=weights,
         row_bytes=sum(slot.row_bytes for slot in make.arena.slots - unused - {head.out for head in heads}),
         vocab_columns=max(head.width for head in heads),
         deepest=max(module.spec.shape[1] for module in modules if isinstance(module, Linear)),
-        kinds=_kinds(kept_layers(model, make), plain, weights),
+        kinds=_kinds(kept, plain, weights),
         products=_products(modules, plain),
     )
 
