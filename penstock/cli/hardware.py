@@ -53,10 +53,10 @@ def budget_of(config: EngineConfig, hardware: Hardware | None, devices: Devices 
     Without --devices and a hardware elsewhere the ranks of a model are processes that share this machine's memory.
     """
     from penstock.planner.fit import Budget
-    from penstock.planner.memory import free_memory_bytes, resident_bytes
+    from penstock.planner.memory import ENGINE_RUNTIME, free_memory_bytes, resident_bytes
 
     count, size = devices or (hardware.devices if hardware is not None else 1, None)
-    runtime, shared = resident_bytes(), devices is None and hardware is None
+    runtime, shared = max(resident_bytes(), ENGINE_RUNTIME), devices is None and hardware is None
     given = config.cache.memory or size or (hardware.memory_bytes if hardware is not None else None)
     if given is not None:
         return Budget(given, runtime, None, count, shared)

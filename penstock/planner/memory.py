@@ -18,6 +18,7 @@ from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.layout import GRANULE, cache_token_bytes
 from penstock.spec.model_config import ModelConfig
 
+ENGINE_RUNTIME = 57 * 2**20  # what an engine's process has before it loads, without torch; measured
 MAX_SHARE = 0.4  # of the free memory, unless kv_cache_memory_bytes is given
 
 
