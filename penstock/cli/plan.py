@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan, and print tables or JSON."""
     config = EngineConfig.from_options(**engine_options(args))
     # Without a name it is what was measured here, if anything was.
-    hardware = load_hardware(args.hardware or THIS) if args.hardware or this_file().is_file() else None
+    name = THIS if args.hardware is None and this_file().is_file() else args.hardware
+    hardware = None if name is None else load_hardware(name)
     elsewhere = hardware if args.hardware not in (None, THIS) else None
     check_ranks(config, elsewhere, args.devices)
     if args.plot is not None and Path(args.plot).suffix not in PICTURES:

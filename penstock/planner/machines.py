@@ -127,10 +127,8 @@ def load_hardware(text: str) -> Hardware:
         InvalidRequestError: there is none, or a field of it is unknown, missing or out of range.
     """
     path = this_file() if text == THIS else FOLDER / f"{text}.yaml" if text in names() else Path(text)
-    if not path.exists():
-        advice = "measure it with `penstock bench machine`" if text == THIS else f"names are this, {', '.join(names())}"
-        raise InvalidRequestError(f"hardware: there is no {text!r}; {advice}", param="hardware")
-    return load("hardware", text, path, read_hardware)
+    advice = "measure it with `penstock bench machine`" if text == THIS else f"names are this, {', '.join(names())}"
+    return load("hardware", text, path, read_hardware, advice)
 
 
 def read_hardware(found: Any) -> Hardware:

@@ -37,9 +37,7 @@ def load_placement(text: str) -> Placement:
     """
     known = names_in(FOLDER)
     path = FOLDER / f"{text}.yaml" if text in known else Path(text)
-    if not path.exists():
-        raise InvalidRequestError(f"placement: there is no {text!r}; names are {', '.join(known)}", param="placement")
-    return load("placement", text, path, read_placement)
+    return load("placement", text, path, read_placement, f"names are {', '.join(known)}")
 
 
 def read_placement(found: Any) -> Placement:

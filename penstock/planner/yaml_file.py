@@ -18,12 +18,16 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-def load(option: str, text: str, path: Path, read: Callable[[Any], Found]) -> Found:
+def load(option: str, text: str, path: Path, read: Callable[[Any], Found], advice: str) -> Found:
     """Return what `read` makes of a YAML file, which a user named by `text` under an option.
 
     Raises:
-        InvalidRequestError: it cannot be read, is no YAML, or `read` refuses it.
+        InvalidRequestError: there is none (and the advice follows), it is no YAML, or `read` refuses it.
     """
+    try:
+        path.stat()
+    except (OSError, ValueError):  # a name may be too long, or hold a zero byte
+        raise InvalidRequestError(f"{option}: there is no {check.shown(text)}; {advice}", param=option) from None
     try:
         return read(read_yaml(read_text(path), str(path)))
     except ModelLoadError as error:

@@ -80,6 +80,8 @@ def test_a_file_of_rubbish_is_refused(load: Any, text: str, message: str, tmp_pa
         load(str(path))
     with pytest.raises(InvalidRequestError, match="there is no 'nowhere'; names are"):
         load("nowhere")
+    with pytest.raises(InvalidRequestError, match="there is no 'aaa"):
+        load("a" * 1000)
 
 
 def test_counts_of_a_placement_have_a_bound() -> None:
@@ -112,6 +114,7 @@ def test_counts_of_a_placement_have_a_bound() -> None:
         (("--memory", "0"), "--memory: 0 is not allowed"),
         (("--memory", "nan"), "write it like"),
         (("--hardware", "nope"), "--hardware: there is no 'nope'; names are this, ascend-910b"),
+        (("--hardware", ""), "is no file"),
         (("--placement", "nope"), "--placement: there is no 'nope'; names are falcon-40b-galaxy"),
         (("--hardware", "wormhole-n150", "--tensor-parallel-size", "2"), "--devices: 1 are too few for a model"),
         (
