@@ -20,6 +20,8 @@ def print_plan(model: str, result: dict[str, Any]) -> None:
     console.print(f"{model} on {result['hardware']}{split}: {verdict}, max_model_len = {length}", highlight=False)
     if result["smallest_change"]:
         console.print(f"with {result['smallest_change']} it would fit", highlight=False)
+    elif any(device["total_bytes"] > device["budget_bytes"] for device in result["devices"]):
+        console.print("no single change makes it fit; what would fit is below", highlight=False)
     _print_devices(console, result)
     weights = ", ".join(f"{name} {size_text(size)}" for name, size in result["weights"].items())
     console.print(f"weights: {weights}; cache: {result['cache_bytes_per_token']} bytes a token", highlight=False)
