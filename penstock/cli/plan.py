@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
-from penstock.cli.terminal import check_writable, note
+from penstock.cli.terminal import check_writable, note, saying
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.planner.machines import MOST_DEVICES, THIS, Hardware, load_hardware, this_file
@@ -15,6 +15,7 @@ from penstock.planner.yaml_file import MOST_BYTES
 
 if TYPE_CHECKING:  # numpy takes longer to import than a mistake to find
     from penstock.planner.fit import Budget
+    from penstock.planner.placement import Placement
 
 DESCRIPTION = "Say what a model takes and how fast it will be, from its config.json, before anything is loaded."
 EXAMPLES = """examples:
@@ -23,6 +24,7 @@ EXAMPLES = """examples:
   penstock plan /models/llama --devices 8x16GB --max-model-len 4096
   penstock plan /models/llama --memory 8GiB --batch 1 8 32 --prompt-len 128 1024 --context 1024 4096
   penstock plan /models/falcon-40b --hardware wormhole-galaxy --placement falcon-40b-galaxy
+  penstock plan /models/falcon-40b --hardware wormhole-galaxy --placement falcon-40b-galaxy --run --hidden-size 64
 Exit code 1 where it does not fit.
 """
 DEVICES = re.compile(r"(\d{1,9})(?:x(.+))?", re.ASCII)
@@ -39,6 +41,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--devices", type=_parse_devices, metavar="N", help=help_text)
     help_text = "a YAML file, or a name of the package's: chips of each part of the model, checked"
     machine.add_argument("--placement", metavar="FILE", help=help_text)
+    chips = parser.add_argument_group("simulated chips")
+    help_text = "compute the placement: each chip runs its part with the real kernels; compare with a run without chips"
+    chips.add_argument("--run", action="store_true", dest="is_run", help=help_text)  # run is the command
+    help_text = "of a narrower model, with random weights, that --run computes instead"
+    chips.add_argument("--hidden-size", type=parse_size, metavar="N", help=help_text)
+    help_text = (
+        "steps of --run in flight, each with some of the rows, where layers have chips of their own (default: 1)"
+    )
+    chips.add_argument("--micro-batches", type=parse_size, metavar="N", help=help_text)
+    help_text = "write what the chips of --run did, for chrome://tracing or Perfetto"
+    chips.add_argument("--trace", metavar="FILE", help=help_text)
     load = parser.add_argument_group("load")
     several: dict[str, Any] = {"type": parse_size, "nargs": "+", "action": "extend", "metavar": "N"}
     load.add_argument("--batch", **several, help="streams at once (default: 1 and --max-num-seqs)")
@@ -64,6 +77,9 @@ def _parse_devices(text: str) -> tuple[int, int | None]:
 def run(args: argparse.Namespace) -> int:
     """Plan, and print tables or JSON."""
     config = EngineConfig.from_options(**engine_options(args))
+    for name in ("hidden_size", "micro_batches", "trace"):
+        if getattr(args, name) is not None and not args.is_run:
+            raise InvalidRequestError(f"{name}: it belongs to --run", param=name)
     hardware = _hardware(args.hardware)
     elsewhere = hardware if args.hardware not in (None, THIS) else None
     _check_ranks(config, elsewhere, args.devices)
@@ -82,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     planned = PlannedModel.read(config)
     result = answer(planned, Question(_budget(config, elsewhere, args.devices), hardware, load, placement))
     _note_what_is_unknown(hardware, args.devices)
+    if args.is_run:
+        result["run"] = _computed(config, placement, hardware, args)
     if args.plot is not None:
         _draw(args.model, result, Path(args.plot))
     if args.json:
@@ -90,7 +108,25 @@ def run(args: argparse.Namespace) -> int:
         from penstock.cli.plan_tables import print_plan
 
         print_plan(args.model, result)
-    return 0 if result["fits"] else DOES_NOT_FIT
+    return 0 if result["fits"] and result.get("run", {}).get("equal", True) else DOES_NOT_FIT
+
+
+def _computed(
+    config: EngineConfig, placement: "Placement | None", hardware: Hardware | None, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Compute the placement on simulated chips, and write the trace. Return the figures."""
+    from penstock.bench.placement import Trial, run_placement, write_trace
+
+    if placement is None or hardware is None:
+        raise InvalidRequestError("run: it needs a --placement, and a --hardware for its times", param="run")
+    if args.trace is not None:
+        check_writable(Path(args.trace), "trace")
+    with saying("penstock: computing the placement ..."):
+        trial = Trial.of(config, placement, hardware, args.hidden_size)
+        figures, machine = run_placement(trial, args.micro_batches or 1)
+    if args.trace is not None:
+        write_trace(machine, Path(args.trace))
+    return figures
 
 
 def _check_ranks(config: EngineConfig, hardware: Hardware | None, devices: tuple[int, int | None] | None) -> None:
