@@ -172,7 +172,6 @@ def _refuse(config: EngineConfig, model: ModelConfig) -> None:
         "quantization": config.numerics.scheme is not None,
         "load_format": config.numerics.load_format == "mock",
         "experts": model.num_experts > 0,
-        "sliding_window": any(window is not None for window in model.layer_windows),
     }
     for name, given in asked.items():
         if given:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -16,11 +17,13 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.sampling_params import SamplingParams
+from penstock.kernels.metadata import AttentionMetadata
 from penstock.kernels.tensors import Array
 from penstock.planner.machines import Hardware, load_hardware
 from penstock.planner.placement import Placement
 from penstock.planner.placement_file import FOLDER, load_placement
 from penstock.runner.chips.device import OverBudgetError
+from penstock.runner.chips.ops import RowsOfStep
 from tests.kernels.packed import levels
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
@@ -101,6 +104,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         SEVEN_B, {"chips_of": {"attention": chips(0, 4), "mlp": chips(4, 3), "lm_head": chips(7, 5)}, "head_pad": 0}
     ),
     "RW, one branch after the other": (RW, {"chips_of": {"attention": chips(0, 2), "mlp": chips(16, 8)}}),
+    "Mistral, a window": (
+        LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 3},
+        {"chips_of": {"attention": chips(0, 2), "mlp": chips(16, 8)}},
+    ),
     "Llama, resident": (
         LLAMA, {"chips_of": {"attention": chips(0, 4), "mlp": chips(4, 12), "lm_head": (31,)}, "weights": "resident"}
     ),
@@ -126,6 +133,27 @@ def test_any_placement_equals_the_plain_run(tmp_path: Path, name: str) -> None:
         assert figures["streamed"] == 0
     if "lm_head" not in made.placement.chips_of:
         assert figures["epochs"] == 2
+
+
+def test_what_a_step_has_of_some_rows() -> None:
+    """Guards against tokens of another chip's rows, and pairs beyond a window that are counted."""
+    meta = AttentionMetadata(
+        query_start_loc=np.array([0, 1, 4, 6], np.int32),
+        seq_lens=np.array([5, 3, 7], np.int32),  # 4, 0 and 5 tokens are cached
+        block_table=np.array([[3], [0], [2]], np.int32),
+        slot_mapping=np.array([52, 0, 1, -1, 37, 38]),
+        block_size=16,
+        sliding_window=4,
+    )
+    found = RowsOfStep.of(meta, (2, 4))
+    assert found.tokens.tolist() == [0, 4, 5]
+    assert found.meta.block_table.tolist() == [[1], [0]]
+    assert found.meta.slot_mapping.tolist() == [20, 5, 6]
+    assert (found.cached, found.pairs) == (3 + 3, 4 + 4 + 4)
+    found = RowsOfStep.of(meta, (0, 2))
+    assert found.meta.slot_mapping.tolist() == [0, 1, -1]
+    assert (found.cached, found.pairs) == (0, 1 + 2 + 3)
+    assert len(RowsOfStep.of(meta, (1, 2)).tokens) == 0
 
 
 def test_another_order_of_sums_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

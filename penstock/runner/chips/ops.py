@@ -19,6 +19,8 @@ from penstock.runner.chips.device import Work
 from penstock.runner.chips.machine import Site
 from penstock.runner.chips.parts import Heads, Range
 
+UNLIMITED = 2**62  # tokens
+
 
 class PlacedCache:
     """One layer's cache, in parts for the chips of its attention, which are made when the first token comes.
@@ -43,7 +45,7 @@ class RowsOfStep:
 
     Attributes:
         tokens: their places in the step.
-        cached: tokens that were stored before.
+        cached: tokens that were stored before and are seen.
         pairs: of a token and one that it sees.
     """
 
@@ -69,8 +71,10 @@ class RowsOfStep:
             slot_mapping=np.where(slots < 0, slots, slots - rows[0] * meta.block_size),
             plan=None,
         )
-        cached = lengths[chosen] - new
-        return cls(own_meta, tokens, int(cached.sum()), int((new * cached + new * (new + 1) // 2).sum()))
+        cached, window = lengths[chosen] - new, meta.sliding_window or UNLIMITED
+        positions = np.arange(len(tokens)) - np.repeat(np.cumsum(new) - new - cached, new)
+        pairs = int(np.minimum(positions + 1, window).sum())
+        return cls(own_meta, tokens, int(np.minimum(cached, window - 1).sum()), pairs)
 
 
 class OnInner:
