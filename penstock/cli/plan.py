@@ -3,14 +3,17 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.hardware import add_hardware, budget_of, check_ranks
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
-from penstock.cli.terminal import check_writable, note
+from penstock.cli.terminal import check_writable, note, saying
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.planner.machines import THIS, Hardware, load_hardware, this_file
+
+if TYPE_CHECKING:  # numpy takes longer to import than a mistake to find
+    from penstock.planner.placement import Placement
 
 DESCRIPTION = "Say what a model takes and how fast it will be, from its config.json, before anything is loaded."
 EXAMPLES = """examples:
@@ -19,6 +22,7 @@ EXAMPLES = """examples:
   penstock plan /models/llama --devices 8x16GB --max-model-len 4096
   penstock plan /models/llama --memory 8GiB --batch 1 8 32 --prompt-len 128 1024 --context 1024 4096
   penstock plan /models/falcon-40b --hardware wormhole-galaxy --placement falcon-40b-galaxy
+  penstock plan /models/falcon-40b --hardware wormhole-galaxy --placement falcon-40b-galaxy --run --hidden-size 64
 Exit code 1 where it does not fit.
 """
 PICTURES = (".html", ".svg")
@@ -32,6 +36,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_hardware(machine, help_text)
     help_text = "a YAML file, or a name of the package's: chips of each part of the model, checked"
     machine.add_argument("--placement", metavar="FILE", help=help_text)
+    chips = parser.add_argument_group("simulated chips")
+    help_text = "compute the placement: each chip runs its part with the real kernels; compare with a run without chips"
+    chips.add_argument("--run", action="store_true", dest="is_run", help=help_text)  # run is the command
+    help_text = "of a narrower model, with random weights, that --run computes instead"
+    chips.add_argument("--hidden-size", type=parse_size, metavar="N", help=help_text)
+    help_text = (
+        "steps of --run in flight, each with some of the rows, where layers have chips of their own (default: 1)"
+    )
+    chips.add_argument("--micro-batches", type=parse_size, metavar="N", help=help_text)
+    help_text = "write what the chips of --run did, for chrome://tracing or Perfetto"
+    chips.add_argument("--trace", metavar="FILE", help=help_text)
     load = parser.add_argument_group("load")
     several: dict[str, Any] = {"type": parse_size, "nargs": "+", "action": "extend", "metavar": "N"}
     load.add_argument("--batch", **several, help="streams at once (default: 1 and --max-num-seqs)")
@@ -45,6 +60,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan, and print tables or JSON."""
     config = EngineConfig.from_options(**engine_options(args))
+    for name in ("hidden_size", "micro_batches", "trace"):
+        if getattr(args, name) is not None and not args.is_run:
+            raise InvalidRequestError(f"{name}: it belongs to --run", param=name)
     # Without a name it is what was measured here, if anything was.
     name = THIS if args.hardware is None and this_file().is_file() else args.hardware
     hardware = None if name is None else load_hardware(name)
@@ -65,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     planned = PlannedModel.read(config)
     result = answer(planned, Question(budget_of(config, elsewhere, args.devices), hardware, load, placement))
     _note_what_is_unknown(hardware, args.devices)
+    if args.is_run:
+        result["run"] = _computed(config, placement, hardware, args)
     if args.plot is not None:
         _draw(args.model, result, Path(args.plot))
     if args.json:
@@ -73,7 +93,25 @@ def run(args: argparse.Namespace) -> int:
         from penstock.cli.plan_tables import print_plan
 
         print_plan(args.model, result)
-    return 0 if result["fits"] else DOES_NOT_FIT
+    return 0 if result["fits"] and result.get("run", {}).get("equal", True) else DOES_NOT_FIT
+
+
+def _computed(
+    config: EngineConfig, placement: "Placement | None", hardware: Hardware | None, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Compute the placement on simulated chips, and write the trace. Return the figures."""
+    from penstock.bench.placement import Trial, run_placement, write_trace
+
+    if placement is None or hardware is None:
+        raise InvalidRequestError("run: it needs a --placement, and a --hardware for its times", param="run")
+    if args.trace is not None:
+        check_writable(Path(args.trace), "trace")
+    with saying("penstock: computing the placement ..."):
+        trial = Trial.of(config, placement, hardware, args.hidden_size)
+        figures, machine = run_placement(trial, args.micro_batches or 1)
+    if args.trace is not None:
+        write_trace(machine, Path(args.trace))
+    return figures
 
 
 def _note_what_is_unknown(hardware: Hardware | None, devices: tuple[int, int | None] | None) -> None:

@@ -8,6 +8,7 @@ from rich.table import Table
 from penstock.planner.memory import size_text
 
 MIB = 2**20
+UNITS = ((2**30, "GiB"), (MIB, "MiB"), (2**10, "KiB"))
 
 
 def print_plan(model: str, result: dict[str, Any]) -> None:
@@ -30,6 +31,8 @@ def print_plan(model: str, result: dict[str, Any]) -> None:
         _print_times(console, result)
     if "placement" in result:
         _print_placement(console, result["placement"])
+    if "run" in result:
+        _print_run(console, result["run"])
     if "operator" in result:
         _print_operator(console, result["operator"])
 
@@ -80,6 +83,45 @@ def _print_placement(console: Console, found: dict[str, Any]) -> None:
     ]
     lines += [f"it cannot be: {problem}" for problem in found["problems"]]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _print_run(console: Console, found: dict[str, Any]) -> None:
+    """Print what simulated chips computed. Chips that held as much share a line, with the most that one of them did."""
+    verdict = "equal to" if found["equal"] else "NOT EQUAL to"
+    console.print(
+        f"computed at hidden size {found['hidden_size']}, {found['rows']} rows of {found['context']} tokens: "
+        f"{found['tokens']} tokens in {found['steps']} steps of {found['epochs']} epochs, {verdict} a run without "
+        f"chips; {1e3 * found['seconds']:.3f} ms simulated",
+        highlight=False,
+        soft_wrap=True,
+    )
+    counts = ("peak_sram_bytes", "peak_dram_bytes", "streamed", "received", "from_host", "to_host")
+    table = Table("chips", "SRAM", "DRAM", "streamed", "received", "from host", "to host", "busy")
+    alike: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for chip in found["chips"]:
+        alike.setdefault((chip["peak_sram_bytes"], chip["peak_dram_bytes"]), []).append(chip)
+    for chips in alike.values():
+        most = (_short(max(chip[name] for chip in chips)) for name in counts)
+        busy = f"{1e3 * max(chip['busy_seconds'] for chip in chips):.3f} ms"
+        table.add_row(_numbers([chip["chip"] for chip in chips]), *most, busy)
+    console.print(table)
+
+
+def _short(size: int) -> str:
+    """Return bytes with a unit of their size."""
+    unit, name = next(((unit, name) for unit, name in UNITS if size >= unit), (1, "B"))
+    return f"{size / unit:.3g} {name}"
+
+
+def _numbers(chips: list[int]) -> str:
+    """Return ascending numbers as text like 0-15, 20."""
+    runs: list[list[int]] = []
+    for chip in chips:
+        if runs and chip == runs[-1][-1] + 1:
+            runs[-1].append(chip)
+        else:
+            runs.append([chip])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _print_operator(console: Console, found: dict[str, Any]) -> None:

@@ -75,12 +75,12 @@ class LayerFactory:
         part = self.slot(f"{name}.part", spec.shape[:1], "float32")
         return SummedLinear(self.ops, spec, out, part, self.split, cut.part.degree)
 
-    def activated_linear(self, name: str, activation: str) -> ActivatedLinear:
+    def activated_linear(self, name: str, activation: str) -> Linear:
         """Make a product with an activation in the same call."""
         spec = self._linear_spec(name)
         return ActivatedLinear(self.ops, spec, self.slot(name, spec.shape[:1]), activation)
 
-    def gated_linear(self, name: str, activation: str) -> GatedLinear:
+    def gated_linear(self, name: str, activation: str) -> Linear:
         """Make a gated product; its weight holds gate's rows, then up's."""
         spec = self._linear_spec(name, gated=True)
         return GatedLinear(self.ops, spec, self.slot(name, (spec.shape[0] // 2,)), activation)

@@ -6,6 +6,7 @@ device, is the last one. In an epoch a chip's SRAM holds its part of that layer'
 """
 
 import fnmatch
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from penstock.kernels.attention.layout import ELEMENT_BYTES
 from penstock.spec.model_config import ModelConfig
 
 STREAMED, RESIDENT = "streamed", "resident"
+WEIGHT_BYTES = ELEMENT_BYTES["bfloat16"]  # a placement's weights are bfloat16
+LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,15 @@ class Placement:
             if fnmatch.fnmatchcase(name, pattern):
                 found = chips
         return found
+
+
+def operation_of(parameter: str) -> str | None:
+    """Return the operation that a parameter belongs to by its name; None: the embedding's or the final norm's."""
+    if parameter.startswith("lm_head."):
+        return "lm_head"
+    found = LAYER.search(parameter)
+    branch = "mlp" if ".mlp." in parameter else "attention"
+    return None if found is None else f"layers.{found[1]}.{branch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +253,8 @@ def operation_bytes(model: ModelConfig, shapes: Mapping[str, tuple[tuple[int, ..
 
     shapes: of the parameters of layer 0, and of the head, by operation.
     """
-    element = ELEMENT_BYTES["bfloat16"]
-    found = {name: element * sum(_size(shape) for shape in shapes[name]) for name in ("attention", "mlp")}
-    return found | {"lm_head": element * (model.vocab_size + pad) * model.hidden_size}
+    found = {name: WEIGHT_BYTES * sum(_size(shape) for shape in shapes[name]) for name in ("attention", "mlp")}
+    return found | {"lm_head": WEIGHT_BYTES * (model.vocab_size + pad) * model.hidden_size}
 
 
 def _size(shape: Sequence[int]) -> int:

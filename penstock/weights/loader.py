@@ -41,11 +41,13 @@ class Place:
         free_memory: returns the bytes that the weights may take; None checks nothing.
         split: a rank's part of every layer (its cuts are found here), and how that meets the others; None: all of it.
         stage: the layers; None: all.
+        make: makes the factory of the layers.
     """
 
     free_memory: Callable[[], int] | None = None
     split: Split | None = None
     stage: Stage | None = None
+    make: Callable[..., LayerFactory] = LayerFactory.single_device
 
 
 ANYWHERE = Place()
@@ -88,9 +90,7 @@ def load_model(
     free_memory = place.free_memory if str(ops.device) == "cpu" else None  # that of other devices is not known here
     if free_memory is not None:
         check_memory({"rotary tables of all positions": rotary_bytes(model_config, max_model_len)}, free_memory())
-    make = LayerFactory.single_device(
-        ops, parameters, scheme=scheme, max_positions=max_model_len, head=head, split=split
-    )
+    make = place.make(ops, parameters, scheme=scheme, max_positions=max_model_len, head=head, split=split)
     source = None if packed is not None else open_source(directory, model_config, load_format)
     if split is not None and source is not None:
         source = CutSource(source, split.cuts)

@@ -1,6 +1,6 @@
 """A model as the planner sees it: its numbers and its sizes, from config.json alone."""
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from penstock.layers.lm_head import HeadLayout
 from penstock.layers.split import Split
 from penstock.models.config_json import load_model_config
 from penstock.planner.ledger import ModelSizes
+from penstock.planner.placement import operation_of
 from penstock.plugins.user_files import import_files
 from penstock.quant.scheme import Scheme
 from penstock.spec.model_config import ModelConfig
@@ -26,7 +27,6 @@ from penstock.weights.sizes import model_sizes, part_of
 from penstock.weights.sources import read_parameters
 
 Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # of a rank's part; () is the whole
-FIRST_LAYER = re.compile(r"^[^.]+\.0\.|\.(layers|h)\.0\.")
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,7 @@ class PlannedModel:
 
     def layer_shapes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Return the shapes of the parameters of the first layer, by the branch that they belong to."""
-        found: dict[str, list[tuple[int, ...]]] = {"attention": [], "mlp": []}
-        for name, parameter in self.parameters.items():
-            if FIRST_LAYER.search(name):
-                found["mlp" if ".mlp." in name else "attention"].append(parameter.shape)
-        return {name: tuple(shapes) for name, shapes in found.items()}
+        return layer_shapes(self.parameters)
 
     def resolved(self, num_ranks: int = 0) -> EngineConfig:
         """Return the config with every choice made. num_ranks: tensor_parallel_size; 0: that of the config."""
@@ -117,6 +113,16 @@ class PlannedModel:
             shapes = tuple((name, cut.own.shape, cut.own.leaf_ends) for name, cut in split.cuts.items())
             self._parts[share] = split, shapes
         return self._parts[share]
+
+
+def layer_shapes(parameters: Mapping[str, Parameter]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return the shapes of the first layer's parameters, by the branch that they belong to."""
+    found: dict[str, list[tuple[int, ...]]] = {"attention": [], "mlp": []}
+    for name, parameter in parameters.items():
+        layer, _, branch = (operation_of(name) or "").rpartition(".")
+        if layer == "layers.0":
+            found[branch].append(parameter.shape)
+    return {name: tuple(shapes) for name, shapes in found.items()}
 
 
 def _refuse_unplanned(config: EngineConfig) -> None:
