@@ -306,8 +306,14 @@ class NumericsConfig:
         """The quantization and its group size; None for weights that are not quantised."""
         return Scheme.parse(self.quantization, self.quantization_group_size)
 
-    def resolve(self, model: "ModelConfig", num_ranks: int = 1) -> tuple["NumericsConfig", dict[str, str]]:
-        """Return the config without open values, and the reason of each choice. num_ranks: processes beside this one.
+    def resolve(
+        self, model: "ModelConfig", num_ranks: int = 1, num_engines: int = 1
+    ) -> tuple["NumericsConfig", dict[str, str]]:
+        """Return the config without open values, and the reason of each choice.
+
+        Args:
+            num_ranks: processes that share the model.
+            num_engines: that share the machine, each with so many processes.
 
         Raises:
             InvalidRequestError: a group size is given without groups, the native kernels are asked for and missing,
@@ -335,14 +341,15 @@ class NumericsConfig:
         small = model.hidden_size * model.intermediate_size < SMALL_MATRIX
         if level is None and self.cpu_affinity not in (AUTO, NONE):
             raise fail("cpu_affinity", self.cpu_affinity, "auto or none: only the native kernels place their threads")
-        if num_ranks > 1:
-            return _apply(self, choices | self._share_cores(Machine.read(), num_ranks, small_model=small))
+        if num_ranks * num_engines > 1:
+            shared = self._share_cores(Machine.read(), num_ranks * num_engines, small_model=small)
+            return _apply(self, choices | shared)
         return _apply(self, choices | self._resolve_cores(Machine.read(), small_model=small))
 
     def _share_cores(self, machine: Machine, num_ranks: int, *, small_model: bool) -> Choices:
         """Choose threads and cpu_affinity of each of several processes, if they were left open."""
         if self.cpu_affinity not in (AUTO, NONE):
-            raise fail("cpu_affinity", self.cpu_affinity, "auto or none where several processes share the model")
+            raise fail("cpu_affinity", self.cpu_affinity, "auto or none where several processes share the cores")
         choices: Choices = {}
         if self.threads is None:
             threads = 1 if small_model else max(1, machine.default_threads()[0] // num_ranks)
@@ -422,8 +429,10 @@ class EngineConfig:
             raise InvalidRequestError(f"{name}: unknown option; known are {', '.join(option_names())}", param=name)
         return cls(model=model, imports=imports, **parts)
 
-    def resolve(self, model: "ModelConfig") -> "EngineConfig":
+    def resolve(self, model: "ModelConfig", num_engines: int = 1) -> "EngineConfig":
         """Return the config without "auto" and None (except kv_cache_memory_bytes, see planner.memory), with reasons.
+
+        num_engines: that share the machine.
 
         Raises:
             InvalidRequestError: an option does not fit the others, the model or the machine.
@@ -433,7 +442,7 @@ class EngineConfig:
         stages = self.parallel.pipeline_parallel_size
         if stages > model.num_hidden_layers:
             raise fail("pipeline_parallel_size", stages, f"at most {model.num_hidden_layers}, a layer for each process")
-        numerics, why_numerics = self.numerics.resolve(model, self.parallel.num_ranks * stages)
+        numerics, why_numerics = self.numerics.resolve(model, self.parallel.num_ranks * stages, num_engines)
         scheduler, why_scheduler = self.scheduler.resolve(model)
         cache, why_cache = self.cache.resolve(scheduler.max_model_len or 0, numerics.dtype)
         reasons = why_numerics | why_scheduler | why_cache

@@ -105,6 +105,7 @@ def build_engine(
     instance: object | None = None,
     *,
     takes_over: bool = False,
+    num_engines: int = 1,
     groups: list[CacheGroup] | None = None,
     start: StartRanks = start_ranks,
 ) -> BuiltEngine:
@@ -113,7 +114,9 @@ def build_engine(
     Args:
         instance: a model object of Transformers, served instead of the model that config.model names. Its weights are
             copied and not read again.
-        takes_over: config.cache.kv_cache_memory_bytes is what an engine had whose end frees it, so it is not refused.
+        takes_over: config.cache.kv_cache_memory_bytes is what an engine had whose end frees it, or has planned for this
+            one too, so it is not refused.
+        num_engines: that share the cores and the free memory of the machine.
         groups: of the cache, with their blocks; None plans them.
         start: makes the ranks of a model that several share.
 
@@ -123,13 +126,13 @@ def build_engine(
     """
     import_files(config.imports)
     model_config, weights = _find(config, instance)
-    config = _resolve(config, model_config, weights)
+    config = _resolve(config, model_config, weights, num_engines)
     check_offload(config)
     if config.numerics.load_format == "mock":
         return _build_mock(config, model_config, weights, groups)
     kv_scales = read_scales(config, model_config)
     ops = make_ops(config, model_config)
-    free = UNLIMITED if takes_over else free_memory_bytes()
+    free = UNLIMITED if takes_over else free_memory_bytes() // num_engines
     draft = find_draft(config, model_config, weights)
     free -= draft.num_bytes + (config.cache.kv_offload_memory_bytes or 0)
     config, memory = (
@@ -288,7 +291,7 @@ def _find(config: EngineConfig, instance: object | None, *, needs_weights: bool 
     return replace(model_config, model_impl=config.numerics.model_impl), weights
 
 
-def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights) -> EngineConfig:
+def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_engines: int = 1) -> EngineConfig:
     """Choose every option that was left open: from a packed directory, the model and the machine."""
     numerics, reasons = config.numerics, dict[str, str]()
     if numerics.verify_files and not isinstance(weights, Path):
@@ -297,7 +300,7 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights) -> Engi
         numerics, reasons = packed.fit(numerics, weights)
         if numerics.verify_files and numerics.load_format == "auto":
             reasons["verify_files"] = f"on: {verify(weights)}"
-    config = replace(config, numerics=numerics).resolve(model)
+    config = replace(config, numerics=numerics).resolve(model, num_engines)
     check_split(config, model, weights)
     return replace(config, reasons=config.reasons | reasons | _check_sharding(config, model))
 

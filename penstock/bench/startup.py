@@ -15,10 +15,11 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from penstock.client import frames
 from penstock.client.engine_client import EngineState
+from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
@@ -65,28 +66,34 @@ def time_health() -> float:
 
 
 class TimedClient(ProcessClient):
-    """Notes when a death is noticed, when the next engine is ready, and when its first token arrives."""
+    """Notes when a death is noticed, when the next engine is ready, and when the next token arrives.
+
+    Attributes:
+        times: of the last death, by PARTS; empty before one.
+    """
 
     times: dict[str, float]
 
-    def engine_lost(self) -> bool:
+    def engine_lost(self, index: int, num_rows: int, to_blame: OpenRequest | None) -> None:
         self.times = {"death noticed": time.perf_counter()}
-        return super().engine_lost()
+        super().engine_lost(index, num_rows, to_blame)
 
-    def engine_ready(self, info: ModelInfo) -> None:
-        if self.status().restarts:
+    def engine_ready(self, index: int, num_rows: int, info: ModelInfo) -> None:
+        if self.times:
             self.times["engine ready"] = time.perf_counter()
-        super().engine_ready(info)
+        super().engine_ready(index, num_rows, info)
 
-    def received(self, frame: frames.Outputs | frames.Rejected) -> None:
-        if self.status().restarts:
+    def received(self, index: int, frame: frames.Outputs | frames.Rejected) -> None:
+        if self.times:
             self.times.setdefault("next token", time.perf_counter())
-        super().received(frame)
+        super().received(index, frame)
 
 
-async def time_deaths(*, standby: bool) -> dict[str, list[float]]:
-    """Return the seconds from a kill to each of PARTS, for NUM_KILLS kills of the demo model's engine in a stream."""
-    client = TimedClient({"model": "demo"}, None, standby=standby)
+async def time_deaths(*, standby: bool = False, data_parallel_size: int = 1) -> dict[str, list[float]]:
+    """Return the seconds from a kill to each of PARTS, for NUM_KILLS kills of the demo model's engine that has a
+    stream."""
+    client = TimedClient({"model": "demo"}, None, standby=standby, data_parallel_size=data_parallel_size)
+    client.times = {}
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     params = SamplingParams(max_tokens=2 * NUM_TOKENS_BEFORE_KILL, ignore_eos=True, seed=1)
     try:
@@ -96,10 +103,12 @@ async def time_deaths(*, standby: bool) -> dict[str, list[float]]:
                 await asyncio.sleep(0.01)
             killed_at = 0.0
             async for output in client.generate([1], params):
-                pid = client.status().pid
+                pid = next((one.pid for one in client.status().replicas if one.journal_requests), None)
                 if len(output.outputs[0].token_ids) >= NUM_TOKENS_BEFORE_KILL and not killed_at and pid is not None:
                     killed_at = time.perf_counter()
                     os.kill(pid, signal.SIGKILL)
+            while "engine ready" not in client.times:  # where others have gone on meanwhile
+                await asyncio.sleep(0.01)
             for part in PARTS:
                 found[part].append(client.times[part] - killed_at)
     finally:
@@ -112,9 +121,14 @@ def main() -> int:
     for name, measure in (("penstock --version", time_version), ("serve demo until /health is 200", time_health)):
         times = [measure() for _ in range(REPEATS)]
         print(f"{name}: median {statistics.median(times):.3f} s, best {min(times):.3f} s of {REPEATS}")
-    for standby in (False, True):
-        for part, times in asyncio.run(time_deaths(standby=standby)).items():
-            name = f"from a kill, {'with' if standby else 'without'} a standby: {part}"
+    ways: dict[str, dict[str, Any]] = {
+        "one engine": {},
+        "one engine and a standby": {"standby": True},
+        "two engines": {"data_parallel_size": 2},
+    }
+    for way, options in ways.items():
+        for part, times in asyncio.run(time_deaths(**options)).items():
+            name = f"from a kill, with {way}: {part}"
             print(f"{name}: median {statistics.median(times):.3f} s, best {min(times):.3f} s of {NUM_KILLS}")
     return 0
 

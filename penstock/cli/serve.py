@@ -8,6 +8,7 @@ from penstock.cli.options import UNSET, add_engine_options, add_log_level, add_m
 
 CLIENT_OPTIONS = (  # of AsyncLLM, beside the engine's
     "standby",
+    "data_parallel_size",
     "max_queued_requests",
     "max_queued_tokens",
     "max_queue_wait",
@@ -53,6 +54,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--drain-timeout", type=float, default=UNSET, metavar="S", help=help_text)
     help_text = "keep a second engine process loaded, which takes over at once when the first dies"
     group.add_argument("--standby", action="store_true", help=help_text)
+    help_text = "engines that share the requests, each with the whole model and its part of the machine (default: 1)"
+    group.add_argument("--data-parallel-size", type=int, default=UNSET, metavar="N", help=help_text)
     help_text = "memory for what the engine did in its last minutes; 0 for none (default: 32MiB)"
     group.add_argument("--flight-recorder", type=parse_size, default=UNSET, metavar="SIZE", help=help_text)
     help_text = "directory for records of these minutes, when an engine dies or a request fails (default: none)"

@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fleet = parser.add_argument_group("fleet")
     help_text = "engines behind the router, or auto: as few as meet the target (default: 1)"
     fleet.add_argument("--replicas", type=_parse_replicas, default=1, metavar="N", help=help_text)
-    help_text = "round_robin or least_loaded, by open requests (default: round_robin)"
+    help_text = "round_robin, least_loaded, by open requests, or cached_prefix, as serve does (default: round_robin)"
     fleet.add_argument("--router", default="round_robin", metavar="NAME", help=help_text)
     help_text = "what the fleet must keep, like ttft_p99=2s,itl_p99=100ms,e2e_p50=20s"
     fleet.add_argument("--target", metavar="GOALS", help=help_text)

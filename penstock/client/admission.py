@@ -64,7 +64,7 @@ class Admission:
         clock: returns seconds.
 
     Attributes:
-        num_rows: requests that the engine runs at once; None until it is ready.
+        num_rows: requests that run at once; None until an engine is ready.
         has_priorities: whether the engine's policy takes the most urgent request first.
     """
 
@@ -77,6 +77,7 @@ class Admission:
         self._requests = requests
         self._clock = clock
         self._throughput = Throughput()
+        self._engines: dict[int, tuple[int, bool]] = {}  # tokens that each has computed, and whether it has a queue
         self._typical_tokens: float | None = None  # outputs of a choice that may end by itself
         self._queue = _Queue(1)
         self._forecast_at = -math.inf
@@ -149,24 +150,36 @@ class Admission:
         waits = self._queue.must_wait
         for index in range(params.n):  # as many rows, of choices or beams
             prompt = 0 if index else num_prompt_tokens  # the others find it in the cache
-            self._queue.add(flow, prompt, self._outputs_left(params.max_tokens or 0, params.ignore_eos))
+            self._queue.add(flow, prompt, self.outputs_left(params.max_tokens or 0, params.ignore_eos))
         self._queue.most_urgent = min(self._queue.most_urgent, priority)
         patient = params.use_beam_search  # whose first token comes with its last
         return self._limits.max_queue_wait if waits and not patient else None
 
-    def note(self, outputs: Sequence[EngineOutput], stats: EngineStats) -> None:
-        """Measure a step of the engine."""
+    def note(self, outputs: Sequence[EngineOutput], stats: EngineStats, engine: int = 0) -> None:
+        """Measure a step of one of the engines. What they bear together shows when each of them has a queue."""
         computed = stats.num_generated_tokens_total + stats.num_prompt_tokens_total - stats.num_cached_tokens_total
-        self._throughput.note(self._clock(), computed, has_queue=stats.num_waiting > 0)
+        self._engines[engine] = computed, stats.num_waiting > 0
+        has_queue = all(waits for _, waits in self._engines.values())
+        total = sum(computed for computed, _ in self._engines.values())
+        self._throughput.note(self._clock(), total, has_queue=has_queue)
         for output in outputs:
             if output.finish_reason is not None and output.hypotheses is None and output.pooled is None:
                 length = max(1, output.start_index + len(output.new_token_ids))
                 before = length if self._typical_tokens is None else self._typical_tokens
                 self._typical_tokens = before + TYPICAL_WEIGHT * (length - before)
 
-    def engine_ready(self, num_rows: int, *, has_priorities: bool = False) -> None:
-        """Count from anew: the counters of another engine begin at 0."""
+    def engine_ready(self, num_rows: int, *, has_priorities: bool = False, engine: int = 0) -> None:
+        """Count an engine from anew: the counters of a new one begin at 0. num_rows: of all that are ready."""
         self.num_rows, self.has_priorities = num_rows, has_priorities
+        self._leave_out(engine)
+
+    def engine_lost(self, num_rows: int, engine: int) -> None:
+        """Do without an engine. num_rows: of those that are left; 0 while a successor is awaited."""
+        self.num_rows = num_rows or self.num_rows
+        self._leave_out(engine)
+
+    def _leave_out(self, engine: int) -> None:
+        self._engines.pop(engine, None)
         self._throughput.pause()
 
     def _forecast(self) -> "_Queue":
@@ -188,9 +201,9 @@ class Admission:
 
     def _left(self, choice: Choice) -> float:
         params = choice.request.params
-        return self._outputs_left((params.max_tokens or 0) - len(choice.token_ids), params.ignore_eos)
+        return self.outputs_left((params.max_tokens or 0) - len(choice.token_ids), params.ignore_eos)
 
-    def _outputs_left(self, at_most: int, ignore_eos: bool) -> float:
+    def outputs_left(self, at_most: int, ignore_eos: bool) -> float:
         """Return the tokens to be expected of a choice, however many it has had."""
         return at_most if ignore_eos or self._typical_tokens is None else min(at_most, self._typical_tokens)
 

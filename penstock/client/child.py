@@ -46,7 +46,9 @@ class EngineChild:
         return None
 
     async def connect(self) -> None:
-        """Attach the connection to the running event loop."""
+        """Attach the connection to the running event loop, unless it has been closed."""
+        if self._sock.fileno() < 0:
+            return
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
 
     def send(self, frame: frames.ToEngine) -> None:

@@ -46,7 +46,11 @@ class StandbyStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A snapshot for /status, /health and /metrics."""
+    """A snapshot for /status, /health and /metrics: of one engine, or the sum of several.
+
+    Attributes:
+        replicas: each engine of a client; empty in the status of one of them.
+    """
 
     state: EngineState
     pid: int | None
@@ -60,6 +64,7 @@ class EngineStatus:
     planned_memory: dict[str, int] = field(default_factory=dict)  # bytes by what they are for (planner/ledger.py)
     peak_memory_bytes: int | None = None  # the most physical memory that the engine process ever had
     standby: StandbyStatus | None = None  # None where none is wanted
+    replicas: tuple["EngineStatus", ...] = ()
 
 
 class EngineClient(Protocol):
@@ -142,11 +147,11 @@ class EngineClient(Protocol):
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
         """Return the prefixes that were found in the cache most often, pinned or not; of late, if there are many."""
 
-    async def record(self) -> SavedRecord:
-        """Make a bundle of the flight recorder: what the engine did in its last minutes.
+    async def record(self, engine: int = 0) -> SavedRecord:
+        """Make a bundle of the flight recorder: what an engine did in its last minutes.
 
         Raises:
-            InvalidRequestError: the recorder is off or empty.
+            InvalidRequestError: the recorder is off or empty, or there is no such engine.
             EngineOverloadedError: another one is being made.
             OSError: there is a directory for bundles, which cannot be written to.
         """

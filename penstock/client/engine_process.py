@@ -166,7 +166,8 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes]") -> EngineServ
             from penstock.assembly import build_engine  # not at the top, so that the reader thread runs meanwhile
             from penstock.config import EngineConfig
 
-            built = build_engine(EngineConfig.from_options(**first.options), takes_over=first.takes_over)
+            config = EngineConfig.from_options(**first.options)
+            built = build_engine(config, takes_over=first.takes_over, num_engines=first.num_engines)
     except PenstockError as error:
         param, code = getattr(error, "param", None), getattr(error, "code", None)
         user_error = isinstance(error, InvalidRequestError)

@@ -31,14 +31,16 @@ class InvalidFrameError(EngineError):
 class Start(msgspec.Struct, tag=True, frozen=True):
     """The first frame. `options` are for EngineConfig.from_options.
 
-    takes_over: they are what another engine had, whose memory will be free by then.
+    takes_over: they are what another engine had, whose memory will be free by then, or has planned for this one too.
     ring: descriptor of the flight recorder's memory, which the process inherits.
+    num_engines: that share the machine.
     """
 
     epoch: int
     options: dict[str, Any]
     takes_over: bool = False
     ring: int | None = None
+    num_engines: int = 1
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True):

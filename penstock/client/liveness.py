@@ -1,6 +1,7 @@
 """Liveness: whether an engine process makes progress, as far as its frames tell."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any
@@ -85,6 +86,14 @@ class Liveness:
         if self._ready and self._working_s >= MAX_STEP_S:
             return f"in the same step for {self._working_s:.0f} s"
         return None
+
+
+def total_stats(found: Sequence[EngineStats]) -> EngineStats:
+    """Return the sums of all gauges and counters of several engines."""
+    total = {item.name: getattr(found[0], item.name) for item in fields(EngineStats)}
+    for stats in found[1:]:
+        total = {name: _sum(value, getattr(stats, name)) for name, value in total.items()}
+    return EngineStats(**total)
 
 
 def _sum(one: Any, other: Any) -> int | list[int]:

@@ -66,10 +66,6 @@ class OpenRequests:
         """Yield the running choices, oldest first, without those that are paused."""
         return (choice for request, choice in self._running.values() if not request.paused)
 
-    def wanted(self) -> list[str]:
-        """Return the engine request ids of these choices."""
-        return [choice.request.request_id for choice in self.running_choices()]
-
     def running_of(self, request: "OpenRequest") -> list[str]:
         """Return the engine request ids of a request's running choices."""
         ids = (engine_request.request_id for engine_request in request.prepared.engine_requests)

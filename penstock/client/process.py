@@ -1,8 +1,7 @@
-"""ProcessClient: requests to an engine in a child process. The base of `AsyncLLM`; imports no torch.
+"""ProcessClient: requests to an engine in a child process, or to several. The base of `AsyncLLM`; imports no torch.
 
-The supervisor keeps the child running (client/supervisor.py), OpenRequests holds what is asked of it, and Recovery
-gives it to the engine, or to the next one where the engine died: no stream ends with the process that computes it. A
-request that cannot be handled ends alone.
+Replicas keeps the children running and gives them what OpenRequests holds (client/replicas.py): no stream ends with the
+process that computes it. A request that cannot be handled ends alone.
 """
 
 import asyncio
@@ -13,17 +12,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from penstock import validation as check
 from penstock.client import frames
 from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.input_processor import InputProcessor, PreparedRequest, resumed
 from penstock.client.open_requests import OpenRequest, OpenRequests, token_by_token
-from penstock.client.records import RecordKeeper, RecordOptions, SavedRecord
-from penstock.client.recovery import DEATHS_BEFORE_TRIAL, Recovery
-from penstock.client.supervisor import EngineSupervisor
+from penstock.client.records import RecordOptions, SavedRecord
+from penstock.client.recovery import DEATHS_BEFORE_TRIAL
+from penstock.client.replicas import MAX_REPLICAS, Replicas
 from penstock.errors import (
     EngineDeadError,
-    EngineError,
     EngineOverloadedError,
     InvalidRequestError,
     ModelLoadError,
@@ -34,22 +33,28 @@ from penstock.interface.messages import EngineOutput, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
+from penstock.interface.timeline import IntervalKind
 from penstock.tokenizer.tokenizer import Tokenizer
 
 LOGGER = logging.getLogger("penstock")
+MAX_UNREAD = 16384  # tokens and log-probabilities of a stream that may wait for its reader
 NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class ProcessClient:
-    """Implements EngineClient and EngineListener. The constructor starts the child; all else needs an event loop.
+    """Implements EngineClient and ReplicasListener. The constructor starts a child; all else needs an event loop.
 
     Args:
         options: for EngineConfig.from_options, checked already.
         seed: of the engine, for requests without one.
         limits: of what may wait.
-        standby: keep a second engine process ready to take over.
+        standby: keep a second process of each engine ready to take over.
         record: what the flight recorder keeps.
         follows_forms: the tokenizer is the one in the model's directory, by which the engine follows forms of answers.
+        data_parallel_size: engines that share the requests, each with the whole model.
+
+    Raises:
+        InvalidRequestError: data_parallel_size is out of range.
     """
 
     def __init__(
@@ -62,28 +67,28 @@ class ProcessClient:
         standby: bool = False,
         record: RecordOptions | None = None,
         follows_forms: bool = True,
+        data_parallel_size: int = 1,
     ) -> None:
+        check.check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)
         self._follows_forms = follows_forms
         self._tokenizer = tokenizer
         self._seed = seed
         self._inputs: InputProcessor | None = None  # made when the model is known
         self._requests = OpenRequests(tokenizer)
         self._admission = Admission(limits or AdmissionLimits(), self._requests)
-        self._recovery = Recovery(self._requests, lambda frame: self._supervisor.child.send(frame))
-        self._records = RecordKeeper(record or RecordOptions())
-        self._supervisor = EngineSupervisor(options, self, self._records.descriptor, standby=standby)
-        self._fingerprint: str | None = None  # of the engine that computed the tokens so far
-        self._watch: asyncio.Task[None] | None = None
+        start = frames.Start(-1, options, num_engines=data_parallel_size)
+        outputs_left, record = self._admission.outputs_left, record or RecordOptions()
+        self._replicas = Replicas(start, self._requests, self, outputs_left, record, standby=standby)
+        self._fingerprint: str | None = None  # of the model that self._inputs was made for
         self._draining = False
         self._checking = asyncio.Semaphore(1)
         self._num_aborted = 0
-        self._last_outputs_at = 0.0  # on the clock of timelines
 
     @property
     def model_info(self) -> ModelInfo:
-        if self._supervisor.model_info is None:
-            raise self._supervisor.failure or EngineDeadError("the engine is not ready yet")
-        return self._supervisor.model_info
+        if self._replicas.model_info is None:
+            raise self._replicas.failure or EngineDeadError("the engine is not ready yet")
+        return self._replicas.model_info
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -92,48 +97,30 @@ class ProcessClient:
         return self._tokenizer
 
     def status(self) -> EngineStatus:
-        engine = self._supervisor
-        return EngineStatus(
-            state=self._state,
-            pid=engine.child.pid,
-            restarts=engine.restarts,
-            heartbeat_age_s=engine.liveness.age_s,
-            making_progress=engine.state is EngineState.READY and engine.liveness.making_progress,
-            stats=engine.liveness.stats,
+        state = self._replicas.state
+        return replace(
+            self._replicas.status(),
+            state=EngineState.DRAINING if self._draining and state is EngineState.READY else state,
             journal_requests=self._requests.num_running,
             journal_tokens=self._requests.num_tokens,
             num_aborted_total=self._num_aborted,
-            planned_memory={} if engine.model_info is None else engine.model_info.memory,
-            peak_memory_bytes=engine.child.peak_memory_bytes(),
-            standby=engine.standby_status(),
         )
 
-    @property
-    def _state(self) -> EngineState:
-        state = self._supervisor.state
-        return EngineState.DRAINING if self._draining and state is EngineState.READY else state
-
     async def attach(self) -> None:
-        """Watch the child from this event loop. Raise EngineError if it was shut down, or belongs to another one."""
-        loop = asyncio.get_running_loop()
-        if self._watch is None:
-            if self._supervisor.failure is not None:
-                raise self._supervisor.failure
-            self._watch = loop.create_task(self._supervisor.run(), name="engine supervisor")
-        elif self._watch.get_loop() is not loop:
-            raise EngineError("this engine belongs to the event loop that used it first; make a new one for each loop")
+        """Watch the engines from this event loop. Raise EngineError if they were shut down, or belong to another."""
+        self._replicas.attach()
 
     async def start(self) -> ModelInfo:
-        """Wait until the engine is ready; optional, since `generate` does so too.
+        """Wait until every engine is ready; optional, since `generate` does so too.
 
         Raises:
             ModelLoadError, InvalidRequestError: it cannot be built.
             EngineError: it died too often, was shut down, or belongs to another event loop.
         """
         await self.attach()
-        await self._supervisor.settled.wait()
-        if self._supervisor.failure is not None:
-            raise self._supervisor.failure
+        await self._replicas.settled.wait()
+        if self._replicas.failure is not None:
+            raise self._replicas.failure
         return self.model_info
 
     def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
@@ -212,7 +199,7 @@ class ProcessClient:
         patience_s = self._admission.admit(prepared)
         request = self._requests.open(prepared)
         request.patience_s = patience_s
-        self._recovery.submit([engine_request.request_id for engine_request in prepared.engine_requests])
+        self._replicas.dispatcher.submit(request)
         return request
 
     async def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
@@ -223,7 +210,7 @@ class ProcessClient:
         if pin.is_computed:
             return replace(pin.use)
         try:
-            self._recovery.pin(pin)
+            self._replicas.pin(pin)
             request = self._admit(pin.prepared())
             try:
                 await self.next_output(request)
@@ -235,13 +222,14 @@ class ProcessClient:
         if self._requests.prefixes.get(pin.name) is not pin:
             raise InvalidRequestError(f"name: {pin.name!r} was unpinned while it was computed", param="name")
         pin.is_computed = True
+        self._replicas.compute_everywhere(pin)
         return replace(pin.use)
 
     def unpin_prefix(self, name: str) -> bool:
         pin = self._requests.prefixes.get(name)
         if pin is not None:
             self._requests.prefixes.unpin(name)
-            self._recovery.unpin(pin)
+            self._replicas.unpin(pin)
         return pin is not None
 
     def pinned_prefixes(self) -> list[PrefixUse]:
@@ -254,17 +242,17 @@ class ProcessClient:
         """Wait for the next output of an open request. Raise the error that ended it."""
         output = await (request.mailbox.get() if request.patience_s is None else self._first(request))
         request.patience_s = None
-        self._recovery.resume_if_read(request)
+        self._resume_if_read(request)
         return output
 
     def close(self, request: OpenRequest) -> None:
         """End an open request, which may still run; its id is free from now on."""
         self._num_aborted += not request.mailbox.ended
-        self._recovery.abort(self._requests.close(request))
+        self._replicas.dispatcher.abort(self._requests.close(request))
 
     def _check_serving(self) -> None:
-        if self._supervisor.failure is not None:
-            raise self._supervisor.failure
+        if self._replicas.failure is not None:
+            raise self._replicas.failure
         if self._draining:
             raise EngineDeadError("the engine takes no requests: it is draining")
 
@@ -279,12 +267,12 @@ class ProcessClient:
 
     async def _first(self, request: OpenRequest) -> RequestOutput:
         """Return a request's first output; refuse it if its patience ends, unless an engine has died meanwhile."""
-        restarts = self._supervisor.restarts
+        restarts = self._replicas.restarts
         try:
             async with asyncio.timeout(request.patience_s):
                 return await request.mailbox.get()
         except TimeoutError:
-            if restarts == self._supervisor.restarts and self._supervisor.state is EngineState.READY:
+            if restarts == self._replicas.restarts and self._replicas.state is EngineState.READY:
                 message = f"no token came within the {request.patience_s:g} s that a request may wait; try again later"
                 raise EngineOverloadedError(message) from None
         return await request.mailbox.get()
@@ -304,50 +292,37 @@ class ProcessClient:
             await asyncio.sleep(0.02)
 
     async def shutdown(self) -> None:
-        """End the engine. A second call only waits for the process."""
-        self._supervisor.stop()
-        if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
-            await asyncio.wait([self._watch])
-        await self._supervisor.wait()
-        await asyncio.to_thread(self._records.close)
+        """End the engines. A second call only waits for their processes."""
+        self._replicas.stop()
+        await self._replicas.wait()
 
-    async def record(self) -> SavedRecord:
-        return await asyncio.wrap_future(self._records.save())
+    async def record(self, engine: int = 0) -> SavedRecord:
+        check.check_int("engine", engine, 0, len(self._replicas) - 1)
+        return await asyncio.wrap_future(self._replicas.records(engine).save())
 
-    # --- what the supervisor calls ---------------------------------------------------------------------------------
+    # --- what the replicas call ------------------------------------------------------------------------------------
 
-    def engine_ready(self, info: ModelInfo) -> None:
-        """Give it what is open. Where the model's files have changed since, that cannot go on with the same bits."""
-        if self._fingerprint not in (None, info.system_fingerprint):
-            change = f"{self._fingerprint} became {info.system_fingerprint}"
-            self.engine_failed(EngineDeadError(f"the new engine computes otherwise: {change}"))
+    def engine_ready(self, index: int, num_rows: int, info: ModelInfo) -> None:
         if self._fingerprint != info.system_fingerprint:
             self._fingerprint, self._inputs = info.system_fingerprint, None
-        self._admission.engine_ready(info.max_num_seqs, has_priorities=info.scheduling_policy == "priority")
-        self._recovery.engine_ready()
+        by_priority = info.scheduling_policy == "priority"
+        self._admission.engine_ready(num_rows, has_priorities=by_priority, engine=index)
 
-    def engine_lost(self) -> bool:
-        self._records.engine_died(self._supervisor.last_death)
-        to_blame = self._recovery.engine_lost(self._last_outputs_at)
-        request = None if to_blame is None else self._requests.owner(to_blame)
-        if request is not None:
+    def engine_lost(self, index: int, num_rows: int, to_blame: OpenRequest | None) -> None:
+        self._admission.engine_lost(num_rows, index)
+        if to_blame is not None:
             times = DEATHS_BEFORE_TRIAL + 1
             message = f"the engine process died each of the {times} times that it computed this request, at last alone"
-            self._end(request, RequestFailedError(message))
-        return request is not None
-
-    def recovered(self) -> bool:
-        return self._recovery.recovered
+            self._end(to_blame, RequestFailedError(message))
 
     def engine_failed(self, error: EngineDeadError) -> None:
         for request in self._requests:
             self._end(request, error)
 
-    def received(self, frame: frames.Outputs | frames.Rejected) -> None:
+    def received(self, index: int, frame: frames.Outputs | frames.Rejected) -> None:
         if isinstance(frame, frames.Outputs):
-            self._last_outputs_at = time.monotonic()
-            self._admission.note(frame.outputs, frame.stats)
-            self._deliver(frame.outputs)
+            self._admission.note(frame.outputs, frame.stats, index)
+            self._deliver(index, frame.outputs)
             return
         request = self._requests.owner(frame.request_id)
         if request is not None:
@@ -356,10 +331,10 @@ class ProcessClient:
             LOGGER.error("the prefix %s is not pinned any more: %s", pin.name, frame.message)
             self.unpin_prefix(pin.name)
 
-    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+    def _deliver(self, index: int, outputs: Sequence[EngineOutput]) -> None:
         failed = next((output for output in outputs if output.error is not None), None)
         if failed is not None:
-            self._records.request_failed(failed.request_id)
+            self._replicas.records(index).request_failed(failed.request_id)
         for request, its_outputs in self._requests.by_request(outputs).items():
             try:
                 self._take(request, its_outputs)
@@ -368,7 +343,6 @@ class ProcessClient:
             except BaseException as error:  # a panic in the tokenizer's library is not an Exception
                 LOGGER.exception("request %s: its output could not be turned into text", request.prepared.request_id)
                 self._end(request, RequestFailedError(f"its output could not be turned into text: {error!r}"))
-        self._recovery.received([o.request_id for o in outputs if o.new_token_ids or o.finish_reason is not None])
 
     def _take(self, request: OpenRequest, outputs: Sequence[EngineOutput]) -> None:
         """Hand a request's outputs of a step to its reader; a step of several tokens gives several outputs."""
@@ -377,13 +351,32 @@ class ProcessClient:
             steps = [[output] for output in token_by_token(outputs)]
         for step in steps:
             output, abort_ids = self._requests.take(request, step)
-            self._recovery.abort(abort_ids)
+            self._replicas.dispatcher.abort(abort_ids)
             if output is not None:
                 request.mailbox.put(output)
-                self._recovery.pause_if_unread(request)
+                self._pause_if_unread(request)
+
+    def _pause_if_unread(self, request: OpenRequest) -> None:
+        """Take a request from its engine if its reader has left too much unread."""
+        num_unread = request.mailbox.num_unread
+        if num_unread <= MAX_UNREAD or request.mailbox.ended:
+            return
+        if not request.paused:
+            what = f"its reader has left {num_unread} tokens and log-probabilities unread"
+            LOGGER.info("request %s is paused: %s", request.prepared.request_id, what)
+        request.paused = True
+        ids = self._requests.running_of(request)
+        self._requests.interrupted(ids, IntervalKind.PAUSED, time.monotonic())
+        self._replicas.dispatcher.abort(ids)
+
+    def _resume_if_read(self, request: OpenRequest) -> None:
+        """Go on with a paused request of which all has been read."""
+        if request.paused and request.mailbox.num_unread == 0:
+            request.paused = False
+            self._replicas.dispatcher.submit(request)
 
     def _end(self, request: OpenRequest, error: PenstockError) -> None:
         """End a request with this error, unless it has ended."""
         if not request.mailbox.ended:
             request.mailbox.put(error)
-            self._recovery.abort(self._requests.cancel(request))
+            self._replicas.dispatcher.abort(self._requests.cancel(request))

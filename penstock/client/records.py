@@ -3,6 +3,7 @@
 The memory is the client's, so it outlives an engine that is killed. Bundles are made in a thread, one after the other.
 """
 
+import itertools
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ MIN_BYTES = 2**18
 MAX_BYTES = 2**30
 MAX_FILES = 16  # bundles in a directory; the oldest are deleted
 ERRORS_APART_S = 60.0  # between two bundles that failed requests cause
+_numbers = itertools.count(1)  # of the bundles of this process, which may have several engines
 NAME = re.compile(r"penstock-\d{8}T\d{6}-\d+-\d+\.record")
 
 
@@ -74,7 +76,6 @@ class RecordKeeper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flight recorder")
         self._last_error = -ERRORS_APART_S
         self._asked: Future[SavedRecord] | None = None  # for the last one
-        self._num_written = 0
 
     @property
     def descriptor(self) -> int | None:
@@ -136,9 +137,8 @@ class RecordKeeper:
 
     def _write(self, directory: Path, data: bytes) -> str:
         """Write a bundle that only this user can read, whole or not at all, and delete the oldest beyond MAX_FILES."""
-        self._num_written += 1
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-        file = directory / f"penstock-{stamp}-{os.getpid()}-{self._num_written}.record"
+        file = directory / f"penstock-{stamp}-{os.getpid()}-{next(_numbers)}.record"
         partial = file.with_suffix(".partial")
         try:
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:

@@ -1,4 +1,4 @@
-"""Recovery: what the engine process is given to compute, and what the next one is given when it has died.
+"""Recovery: what an engine process is given to compute, and what the next one in its place is given when it has died.
 
 A new engine gets every running choice with the tokens received so far as outputs, and continues with the next token.
 Because the engine computes the same token again, nobody can tell afterwards that it died.
@@ -7,30 +7,27 @@ A choice may itself be what ends the engine (it overflows a buffer, or the memor
 deaths, and received nothing in between, is therefore tried alone: the engine gets nothing else until the choice has its
 next token. If the engine dies under it, that choice fails, and the others go on.
 
+Where there are several engines, each has a Recovery, and they share what is known of deaths: a choice that ends one
+engine and is given to another has two deaths then (client/replicas.py).
+
 Pinned prefixes are given to a new engine first, and computed last: whether a request fits beside them is decided when
 it arrives, and nobody has to wait for one that is not asked for.
-
-A stream that nobody reads is taken from the engine in the same way, and goes on where it was once it has been read.
 """
 
-import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.client import frames
-from penstock.client.open_requests import OpenRequest, OpenRequests
+from penstock.client.open_requests import OpenRequests
 from penstock.client.prefixes import Pin
 from penstock.interface.timeline import IntervalKind
 
-LOGGER = logging.getLogger("penstock")
 DEATHS_BEFORE_TRIAL = 2
-MAX_UNREAD = 16384  # tokens and log-probabilities of a stream that may wait for its reader
 
 
 @dataclass(slots=True)
-class _Deaths:
+class Deaths:
     """How often engines died with a choice in them since it received its last token."""
 
     num_tokens: int  # received when it happened
@@ -38,39 +35,75 @@ class _Deaths:
 
 
 class Recovery:
-    """Sends the running choices of OpenRequests to one engine after the other.
+    """Sends choices of OpenRequests to one engine after the other.
 
     Args:
         send: to the current engine; frames for an engine that has died are dropped.
+        deaths: by engine request id, shared by the engines of a client; None: of this one alone.
     """
 
-    def __init__(self, requests: OpenRequests, send: Callable[[frames.ToEngine], None]) -> None:
+    def __init__(
+        self,
+        requests: OpenRequests,
+        send: Callable[[frames.ToEngine], None],
+        deaths: dict[str, Deaths] | None = None,
+    ) -> None:
         self._requests = requests
         self._send = send
         self._ready = False
+        self._mine: dict[str, None] = {}  # choices that this engine computes, or the next one; oldest first
         self._sent: set[str] = set()  # to the current engine, by engine request id
-        self._deaths: dict[str, _Deaths] = {}
+        self._deaths: dict[str, Deaths] = {} if deaths is None else deaths
         self._pins_to_compute: list[Pin] = []  # by the current engine, when there is nothing to try any more
         self._computing: dict[str, Pin] = {}  # by the current engine, again
         self._trials: deque[str] = deque()  # choices to try alone; the first one is in the engine
 
+    @property
+    def accepts(self) -> bool:
+        """Return whether new choices reach the engine at once: it is ready, and tries none alone."""
+        return self._ready and not self._trials
+
     def submit(self, request_ids: Iterable[str]) -> None:
         """Send new choices to the engine; while it starts, or tries a choice alone, they wait."""
-        if self._ready and not self._trials:
+        request_ids = list(request_ids)
+        self._mine.update(dict.fromkeys(request_ids))
+        if self.accepts:
             self._send_missing(request_ids)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Tell the engine that nobody wants these choices any more."""
+        """Tell the engine that nobody wants these choices any more, or not from it."""
+        request_ids = list(request_ids)
+        for request_id in request_ids:
+            self._mine.pop(request_id, None)
+        self._withdraw(request_ids)
+
+    def _withdraw(self, request_ids: Iterable[str]) -> None:
         known = [request_id for request_id in request_ids if request_id in self._sent]
         if known:
             self._send(frames.Abort(known))
             self._sent.difference_update(known)
             self._end_trial(known)
 
+    def waiting(self) -> list[str]:
+        """Return the choices that could as well be given to another engine: those that this one does not have, and that
+        are not to be tried alone."""
+        return [key for key in self._mine if key not in self._sent and not self._to_try(key)]
+
+    def _to_try(self, request_id: str) -> bool:
+        noted = self._deaths.get(request_id)
+        return noted is not None and noted.count >= DEATHS_BEFORE_TRIAL
+
     def pin(self, pin: Pin) -> None:
         """Tell the engine of a new pin, before the request that computes it is submitted."""
         if self._ready:
             self._declare(pin)
+
+    def compute(self, pin: Pin) -> None:
+        """Let the engine compute a pin that another engine has computed."""
+        if self._ready:  # else it does so when it is
+            self._pins_to_compute.append(pin)
+            if not self._trials:
+                self._compute_pins()
 
     def unpin(self, pin: Pin) -> None:
         """Tell the engine that nobody wants a pin any more."""
@@ -82,24 +115,6 @@ class Recovery:
     def _declare(self, pin: Pin) -> None:
         source = pin.request
         self._send(frames.Pin(pin.name, source.request_id, source.prompt_token_ids, source.cache_salt))
-
-    def pause_if_unread(self, request: OpenRequest) -> None:
-        """Take a request from the engine if its reader has left too much unread."""
-        num_unread = request.mailbox.num_unread
-        if num_unread <= MAX_UNREAD or request.mailbox.ended:
-            return
-        if not request.paused:
-            what = f"its reader has left {num_unread} tokens and log-probabilities unread"
-            LOGGER.info("request %s is paused: %s", request.prepared.request_id, what)
-        request.paused = True
-        self._requests.interrupted(self._requests.running_of(request), IntervalKind.PAUSED, time.monotonic())
-        self.abort(self._requests.running_of(request))
-
-    def resume_if_read(self, request: OpenRequest) -> None:
-        """Go on with a paused request of which all has been read."""
-        if request.paused and request.mailbox.num_unread == 0:
-            request.paused = False
-            self.submit(self._requests.running_of(request))
 
     @property
     def recovered(self) -> bool:
@@ -116,7 +131,7 @@ class Recovery:
         self._pins_to_compute = [
             pin for pin in self._requests.prefixes if pin.is_computed and pin.num_deaths < DEATHS_BEFORE_TRIAL
         ]
-        self._trials = deque(key for key, deaths in self._deaths.items() if deaths.count >= DEATHS_BEFORE_TRIAL)
+        self._trials = deque(key for key in self._deaths if key in self._mine and self._to_try(key))
         self._continue()
 
     def engine_lost(self, last_heard: float = 0.0) -> str | None:
@@ -124,19 +139,17 @@ class Recovery:
         alone, which is to blame."""
         to_blame = self._trials[0] if self._ready and self._trials else None
         self._requests.interrupted(self._sent, IntervalKind.RECOVERY, last_heard)
-        deaths: dict[str, _Deaths] = {}
-        for request_id in self._requests.running():
-            noted = self._deaths.get(request_id)
-            if request_id in self._sent:
-                num_tokens = self._requests.num_tokens_of(request_id)
-                again = noted is not None and noted.num_tokens == num_tokens
-                noted = _Deaths(num_tokens, noted.count + 1 if noted is not None and again else 1)
-            if noted is not None:
-                deaths[request_id] = noted
+        running = self._requests.running()
+        for request_id in [key for key in self._deaths if key not in running]:
+            del self._deaths[request_id]
+        for request_id in [key for key in self._mine if key in self._sent and key in running]:
+            noted, num_tokens = self._deaths.get(request_id), self._requests.num_tokens_of(request_id)
+            again = noted is not None and noted.num_tokens == num_tokens
+            self._deaths[request_id] = Deaths(num_tokens, noted.count + 1 if noted is not None and again else 1)
         for pin in self._computing.values():
             pin.num_deaths += 1
         self._computing.clear()
-        self._deaths = deaths
+        self._pins_to_compute.clear()
         self._ready = False
         self._sent.clear()
         self._trials.clear()
@@ -145,28 +158,34 @@ class Recovery:
     def received(self, request_ids: Sequence[str]) -> None:
         """Note that the engine has sent tokens, or the end, of these choices."""
         if self._trials and self._trials[0] in request_ids:
-            self.abort([self._trials[0]])  # so that the next one is alone; it comes back after the last trial
-        self._sent.difference_update(set(request_ids).difference(self._requests.running()))
+            self._withdraw([self._trials[0]])  # so that the next one is alone; it comes back after the last trial
+        ended = set(request_ids).difference(self._requests.running())
+        self._sent.difference_update(ended)
+        for request_id in ended:
+            self._mine.pop(request_id, None)
         for request_id in self._computing.keys() & set(request_ids):
             self._computing.pop(request_id).num_deaths = 0
 
     def _end_trial(self, request_ids: Iterable[str]) -> None:
         """Go on to the next trial if the present one is among these choices."""
         if self._trials and self._trials[0] in request_ids:
-            del self._deaths[self._trials.popleft()]
+            self._deaths.pop(self._trials.popleft(), None)
             self._continue()
 
     def _continue(self) -> None:
         """Send the next choice to try alone; if there is none, everything that the engine does not have."""
         running = self._requests.running()
         while self._trials and self._trials[0] not in running:
-            del self._deaths[self._trials.popleft()]
-        self._send_missing([self._trials[0]] if self._trials else self._requests.wanted())
+            self._deaths.pop(self._trials.popleft(), None)
+        self._send_missing([self._trials[0]] if self._trials else [key for key in self._mine if key in running])
         if not self._trials:
-            for pin in self._pins_to_compute:
-                self._computing[pin.request.request_id] = pin
-                self._send(frames.AddRequest(pin.request))
-            self._pins_to_compute.clear()
+            self._compute_pins()
+
+    def _compute_pins(self) -> None:
+        for pin in self._pins_to_compute:
+            self._computing[pin.request.request_id] = pin
+            self._send(frames.AddRequest(pin.request))
+        self._pins_to_compute.clear()
 
     def _send_missing(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

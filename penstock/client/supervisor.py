@@ -8,7 +8,7 @@ of all this as an EngineListener.
 import asyncio
 import logging
 import signal
-from typing import Any, Protocol
+from typing import Protocol
 
 from msgspec import structs
 
@@ -51,28 +51,36 @@ class EngineSupervisor:
     """Keeps an engine process running. The first one is started by the constructor; `run` watches it.
 
     Args:
-        options: for EngineConfig.from_options in the engine process.
+        start: the first frame of every engine process, which gets its own epoch.
         listener: is told of deaths, new engines and their outputs.
-        ring: descriptor of the flight recorder's memory, which every engine process inherits.
         standby: whether a second process is kept ready.
+        name: of the process, in the log.
 
     Attributes:
         restarts: processes that took over after the first.
         model_info: of the last engine that was ready.
         failure: why there will be no engine any more; None while there is hope.
         last_death: why the last engine process ended: its exit code or signal.
+        cache_bytes: memory of its cache.
         settled: set once an engine has been ready, or there is a failure.
     """
 
     def __init__(
-        self, options: dict[str, Any], listener: EngineListener, ring: int | None = None, *, standby: bool = False
+        self,
+        start: frames.Start,
+        listener: EngineListener,
+        *,
+        standby: bool = False,
+        name: str = "the engine process",
     ) -> None:
         self.restarts = 0
         self.last_death = ""
         self.model_info: ModelInfo | None = None
         self.failure: PenstockError | None = None
         self.settled = asyncio.Event()
-        self._start_frame = frames.Start(-1, options, ring=ring)  # of the process started last
+        self.cache_bytes = 0
+        self._start_frame = start  # of the process started last
+        self._name = name
         self._listener = listener
         self._deaths = RestartLimit(MAX_DEATHS, DEATHS_WINDOW_S)
         self._failed_starts = 0  # in a row
@@ -122,6 +130,11 @@ class EngineSupervisor:
             self._fail(EngineDeadError("the engine was shut down"))
         self._hang_up()
 
+    def give_up(self, error: EngineDeadError) -> None:
+        """End the engine process for this reason, and start no other."""
+        self._fail(error)
+        self._hang_up()
+
     async def wait(self) -> None:
         """Wait for the processes to end, after `stop`."""
         await self.child.wait()
@@ -154,7 +167,7 @@ class EngineSupervisor:
         match frame:
             case frames.Ready(info=info, cache_bytes=cache_bytes):
                 self._start_frame = taking_over(self._start_frame, info.max_model_len, cache_bytes)
-                self.model_info, self._start_error = info, None
+                self.model_info, self.cache_bytes, self._start_error = info, cache_bytes, None
                 self.settled.set()
                 self._listener.engine_ready(info)
             case frames.Outputs() | frames.Rejected():
@@ -170,16 +183,16 @@ class EngineSupervisor:
         reason = f"exit code {code}" if code >= 0 else f"signal {-code}"
         if code == -signal.SIGBUS:
             reason += ": a file that is mapped has become shorter, or its disk fails"
-        LOGGER.warning("the engine process died (%s); its requests go on in a new one", reason)
+        LOGGER.warning("%s died (%s); its requests go on in another one", self._name, reason)
         self.last_death = reason
         explained = self._listener.engine_lost()
         deaths = 0 if explained else self._deaths.count()
         self._failed_starts = 0 if was_ready else self._failed_starts + 1
         if self._failed_starts >= MAX_FAILED_STARTS:
-            died = EngineDeadError(f"the engine process died {self._failed_starts} times before it was ready")
+            died = EngineDeadError(f"{self._name} died {self._failed_starts} times before it was ready")
             self._fail(self._start_error or died)
         elif deaths >= MAX_DEATHS:
-            self._fail(EngineDeadError(f"the engine process died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s"))
+            self._fail(EngineDeadError(f"{self._name} died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s"))
         else:
             await asyncio.sleep(BACK_OFF_S * self._failed_starts)
         if self.failure is None:  # neither given up nor stopped meanwhile
@@ -191,7 +204,7 @@ class EngineSupervisor:
         self.restarts += 1
         reserve = None if self._standby is None else self._standby.hand_over()
         if reserve is None:
-            LOGGER.warning("restarting the engine process (restart %d of %d)", deaths, MAX_DEATHS - 1)
+            LOGGER.warning("restarting %s (restart %d of %d)", self._name, deaths, MAX_DEATHS - 1)
             self._engine = self._start()
             self._running = asyncio.create_task(self._engine.run(), name="engine")
         else:

@@ -10,6 +10,7 @@ from penstock.client.engine_client import Prompt
 from penstock.client.isolation import IsolatedTokenizer
 from penstock.client.process import ProcessClient
 from penstock.client.records import RecordOptions
+from penstock.client.replicas import MAX_REPLICAS
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.entrypoints.beam_search import search_output, search_params
@@ -33,8 +34,11 @@ class AsyncLLM(ProcessClient):
     with the open requests where they were. Implements client.engine_client.EngineClient.
 
     Args:
-        standby: keep a second engine process loaded, which takes over at once. Mapped weights (of a converted or packed
-            model) are shared; others are in memory twice.
+        standby: keep a second process of each engine loaded, which takes over at once. Mapped weights (of a converted
+            or packed model) are shared; others are in memory twice.
+        data_parallel_size: engines, each with the whole model and a process of its own, among which requests are
+            divided (client/replicas.py). threads, memory and kv_cache_memory_bytes are those of each; left out, they
+            share the machine.
         options: of EngineConfig.from_options; of AdmissionLimits (client/admission.py), which bound what may wait, and
             beyond which a request is refused with EngineOverloadedError; and of RecordOptions (client/records.py).
 
@@ -50,6 +54,7 @@ class AsyncLLM(ProcessClient):
         *,
         tokenizer: Tokenizer | str | Any = None,
         standby: bool = False,
+        data_parallel_size: int = 1,
         **options: Any,
     ) -> None:
         if not isinstance(model, str):
@@ -59,6 +64,7 @@ class AsyncLLM(ProcessClient):
                 param="model",
             )
         check.check_bool("standby", standby)
+        check.check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)  # before anything is started
         limits, record = check.take_options(AdmissionLimits, options), check.take_options(RecordOptions, options)
         config = EngineConfig.from_options(model=model, **options)
         found = choose_tokenizer(tokenizer, model, isolated=True)
@@ -72,13 +78,13 @@ class AsyncLLM(ProcessClient):
             record=record,
             standby=standby,
             follows_forms=own,
+            data_parallel_size=data_parallel_size,
         )
         if isinstance(found, IsolatedTokenizer):
             try:
                 found.load()  # while the engine starts
             except BaseException:
-                self._supervisor.stop()
-                self._supervisor.child.end()
+                self._replicas.end()
                 found.close()
                 raise
 

@@ -11,6 +11,7 @@ from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.engine_client import Prompt
 from penstock.client.in_process import InProcessClient
 from penstock.client.process import ProcessClient
+from penstock.client.replicas import MAX_REPLICAS
 from penstock.client.steps import StepClient
 from penstock.client.tokenizers import choose_tokenizer
 from penstock.config import EngineConfig
@@ -58,6 +59,8 @@ class LLM:
             another one goes on with the next token, as with AsyncLLM. Not for model objects, nor for logits processors
             that this process has registered: a file in `imports` registers them there.
         standby: keep a second process loaded, which takes over at once; with engine_in_process=False only.
+        data_parallel_size: engines that share the requests, each in a process of its own (as AsyncLLM has them); more
+            than 1 with engine_in_process=False only.
         options: of EngineConfig.from_options: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
             kv_cache_dtype, kv_cache_scales, kv_cache_memory_bytes, enable_prefix_caching, kernels, threads (default:
             all cores, or 1 for a small model), seed, ...
@@ -78,6 +81,7 @@ class LLM:
         tokenizer: Tokenizer | str | Any = None,
         engine_in_process: bool = True,
         standby: bool = False,
+        data_parallel_size: int = 1,
         **options: Any,
     ) -> None:
         if model is None:
@@ -93,6 +97,10 @@ class LLM:
         if engine_in_process:
             if standby:
                 raise check.fail("standby", standby, "False: an engine in this process cannot be replaced")
+            check.check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)
+            if data_parallel_size > 1:
+                allowed = "1: several engines need processes of their own (engine_in_process=False)"
+                raise check.fail("data_parallel_size", data_parallel_size, allowed)
             built = self._built = build_engine(self.config, None if isinstance(model, str) else model)
             self.config = built.config
             seed = built.config.numerics.seed
@@ -102,9 +110,8 @@ class LLM:
         elif isinstance(model, str):
             sent, own = {"model": model, **options}, tokenizer is None
             seed = self.config.numerics.seed
-            self.client = StepClient(
-                lambda: ProcessClient(sent, found, seed=seed, standby=standby, follows_forms=own), found
-            )
+            make = partial(ProcessClient, sent, found, seed=seed, standby=standby, follows_forms=own)
+            self.client = StepClient(partial(make, data_parallel_size=data_parallel_size), found)
         else:
             raise NotSupportedError(
                 "engine_in_process: a model object needs an engine in its own process", param="model"

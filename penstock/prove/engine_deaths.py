@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from penstock.client.engine_client import EngineState
 from penstock.client.supervisor import MAX_DEATHS
@@ -71,11 +71,14 @@ class EngineDeaths:
     unit: ClassVar[str] = "kills"
     goal: ClassVar[int] = 1000
     weight: ClassVar[float] = 4.0
-    standby: ClassVar[bool] = False
 
     def run(self, trials: Trials) -> None:
         with no_core_dumps(), no_log():
             asyncio.run(self._run(trials))
+
+    def _options(self, trials: Trials) -> dict[str, Any]:
+        """Return what the next client is given, beside the subject's options."""
+        return {}
 
     async def _run(self, trials: Trials) -> None:
         crowds: dict[int, list[Case]] = {}
@@ -83,7 +86,8 @@ class EngineDeaths:
         num_streams = num_tokens = 0
         while trials.go_on():
             number = trials.random.randrange(NUM_CROWDS)
-            async with AsyncLLM(trials.subject.model, standby=self.standby, **trials.subject.options) as llm:
+            options = trials.subject.options | self._options(trials)
+            async with AsyncLLM(trials.subject.model, **options) as llm:
                 if "-cpu." not in llm.model_info.system_fingerprint:
                     trials.skip("only the native kernels promise the same bits")
                     return
@@ -104,7 +108,23 @@ class StandbyDeaths(EngineDeaths):
     promise: ClassVar[str] = "A standby engine takes over at once"
     goal: ClassVar[int] = 400
     weight: ClassVar[float] = 2.0
-    standby: ClassVar[bool] = True
+
+    def _options(self, trials: Trials) -> dict[str, Any]:
+        return {"standby": True}
+
+
+class ReplicaDeaths(EngineDeaths):
+    """Ends one of two or three engines under streams, some of which have two ranks or a standby. The streams of the
+    others do not pause, and are in the median too."""
+
+    name: ClassVar[str] = "data-parallel"
+    promise: ClassVar[str] = "The streams of an engine that dies go on in another one"
+    goal: ClassVar[int] = 400
+    weight: ClassVar[float] = 2.0
+
+    def _options(self, trials: Trials) -> dict[str, Any]:
+        more: dict[str, Any] = trials.random.choice([{}, {}, {"tensor_parallel_size": 2}, {"standby": True}])
+        return {"data_parallel_size": trials.random.choice([2, 2, 3]), **more}
 
 
 class Crowd:
@@ -142,26 +162,27 @@ class Crowd:
         """End the engine at a random moment; in a hurry, the recovery from the last death may still be under way."""
         if not hurry:
             await self._until(self._recovered, "streams to go on")
-            await self._until(self._has_standby, "a standby")
+            await self._until(self._is_whole, "every engine and standby")
             if self._llm.status().standby is not None and self._trials.random.random() < SHARE_OF_STANDBY:
                 await self._end_standby()
         await asyncio.sleep(self._trials.random.uniform(0, LONGEST_WAIT_S))
         await self._until(lambda: self._llm.status().pid is not None, "an engine process")
         status = self._llm.status()
+        pid = self._trials.random.choice([one.pid for one in status.replicas if one.pid is not None])
         for case in self._cases:
             case.is_interrupted = True
         self._way = self._trials.random.choices([*WAYS], [*WAYS.values()])[0]
         self._restarts, self._died_at = status.restarts, time.monotonic()
         if self._way == OUT_OF_MEMORY:
-            await self._take_memory(status.pid)
+            await self._take_memory(pid)
         else:
-            send_signal(status.pid, signal.Signals[self._way])
+            send_signal(pid, signal.Signals[self._way])
 
     async def _end_standby(self) -> None:
         standby = self._llm.status().standby
         send_signal(None if standby is None else standby.pid, signal.SIGKILL)
         await self._until(lambda: self._llm.status().standby != standby, "the standby's death to be noticed")
-        await self._until(self._has_standby, "another standby")
+        await self._until(self._is_whole, "another standby")
 
     async def _take_memory(self, pid: int | None) -> None:
         """Let an engine have no more memory than it has; one that needs none for a while is killed."""
@@ -178,9 +199,12 @@ class Crowd:
     def _recovered(self) -> bool:
         return not any(case.is_interrupted for case in self._cases)
 
-    def _has_standby(self) -> bool:
-        standby = self._llm.status().standby
-        return standby is None or standby.state is EngineState.READY
+    def _is_whole(self) -> bool:
+        """Return whether no process is starting: one that is ended again and again before it is ready is given up."""
+        engines = self._llm.status().replicas
+        standbys = [one.standby for one in engines]
+        states = [one.state for one in engines] + [one.state for one in standbys if one is not None]
+        return all(state is EngineState.READY for state in states)
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE_S

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from penstock import validation as check
-from penstock.prove.engine_deaths import EngineDeaths, StandbyDeaths
+from penstock.prove.engine_deaths import EngineDeaths, ReplicaDeaths, StandbyDeaths
 from penstock.prove.faults import Faults
 from penstock.prove.full_disks import FullDisks
 from penstock.prove.hostile import GeneratedInput, HostileRequests
@@ -27,6 +27,7 @@ PROOFS: tuple[Proof, ...] = (
     ParallelBits(),
     EngineDeaths(),
     StandbyDeaths(),
+    ReplicaDeaths(),
     ServerDeaths(),
     ParentDeaths(),
     Faults(),

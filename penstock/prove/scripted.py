@@ -118,7 +118,7 @@ class ScriptedClient:
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
         return self._client.most_used_prefixes(count)
 
-    async def record(self) -> SavedRecord:
+    async def record(self, engine: int = 0) -> SavedRecord:
         raise InvalidRequestError("the flight recorder is off", code="recorder_off")
 
     async def drain(self, timeout_s: float) -> None:

@@ -4,7 +4,7 @@ Knows nothing of sockets or processes.
 """
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from penstock import __version__
 from penstock import validation as check
-from penstock.client.engine_client import EngineClient, EngineState
+from penstock.client.engine_client import EngineClient, EngineState, EngineStatus
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.messages import EngineStats
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
@@ -173,37 +173,15 @@ async def status(request: Request) -> Response:
     now = context.client.status()
     stats = now.stats
     draining = context.draining and now.state is not EngineState.FAILED
-    engine = {
-        "pid": now.pid,
-        "state": EngineState.DRAINING.value if draining else now.state.value,
-        "restarts": now.restarts,
-        "heartbeat_age_s": now.heartbeat_age_s,
-        "standby": None if now.standby is None else asdict(now.standby),
-    }
+    shown = replace(now, state=EngineState.DRAINING) if draining else now
     answer = {
-        "engine": engine,
-        "running": stats.num_running,
-        "waiting": stats.num_waiting,
-        "prefilling": stats.num_prefilling,
-        "preempted": stats.num_preempted,
-        "slots": stats.num_slots,
-        "kv_blocks": {
-            "total": stats.kv_blocks_total,
-            "free": stats.kv_blocks_free,
-            "cached": stats.kv_blocks_cached,
-            "pinned": stats.kv_blocks_pinned,
-        },
+        "engine": _process(shown),
+        **_load(stats),
         "kv_offload": _kv_offload(stats),
-        "memory": {
-            "planned_bytes": sum(now.planned_memory.values()) or None,
-            "peak_bytes": now.peak_memory_bytes,
-            "planned": now.planned_memory,
-        },
+        "memory": _memory(now),
         "journal": {"requests": now.journal_requests, "tokens": now.journal_tokens, "file": context.kept.status()},
         "prefixes": [use_object(use) for use in prefixes],
-        "prompt_tokens_total": stats.num_prompt_tokens_total,
-        "cached_tokens_total": stats.num_cached_tokens_total,
-        "generated_tokens_total": stats.num_generated_tokens_total,
+        **_tokens(stats),
         "spec_decode": {
             "drafts_total": stats.num_drafts_total,
             "draft_tokens_total": stats.num_draft_tokens_total,
@@ -213,13 +191,22 @@ async def status(request: Request) -> Response:
         "preemptions_total": stats.num_preemptions_total,
         "aborted_total": now.num_aborted_total,
     }
+    if len(now.replicas) > 1:
+        answer["replicas"] = [
+            {**_process(one), "choices": one.journal_requests, **_load(one.stats), **_tokens(one.stats)}
+            | {"memory": _memory(one)}
+            for one in now.replicas
+        ]
     return json_response(answer)
 
 
 async def record(request: Request) -> Response:
-    """Answer with a bundle of the flight recorder, without its text: a client may not read what others sent."""
+    """Answer with a bundle of an engine's flight recorder, without its text: a client may not read what others sent."""
+    engine = request.query_params.get("engine", "0")
+    if not engine.isdecimal():
+        raise check.fail("engine", engine[:100], "the index of an engine, from 0")
     try:
-        saved = await context_of(request).client.record()
+        saved = await context_of(request).client.record(int(engine[:9]))
     except OSError as error:
         raise ApiError(500, f"the record cannot be written: {error.strerror}", code="record_not_written") from None
     headers = {"Content-Disposition": 'attachment; filename="penstock.record"', "Cache-Control": "no-store"}
@@ -317,6 +304,50 @@ async def create_text(request: Request) -> Response:
 async def not_built(request: Request) -> Response:
     """Refuse a route that clients know and this server does not have yet."""
     raise not_found(f"{request.scope['path'][:100]} is not built yet.", "not_implemented")
+
+
+def _process(engine: EngineStatus) -> dict[str, Any]:
+    """Return what /status says of an engine process, or of all of them."""
+    return {
+        "pid": engine.pid,
+        "state": engine.state.value,
+        "restarts": engine.restarts,
+        "heartbeat_age_s": engine.heartbeat_age_s,
+        "standby": None if engine.standby is None else asdict(engine.standby),
+    }
+
+
+def _load(stats: EngineStats) -> dict[str, Any]:
+    """Return what /status says of an engine's work, or of that of all engines."""
+    return {
+        "running": stats.num_running,
+        "waiting": stats.num_waiting,
+        "prefilling": stats.num_prefilling,
+        "preempted": stats.num_preempted,
+        "slots": stats.num_slots,
+        "kv_blocks": {
+            "total": stats.kv_blocks_total,
+            "free": stats.kv_blocks_free,
+            "cached": stats.kv_blocks_cached,
+            "pinned": stats.kv_blocks_pinned,
+        },
+    }
+
+
+def _tokens(stats: EngineStats) -> dict[str, int]:
+    return {
+        "prompt_tokens_total": stats.num_prompt_tokens_total,
+        "cached_tokens_total": stats.num_cached_tokens_total,
+        "generated_tokens_total": stats.num_generated_tokens_total,
+    }
+
+
+def _memory(engine: EngineStatus) -> dict[str, Any]:
+    return {
+        "planned_bytes": sum(engine.planned_memory.values()) or None,
+        "peak_bytes": engine.peak_memory_bytes,
+        "planned": engine.planned_memory,
+    }
 
 
 def _kv_offload(stats: EngineStats) -> dict[str, int]:

@@ -6,7 +6,7 @@ one registry of metrics: two servers in one process do not share counts.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.client.engine_client import EngineClient, EngineState
+from penstock.client.engine_client import EngineClient, EngineState, EngineStatus
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.timeline import IntervalKind
@@ -229,7 +229,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's statistics at each scrape. Counters restart at 0 with a new engine, as Prometheus allows."""
+    """Reads the engines' statistics at each scrape. Counters go on where an engine is replaced."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -239,19 +239,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         status = self._client.status()
-        for name, text, attribute in GAUGES:
-            yield GaugeMetricFamily(name, text, value=getattr(status.stats, attribute))
-        for name, text, attribute in COUNTERS:
-            yield CounterMetricFamily(name, text, value=getattr(status.stats, attribute))
-        by_position = CounterMetricFamily(
-            "penstock_spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by place", labels=["position"]
-        )
-        for position, count in enumerate(status.stats.num_accepted_tokens_per_pos_total):
-            by_position.add_metric([str(position)], count)
-        yield by_position
-        yield CounterMetricFamily(
-            "penstock_engine_restarts", "Engine processes restarted after a failure", value=status.restarts
-        )
+        yield from _of_engines(status.replicas if len(status.replicas) > 1 else (status,))
         aborted = status.num_aborted_total
         yield CounterMetricFamily("penstock_aborted_requests", "Requests whose client disconnected", value=aborted)
         yield GaugeMetricFamily(
@@ -261,14 +249,38 @@ class _EngineCollector(Collector):
         for use in self._client.pinned_prefixes():
             pins.add_metric([use.name or ""], use.hits)
         yield pins
-        planned, peak = sum(status.planned_memory.values()), status.peak_memory_bytes or 0
-        yield GaugeMetricFamily("penstock_planned_memory_bytes", "Memory that the engine may take", value=planned)
-        yield GaugeMetricFamily("penstock_peak_memory_bytes", "Most memory that the engine ever had", value=peak)
-        states = GaugeMetricFamily("penstock_engine_state", "1 for the engine's current state", labels=["state"])
+        yield GaugeMetricFamily("penstock_healthy", "1 while an engine makes progress", value=status.making_progress)
+
+
+def _of_engines(engines: Sequence[EngineStatus]) -> Iterator[Metric]:
+    """Yield the metrics that each engine has; where there are several, with its index as their label `engine`."""
+    labels: list[list[str]] = [[str(index)] for index in range(len(engines))] if len(engines) > 1 else [[]]
+    names = ["engine"] if len(engines) > 1 else []
+    stats = [engine.stats for engine in engines]
+    gauges = [(name, text, [getattr(one, attribute) for one in stats]) for name, text, attribute in GAUGES]
+    planned = [sum(engine.planned_memory.values()) for engine in engines]
+    peaks = [engine.peak_memory_bytes or 0 for engine in engines]
+    gauges.append(("penstock_planned_memory_bytes", "Memory that the engine may take", planned))
+    gauges.append(("penstock_peak_memory_bytes", "Most memory that the engine ever had", peaks))
+    counters = [(name, text, [getattr(one, attribute) for one in stats]) for name, text, attribute in COUNTERS]
+    restarts = [engine.restarts for engine in engines]
+    counters.append(("penstock_engine_restarts", "Engine processes restarted after a failure", restarts))
+    for family, found in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, text, values in found:
+            metric = family(name, text, labels=names)
+            for label, value in zip(labels, values, strict=True):
+                metric.add_metric(label, value)
+            yield metric
+    name, text = "penstock_spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by place"
+    by_position = CounterMetricFamily(name, text, labels=[*names, "position"])
+    states = GaugeMetricFamily("penstock_engine_state", "1 for the engine's current state", labels=[*names, "state"])
+    for label, engine in zip(labels, engines, strict=True):
+        for position, count in enumerate(engine.stats.num_accepted_tokens_per_pos_total):
+            by_position.add_metric([*label, str(position)], count)
         for state in EngineState:
-            states.add_metric([state.value], float(state == status.state))
-        yield states
-        yield GaugeMetricFamily("penstock_healthy", "1 while the engine makes progress", value=status.making_progress)
+            states.add_metric([*label, state.value], float(state == engine.state))
+    yield by_position
+    yield states
 
 
 def context_of(request: Request) -> ServerContext:

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -144,6 +145,21 @@ def test_the_least_loaded_replica_is_the_least_loaded():
             ended = max(range(5), key=lambda index: (loads[index], -index))
             loads[ended] -= 1
             router.note_load(ended, loads[ended])
+
+
+@pytest.mark.parametrize(("num_prefixes", "of_router", "of_turns"), [(1, 0.98, 1.0), (9, 0.9, 0.5)])
+def test_the_servers_own_router_finds_prefixes_again(planned, num_prefixes, of_router, of_turns):
+    """Guards against a router that is another one than the server's, or forgets what is queued: a prefix of ten blocks
+    is found in the real block managers of three engines that have room for some of them only."""
+    groups, random = [replace(planned.groups[0], num_blocks=48)], Random(1)
+    drawn = [str(random.randrange(num_prefixes)) for _ in range(200)]
+    arrivals = [Arrival(0.1 * i, 161 + i % 15, 1 + i % 6, group, 160) for i, group in enumerate(drawn)]
+    shares = {}
+    for router in ("cached_prefix", "round_robin"):
+        figures = Scenario(replace(planned, groups=groups), COSTS, arrivals, router=router).run(3)
+        shares[router] = figures.cached_tokens / (160 * len(arrivals))
+    assert shares["cached_prefix"] >= of_router
+    assert shares["round_robin"] <= of_turns
 
 
 @settings(max_examples=25, deadline=None)

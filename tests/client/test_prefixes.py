@@ -107,6 +107,7 @@ def test_the_next_engine_is_told_of_pins_first_and_computes_them_last():
     stream = INPUTS.process([1, 2], Params(seed=1, max_tokens=5), None)
     told.requests.open(stream)
     stream_id = stream.engine_requests[0].request_id
+    told.recovery.submit([stream_id])
     assert told.next_engine() == [f"Pin {pin_id}", f"AddRequest {stream_id}", f"AddRequest {pin_id}"]
 
 

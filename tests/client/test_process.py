@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -378,7 +379,7 @@ def test_streams_do_not_go_on_with_other_bits(monkeypatch):
     async def scenario():
         async with AsyncLLM(model="demo") as llm:
             await llm.start()
-            llm._fingerprint = "penstock-2-of-other-weights"
+            llm._replicas.model_info = replace(llm.model_info, system_fingerprint="penstock-2-of-other-weights")
             stream = asyncio.create_task(final(llm, params=LONG))
             await until(lambda: llm.status().journal_tokens > 0)
             os.kill(llm.status().pid, signal.SIGKILL)

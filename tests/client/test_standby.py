@@ -67,7 +67,7 @@ class World:
         monkeypatch.setattr(watched, "EngineChild", start)
         monkeypatch.setattr(supervisor, "STANDBY_CHECK_S", 0.001)
         monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.0)
-        self.supervisor = supervisor.EngineSupervisor(OPTIONS, self, standby=True)
+        self.supervisor = supervisor.EngineSupervisor(frames.Start(-1, OPTIONS), self, standby=True)
 
     async def __aenter__(self):
         self.task = asyncio.create_task(self.supervisor.run())

@@ -61,7 +61,7 @@ class Watched:
 
         monkeypatch.setattr(watched, "EngineChild", start)
         monkeypatch.setattr(supervisor, "BACK_OFF_S", 0.0)
-        self.supervisor = supervisor.EngineSupervisor({}, self)
+        self.supervisor = supervisor.EngineSupervisor(frames.Start(-1, {}), self)
         asyncio.run(asyncio.wait_for(self.supervisor.run(), 10))
 
     def engine_ready(self, info):

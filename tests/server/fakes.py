@@ -258,7 +258,7 @@ class FakeEngineClient:
     async def attach(self) -> None:
         self.attached = True
 
-    async def record(self) -> SavedRecord:
+    async def record(self, engine: int = 0) -> SavedRecord:
         if self.record_failure is not None:
             raise self.record_failure
         return SavedRecord(b"a record", "/records/penstock-1.record")

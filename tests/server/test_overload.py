@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from penstock import AsyncLLM, SamplingParams
-from penstock.client import recovery
+from penstock.client import process
 from penstock.errors import EngineOverloadedError
 from penstock.server.middleware import MAX_REFUSAL_LINES, _RefusalLines
 from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
@@ -141,7 +141,7 @@ def test_large_calls_do_not_keep_a_small_one_out(server: RunningServer) -> None:
 def test_a_stream_that_nobody_reads_is_paused(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against computing, and holding in memory, all of an answer for a client that takes nothing of it; and
     against losing or repeating a token when it begins to read."""
-    monkeypatch.setattr(recovery, "MAX_UNREAD", 256)
+    monkeypatch.setattr(process, "MAX_UNREAD", 256)
     body = {"n": 4, "max_tokens": 250, "ignore_eos": True, "logprobs": 3, "seed": 5, "temperature": 1}
     expected = completion(server, **body)["choices"]
     data = json.dumps({"prompt": "Once upon a time", "stream": True, **body}).encode()

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from penstock import validation as check
 from penstock.bench.simulator.arrivals import Arrival
-from penstock.bench.simulator.replica import Replica
+from penstock.bench.simulator.replica import Replica, prefix_id
+from penstock.client import router as serving
 
 Progress = Callable[[int], None]
 
@@ -63,13 +64,46 @@ class LeastLoaded:
             heapq.heapify(self._heap)
 
 
-ROUTERS: dict[str, Callable[[int], Router]] = {"round_robin": RoundRobin, "least_loaded": LeastLoaded}
+class CachedPrefix:
+    """The router of `penstock serve --data-parallel-size` itself. What is queued is that of the planned step's end."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        kv_cache = replicas[0].engine.kv_cache
+        self._block_size = kv_cache.groups[0].block_size
+        self._router: serving.Router[int] = serving.Router(self._block_size, kv_cache.groups[0].num_blocks)
+        self._queues = [replica.count_queued() for replica in replicas]
+        self._num_arrivals = 0
+
+    def choose(self, arrival: Arrival) -> int:
+        hashes = self._hashes(arrival)
+        queued = {index: queue.total for index, queue in enumerate(self._queues)}
+        index = self._router.choose(hashes, arrival.prompt_len, queued)
+        cached = self._router.cached_tokens(index, hashes, arrival.prompt_len)
+        self._router.note(index, hashes)
+        self._queues[index].add(str(self._num_arrivals), arrival.prompt_len - cached, arrival.output_len)
+        self._num_arrivals += 1
+        return index
+
+    def note_load(self, replica: int, num_open: int) -> None: ...
+
+    def _hashes(self, arrival: Arrival) -> list[bytes]:
+        """Return what stands for the contents of the prompt's blocks: those behind the prefix are its own."""
+        shared = [prefix_id(arrival.prefix_group)] * min(arrival.prefix_len, arrival.prompt_len - 1)
+        hashes = serving.block_hashes(shared, None, self._block_size)
+        own = range(len(hashes), min(arrival.prompt_len // self._block_size, serving.MAX_LOOKED_AT))
+        return hashes + [b"%d of %d" % (index, self._num_arrivals) for index in own]
 
 
-def make_router(name: str, num_replicas: int) -> Router:
-    """Return a router. Raise InvalidRequestError if there is none of that name."""
+ROUTERS: dict[str, Callable[[Sequence[Replica]], Router]] = {
+    "round_robin": lambda replicas: RoundRobin(len(replicas)),
+    "least_loaded": lambda replicas: LeastLoaded(len(replicas)),
+    "cached_prefix": CachedPrefix,
+}
+
+
+def check_router(name: str) -> None:
+    """Raise InvalidRequestError if there is no router of that name."""
     check.check_choice("router", name, tuple(ROUTERS))
-    return ROUTERS[name](num_replicas)
 
 
 class Users:

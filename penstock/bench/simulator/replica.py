@@ -9,6 +9,7 @@ from penstock.bench.simulator.arrivals import Arrival
 from penstock.bench.simulator.executor import CostExecutor, StepCosts, VirtualClock
 from penstock.bench.simulator.figures import Figures, RequestTimes
 from penstock.bench.simulator.leap import leap
+from penstock.client.router import QueuedTokens
 from penstock.engine.engine import Engine
 from penstock.errors import EngineError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
@@ -46,6 +47,7 @@ class Replica:
         self.engine = make_engine(CostExecutor(costs, self.clock), self.clock)
         self._open: dict[str, RequestTimes] = {}
         self._noted = [0, 0, 0]  # of the engine's counters, that are in the figures
+        self._queued: QueuedTokens | None = None
 
     @property
     def num_open(self) -> int:
@@ -54,6 +56,11 @@ class Replica:
     @property
     def has_work(self) -> bool:
         return self.engine.has_work
+
+    def count_queued(self) -> QueuedTokens:
+        """Return the tokens that this engine has to compute, which are kept up to date; a router adds the requests."""
+        self._queued = QueuedTokens()
+        return self._queued
 
     def add(self, number: int, arrival: Arrival, sent_at: float) -> bool:
         """Send a request to the engine. False if it is too long for the context, or for the cache."""
@@ -69,6 +76,8 @@ class Replica:
             self.engine.add_request(request)
         except InvalidRequestError:
             self.figures.rejected += 1
+            if self._queued is not None:
+                self._queued.remove(request_id)
             return False
         self._open[request_id] = RequestTimes(sent_at)
         return True
@@ -123,6 +132,11 @@ class Replica:
         figures.output_tokens += len(outputs)
         figures.steps += 1
         figures.busy_s += now - began
+        if self._queued is not None:
+            for output in outputs:
+                self._queued.computed(output.request_id, len(output.new_token_ids))
+                if output.finish_reason is not None:
+                    self._queued.remove(output.request_id)
         if num_ended:
             self._note_counters()
         return num_ended

@@ -11,7 +11,7 @@ from penstock.assembly import PlannedEngine
 from penstock.bench.simulator.arrivals import Arrival
 from penstock.bench.simulator.executor import StepCosts, VirtualClock
 from penstock.bench.simulator.figures import Figures, Goal
-from penstock.bench.simulator.fleet import Fleet, Users, make_router
+from penstock.bench.simulator.fleet import ROUTERS, Fleet, Users, check_router
 from penstock.bench.simulator.replica import NUM_IDS, MakeEngine, Replica
 from penstock.engine.engine import Engine
 from penstock.errors import EngineError
@@ -46,7 +46,7 @@ class Scenario:
     def __post_init__(self) -> None:
         check.check_int("users", self.users, 1, 10**7, optional=True)
         check.check_float("think_time", self.think_s, 0.0, 1e6)
-        make_router(self.router, 1)
+        check_router(self.router)
 
     @property
     def has_independent_replicas(self) -> bool:
@@ -66,7 +66,7 @@ class Scenario:
             self._run_apart(num_replicas, dict(zip(part, replicas, strict=True)), advance)
         else:
             users = None if self.users is None else Users(self.users, self.think_s, self.seed)
-            Fleet(replicas, make_router(self.router, num_replicas), users).run(self.arrivals, advance)
+            Fleet(replicas, ROUTERS[self.router](replicas), users).run(self.arrivals, advance)
         for replica in replicas:
             replica.engine.check_integrity()
         return figures

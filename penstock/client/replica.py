@@ -1,0 +1,119 @@
+"""Replica: one of a client's engines: its processes, what they are given, and its flight recorder."""
+
+from typing import Protocol
+
+from msgspec import structs
+
+from penstock.client import frames
+from penstock.client.engine_client import EngineState, EngineStatus
+from penstock.client.open_requests import OpenRequests
+from penstock.client.records import RecordKeeper, RecordOptions
+from penstock.client.recovery import Deaths, Recovery
+from penstock.client.router import QueuedTokens
+from penstock.client.supervisor import EngineSupervisor
+from penstock.errors import EngineDeadError
+from penstock.interface.messages import ModelInfo
+
+
+class Owner(Protocol):
+    """What a replica tells whoever divides the requests: all that its supervisor tells."""
+
+    def engine_ready(self, replica: "Replica", info: ModelInfo) -> None:
+        """Handle a new engine; what was sent to the one before is lost."""
+
+    def engine_lost(self, replica: "Replica") -> bool:
+        """Handle a death, after which a new engine comes. Returns whether a request is to blame, and has been ended."""
+
+    def engine_failed(self, replica: "Replica", error: EngineDeadError) -> None:
+        """Handle the end of this replica."""
+
+    def received(self, replica: "Replica", frame: frames.Outputs | frames.Rejected) -> None:
+        """Handle what the engine says of its requests."""
+
+
+class Replica:
+    """One engine, and the one that comes in its place when it dies. Implements EngineListener.
+
+    Args:
+        owner: is told what its supervisor tells.
+        start: the first frame of its processes.
+        deaths: what is known of choices that ended engines.
+
+    Attributes:
+        index: from 0.
+        name: of its process, in the log.
+        queued: what it has to compute.
+        last_outputs_at: when it was last heard of its choices, on the clock of timelines.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        owner: Owner,
+        start: frames.Start,
+        requests: OpenRequests,
+        deaths: dict[str, Deaths],
+        record: RecordOptions,
+        *,
+        standby: bool = False,
+    ) -> None:
+        self.index = index
+        self.queued = QueuedTokens()
+        self.records = RecordKeeper(record)
+        self.recovery = Recovery(requests, self._send, deaths)
+        self.last_outputs_at = 0.0
+        self._owner = owner
+        self.name = "the engine process" if start.num_engines == 1 else f"engine process {index}"
+        start = structs.replace(start, ring=self.records.descriptor)
+        self.supervisor = EngineSupervisor(start, self, standby=standby, name=self.name)
+
+    def _send(self, frame: frames.ToEngine) -> None:
+        self.supervisor.child.send(frame)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether it has an engine that computes, if only a choice that is tried alone."""
+        return self.supervisor.state is EngineState.READY
+
+    @property
+    def given_up(self) -> bool:
+        """Return whether it will never have an engine again."""
+        return self.supervisor.failure is not None
+
+    @property
+    def free_rows(self) -> int:
+        info = self.supervisor.model_info
+        return 0 if info is None or not self.recovery.accepts else info.max_num_seqs - self.queued.rows
+
+    def status(self) -> EngineStatus:
+        """Return a snapshot of this engine alone."""
+        engine = self.supervisor
+        return EngineStatus(
+            state=engine.state,
+            pid=engine.child.pid,
+            restarts=engine.restarts,
+            heartbeat_age_s=engine.liveness.age_s,
+            making_progress=engine.state is EngineState.READY and engine.liveness.making_progress,
+            stats=engine.liveness.stats,
+            journal_requests=len(self.queued),
+            planned_memory={} if engine.model_info is None else engine.model_info.memory,
+            peak_memory_bytes=engine.child.peak_memory_bytes(),
+            standby=engine.standby_status(),
+        )
+
+    # --- what the supervisor calls ---------------------------------------------------------------------------------
+
+    def engine_ready(self, info: ModelInfo) -> None:
+        self._owner.engine_ready(self, info)
+
+    def engine_lost(self) -> bool:
+        return self._owner.engine_lost(self)
+
+    def engine_failed(self, error: EngineDeadError) -> None:
+        self._owner.engine_failed(self, error)
+
+    def received(self, frame: frames.Outputs | frames.Rejected) -> None:
+        self._owner.received(self, frame)
+
+    def recovered(self) -> bool:
+        return self.recovery.recovered

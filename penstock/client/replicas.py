@@ -1,0 +1,257 @@
+"""Replicas: the engines of one client, one or several: their processes, from the start to the end.
+
+The first engine plans its memory for all of them; the others start when it is ready, with a cache of the same size. So
+every request that one has accepted fits each of the others. An engine that computes with other bits than those that run
+is not let in. Which of them computes what is the dispatcher's business (client/dispatcher.py). Not for several threads
+at once.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import Protocol
+
+from msgspec import structs
+
+from penstock.client import frames
+from penstock.client.dispatcher import Dispatcher, OutputsLeft
+from penstock.client.engine_client import EngineState, EngineStatus
+from penstock.client.liveness import total_stats
+from penstock.client.open_requests import OpenRequest, OpenRequests
+from penstock.client.prefixes import Pin
+from penstock.client.records import RecordKeeper, RecordOptions
+from penstock.client.recovery import Deaths
+from penstock.client.replica import Replica
+from penstock.client.supervisor import taking_over
+from penstock.errors import EngineDeadError, EngineError, PenstockError
+from penstock.interface.messages import ModelInfo
+
+LOGGER = logging.getLogger("penstock")
+MAX_REPLICAS = 64
+
+
+class ReplicasListener(Protocol):
+    """What the replicas tell the one who owns the requests."""
+
+    def engine_ready(self, index: int, num_rows: int, info: ModelInfo) -> None:
+        """Handle a new engine. num_rows: of all that are ready."""
+
+    def engine_lost(self, index: int, num_rows: int, to_blame: OpenRequest | None) -> None:
+        """Handle a death. to_blame: the request that the engine was computing alone."""
+
+    def engine_failed(self, error: EngineDeadError) -> None:
+        """End what is open: there will be no engine any more, or only one that computes otherwise."""
+
+    def received(self, index: int, frame: frames.Outputs | frames.Rejected) -> None:
+        """Handle what an engine says of its requests."""
+
+
+class Replicas:
+    """Keeps the engines running. The constructor starts the first one; `attach` watches it.
+
+    Args:
+        start: the first frame of an engine; its num_engines is how many there are.
+        outputs_left: estimates the outputs of a choice.
+        standby: whether each engine has a second process that is kept ready.
+
+    Attributes:
+        dispatcher: gives them the choices of the requests.
+        model_info: of the engines; None until one was ready.
+        failure: why there will be no engine any more; None while there is hope.
+        settled: set once all engines have been ready, or there is a failure.
+    """
+
+    def __init__(
+        self,
+        start: frames.Start,
+        requests: OpenRequests,
+        listener: ReplicasListener,
+        outputs_left: OutputsLeft,
+        record: RecordOptions,
+        *,
+        standby: bool = False,
+    ) -> None:
+        self.requests = requests
+        self._deaths: dict[str, Deaths] = {}
+        self.model_info: ModelInfo | None = None
+        self.failure: PenstockError | None = None
+        self.settled = asyncio.Event()
+        self._listener = listener
+        self._start = start
+        self._record = record
+        self._standby = standby
+        self._watches: list[asyncio.Task[None]] = []
+        self._replicas = [self._make(0, start)]
+        self.dispatcher = Dispatcher(requests, self._replicas, outputs_left, several=start.num_engines > 1)
+
+    def __len__(self) -> int:
+        return self._start.num_engines
+
+    def _make(self, index: int, start: frames.Start) -> Replica:
+        return Replica(index, self, start, self.requests, self._deaths, self._record, standby=self._standby)
+
+    # --- the processes ---------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Watch the engines from the running event loop.
+
+        Raises:
+            EngineError: they were shut down, or belong to another event loop.
+        """
+        if self._watches and self._watches[0].get_loop() is not asyncio.get_running_loop():
+            raise EngineError("this engine belongs to the event loop that used it first; make a new one for each loop")
+        if not self._watches:
+            if self.failure is not None:
+                raise self.failure
+            self._watch(self._replicas[0])
+
+    def _watch(self, replica: Replica) -> None:
+        loop = asyncio.get_running_loop()
+        self._watches.append(loop.create_task(replica.supervisor.run(), name="engine supervisor"))
+
+    def stop(self) -> None:
+        """End all engines and start no other. A second call does nothing."""
+        self._fail(EngineDeadError("the engine was shut down"), EngineDeadError("the engine was shut down"))
+
+    def end(self) -> None:
+        """End the engines at once, and wait until they have ended; for use without an event loop."""
+        self.stop()
+        for replica in self._replicas:
+            replica.supervisor.child.end()
+
+    async def wait(self) -> None:
+        """Wait for the processes to end, after `stop`, and for the records that were begun."""
+        if self._watches and self._watches[0].get_loop() is asyncio.get_running_loop():
+            await asyncio.wait(self._watches)
+        for replica in self._replicas:
+            await replica.supervisor.wait()
+            await asyncio.to_thread(replica.records.close)
+
+    def records(self, index: int) -> RecordKeeper:
+        """Return the flight recorder's end of an engine; there is one at 0. Raise IndexError for another index."""
+        return self._replicas[index].records
+
+    @property
+    def state(self) -> EngineState:
+        if self.failure is not None:
+            return EngineState.FAILED
+        if not self.settled.is_set():
+            return EngineState.STARTING
+        return EngineState.READY if any(replica.is_ready for replica in self._replicas) else EngineState.RECOVERING
+
+    @property
+    def restarts(self) -> int:
+        return sum(replica.supervisor.restarts for replica in self._replicas)
+
+    def status(self) -> EngineStatus:
+        """Return the sum of all engines, and each of them."""
+        found = tuple(replica.status() for replica in self._replicas)
+        if len(found) == 1:
+            return replace(found[0], state=self.state, replicas=found)
+        ages = [one.heartbeat_age_s for one in found if one.heartbeat_age_s is not None]
+        peaks = [one.peak_memory_bytes for one in found if one.peak_memory_bytes is not None]
+        memory = {name for one in found for name in one.planned_memory}
+        return EngineStatus(
+            state=self.state,
+            pid=next((one.pid for one in found if one.pid is not None), None),
+            restarts=self.restarts,
+            heartbeat_age_s=min(ages, default=None),
+            making_progress=self.failure is None and any(one.making_progress for one in found),
+            stats=total_stats([one.stats for one in found]),
+            planned_memory={name: sum(one.planned_memory.get(name, 0) for one in found) for name in sorted(memory)},
+            peak_memory_bytes=sum(peaks) if peaks else None,
+            replicas=found,
+        )
+
+    def pin(self, pin: Pin) -> None:
+        """Tell every engine of a new pin, before the request that computes it is submitted."""
+        for replica in self._replicas:
+            replica.recovery.pin(pin)
+
+    def compute_everywhere(self, pin: Pin) -> None:
+        """Let every engine compute a pin that one has computed."""
+        if len(self._replicas) > 1:
+            for replica in self._replicas:
+                replica.recovery.compute(pin)
+
+    def unpin(self, pin: Pin) -> None:
+        """Tell every engine that nobody wants a pin any more."""
+        for replica in self._replicas:
+            replica.recovery.unpin(pin)
+
+    # --- what the replicas call ------------------------------------------------------------------------------------
+
+    def engine_ready(self, replica: Replica, info: ModelInfo) -> None:
+        """Let a new engine in, unless it computes otherwise than those that run. The first one starts the others."""
+        if self.failure is not None:
+            return  # its frame was on the way when all were stopped
+        known = self.model_info
+        if known is not None and known.system_fingerprint != info.system_fingerprint:
+            change = f"{known.system_fingerprint} became {info.system_fingerprint}"
+            if any(other.is_ready for other in self._replicas if other is not replica):
+                message = f"it computes otherwise than the others ({change}): the model's files have changed"
+                replica.supervisor.give_up(EngineDeadError(message))
+                return
+            self._listener.engine_failed(EngineDeadError(f"the new engine computes otherwise: {change}"))
+            self.model_info = info
+        self.model_info = self.model_info or info  # the first one says why its options were chosen
+        replica.recovery.engine_ready()
+        self._listener.engine_ready(replica.index, self._num_rows(), info)
+        if known is None:
+            self.dispatcher.use(info.block_size, replica.supervisor.liveness.stats.kv_blocks_total)
+            for index in range(1, len(self)):
+                start = taking_over(self._start, info.max_model_len, replica.supervisor.cache_bytes)
+                self._replicas.append(self._make(index, start))
+                self._watch(self._replicas[-1])
+        if all(other.supervisor.model_info is not None for other in self._replicas):
+            self.settled.set()
+        self.dispatcher.move()
+
+    def engine_lost(self, replica: Replica) -> bool:
+        """Let others go on with what an engine that died was computing. Return whether a request is to blame."""
+        replica.records.engine_died(replica.supervisor.last_death)
+        return self._do_without(replica)
+
+    def _do_without(self, replica: Replica) -> bool:
+        to_blame = replica.recovery.engine_lost(replica.last_outputs_at)
+        request = None if to_blame is None else self.requests.owner(to_blame)
+        self.dispatcher.forget(replica)
+        self._listener.engine_lost(replica.index, self._num_rows(), request)
+        self.dispatcher.move()
+        return request is not None
+
+    def engine_failed(self, replica: Replica, error: EngineDeadError) -> None:
+        """Go on with the other engines, if all have been ready once and one is left."""
+        if self.failure is not None:
+            return
+        if replica.supervisor.failure is not None and (
+            not self.settled.is_set() or all(other.supervisor.failure is not None for other in self._replicas)
+        ):
+            self._fail(replica.supervisor.failure, error)
+            return
+        LOGGER.error("%s is given up, and the others go on: %s", replica.name, error)
+        self._do_without(replica)
+
+    def received(self, replica: Replica, frame: frames.Outputs | frames.Rejected) -> None:
+        """Pass on what an engine says of its choices, without those that were given to another."""
+        if isinstance(frame, frames.Rejected):
+            self._listener.received(replica.index, frame)
+            return
+        replica.last_outputs_at = time.monotonic()
+        outputs = self.dispatcher.its_own(replica, frame.outputs)
+        self._listener.received(replica.index, structs.replace(frame, outputs=outputs))
+        self.dispatcher.received(replica, outputs)
+
+    def _num_rows(self) -> int:
+        infos = [replica.supervisor.model_info for replica in self._replicas if replica.is_ready]
+        return sum(info.max_num_seqs for info in infos if info is not None)
+
+    def _fail(self, failure: PenstockError, shown: EngineDeadError) -> None:
+        """End all: there will be no engine any more."""
+        if self.failure is None:
+            self.failure = failure
+            self._listener.engine_failed(shown)
+        for replica in self._replicas:
+            replica.supervisor.stop()
+        self.settled.set()
