@@ -145,7 +145,7 @@ def build_engine(
     if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {cache_bytes} bytes where {plan.num_bytes} were planned")
     info = with_memory(describe(config, model_config, plan, weights), memory)
-    store = _open_store(config, info.system_fingerprint, plan.groups, executor)
+    store, info = _open_store(config, info, plan.groups, executor)
     engine = _make_engine(config, model_config, executor, plan.groups, store=store)
     engine.speculate(make_speculation(config, draft))
     forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
@@ -171,12 +171,16 @@ def _open(
 
 
 def _open_store(
-    config: EngineConfig, fingerprint: str, groups: list[CacheGroup], executor: Executor
-) -> BlockStore | None:
-    """Give the runner of this process a store of blocks beyond the cache; None where none is asked for."""
+    config: EngineConfig, info: ModelInfo, groups: list[CacheGroup], executor: Executor
+) -> tuple[BlockStore | None, ModelInfo]:
+    """Give the runner of this process a store of blocks beyond the cache; None where none is asked for.
+
+    Also return what clients are told, with where its files are.
+    """
     if config.cache.offload_option is None or not isinstance(executor, LocalExecutor):  # check_offload refuses others
-        return None
-    return executor.use_store(partial(make_store, config, fingerprint, groups))
+        return None, info
+    store = executor.use_store(partial(make_store, config, info.system_fingerprint, groups))
+    return store, info if store is None else replace(info, block_directory=store.directory)
 
 
 class _NoModel:

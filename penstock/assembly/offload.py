@@ -6,6 +6,7 @@ from pathlib import Path
 
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
+from penstock.interface.messages import BlockDirectory
 from penstock.interface.step import CacheGroup
 from penstock.kernels.cpu.library import chosen_level
 from penstock.runner.block_files import BlockFiles
@@ -48,9 +49,18 @@ def make_store(
         layout = [(group.layers, group.sliding_window, group.block_size) for group in groups]
         parts = repr((fingerprint, layout, block_bytes, chosen_level()))
         name = f"{fingerprint}-{hashlib.blake2b(parts.encode(), digest_size=8).hexdigest()}"
-        try:
-            files = BlockFiles(Path(cache.kv_offload_dir), name, cache.kv_offload_dir_bytes or 0)
-        except OSError as error:
-            message = f"kv_offload_dir: {cache.kv_offload_dir} cannot be used: {error}"
-            raise InvalidRequestError(message, param="kv_offload_dir") from error
+        files = open_files(BlockDirectory(cache.kv_offload_dir, name, cache.kv_offload_dir_bytes or 0, block_bytes))
     return TieredBlockStore(block_bytes, cache.kv_offload_memory_bytes or 0, files)
+
+
+def open_files(directory: BlockDirectory) -> BlockFiles:
+    """Return the files of a directory of blocks.
+
+    Raises:
+        InvalidRequestError: the directory cannot be used.
+    """
+    try:
+        return BlockFiles(Path(directory.root), directory.name, directory.max_bytes)
+    except OSError as error:
+        message = f"kv_offload_dir: {directory.root} cannot be used: {error}"
+        raise InvalidRequestError(message, param="kv_offload_dir") from error

@@ -15,6 +15,8 @@ CLIENT_OPTIONS = (  # of AsyncLLM, beside the engine's
     "flight_recorder",
     "record_dir",
     "record_text",
+    "kv_role",
+    "kv_prefill_urls",
 )
 TOOL_PARSER_HELP = "how the model writes tool calls: hermes, llama3_json, mistral, none, or auto: by its chat template"
 REASONING_PARSER_HELP = "which thoughts are told apart from the answer: qwen3, deepseek_r1, none, or auto (as above)"
@@ -65,8 +67,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     help_text = "OpenTelemetry collector that gets a trace of each request (needs penstock[otel]; default: none)"
     group.add_argument("--otlp-traces-endpoint", metavar="URL", help=help_text)
     add_log_level(group, "what is logged to standard error; info has a line for each request")
+    _add_transfer_options(parser)
     _add_load_options(parser)
     add_engine_options(parser)
+
+
+def _add_transfer_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prefill and decoding on different engines (both need --kv-offload-dir)")
+    help_text = "prefill: compute prompts for other servers; decode: have them computed (default: do both here)"
+    group.add_argument("--kv-role", metavar="ROLE", default=UNSET, help=help_text)
+    help_text = "server with --kv-role prefill, which has the same --api-key (repeatable)"
+    group.add_argument(
+        "--kv-prefill-url", action="append", dest="kv_prefill_urls", default=UNSET, metavar="URL", help=help_text
+    )
 
 
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
         **times,
     )
     client = {name: getattr(args, name) for name in CLIENT_OPTIONS if hasattr(args, name)}
+    if "kv_prefill_urls" in client:
+        client["kv_prefill_api_key"] = args.api_key
     llm = AsyncLLM(**engine_options(args), **client)  # the engine loads while the server's own imports run
     from penstock.server import serve
 

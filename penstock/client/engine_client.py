@@ -7,14 +7,18 @@ lost with an engine that dies.
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.client.kv_transfer import RemotePrefillStatus
 from penstock.client.records import SavedRecord
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.client.kv_blocks import KVBlocks
 
 # A string, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
 Prompt = str | list[int] | Mapping[str, Any]
@@ -65,6 +69,7 @@ class EngineStatus:
     peak_memory_bytes: int | None = None  # the most physical memory that the engine process ever had
     standby: StandbyStatus | None = None  # None where none is wanted
     replicas: tuple["EngineStatus", ...] = ()
+    remote_prefill: RemotePrefillStatus | None = None  # with the role decode
 
 
 class EngineClient(Protocol):
@@ -77,6 +82,11 @@ class EngineClient(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer, which this process has loaded. Raise ModelLoadError if the model has none."""
+
+    @property
+    def kv_blocks(self) -> "KVBlocks | None":
+        """Return the blocks that engines elsewhere may have; None where the role is not prefill, or no engine is
+        ready."""
 
     async def attach(self) -> None:
         """Watch the engine from this event loop, without waiting for it. A second call does nothing."""

@@ -10,13 +10,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock import validation as check
 from penstock.client import frames
 from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.input_processor import InputProcessor, PreparedRequest, resumed
+from penstock.client.kv_transfer import KVTransfer, KVTransferOptions
 from penstock.client.open_requests import OpenRequest, OpenRequests, token_by_token
 from penstock.client.records import RecordOptions, SavedRecord
 from penstock.client.recovery import DEATHS_BEFORE_TRIAL
@@ -36,6 +37,9 @@ from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.interface.timeline import IntervalKind
 from penstock.tokenizer.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from penstock.client.kv_blocks import KVBlocks
+
 LOGGER = logging.getLogger("penstock")
 MAX_UNREAD = 16384  # tokens and log-probabilities of a stream that may wait for its reader
 NOT_OURS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -45,13 +49,14 @@ class ProcessClient:
     """Implements EngineClient and ReplicasListener. The constructor starts a child; all else needs an event loop.
 
     Args:
-        options: for EngineConfig.from_options, checked already.
-        seed: of the engine, for requests without one.
+        options: for EngineConfig.from_options, checked already. Their seed is also for requests without one.
         limits: of what may wait.
         standby: keep a second process of each engine ready to take over.
         record: what the flight recorder keeps.
         follows_forms: the tokenizer is the one in the model's directory, by which the engine follows forms of answers.
         data_parallel_size: engines that share the requests, each with the whole model.
+
+        transfer: whether prompts are computed here for others, or elsewhere for this engine.
 
     Raises:
         InvalidRequestError: data_parallel_size is out of range.
@@ -62,23 +67,24 @@ class ProcessClient:
         options: dict[str, Any],
         tokenizer: Tokenizer | None,
         *,
-        seed: int = 0,
         limits: AdmissionLimits | None = None,
         standby: bool = False,
         record: RecordOptions | None = None,
         follows_forms: bool = True,
         data_parallel_size: int = 1,
+        transfer: KVTransferOptions | None = None,
     ) -> None:
         check.check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)
         self._follows_forms = follows_forms
         self._tokenizer = tokenizer
-        self._seed = seed
+        self._seed: int = options.get("seed", 0)
         self._inputs: InputProcessor | None = None  # made when the model is known
         self._requests = OpenRequests(tokenizer)
         self._admission = Admission(limits or AdmissionLimits(), self._requests)
         start = frames.Start(-1, options, num_engines=data_parallel_size)
         outputs_left, record = self._admission.outputs_left, record or RecordOptions()
         self._replicas = Replicas(start, self._requests, self, outputs_left, record, standby=standby)
+        self._transfer = KVTransfer(transfer or KVTransferOptions())
         self._fingerprint: str | None = None  # of the model that self._inputs was made for
         self._draining = False
         self._checking = asyncio.Semaphore(1)
@@ -104,6 +110,7 @@ class ProcessClient:
             journal_requests=self._requests.num_running,
             journal_tokens=self._requests.num_tokens,
             num_aborted_total=self._num_aborted,
+            remote_prefill=self._transfer.status,
         )
 
     async def attach(self) -> None:
@@ -183,7 +190,13 @@ class ProcessClient:
         if form is not None:
             await self.check_form(form)
         process = partial(self._input_processor().process, prompt, params, request_id, flow, priority, timeout)
-        return self._admit(resumed(await self._prepare(prompt, params, process), output_token_ids))
+        prepared = resumed(await self._prepare(prompt, params, process), output_token_ids)
+        await self._transfer.prefill(prepared)
+        return self._admit(prepared)
+
+    @property
+    def kv_blocks(self) -> "KVBlocks | None":
+        return self._transfer.given_blocks
 
     async def check_form(self, form: StructuredOutputsParams) -> None:
         check = getattr(self._tokenizer, "check_form", None)
@@ -294,6 +307,7 @@ class ProcessClient:
     async def shutdown(self) -> None:
         """End the engines. A second call only waits for their processes."""
         self._replicas.stop()
+        await self._transfer.close()
         await self._replicas.wait()
 
     async def record(self, engine: int = 0) -> SavedRecord:
@@ -305,6 +319,7 @@ class ProcessClient:
     def engine_ready(self, index: int, num_rows: int, info: ModelInfo) -> None:
         if self._fingerprint != info.system_fingerprint:
             self._fingerprint, self._inputs = info.system_fingerprint, None
+        self._transfer.use(info)
         by_priority = info.scheduling_policy == "priority"
         self._admission.engine_ready(num_rows, has_priorities=by_priority, engine=index)
 

@@ -23,13 +23,18 @@ MAX_LOOKED_AT = 2**11  # blocks of a prompt; two prompts that agree so far are t
 
 
 def block_hashes(
-    token_ids: Sequence[int], salt: str | None, block_size: int, known: Sequence[bytes] = ()
+    token_ids: Sequence[int],
+    salt: str | None,
+    block_size: int,
+    known: Sequence[bytes] = (),
+    *,
+    most: int = MAX_LOOKED_AT,
 ) -> list[bytes]:
-    """Return the content hashes of the full blocks of a prompt, of which the first may be known. Two salts have no hash
-    in common."""
+    """Return the content hashes of the first full blocks of a prompt, of which some may be known. Two salts have no
+    hash in common."""
     hashes = list(known)
     parent = hashes[-1] if hashes else salt_bytes(salt)
-    num_tokens = min(len(token_ids) // block_size, MAX_LOOKED_AT) * block_size
+    num_tokens = min(len(token_ids) // block_size, most) * block_size
     for start in range(len(hashes) * block_size, num_tokens, block_size):
         parent = hash_block(parent, token_ids[start : start + block_size])
         hashes.append(parent)

@@ -8,6 +8,7 @@ from penstock import validation as check
 from penstock.client.admission import AdmissionLimits
 from penstock.client.engine_client import Prompt
 from penstock.client.isolation import IsolatedTokenizer
+from penstock.client.kv_transfer import KVTransferOptions
 from penstock.client.process import ProcessClient
 from penstock.client.records import RecordOptions
 from penstock.client.replicas import MAX_REPLICAS
@@ -40,7 +41,8 @@ class AsyncLLM(ProcessClient):
             divided (client/replicas.py). threads, memory and kv_cache_memory_bytes are those of each; left out, they
             share the machine.
         options: of EngineConfig.from_options; of AdmissionLimits (client/admission.py), which bound what may wait, and
-            beyond which a request is refused with EngineOverloadedError; and of RecordOptions (client/records.py).
+            beyond which a request is refused with EngineOverloadedError; of RecordOptions (client/records.py); and of
+            KVTransferOptions (client/kv_transfer.py), for prefill and decoding on different engines.
 
     Raises:
         InvalidRequestError: an option is unknown or wrong.
@@ -66,19 +68,20 @@ class AsyncLLM(ProcessClient):
         check.check_bool("standby", standby)
         check.check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)  # before anything is started
         limits, record = check.take_options(AdmissionLimits, options), check.take_options(RecordOptions, options)
+        transfer = check.take_options(KVTransferOptions, options)
         config = EngineConfig.from_options(model=model, **options)
+        transfer.check_cache(config.cache)
         found = choose_tokenizer(tokenizer, model, isolated=True)
-        seed = config.numerics.seed
         own = tokenizer is None
         super().__init__(
             {"model": model, **options},
             found,
-            seed=seed,
             limits=limits,
             record=record,
             standby=standby,
             follows_forms=own,
             data_parallel_size=data_parallel_size,
+            transfer=transfer,
         )
         if isinstance(found, IsolatedTokenizer):
             try:

@@ -109,8 +109,7 @@ class LLM:
             self.client = InProcessClient(built.engine, built.info, found, seed=seed, forms=built.forms)
         elif isinstance(model, str):
             sent, own = {"model": model, **options}, tokenizer is None
-            seed = self.config.numerics.seed
-            make = partial(ProcessClient, sent, found, seed=seed, standby=standby, follows_forms=own)
+            make = partial(ProcessClient, sent, found, standby=standby, follows_forms=own)
             self.client = StepClient(partial(make, data_parallel_size=data_parallel_size), found)
         else:
             raise NotSupportedError(

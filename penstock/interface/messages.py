@@ -133,6 +133,23 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockDirectory:
+    """Where an engine keeps full blocks of its cache as files (runner/block_files.py).
+
+    Attributes:
+        root, name: the files are in root/name. Engines with the same name compute the same bits and lay out their
+            blocks alike, wherever they run.
+        max_bytes: that all files below root may take.
+        block_bytes: of a block, by cache group.
+    """
+
+    root: str
+    name: str
+    max_bytes: int
+    block_bytes: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """An engine's description of its model, sent when it is ready.
 
@@ -148,6 +165,7 @@ class ModelInfo:
         memory: planned bytes by what they are for (planner/ledger.py); empty where torch computes.
         pooler: how the model's hidden states become embeddings.
         has_lm_head: it can generate; without, it gives embeddings only.
+        block_directory: None without kv_offload_dir.
     """
 
     model: str
@@ -165,3 +183,4 @@ class ModelInfo:
     scheduling_policy: str = "fcfs"
     pooler: PoolerConfig = field(default_factory=PoolerConfig)
     has_lm_head: bool = True
+    block_directory: BlockDirectory | None = None

@@ -118,6 +118,10 @@ class ScriptedClient:
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
         return self._client.most_used_prefixes(count)
 
+    @property
+    def kv_blocks(self) -> None:
+        return None
+
     async def record(self, engine: int = 0) -> SavedRecord:
         raise InvalidRequestError("the flight recorder is off", code="recorder_off")
 

@@ -26,18 +26,19 @@ RESCAN = 64  # files written until others' files are counted again
 
 
 class BlockFiles:
-    """The files of one fingerprint below `directory`; the bound counts those of all fingerprints.
+    """The files below root / name; the bound counts those of all names.
 
     `read` and `has` are for the thread of the engine, `write` for one other.
     """
 
-    def __init__(self, directory: Path, fingerprint: str, max_bytes: int) -> None:
+    def __init__(self, root: Path, name: str, max_bytes: int) -> None:
         """Make the directory, readable by its owner alone, and find what is in it.
 
         Raises:
             OSError: it cannot be made, read or written to.
         """
-        self._root, self._own, self._max_bytes = directory, directory / fingerprint, max_bytes
+        self.root, self.name, self.max_bytes = root, name, max_bytes
+        self._own = root / name
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._known: set[str] = set()  # names of files that this engine has seen
         self._broken: set[str] = set()  # names of files that could not be read, until they are written anew
@@ -49,6 +50,11 @@ class BlockFiles:
         probe.touch(0o600)
         probe.unlink()
         self._shrink()
+
+    @staticmethod
+    def name_of(group: int, block_hash: bytes) -> str:
+        """Return the name of a block's file."""
+        return f"{group}-{block_hash.hex()}"
 
     def has(self, name: str) -> bool:
         """Return whether there is such a file, perhaps of another engine."""
@@ -64,8 +70,8 @@ class BlockFiles:
         try:
             with path.open("rb") as file:
                 data = file.read(HEADER_BYTES + num_bytes + 1)
-            content = data[HEADER_BYTES:]
-            if len(content) == num_bytes and data[:HEADER_BYTES] == _header(name, content):
+            content = _content(name, data, num_bytes)
+            if content is not None:
                 os.utime(path)
                 return content
             self._complain("damaged", f"{path} is damaged; it is deleted, and its tokens are computed again")
@@ -80,16 +86,28 @@ class BlockFiles:
         self._known.discard(name)
         return None
 
+    def read_whole(self, name: str) -> bytes | None:
+        """Return a file as it is, for `write_whole` on another machine; None if there is none."""
+        try:
+            return (self._own / name).read_bytes() if NAME.fullmatch(name) else None
+        except OSError:
+            return None
+
+    def write_whole(self, name: str, data: bytes, num_bytes: int) -> bool:
+        """Write a file that `read_whole` gave elsewhere. False if it is damaged, or cannot be written."""
+        content = _content(name, data, num_bytes)
+        return content is not None and self.write(name, content)
+
     def write(self, name: str, content: bytes) -> bool:
         """Write a file, and delete the least recently used ones above the bound. False if it cannot be written."""
         size = HEADER_BYTES + len(content)
-        if size > self._max_bytes:
-            self._complain("bound", f"a block of {size} bytes exceeds the {self._max_bytes} of {self._root}")
+        if size > self.max_bytes:
+            self._complain("bound", f"a block of {size} bytes exceeds the {self.max_bytes} of {self.root}")
             return False
         temporary = self._own / f"{TEMPORARY}{os.getpid()}-{id(self):x}-{next(self._count)}"
         try:
             self._num_written += 1
-            if self._num_bytes + size > self._max_bytes or self._num_written % RESCAN == 0:
+            if self._num_bytes + size > self.max_bytes or self._num_written % RESCAN == 0:
                 self._shrink(size)
             with open(temporary, "xb", opener=_private) as file:
                 file.write(_header(name, content))
@@ -107,7 +125,7 @@ class BlockFiles:
     def _shrink(self, more: int = 0) -> None:
         """Count all files, and delete those used longest ago unless `more` bytes still fit."""
         found: list[tuple[int, int, Path]] = []
-        for path in self._root.glob("penstock-*/*"):
+        for path in self.root.glob("penstock-*/*"):
             try:
                 status = path.stat()
             except OSError:  # deleted meanwhile
@@ -117,9 +135,9 @@ class BlockFiles:
             elif path.name.startswith(TEMPORARY) and status.st_mtime < time.time() - OLD_S:
                 _delete(path)
         total = sum(size for _, size, _ in found)
-        if total + more > self._max_bytes:
+        if total + more > self.max_bytes:
             for _, size, path in sorted(found):
-                if total + more <= self._max_bytes * KEPT:
+                if total + more <= self.max_bytes * KEPT:
                     break
                 total -= size if _delete(path) else 0
                 self._known.discard(path.name)
@@ -130,6 +148,14 @@ class BlockFiles:
         if kind not in self._complained:
             self._complained.add(kind)
             logger.warning("kv_offload_dir: %s", message)
+
+
+def _content(name: str, data: bytes, num_bytes: int) -> bytes | None:
+    """Return the content of what a file of this name holds; None if it is not what was written."""
+    content = data[HEADER_BYTES:]
+    if len(content) != num_bytes or data[:HEADER_BYTES] != _header(name, content):
+        return None
+    return content
 
 
 def _header(name: str, content: bytes) -> bytes:

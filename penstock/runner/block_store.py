@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
+from penstock.interface.messages import BlockDirectory
 from penstock.runner.block_files import BlockFiles
 
 Key = tuple[int, bytes]  # cache group, block hash
@@ -42,19 +43,27 @@ class TieredBlockStore:
             self._writer = threading.Thread(target=self._write, args=(files,), name="block-writer", daemon=True)
             self._writer.start()
 
+    @property
+    def directory(self) -> BlockDirectory | None:
+        """Return where its files are; None if it has none."""
+        files = self._files
+        if files is None:
+            return None
+        return BlockDirectory(str(files.root), files.name, files.max_bytes, self._block_bytes)
+
     def holds(self, group: int, block_hash: bytes) -> bool:
         """Return whether there is such a block in memory or in a file, as far as can be told without reading it."""
         key = group, block_hash
         if key in self._memory or key in self._queued:
             return True
-        return self._files is not None and self._files.has(_name(key))
+        return self._files is not None and self._files.has(self._files.name_of(*key))
 
     def fetch(self, group: int, block_hash: bytes) -> bool:
         """Read and check a block, and keep it until `end_step`."""
         key = group, block_hash
         content = self._fetched.get(key) or self._memory.get(key) or self._queued.get(key)
         if content is None and self._files is not None:
-            content = self._files.read(_name(key), self._block_bytes[group])
+            content = self._files.read(self._files.name_of(*key), self._block_bytes[group])
         if content is None:
             return False
         self._fetched[key] = content
@@ -112,13 +121,9 @@ class TieredBlockStore:
     def _write(self, files: BlockFiles) -> None:
         while (item := self._queue.get()) is not None:
             key, content = item
-            is_written = files.write(_name(key), content)
+            is_written = files.write(files.name_of(*key), content)
             with self._lock:
                 del self._queued[key]
                 self._num_queued_bytes -= len(content)
                 self._num_saved -= not is_written
                 self._num_unsaved += not is_written
-
-
-def _name(key: Key) -> str:
-    return f"{key[0]}-{key[1].hex()}"

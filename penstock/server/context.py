@@ -305,6 +305,13 @@ def is_administrator(request: Request) -> bool:
     return account is None or account.rules.admin
 
 
+def check_administrator(request: Request) -> None:
+    """Refuse a request whose key is not an administrator's: 403."""
+    if not is_administrator(request):
+        message = "This route is for administrators: keys with admin = true in the file of API keys, and --api-key."
+        raise ApiError(403, message, code="not_administrator")
+
+
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """Return the JSON body as a `kind` and log its labels; 415 where a header says that it is something else."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()

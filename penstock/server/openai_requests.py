@@ -202,6 +202,18 @@ class PinRequest(Strict, kw_only=True, frozen=True):
     add_generation_prompt: bool | None = None
 
 
+class PrefillRequest(Strict, kw_only=True, frozen=True):
+    """POST /v1/kv/prefill: a prompt to be computed for an engine elsewhere.
+
+    Attributes:
+        store: name of its directory of blocks.
+    """
+
+    store: str
+    prompt_token_ids: list[int]
+    cache_salt: str | None = None
+
+
 class DetokenizeRequest(Strict, kw_only=True, frozen=True):
     """POST /detokenize."""
 

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import PrefixUse
-from penstock.server.api_errors import ApiError, not_found
-from penstock.server.context import ServerContext, context_of, is_administrator, json_response, log_of, read_body
+from penstock.server.api_errors import not_found
+from penstock.server.context import ServerContext, check_administrator, context_of, json_response, log_of, read_body
 from penstock.server.generation import until_disconnect
 from penstock.server.inputs import chat_prompts, completion_prompts, salted
 from penstock.server.openai_requests import ChatRequest, CompletionRequest, PinRequest
@@ -19,7 +19,7 @@ from penstock.server.records import EncodedPrompt
 
 async def create_pin(request: Request) -> Response:
     """Handle POST /v1/cache/pin: compute a prefix, and keep it until it is deleted or the server ends."""
-    _check_administrator(request)
+    check_administrator(request)
     context, log = context_of(request), log_of(request)
     body = await read_body(request, PinRequest)
     info = context.info()
@@ -55,13 +55,13 @@ async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> 
 
 
 async def list_pins(request: Request) -> Response:
-    _check_administrator(request)
+    check_administrator(request)
     pins = context_of(request).client.pinned_prefixes()
     return json_response({"object": "list", "data": [pin_object(use) for use in pins]})
 
 
 async def delete_pin(request: Request) -> Response:
-    _check_administrator(request)
+    check_administrator(request)
     name = request.path_params["name"]
     if not context_of(request).client.unpin_prefix(name):
         raise not_found(f"There is no pin with the name {ascii(name)[1:-1][:100]}.", "not_found", "name")
@@ -76,9 +76,3 @@ def use_object(use: PrefixUse) -> dict[str, Any]:
     """Return what /status and the pins tell of a prefix: never its text."""
     counts = {"tokens": use.num_tokens, "hits": use.hits, "tokens_saved": use.tokens_saved}
     return {"name": use.name, **counts, "last_used": use.last_used}
-
-
-def _check_administrator(request: Request) -> None:
-    if not is_administrator(request):
-        message = "This route is for administrators: keys with admin = true in the file of API keys, and --api-key."
-        raise ApiError(403, message, code="not_administrator")

@@ -103,6 +103,7 @@ class FakeEngineClient:
         self.num_tokens = 0
         self.salts: list[str | None] = []  # of the prompts, in order
         self.pins: dict[str, PrefixUse] = {}
+        self.kv_blocks = None
         self._arrivals = itertools.count()
         self._was_ready = False
 

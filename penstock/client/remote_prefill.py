@@ -1,0 +1,185 @@
+"""RemotePrefill: prompts are computed by engines elsewhere, which hand over the blocks of their caches.
+
+    decode server                              prefill server
+    POST /v1/kv/prefill  token ids ----------> computes the prompt; its engine saves each full block as a file
+                         <-- lines: how many blocks are there, while it computes
+    GET /v1/kv/blocks/NAME ------------------> the file, with its checksum; not asked for where it is here already
+    the engine finds the files, and goes on after them
+
+So long prompts do not hold up the streams of the decode server (the disaggregated run of JetStream; DistServe, Zhong et
+al. 2024). What is handed over is what the engine here would have computed: the directories' names are equal only
+where bits are. Whatever fails, a server that is gone or busy, a block that is damaged, is computed here instead.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+
+from penstock.client.kv_blocks import KVBlocks
+from penstock.client.kv_transfer import KVTransferOptions, Progress, RemotePrefillStatus
+from penstock.client.router import Router
+from penstock.errors import PenstockError
+from penstock.interface.messages import EngineRequest
+
+LOGGER = logging.getLogger("penstock")
+CONNECT_S = 2.0
+SILENCE_S = 10.0  # a prefill server says something every second
+RETRY_S = 5.0  # a server that failed is left alone for so long
+AT_ONCE = 8  # blocks under way for one prompt
+
+
+class _PrefillError(PenstockError):
+    """A prefill server did not do what was asked."""
+
+
+@dataclass(slots=True)
+class _Server:
+    url: str
+    num_tokens: int = 0  # of prompts that it is computing for this engine
+    retry_at: float = 0.0
+
+
+class RemotePrefill:
+    """Has prompts computed by prefill servers, and fetches their blocks. Belongs to one event loop.
+
+    Args:
+        transport: instead of the network.
+
+    Attributes:
+        status: what was done so far.
+    """
+
+    def __init__(self, options: KVTransferOptions, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.status = RemotePrefillStatus()
+        self._servers = {url: _Server(url) for url in options.kv_prefill_urls}
+        self._router: Router[str] | None = None
+        self._coming: dict[str, asyncio.Task[Exception | None]] = {}  # by name, the files under way
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="block-writer")  # BlockFiles has one writer
+        key = options.kv_prefill_api_key
+        self._http = httpx.AsyncClient(
+            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S, pool=None),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+            transport=transport,
+        )
+
+    async def fetch(self, request: EngineRequest, blocks: KVBlocks) -> None:
+        """Put the blocks of a prompt among those of the engine, as far as servers can be had. Raises nothing."""
+        token_ids = request.prompt_token_ids
+        hashes = blocks.hashes(token_ids, request.cache_salt)
+        if blocks.count(hashes) == len(hashes):
+            return
+        if self._router is None:
+            self._router = Router(blocks.block_size)
+        self.status.num_prompts += 1
+        tried: set[str] = set()
+        while (server := self._choose(self._router, hashes, len(token_ids), tried)) is not None:
+            tried.add(server.url)
+            server.num_tokens += len(token_ids)
+            try:
+                await self._fetch_from(server.url, request, blocks, hashes)
+                return
+            except (httpx.HTTPError, msgspec.MsgspecError, _PrefillError) as error:
+                self.status.num_failures += 1
+                server.retry_at = time.monotonic() + RETRY_S
+                self._router.forget(server.url)
+                reason = str(error) or type(error).__name__
+                LOGGER.warning("prefill server %s: %s; it is asked again in %g s", server.url, reason, RETRY_S)
+            finally:
+                server.num_tokens -= len(token_ids)
+
+    def _choose(self, router: Router[str], hashes: Sequence[bytes], num_tokens: int, tried: set[str]) -> _Server | None:
+        """Return the server that has the prompt soonest, by its cache and its queue; None if there is none left."""
+        now = time.monotonic()
+        able = {url: float(one.num_tokens) for url, one in self._servers.items() if one.retry_at <= now}
+        able = {url: queued for url, queued in able.items() if url not in tried}
+        if not able:
+            return None
+        chosen = router.choose(hashes, num_tokens, able)
+        router.note(chosen, hashes)
+        return self._servers[chosen]
+
+    async def _fetch_from(self, url: str, request: EngineRequest, blocks: KVBlocks, hashes: list[bytes]) -> None:
+        body = {
+            "store": blocks.name,
+            "prompt_token_ids": request.prompt_token_ids,
+            "cache_salt": request.cache_salt,
+        }
+        done, line = 0, Progress(0)
+        async with self._http.stream("POST", f"{url}/v1/kv/prefill", json=body) as answer:
+            if answer.status_code != httpx.codes.OK:
+                raise _PrefillError(_reason(answer.status_code, await answer.aread()))
+            async for text in answer.aiter_lines():
+                line = msgspec.json.decode(text, type=Progress)
+                ready = min(max(line.num_blocks, done), len(hashes))
+                await self._take(url, blocks, hashes[done:ready], must_be_there=True)
+                done = ready
+        if line.error is not None or not line.done:
+            raise _PrefillError(line.error or "the answer broke off")
+        await self._take(url, blocks, hashes[done:], must_be_there=False)  # behind windows, some groups have no block
+
+    async def _take(self, url: str, blocks: KVBlocks, hashes: Sequence[bytes], *, must_be_there: bool) -> None:
+        """Fetch the files of these blocks that are not here, several at a time."""
+        wanted = [pair for block_hash in hashes for pair in blocks.names(block_hash)]
+        wanted = [(name, num_bytes) for name, num_bytes in wanted if not blocks.has_file(name)]
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def take(name: str, num_bytes: int) -> Exception | None:
+            async with places:
+                if name not in self._coming:  # prompts that arrive together often begin alike
+                    coming = asyncio.create_task(self._take_one(url, blocks, name, num_bytes, must_be_there))
+                    self._coming[name] = coming
+                    coming.add_done_callback(lambda _: self._coming.pop(name))
+                return await asyncio.shield(self._coming[name])  # others may wait for it too
+
+        errors = await asyncio.gather(*(take(name, num_bytes) for name, num_bytes in wanted))
+        for error in errors:
+            if error is not None:
+                raise error
+
+    async def _take_one(
+        self, url: str, blocks: KVBlocks, name: str, num_bytes: int, must_be_there: bool
+    ) -> Exception | None:
+        try:
+            data = await self._get(f"{url}/v1/kv/blocks/{name}", must_be_there=must_be_there)
+            if data is not None:
+                await self._keep(blocks, name, data, num_bytes)
+        except (httpx.HTTPError, _PrefillError) as error:
+            return error
+        return None
+
+    async def _get(self, url: str, *, must_be_there: bool) -> bytes | None:
+        answer = await self._http.get(url)
+        if answer.status_code == httpx.codes.NOT_FOUND and not must_be_there:
+            return None
+        if answer.status_code != httpx.codes.OK:
+            raise _PrefillError(_reason(answer.status_code, answer.content))
+        return answer.content
+
+    async def _keep(self, blocks: KVBlocks, name: str, data: bytes, num_bytes: int) -> None:
+        loop = asyncio.get_running_loop()
+        if not await loop.run_in_executor(self._writer, blocks.write, name, data, num_bytes):
+            raise _PrefillError(f"block {name} came damaged, or could not be written")
+        self.status.num_blocks += 1
+        self.status.num_bytes += num_bytes
+
+    async def close(self) -> None:
+        await self._http.aclose()
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+
+def _reason(status: int, content: bytes) -> str:
+    """Return what an answer says is wrong, in at most a line."""
+    try:
+        found: Any = msgspec.json.decode(content)
+        return f"HTTP {status}: {found['error']['message']}"[:300]
+    except (msgspec.DecodeError, TypeError, KeyError):
+        return f"HTTP {status}"

@@ -1,0 +1,103 @@
+"""The routes of /v1/kv: a prefill server computes prompts for decode servers, and gives them the blocks of its cache.
+
+Only with `--kv-role prefill`, and for administrators only: what a block holds was computed from somebody's prompt.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from penstock import validation as check
+from penstock.client.input_processor import check_salt
+from penstock.client.kv_transfer import Progress
+from penstock.errors import PenstockError
+from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
+from penstock.server.api_errors import ApiError, not_found
+from penstock.server.context import RequestLog, ServerContext, check_administrator, context_of, log_of, read_body
+from penstock.server.openai_requests import PrefillRequest
+
+if TYPE_CHECKING:
+    from penstock.client.kv_blocks import KVBlocks
+
+POLL_S = 0.005  # between two looks at the directory, which the engine's process writes to
+SILENCE_S = 1.0  # after which a line says that the prompt is still being computed
+WRITTEN_S = 1.0  # a block that is not in its file so long after it was computed will never be
+# One token: the engine has no request without outputs, and the blocks before it are whole then.
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+async def create_prefill(request: Request) -> Response:
+    """Handle POST /v1/kv/prefill: compute a prompt, and answer with lines of how many of its blocks are there."""
+    check_administrator(request)
+    context, log = context_of(request), log_of(request)
+    blocks = _blocks(context)
+    body = await read_body(request, PrefillRequest)
+    if body.store != blocks.name:
+        message = f"store: this server's blocks are {blocks.name}: it has other weights, kernels or options"
+        raise ApiError(409, message, param="store", code="other_bits")
+    info = context.info()
+    check.check_ids("prompt_token_ids", body.prompt_token_ids, info.vocab_size)
+    check_salt(body.cache_salt)
+    context.client.check_admission(log.flow, num_arriving=context.num_arriving)
+    log.num_prompt_tokens = len(body.prompt_token_ids)
+    return StreamingResponse(_lines(context, log, blocks, body), media_type="application/x-ndjson")
+
+
+async def retrieve_block(request: Request) -> Response:
+    """Handle GET /v1/kv/blocks/{name}: answer with the file of a block, which has its own checksum."""
+    check_administrator(request)
+    name = request.path_params["name"]
+    data = await asyncio.to_thread(_blocks(context_of(request)).read, name)
+    if data is None:
+        raise not_found(f"There is no block {ascii(name)[:100]}.", "not_found", "name")
+    return Response(data, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
+
+
+def _blocks(context: ServerContext) -> "KVBlocks":
+    blocks = context.client.kv_blocks
+    if blocks is None:
+        raise not_found("This server gives no blocks to others; start it with --kv-role prefill.", "not_found")
+    return blocks
+
+
+async def _lines(
+    context: ServerContext, log: RequestLog, blocks: "KVBlocks", body: PrefillRequest
+) -> AsyncGenerator[bytes, None]:
+    """Yield a line as often as there are more blocks, or nothing was said for a while. Closing it aborts the prompt."""
+    hashes = blocks.hashes(body.prompt_token_ids, body.cache_salt)
+    computing = asyncio.create_task(_compute(context, log, body))
+    loop, error, done = asyncio.get_running_loop(), None, False
+    said, said_at, count = -1, loop.time(), 0
+    written_by = None
+    try:
+        while not done:
+            await asyncio.wait({computing}, timeout=POLL_S)
+            count = blocks.count(hashes, count)
+            if computing.done() and written_by is None:
+                error, written_by = computing.result(), loop.time() + WRITTEN_S
+            elif written_by is not None:
+                await asyncio.sleep(POLL_S)
+            is_written = not hashes or blocks.has(hashes[-1])  # the last one is in no group behind its window
+            done = written_by is not None and (error is not None or is_written or loop.time() > written_by)
+            if done or count > said or loop.time() - said_at > SILENCE_S:
+                said, said_at = count, loop.time()
+                yield msgspec.json.encode(Progress(count, done, error)) + b"\n"
+    finally:
+        computing.cancel()
+
+
+async def _compute(context: ServerContext, log: RequestLog, body: PrefillRequest) -> str | None:
+    """Compute the prompt, whose blocks the engine saves. Return why that failed, if it did."""
+    prompt = {"prompt_token_ids": body.prompt_token_ids, "cache_salt": body.cache_salt}
+    try:
+        async with aclosing(context.client.generate(prompt, PARAMS, flow=log.flow)) as outputs:
+            async for output in outputs:
+                log.num_cached_tokens = output.num_cached_tokens or 0
+    except PenstockError as error:
+        return str(error)
+    return None

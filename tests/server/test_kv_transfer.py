@@ -1,0 +1,200 @@
+"""Prefill and decoding on different engines: equal answers, whatever a prefill server does."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock import AsyncLLM, InvalidRequestError, SamplingParams
+from penstock.client.kv_blocks import KVBlocks
+from penstock.client.kv_transfer import KVTransferOptions, Progress
+from penstock.client.remote_prefill import RemotePrefill
+from penstock.interface.messages import BlockDirectory, EngineRequest
+from tests.server.harness import QUIET, RunningServer, get, send, wait_until
+
+pytestmark = pytest.mark.covers("J22")
+PROMPT = [(index * 7) % 300 + 3 for index in range(150)]
+SPARE: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "logprobs": 2}
+BODIES: list[dict[str, Any]] = [
+    SPARE | {"prompt": PROMPT, "temperature": 0},
+    SPARE | {"prompt": [*PROMPT[:100], 5, 6, 7], "temperature": 1, "seed": 3, "n": 2, "presence_penalty": 0.5},
+    SPARE | {"prompt": PROMPT[1:], "temperature": 1, "seed": 4, "cache_salt": "a tenant's"},
+    SPARE | {"prompt": [9] * 70, "temperature": 0.7, "seed": 5, "echo": True},  # no cached prefix has its logprobs
+    SPARE | {"prompt": [9] * 7, "temperature": 0.7, "seed": 6},  # less than a block
+]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, RunningServer]]:
+    """A prefill server and a decode server, with directories of their own, as on two machines."""
+    directory = tmp_path_factory.mktemp("blocks")
+    options: dict[str, Any] = {"max_num_seqs": 4, "threads": 1}
+    giver = RunningServer(AsyncLLM(kv_role="prefill", kv_offload_dir=str(directory / "a"), **options), QUIET)
+    giver.start()
+    urls = ("http://127.0.0.1:9", giver.url)  # nothing listens on the first one
+    taker = RunningServer(
+        AsyncLLM(kv_role="decode", kv_prefill_urls=urls, kv_offload_dir=str(directory / "b"), **options), QUIET
+    )
+    taker.start()
+    for server in (giver, taker):
+        wait_until(lambda server=server: get(f"{server.url}/health").status_code == 200)
+    yield giver, taker
+    giver.stop()
+    taker.stop()
+
+
+def answer(server: RunningServer, body: dict[str, Any]) -> list[Any]:
+    found = send(f"{server.url}/v1/completions", json=body).json()
+    return [(choice["text"], choice["logprobs"], choice["finish_reason"]) for choice in found["choices"]]
+
+
+def test_a_crowd_gets_the_answers_of_one_engine(servers: tuple[RunningServer, RunningServer]) -> None:
+    """Guards against a block that is handed over wrong, and against prompts that are silently computed here."""
+    giver, taker = servers
+    with ThreadPoolExecutor(10) as pool:
+        found = list(pool.map(lambda body: answer(taker, body), BODIES * 2))
+    assert found == [answer(giver, body) for body in BODIES] * 2
+    status = get(f"{taker.url}/status").json()
+    remote = status["remote_prefill"]
+    assert remote["num_prompts"] >= 3
+    assert remote["num_failures"] >= 1  # the server that is not there
+    assert remote["num_blocks"] == status["kv_offload"]["loaded_blocks_total"] >= 9 + 9
+    again = send(f"{taker.url}/v1/completions", json=SPARE | {"prompt": PROMPT}).json()
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 144
+
+
+def test_what_a_prefill_server_refuses(servers: tuple[RunningServer, RunningServer]) -> None:
+    """Guards against blocks of other bits, files of other directories, and prompts that end the engine."""
+    giver, taker = servers
+    store = giver.client.kv_blocks.name  # type: ignore[attr-defined]  # an AsyncLLM
+    prefill, blocks = f"{giver.url}/v1/kv/prefill", f"{giver.url}/v1/kv/blocks"
+    ids = [1, 2, 3]
+    assert send(prefill, json={"store": "penstock-other", "prompt_token_ids": ids}).status_code == 409
+    for wrong in ([10**30], [-1], ["x"], None, [10**9]):
+        assert send(prefill, json={"store": store, "prompt_token_ids": wrong}).status_code == 400, wrong
+    assert send(prefill, json={"store": store, "prompt_token_ids": ids, "cache_salt": 3}).status_code == 400
+    for ids, problem in (([5] * 100_000, "too many"), ([], "at least one")):
+        refused = send(prefill, json={"store": store, "prompt_token_ids": ids})
+        assert problem in msgspec.json.decode(refused.content.splitlines()[-1])["error"]
+    for name in ("..%2F..%2Fetc%2Fpasswd", "0-zz", f"0-{'ab' * 16}", ".writing-1-probe"):
+        assert get(f"{blocks}/{name}").status_code == 404
+    assert send(f"{taker.url}/v1/kv/prefill", json={"store": store, "prompt_token_ids": ids}).status_code == 404
+
+
+def test_roles_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    """Guards against a role that is accepted and does nothing."""
+    url = "http://127.0.0.1:8000"
+    for options, param in (
+        ({"kv_role": "both"}, "kv_role"),
+        ({"kv_role": "prefill"}, "kv_offload_dir"),
+        ({"kv_role": "decode", "kv_offload_dir": str(tmp_path)}, "kv_prefill_urls"),
+        ({"kv_prefill_urls": [url]}, "kv_prefill_urls"),
+        ({"kv_role": "decode", "kv_prefill_urls": ["10.0.0.5:8000"]}, "kv_prefill_urls"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            AsyncLLM(**options)
+        assert caught.value.param == param
+
+
+class FakePrefillServer:
+    """Answers as it is told, with blocks of four bytes."""
+
+    def __init__(self, lines: list[Progress | bytes], *, damage: str = "", missing: str = "none") -> None:
+        self.lines = [line if isinstance(line, bytes) else msgspec.json.encode(line) for line in lines]
+        self.damage, self.missing = damage, missing
+        self.asked: list[str] = []
+        routes = [
+            Route("/v1/kv/prefill", self.prefill, methods=["POST"]),
+            Route("/v1/kv/blocks/{name}", self.block),
+        ]
+        self.transport = httpx.ASGITransport(Starlette(routes=routes))
+
+    async def prefill(self, request: Request) -> Response:
+        return Response(b"\n".join(self.lines) + b"\n")
+
+    async def block(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self.asked.append(name)
+        if re.match(self.missing, name):
+            return Response(status_code=404)
+        data = self.source.read(name)
+        assert data is not None
+        return Response(data[:-1] + b"!" if re.match(self.damage or "never", name) else data)
+
+    def fill(self, source: KVBlocks, hashes: list[bytes]) -> None:
+        """Have these blocks, in the two groups that the directory has."""
+        self.source = source
+        for block_hash in hashes:
+            for name, _ in source.names(block_hash):
+                source._files.write(name, b"1234")
+
+
+OTHER_GROUP = r"1-.*"
+CASES = {
+    "all come": (FakePrefillServer([Progress(2), Progress(4, done=True)]), 8, 0),
+    "one at a time": (FakePrefillServer([*(Progress(i) for i in range(5)), Progress(4, done=True)]), 8, 0),
+    "more than there are": (FakePrefillServer([Progress(10**9, done=True)]), 8, 0),
+    "none behind a window": (FakePrefillServer([Progress(0, done=True)], missing=OTHER_GROUP), 4, 0),
+    "one is missing": (FakePrefillServer([Progress(4, done=True)], missing=OTHER_GROUP), 4, 1),
+    "damaged": (FakePrefillServer([Progress(4, done=True)], damage=OTHER_GROUP), 4, 1),
+    "breaks off": (FakePrefillServer([Progress(2)]), 4, 1),
+    "an error": (FakePrefillServer([Progress(1), Progress(1, done=True, error="no")]), 2, 1),
+    "rubbish": (FakePrefillServer([b"<html>"]), 0, 1),
+    "nothing": (FakePrefillServer([]), 0, 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_it_answers(case: str, tmp_path: Path) -> None:
+    """Guards against an answer that raises, hangs, or leaves a block that is not what was computed."""
+    server, num_blocks, num_failures = CASES[case]
+    source, target = (KVBlocks(BlockDirectory(str(tmp_path / n), "penstock-x", 10**6, [4, 4]), 16) for n in "ab")
+    request = EngineRequest("1", PROMPT[:70], SamplingParams(), cache_salt="s")
+    hashes = source.hashes(request.prompt_token_ids, "s")
+    assert len(hashes) == 4
+    server.fill(source, hashes)
+
+    async def fetch() -> RemotePrefill:
+        options = KVTransferOptions("decode", ("http://prefill",))
+        remote = RemotePrefill(options, transport=server.transport)
+        await remote.fetch(request, target)
+        await remote.close()
+        return remote
+
+    status = asyncio.run(fetch()).status
+    assert (status.num_blocks, status.num_failures, status.num_prompts) == (num_blocks, num_failures, 1)
+    names = [name for block_hash in hashes for name, _ in target.names(block_hash)]
+    assert [target.read(name) for name in names if target.has_file(name)] == [
+        source.read(name) for name in names if target.has_file(name)
+    ]
+    assert sum(target.has_file(name) for name in names) == num_blocks
+
+
+def test_a_server_that_failed_is_left_alone(tmp_path: Path) -> None:
+    """Guards against requests that wait for a dead server one after the other, and for blocks that are here."""
+    server = FakePrefillServer([b"x"])
+    source, target = (KVBlocks(BlockDirectory(str(tmp_path / n), "penstock-x", 10**6, [4]), 16) for n in "ab")
+    request = EngineRequest("1", PROMPT[:70], SamplingParams())
+    server.fill(source, source.hashes(request.prompt_token_ids, None))
+
+    async def fetch() -> RemotePrefill:
+        options = KVTransferOptions("decode", ("http://one/", "http://two"))
+        remote = RemotePrefill(options, transport=server.transport)
+        for _ in range(3):
+            await remote.fetch(request, target)
+        await remote.fetch(request, source)
+        await remote.close()
+        return remote
+
+    status = asyncio.run(fetch()).status
+    assert (status.num_failures, status.num_prompts) == (2, 3)
