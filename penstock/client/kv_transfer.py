@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ROLES = ("prefill", "decode")
 MAX_URLS = 64
+MAX_BATCH = 64  # blocks in an answer
 
 
 @dataclass(frozen=True, slots=True)

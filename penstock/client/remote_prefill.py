@@ -3,7 +3,7 @@
     decode server                              prefill server
     POST /v1/kv/prefill  token ids ----------> computes the prompt; its engine saves each full block as a file
                          <-- lines: how many blocks are there, while it computes
-    GET /v1/kv/blocks/NAME ------------------> the file, with its checksum; not asked for where it is here already
+    POST /v1/kv/blocks  names ---------------> those files that are not here, with their checksums
     the engine finds the files, and goes on after them
 
 So long prompts do not hold up the streams of the decode server (the disaggregated run of JetStream; DistServe, Zhong et
@@ -23,7 +23,7 @@ import httpx
 import msgspec
 
 from penstock.client.kv_blocks import KVBlocks
-from penstock.client.kv_transfer import KVTransferOptions, Progress, RemotePrefillStatus
+from penstock.client.kv_transfer import MAX_BATCH, KVTransferOptions, Progress, RemotePrefillStatus
 from penstock.client.router import Router
 from penstock.errors import PenstockError
 from penstock.interface.messages import EngineRequest
@@ -32,7 +32,8 @@ LOGGER = logging.getLogger("penstock")
 CONNECT_S = 2.0
 SILENCE_S = 10.0  # a prefill server says something every second
 RETRY_S = 5.0  # a server that failed is left alone for so long
-AT_ONCE = 8  # blocks under way for one prompt
+BATCH_BYTES = 4 * 2**20  # of blocks in an answer, before the last one
+AT_ONCE = 4  # answers under way
 
 
 class _PrefillError(PenstockError):
@@ -61,6 +62,7 @@ class RemotePrefill:
         self._servers = {url: _Server(url) for url in options.kv_prefill_urls}
         self._router: Router[str] | None = None
         self._coming: dict[str, asyncio.Task[Exception | None]] = {}  # by name, the files under way
+        self._places = asyncio.Semaphore(AT_ONCE)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="block-writer")  # BlockFiles has one writer
         key = options.kv_prefill_api_key
         self._http = httpx.AsyncClient(
@@ -87,7 +89,7 @@ class RemotePrefill:
             try:
                 await self._fetch_from(server.url, request, blocks, hashes)
                 return
-            except (httpx.HTTPError, msgspec.MsgspecError, _PrefillError) as error:
+            except (httpx.HTTPError, msgspec.MsgspecError, ValueError, _PrefillError) as error:
                 self.status.num_failures += 1
                 server.retry_at = time.monotonic() + RETRY_S
                 self._router.forget(server.url)
@@ -128,41 +130,55 @@ class RemotePrefill:
 
     async def _take(self, url: str, blocks: KVBlocks, hashes: Sequence[bytes], *, must_be_there: bool) -> None:
         """Fetch the files of these blocks that are not here, several at a time."""
-        wanted = [pair for block_hash in hashes for pair in blocks.names(block_hash)]
-        wanted = [(name, num_bytes) for name, num_bytes in wanted if not blocks.has_file(name)]
-        places = asyncio.Semaphore(AT_ONCE)
-
-        async def take(name: str, num_bytes: int) -> Exception | None:
-            async with places:
-                if name not in self._coming:  # prompts that arrive together often begin alike
-                    coming = asyncio.create_task(self._take_one(url, blocks, name, num_bytes, must_be_there))
-                    self._coming[name] = coming
-                    coming.add_done_callback(lambda _: self._coming.pop(name))
-                return await asyncio.shield(self._coming[name])  # others may wait for it too
-
-        errors = await asyncio.gather(*(take(name, num_bytes) for name, num_bytes in wanted))
-        for error in errors:
+        tasks: set[asyncio.Task[Exception | None]] = set()
+        batch: list[tuple[str, int]] = []
+        for name, num_bytes in (pair for block_hash in hashes for pair in blocks.names(block_hash)):
+            if name in self._coming:  # prompts that arrive together often begin alike
+                tasks.add(self._coming[name])
+            elif not blocks.has_file(name):
+                batch.append((name, num_bytes))
+                if sum(size for _, size in batch) >= BATCH_BYTES or len(batch) == MAX_BATCH:
+                    tasks.add(self._start(url, blocks, batch, must_be_there))
+                    batch = []
+        if batch:
+            tasks.add(self._start(url, blocks, batch, must_be_there))
+        for error in await asyncio.gather(*(asyncio.shield(task) for task in tasks)):  # others may wait for them too
             if error is not None:
                 raise error
 
-    async def _take_one(
-        self, url: str, blocks: KVBlocks, name: str, num_bytes: int, must_be_there: bool
+    def _start(
+        self, url: str, blocks: KVBlocks, batch: list[tuple[str, int]], must_be_there: bool
+    ) -> asyncio.Task[Exception | None]:
+        """Begin to fetch files, for all that wait for them."""
+        task = asyncio.create_task(self._take_batch(url, blocks, batch, must_be_there))
+        names = [name for name, _ in batch]
+        self._coming.update(dict.fromkeys(names, task))
+
+        def arrived(_: object) -> None:
+            for name in names:
+                del self._coming[name]
+
+        task.add_done_callback(arrived)
+        return task
+
+    async def _take_batch(
+        self, url: str, blocks: KVBlocks, batch: list[tuple[str, int]], must_be_there: bool
     ) -> Exception | None:
+        """Fetch files. Return what went wrong."""
         try:
-            data = await self._get(f"{url}/v1/kv/blocks/{name}", must_be_there=must_be_there)
-            if data is not None:
-                await self._keep(blocks, name, data, num_bytes)
-        except (httpx.HTTPError, _PrefillError) as error:
+            async with self._places:
+                answer = await self._http.post(f"{url}/v1/kv/blocks", json={"names": [name for name, _ in batch]})
+            if answer.status_code != httpx.codes.OK:
+                raise _PrefillError(_reason(answer.status_code, answer.content))
+            found = msgspec.msgpack.decode(answer.content, type=list[bytes | None])
+            for (name, num_bytes), data in zip(batch, found, strict=True):
+                if data is not None:
+                    await self._keep(blocks, name, data, num_bytes)
+                elif must_be_there:
+                    raise _PrefillError(f"block {name} is not there")
+        except (httpx.HTTPError, msgspec.MsgspecError, ValueError, _PrefillError) as error:
             return error
         return None
-
-    async def _get(self, url: str, *, must_be_there: bool) -> bytes | None:
-        answer = await self._http.get(url)
-        if answer.status_code == httpx.codes.NOT_FOUND and not must_be_there:
-            return None
-        if answer.status_code != httpx.codes.OK:
-            raise _PrefillError(_reason(answer.status_code, answer.content))
-        return answer.content
 
     async def _keep(self, blocks: KVBlocks, name: str, data: bytes, num_bytes: int) -> None:
         loop = asyncio.get_running_loop()

@@ -37,7 +37,7 @@ from penstock.server.embeddings import create_embeddings, create_ranking, create
 from penstock.server.inputs import decode, tokenize
 from penstock.server.keeping import KeptCalls
 from penstock.server.keys import KeyRing
-from penstock.server.kv_transfer import create_prefill, retrieve_block
+from penstock.server.kv_transfer import create_blocks, create_prefill
 from penstock.server.middleware import BodyLimitMiddleware, BoundaryMiddleware, SiteMiddleware
 from penstock.server.openai_requests import DetokenizeRequest, TokenizeRequest
 from penstock.server.options import ServerOptions
@@ -98,7 +98,7 @@ def _routes() -> list[Route]:
         Route("/v1/cache/pin", list_pins),
         Route("/v1/cache/pin/{name}", delete_pin, methods=["DELETE"]),
         Route("/v1/kv/prefill", create_prefill, methods=["POST"]),
-        Route("/v1/kv/blocks/{name}", retrieve_block),
+        Route("/v1/kv/blocks", create_blocks, methods=["POST"]),
         Route("/v1/embeddings", create_embeddings, methods=["POST"]),
         *(Route(path, create_scores, methods=["POST"]) for path in ("/score", "/v1/score")),
         *(Route(path, create_ranking, methods=["POST"]) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),

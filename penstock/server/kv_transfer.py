@@ -14,16 +14,17 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock import validation as check
 from penstock.client.input_processor import check_salt
-from penstock.client.kv_transfer import Progress
+from penstock.client.kv_transfer import MAX_BATCH, Progress
 from penstock.errors import PenstockError
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, not_found
 from penstock.server.context import RequestLog, ServerContext, check_administrator, context_of, log_of, read_body
-from penstock.server.openai_requests import PrefillRequest
+from penstock.server.openai_requests import BlocksRequest, PrefillRequest
 
 if TYPE_CHECKING:
     from penstock.client.kv_blocks import KVBlocks
 
+MAX_NAME = 64  # characters
 POLL_S = 0.005  # between two looks at the directory, which the engine's process writes to
 SILENCE_S = 1.0  # after which a line says that the prompt is still being computed
 WRITTEN_S = 1.0  # a block that is not in its file so long after it was computed will never be
@@ -48,14 +49,14 @@ async def create_prefill(request: Request) -> Response:
     return StreamingResponse(_lines(context, log, blocks, body), media_type="application/x-ndjson")
 
 
-async def retrieve_block(request: Request) -> Response:
-    """Handle GET /v1/kv/blocks/{name}: answer with the file of a block, which has its own checksum."""
+async def create_blocks(request: Request) -> Response:
+    """Handle POST /v1/kv/blocks: answer with files of blocks, each of which has its own checksum, or null."""
     check_administrator(request)
-    name = request.path_params["name"]
-    data = await asyncio.to_thread(_blocks(context_of(request)).read, name)
-    if data is None:
-        raise not_found(f"There is no block {ascii(name)[:100]}.", "not_found", "name")
-    return Response(data, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
+    blocks = _blocks(context_of(request))
+    body = await read_body(request, BlocksRequest)
+    check.string_tuple("names", body.names, max_items=MAX_BATCH, max_length=MAX_NAME)
+    files = await asyncio.to_thread(lambda: [blocks.read(name) for name in body.names])
+    return Response(msgspec.msgpack.encode(files), media_type="application/msgpack")
 
 
 def _blocks(context: ServerContext) -> "KVBlocks":

@@ -214,6 +214,12 @@ class PrefillRequest(Strict, kw_only=True, frozen=True):
     cache_salt: str | None = None
 
 
+class BlocksRequest(Strict, kw_only=True, frozen=True):
+    """POST /v1/kv/blocks: names of files."""
+
+    names: list[str]
+
+
 class DetokenizeRequest(Strict, kw_only=True, frozen=True):
     """POST /detokenize."""
 

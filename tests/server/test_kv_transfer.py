@@ -86,8 +86,10 @@ def test_what_a_prefill_server_refuses(servers: tuple[RunningServer, RunningServ
     for ids, problem in (([5] * 100_000, "too many"), ([], "at least one")):
         refused = send(prefill, json={"store": store, "prompt_token_ids": ids})
         assert problem in msgspec.json.decode(refused.content.splitlines()[-1])["error"]
-    for name in ("..%2F..%2Fetc%2Fpasswd", "0-zz", f"0-{'ab' * 16}", ".writing-1-probe"):
-        assert get(f"{blocks}/{name}").status_code == 404
+    names = ["../../etc/passwd", "0-zz", f"0-{'ab' * 16}", ".writing-1-probe"]
+    assert msgspec.msgpack.decode(send(blocks, json={"names": names}).content) == [None] * 4
+    for wrong in (["x"] * 65, ["x" * 65], [1], "x", None):
+        assert send(blocks, json={"names": wrong}).status_code == 400, wrong
     assert send(f"{taker.url}/v1/kv/prefill", json={"store": store, "prompt_token_ids": ids}).status_code == 404
 
 
@@ -112,24 +114,25 @@ class FakePrefillServer:
     def __init__(self, lines: list[Progress | bytes], *, damage: str = "", missing: str = "none") -> None:
         self.lines = [line if isinstance(line, bytes) else msgspec.json.encode(line) for line in lines]
         self.damage, self.missing = damage, missing
-        self.asked: list[str] = []
         routes = [
             Route("/v1/kv/prefill", self.prefill, methods=["POST"]),
-            Route("/v1/kv/blocks/{name}", self.block),
+            Route("/v1/kv/blocks", self.blocks, methods=["POST"]),
         ]
         self.transport = httpx.ASGITransport(Starlette(routes=routes))
 
     async def prefill(self, request: Request) -> Response:
         return Response(b"\n".join(self.lines) + b"\n")
 
-    async def block(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self.asked.append(name)
-        if re.match(self.missing, name):
-            return Response(status_code=404)
+    async def blocks(self, request: Request) -> Response:
+        files = [self.file(name) for name in (await request.json())["names"]]
+        return Response(b"?" if self.damage == "all" else msgspec.msgpack.encode(files))
+
+    def file(self, name: str) -> bytes | None:
         data = self.source.read(name)
         assert data is not None
-        return Response(data[:-1] + b"!" if re.match(self.damage or "never", name) else data)
+        if re.match(self.missing, name):
+            return None
+        return data[:-1] + b"!" if re.match(self.damage or "never", name) else data
 
     def fill(self, source: KVBlocks, hashes: list[bytes]) -> None:
         """Have these blocks, in the two groups that the directory has."""
@@ -145,8 +148,9 @@ CASES = {
     "one at a time": (FakePrefillServer([*(Progress(i) for i in range(5)), Progress(4, done=True)]), 8, 0),
     "more than there are": (FakePrefillServer([Progress(10**9, done=True)]), 8, 0),
     "none behind a window": (FakePrefillServer([Progress(0, done=True)], missing=OTHER_GROUP), 4, 0),
-    "one is missing": (FakePrefillServer([Progress(4, done=True)], missing=OTHER_GROUP), 4, 1),
-    "damaged": (FakePrefillServer([Progress(4, done=True)], damage=OTHER_GROUP), 4, 1),
+    "one is missing": (FakePrefillServer([Progress(4, done=True)], missing=OTHER_GROUP), 1, 1),
+    "damaged": (FakePrefillServer([Progress(4, done=True)], damage=OTHER_GROUP), 1, 1),
+    "rubbish for blocks": (FakePrefillServer([Progress(4, done=True)], damage="all"), 0, 1),
     "breaks off": (FakePrefillServer([Progress(2)]), 4, 1),
     "an error": (FakePrefillServer([Progress(1), Progress(1, done=True, error="no")]), 2, 1),
     "rubbish": (FakePrefillServer([b"<html>"]), 0, 1),
