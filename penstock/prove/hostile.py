@@ -27,10 +27,12 @@ from penstock.prove.proof import Trials
 from penstock.prove.scripted import ScriptedServer
 from penstock.prove.servers import serve
 from penstock.server.openai_requests import (
+    BlocksRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     PinRequest,
+    PrefillRequest,
     Strict,
     TokenizeRequest,
 )
@@ -45,6 +47,8 @@ KINDS: dict[str, type[Strict]] = {
     "/detokenize": DetokenizeRequest,
     "/v1/responses": ResponseRequest,
     "/v1/cache/pin": PinRequest,
+    "/v1/kv/prefill": PrefillRequest,
+    "/v1/kv/blocks": BlocksRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/score": ScoreRequest,
     "/rerank": RankingRequest,

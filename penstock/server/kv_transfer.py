@@ -36,8 +36,8 @@ async def create_prefill(request: Request) -> Response:
     """Handle POST /v1/kv/prefill: compute a prompt, and answer with lines of how many of its blocks are there."""
     check_administrator(request)
     context, log = context_of(request), log_of(request)
-    blocks = _blocks(context)
     body = await read_body(request, PrefillRequest)
+    blocks = _blocks(context)
     if body.store != blocks.name:
         message = f"store: this server's blocks are {blocks.name}: it has other weights, kernels or options"
         raise ApiError(409, message, param="store", code="other_bits")
@@ -52,9 +52,9 @@ async def create_prefill(request: Request) -> Response:
 async def create_blocks(request: Request) -> Response:
     """Handle POST /v1/kv/blocks: answer with files of blocks, each of which has its own checksum, or null."""
     check_administrator(request)
-    blocks = _blocks(context_of(request))
     body = await read_body(request, BlocksRequest)
     check.string_tuple("names", body.names, max_items=MAX_BATCH, max_length=MAX_NAME)
+    blocks = _blocks(context_of(request))
     files = await asyncio.to_thread(lambda: [blocks.read(name) for name in body.names])
     return Response(msgspec.msgpack.encode(files), media_type="application/msgpack")
 

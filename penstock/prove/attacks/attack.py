@@ -30,6 +30,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/v1/responses": {"input": "Hi"},
     "/v1/cache/pin": {"prompt": "Once upon a time, far away, there was a little girl who liked to read.", "name": "a"},
+    "/v1/kv/prefill": {"store": "penstock-x", "prompt_token_ids": [1, 2], "cache_salt": "s"},
+    "/v1/kv/blocks": {"names": ["0-00"]},
     "/v1/embeddings": {"input": ["Hi", "Once upon a time"]},
     "/score": {"text_1": "Hi", "text_2": ["Hi", "Once"]},
     "/rerank": {"query": "Hi", "documents": ["Hi", {"text": "Once"}]},
