@@ -16,6 +16,8 @@ from pathlib import Path
 
 import httpx
 
+from penstock.prove.servers import QUICK
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BIN = Path(sys.executable).parent
@@ -62,7 +64,7 @@ def start_server(port: int, stdout: int) -> subprocess.Popen[str]:
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+            if httpx.get(f"http://127.0.0.1:{port}/health", **QUICK).status_code == 200:
                 return server
         except httpx.TransportError:
             pass

@@ -12,6 +12,9 @@ import msgspec
 import openai
 import pytest
 
+from penstock.prove.servers import QUICK
+from tests.official import official_client
+from tests.server.harness import get, stream
 from tests.test_values import BAD_SAMPLING
 
 CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -26,9 +29,9 @@ def url() -> Iterator[str]:
     try:
         line = process.stdout.readline()
         found = next(word for word in line.split() if word.startswith("http://"))
-        assert httpx.get(f"{found}/health").status_code == 200  # the line is printed when the engine is ready
+        assert get(f"{found}/health").status_code == 200  # the line is printed when the engine is ready
         yield found
-        status = httpx.get(f"{found}/status").json()
+        status = get(f"{found}/status").json()
         assert status["engine"]["restarts"] == 0
         assert status["kv_blocks"]["free"] == status["kv_blocks"]["total"]
         assert (status["running"], status["waiting"]) == (0, 0)
@@ -40,7 +43,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as made:
+    with official_client(url) as made:
         yield made
 
 
@@ -158,9 +161,9 @@ ROUTES = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_bad_value_over_http_is_a_400_that_names_the_field(url, route):
     """And the engine process that got them all is still the same one."""
-    pid = httpx.get(f"{url}/status").json()["engine"]["pid"]
+    pid = get(f"{url}/status").json()["engine"]["pid"]
     chat = route.endswith("chat/completions")
-    with httpx.Client(base_url=url) as http:
+    with httpx.Client(base_url=url, **QUICK) as http:
         for name, values in BAD_SAMPLING.items():
             field = "top_logprobs" if chat and name == "logprobs" else name
             more = {"logprobs": True} if field == "top_logprobs" else {}
@@ -176,7 +179,7 @@ def test_every_bad_value_over_http_is_a_400_that_names_the_field(url, route):
                     assert (error["param"] or "").startswith(field), (field, value, error)
                 else:
                     assert "JSON" in error["message"]
-    assert httpx.get(f"{url}/status").json()["engine"]["pid"] == pid
+    assert get(f"{url}/status").json()["engine"]["pid"] == pid
     os.kill(pid, 0)
 
 
@@ -191,17 +194,17 @@ def is_json(text: str) -> bool:
 
 def test_a_client_that_goes_away_is_not_computed_for(url):
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+    with stream("POST", f"{url}/v1/completions", json=body) as answer:
         next(answer.iter_lines())
     deadline = time.monotonic() + 60
-    while httpx.get(f"{url}/status").json()["running"]:
+    while get(f"{url}/status").json()["running"]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def test_metrics_and_page(url):
-    metrics = httpx.get(f"{url}/metrics").text
+    metrics = get(f"{url}/metrics").text
     assert "penstock_generation_tokens_total" in metrics
-    page = httpx.get(f"{url}/")
+    page = get(f"{url}/")
     assert page.headers["content-type"].startswith("text/html")
     assert "http://" not in page.text.replace("http://127.0.0.1", "").replace("http://www.w3.org", "")

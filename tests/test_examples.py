@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 
+from tests.official import official_client
 from tests.pages import ROOT, serving
 
 FILES = sorted((ROOT / "examples").glob("*.py"))
@@ -56,7 +56,7 @@ def test_an_agent_gets_the_calls_that_it_demands(url: str) -> None:
     tools: Any = [agent["tool"](name) for name in agent["FUNCTIONS"]]
     asked: Any = {"model": "demo", "messages": [{"role": "user", "content": "What is 3 + 4?"}], "tools": tools}
     calls: list[Any] = []
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+    with official_client(url) as client:
         for name in ("add", "weather"):
             named: Any = {"type": "function", "function": {"name": name}}
             turns = agent["converse"](client, "What is 3 + 4?", most_turns=1, tool_choice=named)
@@ -91,7 +91,7 @@ def test_an_agent_gets_the_calls_that_it_demands(url: str) -> None:
 def test_an_agent_finds_the_answer(url: str, question: str, num_calls: int, shown: str) -> None:
     """Guards against a round trip in which a result, its order or a call is lost: ten calls, alone and together."""
     agent = runpy.run_path(str(ROOT / "examples" / "agent.py"))
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+    with official_client(url) as client:
         messages = agent["converse"](client, question)
     assert sum(message["role"] == "tool" for message in messages) == num_calls
     assert shown in messages[-1]["content"]

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from penstock.spec.param_table import ParamTable
 from penstock.spec.sharding_map import ShardingMap
 from penstock.tokenizer.hf import load_tokenizer
 from tests.hf_models import make_llama
+from tests.server.harness import send
 
 YAML = st.text(st.sampled_from("[]{}:,-?&*!|>'\"%@#\n\t ax1.~<"), max_size=200)
 
@@ -112,7 +112,7 @@ def test_a_file_that_shrinks_under_the_engine(tmp_path) -> None:
             url = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
             os.truncate(packed / "penstock.safetensors", 4096)
             body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            answer = send(f"{url}/v1/completions", json=body)
             assert answer.status_code == 503
             assert str(tmp_path) not in answer.text
             assert server.wait(60) == 70

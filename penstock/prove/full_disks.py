@@ -17,7 +17,7 @@ import httpx
 
 from penstock.errors import EngineError
 from penstock.prove.proof import Trials
-from penstock.prove.servers import CLIENT_TIMEOUT_S, Server, serve, wait_until
+from penstock.prove.servers import CLIENT_TIMEOUT_S, QUICK, Server, serve, wait_until
 
 PATH = "/v1/responses"
 TRIALS_PER_SERVER = 20  # before it is killed and started again
@@ -61,7 +61,7 @@ class FullDisks:
             while trials.go_on() or taken:
                 with (
                     serve(trials.subject, f"--journal={journal}") as server,
-                    httpx.Client(base_url=server.url, timeout=CLIENT_TIMEOUT_S) as http,
+                    httpx.Client(base_url=server.url, timeout=CLIENT_TIMEOUT_S, **QUICK) as http,
                 ):
                     _check(trials, http, taken, "after a kill")
                     taken = []

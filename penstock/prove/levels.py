@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from penstock.prove.servers import CLIENT_TIMEOUT_S
+from penstock.prove.servers import CLIENT_TIMEOUT_S, QUICK
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def level_of(http: httpx.Client, server_pid: int) -> Level:
 def quick_client(url: str, key: str, timeout_s: float = CLIENT_TIMEOUT_S) -> httpx.Client:
     """Return an HTTP client that has the key, opens a connection for each request, and loads no certificates first."""
     headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
-    return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, verify=False, trust_env=False)
+    return httpx.Client(base_url=url, headers=headers, timeout=timeout_s, **QUICK)
 
 
 def memory_bytes(pid: int) -> int:

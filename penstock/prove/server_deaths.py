@@ -16,7 +16,7 @@ import httpx
 
 from penstock.errors import EngineError
 from penstock.prove.proof import Trials
-from penstock.prove.servers import CLIENT_TIMEOUT_S, Server, command_line, serve, wait_until
+from penstock.prove.servers import Server, command_line, get, open_stream, post, serve, wait_until
 
 STREAMS = 10  # that run at each kill
 MAX_KILLS_OF_A_STREAM = 3
@@ -98,7 +98,7 @@ class Follower(threading.Thread):
             else:
                 path += f"/{self._last_id.partition(':')[0]}?stream=true"
                 headers = {"Last-Event-ID": self._last_id}
-        with httpx.stream(method, self._url + path, json=body, headers=headers, timeout=CLIENT_TIMEOUT_S) as answer:
+        with open_stream(method, self._url + path, json=body, headers=headers) as answer:
             if answer.status_code not in (200, 503):
                 self.problem = f"{method} {path}: {answer.status_code} {answer.read().decode()[:300]}"
             if answer.status_code == 200:
@@ -248,7 +248,7 @@ class _Cycle:
         found: dict[str, Any] = {}
 
         def has_ended() -> bool:
-            answer = httpx.get(f"{self._server.url}/v1/responses/{call_id}", timeout=CLIENT_TIMEOUT_S)
+            answer = get(f"{self._server.url}/v1/responses/{call_id}")
             found.update(answer.json() if answer.status_code != 503 else {})
             return answer.status_code not in (200, 503) or found.get("status") not in (None, "queued", "in_progress")
 
@@ -286,7 +286,7 @@ def _some_request(trials: Trials) -> Request:
 def _note_expected(server: Server, request: Request) -> bool:
     """Note the undisturbed answer. False where the model cannot take the request."""
     body = {name: value for name, value in request.body.items() if name not in ("resumable", "background")}
-    answer = httpx.post(server.url + request.path, json=body, timeout=CLIENT_TIMEOUT_S)
+    answer = post(server.url + request.path, json=body)
     if answer.status_code == 400:
         return False
     found = answer.raise_for_status().json()
@@ -306,7 +306,7 @@ def _text_of(response: dict[str, Any]) -> str:
 
 
 def _post(server: Server, request: Request) -> dict[str, Any]:
-    answer = httpx.post(server.url + request.path, json=request.body, timeout=CLIENT_TIMEOUT_S)
+    answer = post(server.url + request.path, json=request.body)
     found: dict[str, Any] = answer.raise_for_status().json()
     return found
 

@@ -11,7 +11,7 @@ import httpx
 
 from penstock.errors import EngineError
 from penstock.prove.proof import Trials
-from penstock.prove.servers import Server, serve, stream, wait_until
+from penstock.prove.servers import Server, post, serve, stream, wait_until
 
 STREAMS = 6  # of each trial
 STOP_TIMEOUT_S = 60.0
@@ -150,7 +150,7 @@ def _new_request_problem(server: Server) -> list[str]:
     wait_s = 0.05  # for the signal to arrive: what comes before it may be let in
     time.sleep(wait_s)
     try:
-        status = httpx.post(f"{server.url}/v1/completions", json={"prompt": "late", "max_tokens": 1}).status_code
+        status = post(f"{server.url}/v1/completions", json={"prompt": "late", "max_tokens": 1}).status_code
     except httpx.HTTPError:
         return []  # it has ended
     return [] if status == 503 else [f"a request {wait_s} s after the signal got {status}"]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, ModelLoadError, SamplingParams
@@ -21,6 +20,7 @@ from penstock.client.isolation import IsolatedTokenizer
 from penstock.demo import MODEL_DIR
 from penstock.errors import RequestFailedError
 from penstock.tokenizer.hf import load_tokenizer
+from tests.server.harness import send
 
 BACKTRACKS = "a" * 40 + "b"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -197,9 +197,9 @@ def test_the_server_goes_on(tmp_path) -> None:
                 ("/tokenize", {"prompt": BACKTRACKS}, "prompt"),
             ]
             for route, body, param in attacks:
-                answer = httpx.post(url + route, json=body, timeout=60)
+                answer = send(url + route, json=body)
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-                answer = httpx.post(url + "/v1/completions", json={"prompt": "hi", "max_tokens": 2}, timeout=60)
+                answer = send(url + "/v1/completions", json={"prompt": "hi", "max_tokens": 2})
                 assert answer.status_code == 200
         finally:
             server.terminate()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, SamplingParams
@@ -17,7 +16,7 @@ from penstock.kernels.cpu.library import load_library
 from penstock.models.config_json import load_model_config
 from penstock.prove import servers
 from penstock.weights.hub import resolve_model
-from tests.server.harness import QUIET, WAIT_S, RunningServer, get, send, wait_until
+from tests.server.harness import QUIET, WAIT_S, RunningServer, call, get, send, wait_until
 
 PROMPT = list(range(3, 60))
 SPARE = {"temperature": 1, "ignore_eos": True, "max_tokens": 80}
@@ -89,7 +88,7 @@ def test_pins_are_in_every_engine_and_prefixes_are_found_again(server: RunningSe
         answer = send(f"{server.url}/v1/completions", json=body).json()
         body["prompt"] = body["prompt"] + [12] * 20
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 48
-    assert httpx.delete(f"{server.url}/v1/cache/pin/all", timeout=WAIT_S).status_code == 200
+    assert call("DELETE", f"{server.url}/v1/cache/pin/all").status_code == 200
     wait_until(lambda: status(server)["kv_blocks"]["pinned"] == 0)
 
 

@@ -14,6 +14,7 @@ from penstock.errors import RequestFailedError
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.interface.pooling import PoolerConfig
 from penstock.interface.sampling_params import SamplingParams
+from tests.official import official_client
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import RunningServer, app_client, running
 
@@ -50,7 +51,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+    with official_client(server.url) as client:
         yield client
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.errors import EngineOverloadedError, RequestFailedError
 from penstock.server.options import ServerOptions
+from tests.official import official_client
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import RunningServer, running
 
@@ -26,7 +27,7 @@ def server() -> Iterator[RunningServer]:
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     server.client.behaviour = Behaviour()
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+    with official_client(server.url, KEY) as client:
         yield client
 
 

@@ -17,6 +17,7 @@ import pytest
 from penstock import AsyncLLM, SamplingParams
 from penstock.client import process
 from penstock.errors import EngineOverloadedError
+from penstock.prove.servers import QUICK
 from penstock.server.middleware import MAX_REFUSAL_LINES, _RefusalLines
 from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
 from tests.server.harness import QUIET, WAIT_S, RunningServer, app_client, get, send, stream, wait_until
@@ -125,7 +126,7 @@ def completion(server: RunningServer, **body: Any) -> dict[str, Any]:
 def test_large_calls_do_not_keep_a_small_one_out(server: RunningServer) -> None:
     """Guards against three calls with n=32 that made a request for five tokens time out."""
     large = {"n": 32, "max_tokens": 900, "ignore_eos": True, "stream": True, "prompt": "Once upon a time"}
-    with httpx.Client(timeout=WAIT_S) as client:
+    with httpx.Client(timeout=WAIT_S, **QUICK) as client:
         opened = []
         for _ in range(3):
             request = client.build_request("POST", f"{server.url}/v1/completions", json=large)
@@ -189,7 +190,7 @@ def test_a_request_waits_for_the_next_engine(server: RunningServer) -> None:
 
 def test_what_would_come_too_late_is_refused_at_once() -> None:
     """Guards against a queue in which everybody waits: the first token of what is let in comes in time."""
-    max_queue_wait = 5.0
+    max_queue_wait = 2.0
     params = SamplingParams(max_tokens=100, ignore_eos=True, output_kind="delta")
 
     async def scenario() -> tuple[list[float], list[float]]:

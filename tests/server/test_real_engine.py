@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
+from penstock.prove.servers import QUICK
+from tests.official import official_client
 from tests.server.harness import WAIT_S, get, wait_until
 from tests.server.test_sockets import post
 
@@ -31,8 +32,9 @@ class Served:
         line = self.process.stdout.readline()
         found = re.search(r"serving demo at (http://\S+)  \(ready in", line)
         assert found, f"no ready line but {line!r}"
-        self.http = httpx.Client(base_url=found.group(1), headers={"Authorization": "Bearer k"}, timeout=WAIT_S)
-        self.openai = openai.OpenAI(base_url=f"{found.group(1)}/v1", api_key="k", max_retries=0)
+        headers = {"Authorization": "Bearer k"}
+        self.http = httpx.Client(base_url=found.group(1), headers=headers, timeout=WAIT_S, **QUICK)
+        self.openai = official_client(found.group(1), "k")
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.http.get("/status").json()

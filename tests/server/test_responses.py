@@ -11,15 +11,12 @@ import pytest
 
 from penstock.errors import EngineDeadError, EngineOverloadedError, RequestFailedError
 from penstock.server.options import ServerOptions
+from tests.official import official_client
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import RunningServer, get, running, send, wait_until
 
 WHOLE: Any = {"model": "fake", "input": "Hi", "max_output_tokens": 12, "extra_body": {"seed": 7}}
 SLOW = Behaviour(delay_s=0.02)
-
-
-def connect(server: RunningServer, key: str = "x") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +28,7 @@ def server() -> Iterator[RunningServer]:
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     server.client.behaviour = Behaviour()
-    with connect(server) as client:
+    with official_client(server.url) as client:
         yield client
 
 
@@ -249,7 +246,7 @@ def test_wrong_queries(server: RunningServer, query: str) -> None:
 def test_another_key_sees_nothing(server: RunningServer, client: openai.OpenAI) -> None:
     """Guards against a client that reads, or ends, what another one has stored."""
     stored = client.responses.create(**WHOLE)
-    with connect(server, key="another") as other:
+    with official_client(server.url, key="another") as other:
         for attempt in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
             with pytest.raises(openai.NotFoundError):
                 attempt(stored.id)
@@ -259,7 +256,7 @@ def test_another_key_sees_nothing(server: RunningServer, client: openai.OpenAI) 
 def test_memory_is_bounded() -> None:
     """Guards against stored answers that fill the memory: the oldest ones make room."""
     options = ServerOptions(port=0, access_log=False, max_kept_bytes=20_000, drain_timeout_s=0.05)
-    with running(FakeEngineClient(), options) as server, connect(server) as client:
+    with running(FakeEngineClient(), options) as server, official_client(server.url) as client:
         answers = [client.responses.create(**WHOLE) for _ in range(20)]
         assert client.responses.retrieve(answers[-1].id) == answers[-1]
         with pytest.raises(openai.NotFoundError):
@@ -278,7 +275,7 @@ def test_memory_is_bounded() -> None:
 def test_answers_expire() -> None:
     """Guards against a retention that is never applied."""
     options = ServerOptions(port=0, access_log=False, response_retention_s=0.05)
-    with running(FakeEngineClient(), options) as server, connect(server) as client:
+    with running(FakeEngineClient(), options) as server, official_client(server.url) as client:
         client.responses.create(**WHOLE)
         wait_until(lambda: len(server.kept) == 0)
 
@@ -289,7 +286,7 @@ def test_a_new_server_goes_on(tmp_path: Any) -> None:
     A copy of the file, taken while the server runs, is what a kill would leave.
     """
     options = ServerOptions(port=0, access_log=False, journal=str(tmp_path / "j"))
-    with running(FakeEngineClient(), options) as server, connect(server) as client:
+    with running(FakeEngineClient(), options) as server, official_client(server.url) as client:
         ended = client.responses.create(**WHOLE)
         server.client.behaviour = Behaviour(hang_at=6)
         begun = client.responses.create(**WHOLE, background=True)
@@ -300,7 +297,7 @@ def test_a_new_server_goes_on(tmp_path: Any) -> None:
         shutil.copy(tmp_path / "j", tmp_path / "copy")
     engine = FakeEngineClient()
     options = replace(options, journal=str(tmp_path / "copy"))
-    with running(engine, options) as server, connect(server) as client:
+    with running(engine, options) as server, official_client(server.url) as client:
         assert client.responses.retrieve(ended.id) == ended
         rest = list(client.responses.retrieve(begun.id, stream=True, starting_after=shown[-1].sequence_number))
         numbers = [event.sequence_number for event in shown + rest]
@@ -309,7 +306,7 @@ def test_a_new_server_goes_on(tmp_path: Any) -> None:
         assert client.responses.retrieve(begun.id).output_text == ended.output_text
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(gone.id)
-        with connect(server, key="another") as other, pytest.raises(openai.NotFoundError):
+        with official_client(server.url, key="another") as other, pytest.raises(openai.NotFoundError):
             other.responses.retrieve(begun.id)
     text = ended.output_text.encode()
     assert list(engine.resumed.values()) == [[list(text[:5])]]  # the last of the 6 is computed again
@@ -318,11 +315,11 @@ def test_a_new_server_goes_on(tmp_path: Any) -> None:
 def test_another_engine_does_not_go_on(tmp_path: Any) -> None:
     """Guards against an answer whose second half comes from a model that has changed."""
     options = ServerOptions(port=0, access_log=False, journal=str(tmp_path / "j"))
-    with running(FakeEngineClient(Behaviour(hang_at=6)), options) as server, connect(server) as client:
+    with running(FakeEngineClient(Behaviour(hang_at=6)), options) as server, official_client(server.url) as client:
         begun = client.responses.create(**WHOLE, background=True)
     changed = FakeEngineClient()
     changed.info = replace(changed.info, system_fingerprint="fp-2")
-    with running(changed, options) as server, connect(server) as client:
+    with running(changed, options) as server, official_client(server.url) as client:
         ended = client.responses.retrieve(begun.id)
         assert ended.status == "failed"
         assert ended.error is not None
@@ -332,7 +329,7 @@ def test_another_engine_does_not_go_on(tmp_path: Any) -> None:
 def test_no_answer_before_the_request_is_on_the_disk(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a background response that is promised while the journal cannot be written."""
     options = ServerOptions(port=0, access_log=False, journal=str(tmp_path / "j"))
-    with running(FakeEngineClient(), options) as server, connect(server) as client:
+    with running(FakeEngineClient(), options) as server, official_client(server.url) as client:
 
         def fail(*args: Any) -> None:
             raise OSError(28, "No space left on device")

@@ -11,7 +11,7 @@ import pytest
 from penstock.errors import EngineDeadError, EngineOverloadedError, RequestFailedError
 from penstock.server.options import ServerOptions
 from tests.server.fakes import Behaviour, FakeEngineClient
-from tests.server.harness import WAIT_S, RunningServer, get, running, send, wait_until
+from tests.server.harness import RunningServer, call, get, running, send, stream, wait_until
 
 COMPLETION = ("/v1/completions", {"prompt": "Once", "max_tokens": 8})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8})
@@ -36,7 +36,7 @@ def events(answer: httpx.Response) -> Iterator[Event]:
 def read(method: str, url: str, count: int | None = None, *, last: str | None = None, **more: Any) -> list[Event]:
     """Return the first `count` events of a stream, and leave."""
     headers = {} if last is None else {"Last-Event-ID": last}
-    with httpx.stream(method, url, headers=headers, timeout=WAIT_S, **more) as answer:
+    with stream(method, url, headers=headers, **more) as answer:
         assert answer.status_code == 200, answer.read()
         return list(itertools.islice(events(answer), count))
 
@@ -103,7 +103,7 @@ def test_a_reader_keeps_it(server: RunningServer) -> None:
     path, body = COMPLETION
     server.client.behaviour = Behaviour(delay_s=0.01)
     body = {**body, "stream": True, "resumable": True, "seed": 1}
-    with httpx.stream("POST", server.url + path, json=body, timeout=WAIT_S) as answer:
+    with stream("POST", server.url + path, json=body) as answer:
         mine = events(answer)
         first = next(mine)
         call_id = str(first[0]).partition(":")[0]
@@ -144,7 +144,7 @@ def test_failures(server: RunningServer, failure: Exception, status: int) -> Non
 def test_refusals(server: RunningServer, method: str, path: str, body: Any, last: str | None, status: int) -> None:
     headers = {} if last is None else {"Last-Event-ID": last}
     json_body = None if body is None else {"prompt": "Once", **body}
-    answer = httpx.request(method, server.url + path, json=json_body, headers=headers, timeout=WAIT_S)
+    answer = call(method, server.url + path, json=json_body, headers=headers)
     assert answer.status_code == status, answer.text
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from penstock.prove.servers import QUICK
 from penstock.server.options import ServerOptions
 from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
 from tests.server.harness import WAIT_S, RunningServer, get, running, send, stream, wait_until
@@ -176,7 +177,7 @@ def test_trickling_headers_do_not_extend_the_deadline(impatient: RunningServer) 
 
 def test_idle_keep_alive_connection_is_reused(impatient: RunningServer) -> None:
     """Guards against the receive deadline of one request hitting the next one on the same connection."""
-    with httpx.Client(base_url=impatient.url, timeout=WAIT_S) as client:
+    with httpx.Client(base_url=impatient.url, timeout=WAIT_S, **QUICK) as client:
         for _ in range(3):
             assert client.get("/live").status_code == 200
             time.sleep(0.4)

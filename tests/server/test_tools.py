@@ -8,6 +8,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from penstock.server.options import ServerOptions
+from tests.official import official_client
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import app_client, running
 from tests.server.test_completions import chunks
@@ -292,7 +293,7 @@ def test_the_official_client() -> None:
 
     tool = openai.pydantic_function_tool(Add, name="add")
     messages: Any = [USER]
-    with running(fake(TWICE)) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+    with running(fake(TWICE)) as server, official_client(server.url) as client:
         parsed = client.chat.completions.parse(model="fake", messages=messages, tools=[tool], tool_choice="required")
         calls = parsed.choices[0].message.tool_calls or []
         assert calls[0].function.parsed_arguments == Add(a=1, b=2)
