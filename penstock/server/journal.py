@@ -190,7 +190,8 @@ class Journal:
                 await asyncio.sleep(RETRY_S)
             elif not self._waiting:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._urgent.wait(), GROUP_S)
+                    async with asyncio.timeout(GROUP_S):
+                        await self._urgent.wait()
             self._work.clear()
             self._urgent.clear()
             waiting, self._waiting = self._waiting, []

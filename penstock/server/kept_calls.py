@@ -145,7 +145,8 @@ class KeptCall:
                     break
                 continue
             try:
-                await asyncio.wait_for(self._grown.wait(), keep_alive_s)
+                async with asyncio.timeout(keep_alive_s):  # Python 3.11's wait_for can lose a cancellation
+                    await self._grown.wait()
             except TimeoutError:
                 yield None
         is_told = bool(frames) and frames[-1][1].startswith(NAMED)

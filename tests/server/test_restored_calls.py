@@ -1,5 +1,6 @@
-"""What a call restored from the journal says of its turn."""
+"""What a call restored from the journal says of its turn, and a reader that leaves it."""
 
+import asyncio
 import time
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import SamplingParams
+from penstock.server.kept_calls import KeptCall
 from penstock.server.records import Begun, decode, encode
 from penstock.server.resumption import _restored_log
 
@@ -21,6 +23,31 @@ def begun(**turn: object) -> Begun:
     found = decode(encode(made))
     assert isinstance(found, Begun)
     return found
+
+
+@pytest.mark.parametrize("ticks", range(6))
+def test_a_reader_that_leaves_as_something_comes_has_left(ticks: int) -> None:
+    """Guards against a cancellation that is lost when it meets an event, whose call was computed to its end for nobody."""
+
+    async def scenario() -> bool:
+        call = KeptCall(begun())
+        reader = asyncio.create_task(read(call))
+        await turns(5)
+        call.add((0, b"data: 1\n\n"))
+        await turns(ticks)
+        reader.cancel()
+        await turns(5)
+        return reader.cancelled()
+
+    async def read(call: KeptCall) -> None:
+        async for _ in call.read([], keep_alive_s=60.0):
+            pass
+
+    async def turns(count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    assert asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("policy", "priority"), [("priority", -3), ("fcfs", 0)])
