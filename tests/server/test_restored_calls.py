@@ -27,7 +27,7 @@ def begun(**turn: object) -> Begun:
 
 @pytest.mark.parametrize("ticks", range(6))
 def test_a_reader_that_leaves_as_something_comes_has_left(ticks: int) -> None:
-    """Guards against a cancellation that is lost when it meets an event: the call was computed to its end for nobody."""
+    """Guards against a cancellation that is lost when it meets an event: the call went on for nobody."""
 
     async def scenario() -> bool:
         call = KeptCall(begun())
