@@ -17,7 +17,7 @@ from penstock.planner.memory import (
 )
 from penstock.spec.model_config import ModelConfig
 from penstock.tokenizer.grammars import Grammars
-from penstock.tokenizer.hf import load_tokenizer
+from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.weights.instance import InstanceWeights
 from penstock.weights.kv_scales import read_kv_scales
 from penstock.weights.loader import Place, dtype_for, load_model
@@ -67,8 +67,15 @@ def make_model(
 def make_grammars(model_config: ModelConfig, weights: Weights) -> Grammars:
     """Return what compiles forms, with the tokenizer of the model's own directory; a model object has none."""
     has_tokenizer = isinstance(weights, Path) and (weights / "tokenizer.json").is_file()
-    load = partial(load_tokenizer, weights) if isinstance(weights, Path) and has_tokenizer else lambda: None
+    load = partial(_load_tokenizer, weights) if isinstance(weights, Path) and has_tokenizer else lambda: None
     return Grammars(load, model_config.vocab_size, model_config.eos_token_ids)
+
+
+def _load_tokenizer(directory: Path) -> Tokenizer:
+    """Load a tokenizer, and only then its libraries: most engines start and end without them."""
+    from penstock.tokenizer.hf import load_tokenizer
+
+    return load_tokenizer(directory)
 
 
 def read_scales(config: EngineConfig, model: ModelConfig) -> tuple[KVScales, ...] | None:

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -191,6 +190,8 @@ class ForwardPass:
 @contextmanager
 def _watching(blocks: list[tuple[Any, Attention]], seen: _Seen, wanted: Wanted) -> Iterator[None]:
     """Copy the residual stream before each block, and each layer's queries."""
+    from unittest.mock import patch  # nothing that an engine imports as it starts
+
     with ExitStack() as stack:
         for layer, (block, attention) in enumerate(blocks):
             if wanted.hidden_states:

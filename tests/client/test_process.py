@@ -330,12 +330,17 @@ async def stream_all(llm, num_tokens, *, output_kind="delta"):
     return await asyncio.gather(*(read(prompt, fields) for prompt, fields in pairs))
 
 
+async def take_its_memory(llm):
+    """Let an engine find no memory for new work: what has its memory already may need no more."""
+    resource.prlimit(llm.status().pid, resource.RLIMIT_AS, (0, resource.RLIM_INFINITY))
+    await asyncio.gather(final(llm), final(llm, prompt=list(range(9, 900))))
+
+
 @pytest.mark.covers("F37")
 @pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
-def test_no_stream_notices_that_engines_die(monkeypatch, fault):
-    """Whatever ends an engine, or only stops it: every stream goes on with the next token, none lost or changed; and
-    a vector that it was computing comes from the next one, with the same bits."""
+def test_no_stream_notices_that_engines_die(monkeypatch):
+    """Whatever ends an engine (a signal, a step without memory), or only stops it: every stream goes on with the next
+    token, none lost or changed; and a vector that it was computing comes from the next one, with the same bits."""
     mean = PoolingParams(pooling_type="MEAN")
     monkeypatch.setattr(supervisor, "MAX_DEATHS", 100)
     monkeypatch.setattr(liveness, "SILENCE_S", 1.0)
@@ -345,12 +350,15 @@ def test_no_stream_notices_that_engines_die(monkeypatch, fault):
             undisturbed = await stream_all(llm, 120)
             vector, pooled = (await llm.embed(PROMPTS[0], mean)).outputs, []
             disturbed = asyncio.create_task(stream_all(llm, 120))
-            for restarts in range(1 if fault is signal.SIGSTOP else 3):
+            for restarts, fault in enumerate([signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP, None]):
                 tokens = llm.status().stats.num_generated_tokens_total
                 await until(lambda: llm.status().stats.num_generated_tokens_total > tokens + 100)  # noqa: B023
                 pooled += [asyncio.create_task(llm.embed(PROMPTS[0], mean)) for _ in range(2)]
                 await asyncio.sleep(0)  # they are sent
-                os.kill(llm.status().pid, fault)
+                if fault is None:
+                    await take_its_memory(llm)
+                else:
+                    os.kill(llm.status().pid, fault)
                 await until(lambda: llm.status().restarts == restarts + 1)  # noqa: B023
                 assert llm.status().journal_requests > 0
                 await until(lambda: llm.status().state is EngineState.READY)
@@ -362,43 +370,50 @@ def test_no_stream_notices_that_engines_die(monkeypatch, fault):
     asyncio.run(scenario())
 
 
-def test_a_request_waits_for_the_next_engine():
+def test_a_request_waits_for_the_next_engine(loop, llm):
     async def scenario():
-        async with AsyncLLM(model="demo") as llm:
-            whole = await final(llm)
-            os.kill(llm.status().pid, signal.SIGKILL)
-            assert (await final(llm)).outputs == whole.outputs
-            assert llm.status().restarts == 1
+        whole, before = await final(llm), llm.status().restarts
+        os.kill(llm.status().pid, signal.SIGKILL)
+        assert (await final(llm)).outputs == whole.outputs
+        assert llm.status().restarts == before + 1
 
-    asyncio.run(scenario())
+    loop.run(scenario())
 
 
-def test_streams_do_not_go_on_with_other_bits(monkeypatch):
+def test_streams_do_not_go_on_with_other_bits(loop, llm):
     """Guards against a stream whose second half comes from a model that was replaced on disk."""
 
     async def scenario():
-        async with AsyncLLM(model="demo") as llm:
-            await llm.start()
-            llm._replicas.model_info = replace(llm.model_info, system_fingerprint="penstock-2-of-other-weights")
-            stream = asyncio.create_task(final(llm, params=LONG))
-            await until(lambda: llm.status().journal_tokens > 0)
-            os.kill(llm.status().pid, signal.SIGKILL)
-            with pytest.raises(EngineDeadError, match="computes otherwise: penstock-2-of-other-weights became"):
-                await stream
-            assert (await final(llm)).finished
+        llm._replicas.model_info = replace(llm.model_info, system_fingerprint="penstock-2-of-other-weights")
+        stream = asyncio.create_task(final(llm, params=LONG))
+        await until(lambda: llm.status().journal_tokens > 0)
+        os.kill(llm.status().pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="computes otherwise: penstock-2-of-other-weights became"):
+            await stream
+        assert (await final(llm)).finished
 
-    asyncio.run(scenario())
+    loop.run(scenario())
 
 
+HARM = SamplingParams(max_tokens=9, seed=666, ignore_eos=True)
 HARMFUL = """
 import os, signal
-import penstock
+from penstock.engine.engine import Engine
 
-@penstock.register_logits_processor("harmful")
-def harmful(logits, args, token_ids):
-    if len(token_ids) == 8:
+add_request, step, harmful = Engine.add_request, Engine.step, set()
+
+def add(engine, request):
+    if request.params.seed == 666:
+        harmful.add(request.request_id)
+    return add_request(engine, request)
+
+def die_at_the_ninth_token(engine):
+    outputs = step(engine)
+    if any(output.request_id in harmful and output.start_index == 8 for output in outputs):
         os.kill(os.getpid(), signal.SIGSEGV)
-    return logits
+    return outputs
+
+Engine.add_request, Engine.step = add, die_at_the_ninth_token
 """
 
 
@@ -414,7 +429,7 @@ def test_a_request_that_kills_engines_fails_alone(tmp_path):
             whole = await final(llm, params=long)
             streams = [asyncio.create_task(final(llm, params=long)) for _ in range(3)]
             with pytest.raises(RequestFailedError, match="died each of the 3 times that it computed this request"):
-                await final(llm, params=SamplingParams(max_tokens=9, logits_processors=("harmful",)))
+                await final(llm, params=HARM)
             for stream in streams:
                 assert (await stream).outputs == whole.outputs
             assert llm.status().restarts == 3
@@ -422,21 +437,20 @@ def test_a_request_that_kills_engines_fails_alone(tmp_path):
     asyncio.run(scenario())
 
 
-def test_health_follows_the_engine_not_the_wish(monkeypatch):
+def test_health_follows_the_engine_not_the_wish(loop, llm, monkeypatch):
     """A stopped engine is not healthy, idle as it is, and a new request does not change that; the next engine is."""
     monkeypatch.setattr(liveness, "SILENCE_S", 1.0)
 
     async def scenario():
-        async with AsyncLLM(model="demo") as llm:
-            whole = await final(llm)
-            os.kill(llm.status().pid, signal.SIGSTOP)
-            waiting = asyncio.create_task(final(llm))
-            await until(lambda: not llm.status().making_progress)
-            await until(lambda: llm.status().making_progress)
-            assert llm.status().restarts == 1
-            assert (await waiting).outputs == whole.outputs
+        whole, before = await final(llm), llm.status().restarts
+        os.kill(llm.status().pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(final(llm))
+        await until(lambda: not llm.status().making_progress)
+        await until(lambda: llm.status().making_progress)
+        assert llm.status().restarts == before + 1
+        assert (await waiting).outputs == whole.outputs
 
-    asyncio.run(scenario())
+    loop.run(scenario())
 
 
 def test_shutdown_ends_open_requests_and_the_child():
@@ -525,24 +539,6 @@ def test_an_engine_outlives_the_thread_that_made_its_client():
         async with made[0] as llm:
             assert (await final(llm)).finished
             assert llm.status().restarts == 0
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")
-def test_an_engine_without_memory_gives_its_requests_to_the_next_one():
-    """Guards against streams that end with an error when a step finds no memory, as all of its requests did once."""
-
-    async def scenario():
-        async with AsyncLLM(model="demo", max_num_seqs=12) as llm:
-            undisturbed = await stream_all(llm, 120)
-            disturbed = asyncio.create_task(stream_all(llm, 120))
-            await until(lambda: llm.status().stats.num_running > 6)
-            resource.prlimit(llm.status().pid, resource.RLIMIT_AS, (0, resource.RLIM_INFINITY))
-            # What has its memory already may need no more: new work does.
-            await asyncio.gather(final(llm), final(llm, prompt=list(range(9, 900))))
-            assert await disturbed == undisturbed
-            assert llm.status().restarts == 1
 
     asyncio.run(scenario())
 
