@@ -53,7 +53,8 @@ class Form:
 
 PLAIN = Form()
 WEIGHTS = {"int8": Form("int8"), "int4": Form("int4", 32)}
-FORMS = {"bfloat16": PLAIN} | WEIGHTS | {"int8 cache": Form(kv_cache_dtype="int8")}
+INT8_CACHE = Form(kv_cache_dtype="int8")
+CROWDED = {"bfloat16": PLAIN, "int8": Form("int8", kv_cache_dtype="int8"), "int4": Form("int4", 32)}
 # What rounding to a scheme's steps may cost, in units of what random noise of up to half a step on every weight costs.
 # int8 rounds activations too, as coarsely as weights, on both sides of a product; next to 4 bits this counts nothing,
 # and the search for scales makes their noise smaller.
@@ -111,7 +112,7 @@ def test_loss_of_quantised_weights(form: Form, made: Made) -> None:
 def test_loss_of_an_int8_cache(made: Made) -> None:
     """Guards against scales or offsets of the wrong head, and against a layer that keeps a cache of another type."""
     exact = scored(PagedModel(made[1], kernels="cpu"))
-    plain, quantised = (scored(form.model(made[1])) for form in (PLAIN, FORMS["int8 cache"]))
+    plain, quantised = (scored(form.model(made[1])) for form in (PLAIN, INT8_CACHE))
     assert not torch.equal(plain, quantised)
     assert rise(exact, quantised) < CACHE_COST * rise(exact, plain)
 
@@ -138,7 +139,7 @@ def build(form: Form, made: Made) -> Callable[..., BuiltEngine]:
 
 
 @pytest.mark.covers("F6", "M11")
-@pytest.mark.parametrize("form", columns(FORMS))
+@pytest.mark.parametrize("form", columns(CROWDED))
 def test_same_bits_in_a_crowd(build: Callable[..., BuiltEngine]) -> None:
     """Guards against a bit that depends on the other rows of a step, on where a chunk ends, on the threads, or on a
     process that died; and against arithmetic of torch's, whose sums could."""

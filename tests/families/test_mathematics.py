@@ -29,11 +29,21 @@ NUM_SEQS = 8
 
 
 @pytest.mark.matrix("float32")
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_float32(case: Case, made: Made, kernels: str) -> None:
+def test_float32(made: Made) -> None:
     """Guards against any slip in the mathematics, in a merge of weights or in a mask. 70 tokens are more than any
     window and more than the old context of every rotary scaling. Whole; token by token; in chunks of 7 behind a cached
     prefix; each of them packed with another sequence, through shuffled blocks among slots full of NaN."""
+    compare(made, KERNELS[-1])
+
+
+@MODELS
+@pytest.mark.matrix("float32")
+def test_float32_of_the_reference(made: Made) -> None:
+    """Guards against the same in the kernels that are the specification of the others."""
+    compare(made, "reference")
+
+
+def compare(made: Made, kernels: str) -> None:
     hf_model, directory = made
     ids, other = random_ids(70), random_ids(33, seed=1)
     expected, expected_other = hf_logprobs(hf_model, ids), hf_logprobs(hf_model, other)
@@ -134,6 +144,7 @@ def nine_of_ten(errors: Tensor) -> Tensor:
     return errors.abs().quantile(0.9)
 
 
+@MODELS
 @pytest.mark.matrix("bfloat16")
 @pytest.mark.covers("F41")
 def test_bfloat16(truths: Callable[[str], list[Truth]]) -> None:
