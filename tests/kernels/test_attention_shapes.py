@@ -85,6 +85,8 @@ def test_every_shape_is_the_reference(name: str, head_dim: int) -> None:
     reference = ReferenceOps(dtype)
     every_level = [CpuOps(dtype, threads=2, level=library.LEVELS[level]) for level in levels()]
     for number, heads in enumerate(HEADS):
+        if number == (head_dim // 4 + len(name)) % len(HEADS) or number == head_dim // 4 % len(HEADS):
+            continue  # two of five: each group has every cache and nearly every size
         params = variants(heads[0], head_dim)[(number + head_dim // 4) % 4]
         window = (None, 20)[number % 2]
         expected = two_steps(reference, heads, head_dim, name, params, window)
@@ -102,7 +104,7 @@ def test_every_group_up_to_64() -> None:
     reference = ReferenceOps(F32)
     every_level = [CpuOps(F32, threads=2, level=library.LEVELS[level]) for level in {levels()[0], levels()[-1]}]
     pieces = set()
-    for group in range(1, 65):
+    for group in (*range(1, 18, 3), 31, 32, 33, 47, 48, *range(49, 65)):
         heads, params = (group, 1), AttentionParams(1 / 16)
         expected = two_steps(reference, heads, 256, "float32", params, None)
         for ops in every_level:

@@ -59,8 +59,8 @@ def test_a_token_that_is_lost_with_the_engine_is_noticed(monkeypatch):
 
 
 def test_no_engine_outlives_its_server():
-    outcome = outcome_of(ParentDeaths(), goal=3)
-    assert (outcome.tried, outcome.wrong) == (3, [])
+    outcome = outcome_of(ParentDeaths(), goal=2)
+    assert (outcome.tried, outcome.wrong) == (2, [])
 
 
 def output(kind, ids, text, finish_reason=None):
