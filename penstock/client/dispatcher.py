@@ -49,7 +49,7 @@ class Dispatcher:
         self.use(1, 1)
 
     def use(self, block_size: int, num_blocks: int) -> None:
-        """Expect caches of so many blocks, of so many tokens; before that, no request is expected."""
+        """Set the size of the engines' caches, which the first engine that is ready tells; no request comes before."""
         self._block_size = block_size
         self._router: Router[int] = Router(block_size, num_blocks)
 
@@ -78,7 +78,7 @@ class Dispatcher:
         self._router.forget(replica.index)
 
     def its_own(self, replica: Replica, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """Return what an engine says of its choices, without those that were given to another."""
+        """Return an engine's outputs without those of choices that have moved to another engine."""
         if not self._several:
             return outputs
         homes = (self._homes.get(output.request_id) for output in outputs)
@@ -96,8 +96,8 @@ class Dispatcher:
             self.move()
 
     def move(self) -> None:
-        """Let engines that have free rows compute what waits for others; without those that will never be ready again,
-        any engine does."""
+        """Give what waits for an engine that is not ready to engines with free rows; what belongs to an engine that was
+        given up goes to any other, free rows or not."""
         if not self._several:
             return
         for replica in self._replicas:

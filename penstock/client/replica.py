@@ -43,7 +43,7 @@ class Replica:
         index: from 0.
         name: of its process, in the log.
         queued: what it has to compute.
-        last_outputs_at: when it was last heard of its choices, on the clock of timelines.
+        last_outputs_at: when its last outputs arrived, on the clock of timelines.
     """
 
     def __init__(

@@ -129,7 +129,9 @@ class Replicas:
             await asyncio.to_thread(replica.records.close)
 
     def records(self, index: int) -> RecordKeeper:
-        """Return the flight recorder's end of an engine; there is one at 0. Raise IndexError for another index."""
+        """Return the flight recorder's end of an engine. Raise EngineDeadError if it has not been started yet."""
+        if index >= len(self._replicas):
+            raise EngineDeadError(f"engine {index} has not been started yet")
         return self._replicas[index].records
 
     @property

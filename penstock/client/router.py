@@ -6,8 +6,8 @@ The engine of the least cost gets the request. So a prefix attracts the requests
 wait for it would compute it sooner elsewhere; then the prefix is in two caches, and so on. No engine is ever given
 more than a prompt's length beyond the one that has the least to do.
 
-What an engine has in its cache is not asked but remembered: the content hashes of the full blocks that it was given to
-compute of late. That it has evicted some of them costs a detour, never a wrong answer.
+The router does not ask an engine what its cache holds; it remembers the content hashes of the full blocks that it sent
+there lately. If the engine has evicted some of them, the request takes longer; its answer is the same.
 """
 
 from collections import OrderedDict
@@ -46,7 +46,7 @@ class Router(Generic[Key]):
 
     Args:
         block_size: tokens per block of their caches.
-        max_known: blocks to remember of each engine, at best as many as its cache has.
+        max_known: blocks to remember of each engine, ideally as many as its cache has.
     """
 
     def __init__(self, block_size: int, max_known: int = MAX_KNOWN) -> None:

@@ -221,7 +221,8 @@ class EngineSupervisor:
         if isinstance(error, EngineDeadError):
             self._listener.engine_failed(error)
         else:  # its text may name files, which is nothing for the readers of streams
-            LOGGER.error("no engine can be started: %s", error)
+            if self.model_info is not None:  # at the first start, whoever waits for it says why
+                LOGGER.error("no engine can be started again: %s", error)
             self._listener.engine_failed(EngineDeadError("no engine can be started again; the server's log says why"))
         self.settled.set()
 

@@ -163,6 +163,8 @@ def test_the_first_engine_plans_for_all():
     """Guards against engines with caches of different sizes: what one has accepted might not fit the next."""
     fleet = Fleet(3, starts=False, standby=True)
     assert [len(fleet.supervisors), fleet.replicas.state] == [1, EngineState.STARTING]
+    with pytest.raises(EngineDeadError, match="engine 1 has not been started yet"):  # /status/record?engine=1
+        fleet.replicas.records(1)
     fleet.first.ready()
     assert [supervisor.name for supervisor in fleet.supervisors] == [f"engine process {index}" for index in range(3)]
     taken = {"max_model_len": 64, "kv_cache_memory_bytes": 77}
