@@ -79,14 +79,16 @@ class TieredBlockStore:
         key = group, block_hash
         is_kept = self._remember(key, content)
         with self._lock:
-            if self._files is not None and key not in self._queued:
-                is_kept = self._num_queued_bytes + len(content) <= MAX_QUEUED_BYTES
-                if is_kept:
-                    self._queued[key] = content
-                    self._num_queued_bytes += len(content)
-                    self._queue.put((key, content))
-            self._num_saved += is_kept
-            self._num_unsaved += not is_kept
+            if self._files is None:
+                self._count(is_kept)
+            elif key in self._queued:
+                return  # it is counted once it is written
+            elif self._num_queued_bytes + len(content) <= MAX_QUEUED_BYTES:
+                self._queued[key] = content
+                self._num_queued_bytes += len(content)
+                self._queue.put((key, content))
+            else:
+                self._count(False)
 
     def end_step(self) -> None:
         """Drop what was fetched and not loaded."""
@@ -125,5 +127,9 @@ class TieredBlockStore:
             with self._lock:
                 del self._queued[key]
                 self._num_queued_bytes -= len(content)
-                self._num_saved -= not is_written
-                self._num_unsaved += not is_written
+                self._count(is_written)
+
+    def _count(self, is_saved: bool) -> None:
+        """Count a block once its fate is known, so that no counter ever falls. The lock must be held."""
+        self._num_saved += is_saved
+        self._num_unsaved += not is_saved

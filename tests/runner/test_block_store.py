@@ -72,6 +72,7 @@ def test_a_disk_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store = TieredBlockStore([10], 0, files)
     for i in range(3):
         store.save(0, bytes([i]) * 16, bytes(10))
+        assert store.counters()["num_saved_blocks_total"] == 0  # a counter that fell would read as a restart
     store.close()
     assert store.counters() == {
         "num_saved_blocks_total": 0, "num_unsaved_blocks_total": 3, "num_unreadable_blocks_total": 1
