@@ -6,6 +6,7 @@
 A content is the block's bytes of every layer of its group, one after the other, named by group and hash.
 """
 
+import logging
 import queue
 import threading
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from typing import Any
 from penstock.interface.messages import BlockDirectory
 from penstock.runner.block_files import BlockFiles
 
+logger = logging.getLogger(__name__)
 Key = tuple[int, bytes]  # cache group, block hash
 MAX_QUEUED_BYTES = 2**28  # of contents that wait to be written; what comes on top is dropped
 
@@ -123,7 +125,11 @@ class TieredBlockStore:
     def _write(self, files: BlockFiles) -> None:
         while (item := self._queue.get()) is not None:
             key, content = item
-            is_written = files.write(files.name_of(*key), content)
+            try:
+                is_written = files.write(files.name_of(*key), content)
+            except Exception:  # one block that is not kept must not be the end of all writing
+                logger.exception("kv_offload_dir: a block could not be written")
+                is_written = False
             with self._lock:
                 del self._queued[key]
                 self._num_queued_bytes -= len(content)
