@@ -162,6 +162,12 @@ def make_queries(random: Random) -> list[Query]:
     ]
 
 
+def _member(query: int, random: Random) -> Member:
+    """Ask this query, every other time with a new salt: no cache knows its blocks then, and files are written."""
+    salt = f"{random.random()}" if random.random() < 0.5 else None
+    return Member(query, 1 + query % 2, delay=random.randint(0, 6), salt=salt)
+
+
 def try_fault(
     fault: Fault, number: int, asker: Asker, queries: list[Query], expected: dict[Key, Answer], random: Random
 ) -> str | None:
@@ -169,7 +175,7 @@ def try_fault(
     failed = 0
     with fault.at(number) as has_failed:
         for _ in range(MAX_CROWDS):
-            crowd = [Member(index, 1 + index % 2, delay=random.randint(0, 6)) for index in range(len(queries))]
+            crowd = [_member(index, random) for index in range(len(queries))]
             try:
                 found = asker.ask(crowd, random, disturbed=False)
             except Exception as error:
