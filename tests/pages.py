@@ -6,17 +6,11 @@ own). A block below ``<!-- not run: reason -->`` is left alone.
 """
 
 import re
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import httpx
-
-from penstock.prove.servers import QUICK
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -52,36 +46,29 @@ def run(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def start_server(port: int, stdout: int) -> subprocess.Popen[str]:
-    """Start the pages' server on that port and wait until it is healthy.
+def start_server(port: int) -> tuple[subprocess.Popen[str], str]:
+    """Start the pages' server on that port, 0 for a free one; return it when it is ready, and the line that it printed.
 
     Raises:
-        AssertionError: it is not within 30 seconds.
+        AssertionError: it ended instead.
     """
     words = SERVE.removesuffix("&").replace("8000", str(port)).split()
     command = [str(BIN / words[0]), *words[1:]]
-    server = subprocess.Popen(command, stdout=stdout, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health", **QUICK).status_code == 200:
-                return server
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    stop(server)
-    raise AssertionError("the server did not become healthy")
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
+    assert server.stdout is not None
+    line = server.stdout.readline().rstrip()
+    if not line:
+        stop(server)
+        raise AssertionError(f"the server ended: exit code {server.returncode}")
+    return server, line
 
 
 @contextmanager
 def serving() -> Iterator[int]:
-    """Serve on a free port, which is yielded."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = start_server(port, subprocess.DEVNULL)
+    """Serve on a free port, which is yielded: the server's own choice, which nobody else can take first."""
+    server, line = start_server(0)
     try:
-        yield port
+        yield int(line.partition("http://127.0.0.1:")[2].split()[0])
     finally:
         stop(server)
 

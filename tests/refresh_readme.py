@@ -4,7 +4,6 @@
 """
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,11 +19,11 @@ def refreshed(page: str) -> str:
     if not CONSOLE.search(NOT_RUN.sub("", page)):
         return page
     pieces, end = [], 0
-    server = start_server(8000, subprocess.PIPE) if f"$ {SERVE}" in page else None
+    server, announced = start_server(8000) if f"$ {SERVE}" in page else (None, "")
     try:
         for left_alone in [*NOT_RUN.finditer(page), None]:
             start = left_alone.start() if left_alone else len(page)
-            pieces.append(CONSOLE.sub(lambda match: refreshed_block(match, server), page[end:start]))
+            pieces.append(CONSOLE.sub(lambda match: refreshed_block(match, announced), page[end:start]))
             end = left_alone.end() if left_alone else start
             pieces.append(page[start:end])
     finally:
@@ -33,23 +32,23 @@ def refreshed(page: str) -> str:
     return "".join(pieces)
 
 
-def refreshed_block(match: re.Match[str], server: subprocess.Popen[str] | None) -> str:
+def refreshed_block(match: re.Match[str], announced: str) -> str:
     """Return the block with the same commands and what they print today."""
     lines = []
     for line in match[1].splitlines():
         if line.startswith("$ "):
-            lines += [line, *output_of(line[2:], server)]
+            lines += [line, *output_of(line[2:], announced)]
     return "```console\n" + "\n".join(lines) + "\n```"
 
 
-def output_of(command: str, server: subprocess.Popen[str] | None) -> list[str]:
-    """Return the lines that a command prints on standard output.
+def output_of(command: str, announced: str) -> list[str]:
+    """Return the lines that a command prints on standard output; `announced` is the one of the pages' server.
 
     Raises:
         SystemExit: the command fails.
     """
     if command == SERVE:
-        return [] if server is None or server.stdout is None else [server.stdout.readline().rstrip()]
+        return [announced]
     done = run(command)
     if done.returncode:
         raise SystemExit(f"{command}: exit code {done.returncode}\n{done.stderr}")

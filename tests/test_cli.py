@@ -24,6 +24,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.cpu.library import load_library
 from tests.hf_models import make_llama
 
+WAIT_S = 100.0  # for an event, on a busy machine
 needs_library = pytest.mark.skipif(load_library() is None, reason="no native library was built")
 
 
@@ -151,6 +152,27 @@ def test_chat_keeps_the_conversation():
         assert text in done.stderr
 
 
+def read_terminal(terminal: int, until: bytes | None) -> bytes:
+    """Return what a terminal shows up to a text; None: until nobody has it open any more."""
+    seen = b""
+    while until is None or until not in seen:
+        assert select.select([terminal], [], [], WAIT_S)[0], seen
+        try:
+            seen += os.read(terminal, 1)
+        except OSError:  # the end of a terminal
+            assert until is None, seen
+            break
+    return seen
+
+
+def wait_until_asleep(child: subprocess.Popen) -> None:
+    """Wait until a process waits for keys: an interrupt just before would be noticed with the next key only."""
+    deadline = time.monotonic() + WAIT_S
+    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def test_chat_in_a_terminal_edits_lines_and_remembers_them(tmp_path: Path):
     """Guards against Ctrl-C at an empty prompt that ends the program, arrows that print codes, and a history lost."""
     history = tmp_path / "penstock" / "chat_history"
@@ -163,20 +185,18 @@ def test_chat_in_a_terminal_edits_lines_and_remembers_them(tmp_path: Path):
     os.close(inside)
     up_left_left = b"\x1b[A\x1b[D\x1b[D"
     seen = b""
-    for keys, *awaited in ((b"\x03", b"> "), (up_left_left + b"l\r", b"> "), (b"\x04", b"Penstock", b"\n> ")):
-        for text in awaited:
-            start = len(seen)
-            while text not in seen[start:]:
-                assert select.select([terminal], [], [], 100)[0], (
-                    seen
-                )  # else it would wait for as long as the suite may
-                seen += os.read(terminal, 1)
-        os.write(terminal, keys)
-    with contextlib.suppress(OSError):  # the end of a terminal is an error
-        while part := os.read(terminal, 4096):
-            seen += part
-    os.close(terminal)
-    assert child.wait() == 0
+    try:
+        for keys, *awaited in ((b"\x03", b"> "), (up_left_left + b"l\r", b"> "), (b"\x04", b"Penstock", b"\n> ")):
+            for text in awaited:
+                seen += read_terminal(terminal, until=text)
+            wait_until_asleep(child)
+            os.write(terminal, keys)
+        seen += read_terminal(terminal, until=None)
+        assert child.wait(WAIT_S) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(terminal)
     assert b"Ctrl-D or /exit leaves" in seen
     assert history.read_text() == "Helo\nHello\n"
 

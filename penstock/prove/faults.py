@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from penstock.assembly import build_engine
@@ -22,6 +23,7 @@ from penstock.prove import axes
 from penstock.prove.answers import Answer, Key, Member, Query, ask_alone
 from penstock.prove.askers import OFFLINE, OPEN, STREAMING, Asker
 from penstock.prove.proof import Trials
+from penstock.runner.block_files import BlockFiles
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 
 NUM_CALLS = 500  # the first of each kind; each fails in one trial
@@ -88,6 +90,8 @@ FAULTS: dict[str, Fault] = {
     "plans": Fault(Scheduler, "schedule"),
     "steps begun": Fault(LocalExecutor, "submit"),
     "steps computed": Fault(ModelRunner, "execute"),
+    "block files written": Fault(BlockFiles, "write"),
+    "block files read": Fault(BlockFiles, "read"),
     "frames sent": Fault(EngineChild, "send", _hang_up, STREAMING),
     "frames received": Fault(EngineChild, "receive", _kill, STREAMING),
 }
@@ -117,12 +121,14 @@ class Faults:
         last = dict.fromkeys(FAULTS, 0)
         with ExitStack() as stack:
             askers: dict[str, Asker] = {}
+            files = {"kv_offload_dir": stack.enter_context(TemporaryDirectory())}  # of the blocks that are evicted
+            ways = {OFFLINE: busy | files, STREAMING: busy}
             for number in range(1, NUM_CALLS + 1):
                 for name, fault in FAULTS.items():
                     if not trials.go_on():
                         break
                     if fault.via not in askers:
-                        askers[fault.via] = OPEN[fault.via](stack, busy, queries, expected)
+                        askers[fault.via] = OPEN[fault.via](stack, ways[fault.via], queries, expected)
                     with _many_restarts():
                         wrong = try_fault(fault, number, askers[fault.via], queries, expected, trials.random)
                     last[name] = number
@@ -156,6 +162,12 @@ def make_queries(random: Random) -> list[Query]:
     ]
 
 
+def _member(query: int, random: Random) -> Member:
+    """Ask this query, every other time with a new salt: no cache knows its blocks then, and files are written."""
+    salt = f"{random.random()}" if random.random() < 0.5 else None
+    return Member(query, 1 + query % 2, delay=random.randint(0, 6), salt=salt)
+
+
 def try_fault(
     fault: Fault, number: int, asker: Asker, queries: list[Query], expected: dict[Key, Answer], random: Random
 ) -> str | None:
@@ -163,7 +175,7 @@ def try_fault(
     failed = 0
     with fault.at(number) as has_failed:
         for _ in range(MAX_CROWDS):
-            crowd = [Member(index, 1 + index % 2, delay=random.randint(0, 6)) for index in range(len(queries))]
+            crowd = [_member(index, random) for index in range(len(queries))]
             try:
                 found = asker.ask(crowd, random, disturbed=False)
             except Exception as error:

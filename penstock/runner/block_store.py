@@ -6,6 +6,7 @@
 A content is the block's bytes of every layer of its group, one after the other, named by group and hash.
 """
 
+import logging
 import queue
 import threading
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from typing import Any
 from penstock.interface.messages import BlockDirectory
 from penstock.runner.block_files import BlockFiles
 
+logger = logging.getLogger(__name__)
 Key = tuple[int, bytes]  # cache group, block hash
 MAX_QUEUED_BYTES = 2**28  # of contents that wait to be written; what comes on top is dropped
 
@@ -79,14 +81,16 @@ class TieredBlockStore:
         key = group, block_hash
         is_kept = self._remember(key, content)
         with self._lock:
-            if self._files is not None and key not in self._queued:
-                is_kept = self._num_queued_bytes + len(content) <= MAX_QUEUED_BYTES
-                if is_kept:
-                    self._queued[key] = content
-                    self._num_queued_bytes += len(content)
-                    self._queue.put((key, content))
-            self._num_saved += is_kept
-            self._num_unsaved += not is_kept
+            if self._files is None:
+                self._count(is_kept)
+            elif key in self._queued:
+                return  # it is counted once it is written
+            elif self._num_queued_bytes + len(content) <= MAX_QUEUED_BYTES:
+                self._queued[key] = content
+                self._num_queued_bytes += len(content)
+                self._queue.put((key, content))
+            else:
+                self._count(False)
 
     def end_step(self) -> None:
         """Drop what was fetched and not loaded."""
@@ -121,9 +125,17 @@ class TieredBlockStore:
     def _write(self, files: BlockFiles) -> None:
         while (item := self._queue.get()) is not None:
             key, content = item
-            is_written = files.write(files.name_of(*key), content)
+            try:
+                is_written = files.write(files.name_of(*key), content)
+            except Exception:  # one block that is not kept must not be the end of all writing
+                logger.exception("kv_offload_dir: a block could not be written")
+                is_written = False
             with self._lock:
                 del self._queued[key]
                 self._num_queued_bytes -= len(content)
-                self._num_saved -= not is_written
-                self._num_unsaved += not is_written
+                self._count(is_written)
+
+    def _count(self, is_saved: bool) -> None:
+        """Count a block once its fate is known, so that no counter ever falls. The lock must be held."""
+        self._num_saved += is_saved
+        self._num_unsaved += not is_saved

@@ -72,12 +72,30 @@ def test_a_disk_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store = TieredBlockStore([10], 0, files)
     for i in range(3):
         store.save(0, bytes([i]) * 16, bytes(10))
+        assert store.counters()["num_saved_blocks_total"] == 0  # a counter that fell would read as a restart
     store.close()
     assert store.counters() == {
         "num_saved_blocks_total": 0, "num_unsaved_blocks_total": 3, "num_unreadable_blocks_total": 1
     }  # fmt: skip
     assert [record.getMessage().count("cannot be") for record in caplog.records] == [1, 1]
     assert not [path for path in (tmp_path / "penstock-a").iterdir() if path.is_file()]
+
+
+def test_one_block_that_cannot_be_written_does_not_end_the_writing(tmp_path: Path, caplog: Any) -> None:
+    """Guards against a thread that ends with the first surprise, after which nothing is kept and nobody is told."""
+
+    class Surprised(BlockFiles):
+        def write(self, name: str, content: bytes) -> bool:
+            if content == bytes(10):
+                raise MemoryError
+            return super().write(name, content)
+
+    store = TieredBlockStore([10], 0, Surprised(tmp_path, "penstock-a", 10**6))
+    for i in range(3):
+        store.save(0, bytes([i]) * 16, bytes([i]) * 10)
+    store.close()
+    assert (store.counters()["num_saved_blocks_total"], store.counters()["num_unsaved_blocks_total"]) == (2, 1)
+    assert "could not be written" in caplog.text
 
 
 Make = Callable[..., BuiltEngine]
