@@ -15,10 +15,14 @@ from penstock.planner.page import table as html_table
 FIGURES = {
     "Requests per second, sent": "request_rate",
     "Replicas": "replicas",
+    "Replicas, on average": "mean_replicas",
+    "Replicas added": "replicas_added",
+    "Failures of replicas": "replica_failures",
     "Requests per second, answered": "request_throughput",
     "Requests per second, good": "goodput",
     "Target met": "meets_target",
     "Requests rejected": "rejected",
+    "Requests failed": "failed",
     "Output tokens per second": "output_tokens_per_s",
     "Share of the time that a replica is busy": "utilization",
     "Share of prompt tokens found in the cache": "prefix_hit_rate",
@@ -26,6 +30,7 @@ FIGURES = {
     "Cost per hour": "cost_per_hour",
     "Cost per million output tokens": "cost_per_million_output_tokens",
 }
+CHANGES = ("Replicas added", "Failures of replicas", "Requests failed")  # left out where there are none
 LATENCIES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2e": "End-to-end latency"}
 PICTURE = """<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">
 <img alt="{alt}" src="{light}"></picture>"""
@@ -60,6 +65,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     """Return rows of a label and the figure of each run; figures that no run has are left out."""
     runs = result["runs"]
     found = [(label, [run.get(name) for run in runs]) for label, name in FIGURES.items()]
+    found = [(label, values) for label, values in found if label not in CHANGES or any(values)]
     found += [
         (f"{title}, p{share} (ms)", [run[f"{name}_ms"][f"p{share}"] for run in runs])
         for name, title in LATENCIES.items()
