@@ -21,11 +21,11 @@ CACHE_TYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8}
 
 
 def attention_cases(wide: CpuOps, narrow: CpuOps) -> dict[str, Callable[[], float]]:
-    """Return what measures operations per second: `TYPE attend prompt` and `TYPE attend streams`, by the type of the cache.
+    """Return what measures operations per second: `TYPE attend prompt`, and `TYPE attend streams`, by type of the cache.
 
     Operations count as planner/costs.py counts them. wide, narrow: backends that compute in float32 and in bfloat16.
     """
-    cases = {}
+    cases: dict[str, Callable[[], float]] = {}
     for kind, dtype in CACHE_TYPES.items():
         ops = wide if kind == "float32" else narrow
         slices = KV_CACHE_SLICES[str(ops.element)] if kind == "int8" else 0

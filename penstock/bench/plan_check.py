@@ -141,7 +141,7 @@ def _send(built: BuiltEngine, rng: random.Random, name: str, prompt_len: int, ou
 def _compare(form: str, case: Case, predicted: dict[str, Any], measured: list[float]) -> float:
     """Print a case. Return by which share the prediction is off."""
     (phase, size), mean = case, statistics.mean(measured)
-    error = predicted["seconds"] / mean - 1
+    error = float(predicted["seconds"]) / mean - 1
     what = f"a step of {size} streams" if phase == DECODE else f"first token after {size}"
     spread = f"{1e3 * min(measured):.1f} to {1e3 * max(measured):.1f}"
     parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in predicted["parts"].items() if value)

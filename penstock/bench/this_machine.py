@@ -152,7 +152,7 @@ def _copy(ops: CpuOps, packed: PackedLinear, shape: tuple[int, int], packing: Pa
 
 
 def _rate(ops: CpuOps, rows: int, ring: list[PackedLinear], *, per_operation: bool) -> float:
-    """Return the bytes of weights, or the operations, per second of products of some rows with the weights of a ring."""
+    """Return the bytes of weights, or the operations, per second of products with the weights of a ring."""
     operands = {k: np.full((rows, k), 0.01, np.float32).astype(ops.element) for _, k in SHAPES}
     results = {n: empty((rows, n), FLOAT32) for n, _ in SHAPES}
     shapes = [SHAPES[index % len(SHAPES)] for index in range(len(ring))]

@@ -56,8 +56,9 @@ class OpenRequest(RequestTimes):
     def rest(self) -> Arrival:
         """What is still to be computed: the tokens that it has got belong to the prompt."""
         done, arrival = self.num_outputs, self.arrival
-        lengths = {"prompt_len": arrival.prompt_len + done, "output_len": arrival.output_len - done}
-        return arrival._replace(**lengths) if done else arrival
+        if not done:
+            return arrival
+        return arrival._replace(prompt_len=arrival.prompt_len + done, output_len=arrival.output_len - done)
 
 
 class Replica:
