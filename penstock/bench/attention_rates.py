@@ -21,7 +21,7 @@ CACHE_TYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": INT8}
 
 
 def attention_cases(wide: CpuOps, narrow: CpuOps) -> dict[str, Callable[[], float]]:
-    """Return what measures operations per second: `TYPE attend prompt`, and `TYPE attend streams`, by type of the cache.
+    """Return what measures operations per second: `TYPE attend prompt`, and `TYPE attend streams`, of a cache of TYPE.
 
     Operations count as planner/costs.py counts them. wide, narrow: backends that compute in float32 and in bfloat16.
     """
