@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ FIGURES = {
     "Cost per hour": "cost_per_hour",
     "Cost per million output tokens": "cost_per_million_output_tokens",
 }
+ROUND = 1000.0  # from which on figures are shown without decimals
 CHANGES = ("Replicas added", "Failures of replicas", "Requests failed")  # left out where there are none
 LATENCIES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2e": "End-to-end latency"}
 PICTURE = """<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">
@@ -77,7 +79,9 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 def _shown(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "-"}[value]
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= ROUND and math.isfinite(value) else f"{value:.4g}"
 
 
 def check_plot(path: Path) -> None:
