@@ -121,6 +121,22 @@ def test_a_peak_is_met_by_more_replicas_and_paid_for_as_long_as_they_are_there(p
     assert priced(scaled, 10.0)["cost_per_hour"] == pytest.approx(10 * scaled["mean_replicas"])
 
 
+def test_a_replica_that_comes_back_has_an_empty_cache(planned):
+    """Guards against a replica that was removed, and has cached what no new machine has."""
+    scaling = Scaling(max_replicas=2, target_ongoing_requests=1.0, upscale_delay_s=0.0, downscale_delay_s=0.0)
+    peaks = [Arrival(100.0 * peak + i, 100, 150, "a", 96) for peak in (1, 2) for i in range(40)]
+    found = run(planned, peaks, Changes(scaling=scaling, startup_s=1.0), router="round_robin")
+    assert found.fleet is not None
+    assert found.fleet.added == 2
+    assert found.cached_tokens == 96 * (len(peaks) - 3)  # computed by the first, and by each that was added
+
+
+def test_a_load_that_no_replica_can_hold_is_counted(planned):
+    """Guards against figures of a fleet that never had anything to do."""
+    found = run(planned, [Arrival(0.0, 300, 5)], Changes(mtbf_s=100.0)).summary(1)
+    assert (found["requests"], found["rejected"], found["mean_replicas"], found["utilization"]) == (0, 1, 1.0, 0.0)
+
+
 def test_the_command_changes_the_fleet(capsys, tmp_path: Path) -> None:
     """Guards against options that are ignored, and options that need another one."""
     COSTS.write(tmp_path / "costs.json")

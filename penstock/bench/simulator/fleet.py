@@ -152,6 +152,8 @@ class Fleet:
     def _change(self, change: Change, index: int, now: float) -> None:
         """Let a replica begin or end to serve."""
         if change is Change.STARTED:
+            if self._replicas[index].engine.kv_cache.num_cached:  # it was removed before
+                self._replicas[index].restart()
             self._router.join(index)
             waiting, self._waiting = self._waiting, deque()
             for request in waiting:
@@ -170,7 +172,7 @@ class Fleet:
         """End an engine, and give its requests to others."""
         self._failing.discard(index)
         self._life.failed(index, now)
-        for request in self._replicas[index].fail():
+        for request in self._replicas[index].restart():
             if request.num_deaths == MAX_DEATHS:
                 self._num_open -= 1
                 self._replicas[index].figures.failed += 1

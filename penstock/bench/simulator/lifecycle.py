@@ -179,7 +179,9 @@ class Lifecycle:
         """Note the end of the simulation. Return what became of all replicas."""
         for index in list(self._since):
             self._end(index, now)
-        return FleetFigures(self._most, self._paid_s / now if now else 0.0, self._num_added, self._num_failures)
+        return FleetFigures(
+            self._most, self._paid_s / now if now else float(self._most), self._num_added, self._num_failures
+        )
 
     def _scaled(self, now: float, ongoing: int) -> list[tuple[Change, int]]:
         """Add or remove replicas: of those that are removed, first what has not begun to serve."""

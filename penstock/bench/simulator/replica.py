@@ -115,8 +115,8 @@ class Replica:
         self._open[request_id] = request
         return True
 
-    def fail(self) -> list[OpenRequest]:
-        """Lose the engine with its cache. Return the requests that it had; the next engine has none."""
+    def restart(self) -> list[OpenRequest]:
+        """Begin with a new engine, and so with an empty cache. Return the requests that the one before still had."""
         self._note_counters()
         self._noted = [0, 0, 0]
         self.engine = self._make_engine(CostExecutor(self._costs, self.clock), self.clock)
