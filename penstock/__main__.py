@@ -4,4 +4,5 @@ import sys
 
 from penstock.cli.main import main
 
-sys.exit(main())
+if __name__ == "__main__":  # a process that is spawned imports this file again, under another name
+    sys.exit(main())

@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -122,17 +123,22 @@ def draw_samples(dataset: Dataset, vocabulary: Vocabulary, count: int, seed: int
 def draw_lengths(dataset: Dataset, count: int, seed: int) -> Iterator[tuple[int, int]]:
     """Yield the tokens of each prompt, without its prefix, and of its answer; not for sharegpt."""
     rng = random.Random(f"lengths {seed}")  # apart from that of the ids, which a simulation does not draw
+    inputs = _limits(dataset.input_len, dataset.range_ratio)
+    outputs = _limits(dataset.output_len or 128, dataset.range_ratio)
+    if inputs[0] == inputs[1] and outputs[0] == outputs[1]:
+        yield from repeat((inputs[0], outputs[0]), count)  # a simulation has millions
+        return
     for _ in range(count):
-        length = _length(rng, dataset.input_len, dataset.range_ratio)
-        yield length, _length(rng, dataset.output_len or 128, dataset.range_ratio)
+        length = rng.randint(*inputs)
+        yield length, rng.randint(*outputs)
 
 
 def _ids(rng: random.Random, vocabulary: Vocabulary, length: int) -> list[int]:
     return rng.choices(range(vocabulary.size), k=length)
 
 
-def _length(rng: random.Random, mean: int, ratio: float) -> int:
-    return rng.randint(max(1, round(mean * (1 - ratio))), max(1, round(mean * (1 + ratio))))
+def _limits(mean: int, ratio: float) -> tuple[int, int]:
+    return max(1, round(mean * (1 - ratio))), max(1, round(mean * (1 + ratio)))
 
 
 def _sample(ids: list[int], output_len: int, vocabulary: Vocabulary, as_text: bool) -> Sample:

@@ -203,6 +203,9 @@ def print_machine(result: dict[str, Any]) -> None:
         operations = result["operations_per_s"].get(kind)
         table.add_row(kind, f"{rate / 1e9:.1f}", "" if operations is None else f"{operations / 1e9:.0f}")
     console.print(table)
+    for name, what in (("prompt", "prompts"), ("streams", "streams")):
+        rates = ", ".join(f"{kind} {v / 1e9:.0f}" for kind, v in result[f"attend_{name}_operations_per_s"].items())
+        console.print(f"attention of {what}, 10^9/s by the type of the cache: {rates}")
     console.print(f"a step takes {1e3 * result['step_s']:.2f} ms, a sequence {1e6 * result['sequence_s']:.0f} us more")
     if not result["settled"]:
         console.print("[yellow]the rates did not settle: the machine is busy; measure again[/]")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from penstock.bench.attention_rates import CACHE_TYPES, attention_cases
 from penstock.bench.samples import spread
 from penstock.bench.simulator.calibrate import measure_costs
 from penstock.bench.simulator.costs import LinearCosts
@@ -24,13 +25,13 @@ from penstock.kernels.cpu.abi import ABI
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.ops import PackedLinear, Packing
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, UINT8, address_of, empty
-from penstock.planner.machines import ALL_OTHERS, TYPES, Hardware, read_hardware
+from penstock.planner.machines import ALL_OTHERS, MANY_ROWS, TYPES, Hardware, read_hardware
 from penstock.planner.memory import free_memory_bytes, resident_bytes
 from penstock.quant.scheme import Scheme
 from penstock.weights.planned import PlannedModel
 
-SHAPE = (5632, 2048)  # of the feed-forward branch of a 1.1B Llama
-MANY_ROWS = 256  # of a product that multiplies more than it reads
+SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048))  # up, down and output projections of a layer
+FEW_ROWS = (8, 32)  # of products between those that read, and those that multiply
 RING_BYTES = 128 * 2**20  # of copies of a weight, larger than the caches
 READ_BYTES = 256 * 2**20
 MIN_ROUNDS, MAX_ROUNDS = 8, 40
@@ -38,6 +39,7 @@ SETTLED = 0.03  # relative difference of two medians
 PROBE = "read"
 FILE_COMMENT = "# Measured by `penstock bench machine`; measure again when the machine changes.\n"
 
+Ring = list[tuple[tuple[int, int], PackedLinear]]  # weights with their shapes
 Case = Callable[[], float]  # takes a turn, and returns bytes or operations per second
 
 
@@ -64,6 +66,9 @@ def measure_machine(
     found = take_turns(_cases(count))
     reads = {kind: found.median(f"{kind} read") for kind in TYPES} | {ALL_OTHERS: found.median(PROBE)}
     operations = {kind: found.median(f"{kind} multiply") for kind in TYPES}
+    attends = {
+        name: {kind: found.median(f"{kind} attend {name}") for kind in CACHE_TYPES} for name in ("prompt", "streams")
+    }
     step_s, sequence_s = _host_seconds(costs({"model": "demo", "threads": count}), reads, operations)
     figures: dict[str, Any] = {
         "name": "this",
@@ -71,6 +76,8 @@ def measure_machine(
         "memory_bytes": resident_bytes() + free_memory_bytes(),
         "read_bytes_per_s": reads,
         "operations_per_s": operations,
+        "rows_bytes_per_s": {kind: {rows: found.median(f"{kind} {rows} rows") for rows in FEW_ROWS} for kind in TYPES},
+        **{f"attend_{name}_operations_per_s": rates for name, rates in attends.items()},
         "step_s": step_s,
         "sequence_s": sequence_s,
         "spread": {name: [spread(rates)["p10"], spread(rates)["p90"]] for name, rates in found.rates.items()},
@@ -110,40 +117,51 @@ def _is_settled(rates: list[float]) -> bool:
 
 
 def _cases(threads: int) -> dict[str, Case]:
-    """Return how fast each type of weight is read, with one row, and multiplied, with many; and memory itself."""
+    """Return how fast each type of weight is read, with one row, and multiplied, with few and with many; memory itself;
+    and attention."""
     wide, narrow = CpuOps(FLOAT32, threads=threads), CpuOps(BFLOAT16, threads=threads)
-    generator = np.random.default_rng(0)
-    weight = (generator.random(SHAPE, dtype=np.float32) - 0.5).astype(np.float32)
     cases: dict[str, Case] = {PROBE: _probe(narrow)}
     for kind in TYPES:
         ops = wide if kind == "float32" else narrow
-        scheme = None if kind in ("float32", "bfloat16") else Scheme.parse(kind)
-        values = weight.astype(ops.element)
-        first = ops.pack_linear(values, packing=Packing((), scheme, False))
-        ring = [first] + [_copy(ops, first, Packing((), scheme, False)) for _ in range(RING_BYTES // first.num_bytes)]
-        for name, rows in (("read", 1), ("multiply", MANY_ROWS)):
-            x = (generator.random((rows, SHAPE[1]), dtype=np.float32) - 0.5).astype(ops.element)
-            work = first.num_bytes if rows == 1 else 2 * rows * SHAPE[0] * SHAPE[1]
-            calls = len(ring) if rows == 1 else 1
-            cases[f"{kind} {name}"] = partial(_rate, ops, x, ring, calls, work)
-    return cases
+        ring = _ring(ops, None if kind in ("float32", "bfloat16") else Scheme.parse(kind))
+        large = [item for item in ring if item[0] in SHAPES[:2]]  # no step pauses between products, as Python does here
+        cases[f"{kind} read"] = partial(_rate, ops, 1, large, per_operation=False)
+        for rows in FEW_ROWS:
+            cases[f"{kind} {rows} rows"] = partial(_rate, ops, rows, large[:4], per_operation=False)
+        cases[f"{kind} multiply"] = partial(_rate, ops, MANY_ROWS, ring[: len(SHAPES)], per_operation=True)
+    return cases | attention_cases(wide, narrow)
 
 
-def _copy(ops: CpuOps, packed: PackedLinear, packing: Packing) -> PackedLinear:
+def _ring(ops: CpuOps, scheme: Scheme | None) -> Ring:
+    """Return weights of all SHAPES in turns, which together are larger than the caches."""
+    generator, packing = np.random.default_rng(0), Packing((), scheme, False)
+    layer = [
+        (shape, ops.pack_linear((generator.random(shape, dtype=np.float32) - 0.5).astype(ops.element), packing=packing))
+        for shape in SHAPES
+    ]
+    ring = list(layer)
+    for _ in range(RING_BYTES // sum(weight.num_bytes for _, weight in layer)):
+        ring += [(shape, _copy(ops, weight, shape, packing)) for shape, weight in layer]
+    return ring
+
+
+def _copy(ops: CpuOps, packed: PackedLinear, shape: tuple[int, int], packing: Packing) -> PackedLinear:
     state = {}
     for name, tensor in packed.state().items():
         state[name] = empty(tuple(tensor.shape), tensor.dtype)
         state[name][...] = tensor
-    return ops.restore_linear(SHAPE, state, packing)
+    return ops.restore_linear(shape, state, packing)
 
 
-def _rate(ops: CpuOps, x: Any, ring: list[PackedLinear], calls: int, work: int) -> float:
-    """Return what products of x with some weights of a ring do per second."""
-    out = empty((len(x), SHAPE[0]), FLOAT32)
+def _rate(ops: CpuOps, rows: int, ring: Ring, *, per_operation: bool) -> float:
+    """Return the bytes of weights, or the operations, per second of products with the weights of a ring."""
+    operands = {k: np.full((rows, k), 0.01, np.float32).astype(ops.element) for _, k in SHAPES}
+    results = {n: empty((rows, n), FLOAT32) for n, _ in SHAPES}
+    work = sum(2 * rows * n * k if per_operation else weight.num_bytes for (n, k), weight in ring)
     started = time.perf_counter()
-    for weight in ring[:calls]:
-        ops.linear(x, weight, out=out)
-    return calls * work / (time.perf_counter() - started)
+    for (n, k), weight in ring:
+        ops.linear(operands[k], weight, out=results[n])
+    return work / (time.perf_counter() - started)
 
 
 def _probe(ops: CpuOps) -> Case:

@@ -14,10 +14,21 @@ from penstock.errors import InvalidRequestError
 from penstock.planner.machines import THIS, load_hardware
 
 DESCRIPTION = "Simulate a load: the real scheduler and cache on a virtual clock, with steps that take what they cost."
+# Options that change a fleet, and of which each needs one.
+CHANGES = {
+    "max_replicas": ("max_replicas",),
+    "target_ongoing_requests": ("max_replicas",),
+    "upscale_delay": ("max_replicas",),
+    "downscale_delay": ("max_replicas",),
+    "startup_time": ("max_replicas", "mtbf"),
+    "mtbf": ("mtbf",),
+    "restart_time": ("mtbf",),
+}
 EXAMPLES = """examples:
   penstock simulate demo --request-rate 5 10 20 40 --target ttft_p99=2s,itl_p99=100ms --plot sweep.html
   penstock simulate demo --trace load.csv --replicas auto --target ttft_p99=2s --price 1.20
   penstock simulate demo --users 200 --think-time 20 --replicas auto --target ttft_p99=2s
+  penstock simulate demo --trace day.csv --replicas 2 --max-replicas 20 --startup-time 90 --mtbf 86400 --restart-time 15
   penstock simulate demo --costs costs.json --json
   penstock simulate /models/llama --hardware h100-sxm --users 200 --replicas auto --target ttft_p99=2s
 With --hardware, steps cost what `penstock plan` predicts. Else they cost what --costs says: a record of a running
@@ -44,7 +55,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--replicas", type=_parse_replicas, default=1, metavar="N", help=help_text)
     help_text = "round_robin, least_loaded, by open requests, or cached_prefix, as serve does (default: round_robin)"
     fleet.add_argument("--router", default="round_robin", metavar="NAME", help=help_text)
+    help_text = "simulate only N replicas of a round_robin, and let them stand for all"
+    fleet.add_argument("--sample", type=parse_size, metavar="N", help=help_text)
     help_text = "what the fleet must keep, like ttft_p99=2s,itl_p99=100ms,e2e_p50=20s"
+    add_changes(fleet)
     fleet.add_argument("--target", metavar="GOALS", help=help_text)
     fleet.add_argument("--price", type=float, metavar="X", help="of a replica for an hour, in any currency")
     help_text = "what steps cost: a record, a file, or this: measured now (default: this)"
@@ -58,6 +72,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--processes", type=parse_size, metavar="N", help=help_text)
     output.add_argument("--json", action="store_true", help="print the figures as JSON, and nothing else")
     add_engine_options(parser, [name for name in option_names() if name != "seed"])
+
+
+def add_changes(group: argparse._ArgumentGroup) -> None:
+    """Add what changes a fleet: autoscaling, and failures."""
+    help_text = "autoscaling: from --replicas to so many, as --target-ongoing-requests needs"
+    group.add_argument("--max-replicas", type=parse_size, metavar="N", help=help_text)
+    seconds: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
+    help_text = "of a replica, on average (default: max_num_seqs)"
+    group.add_argument("--target-ongoing-requests", type=float, metavar="X", help=help_text)
+    help_text = "for so long more replicas must be wanted before they are added (default: 30)"
+    group.add_argument("--upscale-delay", **seconds, help=help_text)
+    help_text = "for so long fewer must be wanted before they are removed (default: 600)"
+    group.add_argument("--downscale-delay", **seconds, help=help_text)
+    help_text = "from the decision to add a replica until it serves (default: 60)"
+    group.add_argument("--startup-time", **seconds, help=help_text)
+    help_text = "mean time between failures of a replica, whose requests go on elsewhere (default: no failures)"
+    group.add_argument("--mtbf", **seconds, help=help_text)
+    help_text = "from a failure until the replica serves again (default: --startup-time)"
+    group.add_argument("--restart-time", **seconds, help=help_text)
 
 
 def _parse_replicas(text: str) -> int | None:
@@ -118,11 +151,34 @@ def _elsewhere(options: dict[str, Any], args: argparse.Namespace) -> tuple[Any, 
 def _load(args: argparse.Namespace) -> Any:
     from penstock.bench.simulator.run import Options
 
-    names = ("burstiness", "num_prompts", "replicas", "router", "users", "target", "price", "processes", "seed")
+    names = ("burstiness", "num_prompts", "replicas", "router", "users", "target", "price", "processes",
+             "sample", "seed")  # fmt: skip
     return Options(
         dataset=read_dataset(args),
         rates=args.request_rate,
         trace=None if args.trace is None else Path(args.trace),
         think_s=args.think_time,
+        changes=_changes(args),
         **{name: getattr(args, name) for name in names},
     )
+
+
+def _changes(args: argparse.Namespace) -> Any:
+    """Return what changes the fleet. Refuse options of autoscaling, or of failures, without it."""
+    from penstock.bench.simulator.lifecycle import Changes, Scaling
+
+    given = {name: getattr(args, name) for name in CHANGES if getattr(args, name) is not None}
+    for name in given:
+        if not any(needed in given for needed in CHANGES[name]):
+            needed = " or ".join(f"--{needed.replace('_', '-')}" for needed in CHANGES[name])
+            raise InvalidRequestError(f"{name}: it belongs to {needed}", param=name)
+    scaling = None
+    if args.max_replicas is not None:
+        names = {"upscale_delay": "upscale_delay_s", "downscale_delay": "downscale_delay_s"}
+        scaling = Scaling(
+            max_replicas=args.max_replicas,
+            target_ongoing_requests=given.get("target_ongoing_requests"),
+            **{field: given[name] for name, field in names.items() if name in given},
+        )
+    names = {"startup_time": "startup_s", "mtbf": "mtbf_s", "restart_time": "restart_s"}
+    return Changes(scaling=scaling, **{field: given[name] for name, field in names.items() if name in given})

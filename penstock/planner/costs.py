@@ -1,7 +1,8 @@
 """What a step takes on some hardware: bytes and operations over rates. Pure arithmetic, no torch.
 
     read         weights once per step, and the cached keys and values of every sequence
-    multiply     two operations per row and weight, times the int8 slices of a row; four per pair of a token and a key
+    multiply     two operations per row and weight, times the int8 slices of a row; four per pair of a token and a key.
+                 Where the hardware's rates by rows are known, products of few rows take what they say
     exchange     where ranks share a model: the parts that each gets of the others, and the latency of each meeting
     host         what a step and each of its sequences take beside products
 
@@ -16,6 +17,7 @@ from penstock.planner.machines import Hardware
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.shares import Degrees
 
+MOSTLY = 0.8  # reading that takes this much of the time to multiply is what multiplication waits for
 FLOAT_BYTES = 4  # of an element of a sum that ranks exchange, and of a logit
 
 
@@ -79,7 +81,8 @@ class Amounts:
         rows: new tokens of all of them.
         sampled: rows whose logits are wanted.
         tokens: cached ones that are read, once for each layer.
-        pairs: of a new token and one that it attends to, once for each layer.
+        pairs: of a stream's new token and one that it attends to, once for each layer.
+        prompt_pairs: of prompts.
     """
 
     sequences: float
@@ -87,6 +90,7 @@ class Amounts:
     sampled: float
     tokens: float
     pairs: float
+    prompt_pairs: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class StepTime:
         """The binding limit."""
         parts = {
             "memory bandwidth": self.read,
-            "compute": self.multiply,
+            "compute": self.multiply if self.read < MOSTLY * self.multiply else 0.0,
             "interconnect": self.exchange,
             "host": self.host,
         }
@@ -127,7 +131,8 @@ class StepTime:
 def step_time(work: ModelWork, hardware: Hardware, step: Step) -> StepTime:
     """Return what a step takes, as `time_of`."""
     tokens, pairs = _attended(work, step)
-    amounts = Amounts(step.sequences, step.sequences * step.rows, step.sequences, tokens, pairs)
+    of_streams = (pairs, 0.0) if step.rows == 1 else (0.0, pairs)
+    amounts = Amounts(step.sequences, step.sequences * step.rows, step.sequences, tokens, *of_streams)
     return time_of(work, hardware, amounts)
 
 
@@ -144,9 +149,16 @@ def time_of(work: ModelWork, hardware: Hardware, step: Amounts) -> StepTime:
     read = multiply = 0.0
     for products, times, part in shares:
         read += sum(part * size / hardware.reading(kind) for kind, size in products.num_bytes.items())
-        multiply += sum(times * count / hardware.multiplying(kind) for kind, count in products.operations.items())
+        for kind, count in products.operations.items():
+            size = part * products.num_bytes.get(kind, 0)
+            multiply += hardware.product_seconds(kind, size, times * count, times / part if part else 0.0)
     read += step.tokens * work.token_bytes / hardware.reading(work.cache_type)
-    multiply += step.pairs * work.pair_operations / hardware.multiplying(work.cache_type)
+    for pairs, rates in (
+        (step.pairs, hardware.attend_streams_operations_per_s),
+        (step.prompt_pairs, hardware.attend_prompt_operations_per_s),
+    ):
+        rate = rates.get(work.cache_type) or hardware.multiplying(work.cache_type)
+        multiply += pairs * work.pair_operations / rate
     host = hardware.step_s + hardware.sequence_s * step.sequences
     return StepTime(read, multiply, _exchange(work, hardware, rows, step.sampled), host)
 

@@ -7,6 +7,7 @@ measured here. Sizes and rates are plain numbers in bytes, operations (a multipl
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,14 @@ TYPES = ("float32", "bfloat16", "int8", "int4", "int4-a16")
 MULTIPLIES_IN = {"int4": "int8", "int4-a16": "bfloat16"}  # where a file has no rate of their own
 MOST = 1e18  # of a rate: bytes or operations per second
 MOST_DEVICES = 2**16
+MANY_ROWS = 256  # of products from which on operations_per_s is measured; fewer multiply less
+MOST_ROWS = MANY_ROWS - 1
 LONGEST_S = 1e6
 ALL_OTHERS = "other"  # the rate of types that have none of their own
+
+RATES = (
+    "read_bytes_per_s", "operations_per_s", "attend_prompt_operations_per_s", "attend_streams_operations_per_s",
+)  # fmt: skip
 
 Rates = dict[str, float]
 
@@ -53,6 +60,10 @@ class Hardware:
         memory_bytes: of one device.
         read_bytes_per_s: of memory, by the type of what is read; `other` is that of all further types.
         operations_per_s: by the type that multiplies. Empty: no times are predicted.
+        rows_bytes_per_s: of weights of a type, through a product of so many rows: between one row, which is bound by
+            reading, and many, which multiply. {}: a product takes as long as the longer of both.
+        attend_prompt_operations_per_s, attend_streams_operations_per_s: of attention, by the type of the cache. {}: it
+            is as fast as products.
         link_bytes_per_s, link_latency_s: between two devices, in one direction. 0 bytes: nothing is known.
         step_s, sequence_s: what a step takes beside its products, and each sequence of it.
         sram_bytes: on-chip memory that a placement may use.
@@ -64,6 +75,9 @@ class Hardware:
     memory_bytes: int
     read_bytes_per_s: Rates = field(default_factory=dict)
     operations_per_s: Rates = field(default_factory=dict)
+    rows_bytes_per_s: dict[str, dict[int, float]] = field(default_factory=dict)
+    attend_prompt_operations_per_s: Rates = field(default_factory=dict)
+    attend_streams_operations_per_s: Rates = field(default_factory=dict)
     devices: int = 1
     link_bytes_per_s: float = 0.0
     link_latency_s: float = 0.0
@@ -76,7 +90,7 @@ class Hardware:
     def __post_init__(self) -> None:
         check.check_str("name", self.name, max_length=64)
         check.check_str("source", self.source)
-        for name in ("read_bytes_per_s", "operations_per_s"):
+        for name in (*RATES, "rows_bytes_per_s"):
             for kind in getattr(self, name):
                 check.check_choice(name, kind, (*TYPES, ALL_OTHERS))
 
@@ -102,6 +116,20 @@ class Hardware:
             message = f"hardware: {self.name} has no operations_per_s for {kind}; it has {', '.join(rates)}"
             raise InvalidRequestError(message, param="hardware")
         return found
+
+    def product_seconds(self, kind: str, num_bytes: float, operations: float, rows: float) -> float:
+        """Return the seconds in which weights of a type multiply some rows.
+
+        operations: of all rows. Between numbers of rows that were measured, seconds are interpolated.
+        """
+        many = operations / self.multiplying(kind)
+        measured = self.rows_bytes_per_s.get(kind)
+        if not measured or rows >= MANY_ROWS or not rows:
+            return many
+        points = [(1, num_bytes / self.reading(kind)), *((at, num_bytes / measured[at]) for at in sorted(measured))]
+        points.append((MANY_ROWS, many / rows * MANY_ROWS))
+        (low, fast), (high, slow) = next(pair for pair in pairwise(points) if rows <= pair[1][0])
+        return fast + (slow - fast) * (max(rows, 1.0) - low) / (high - low)
 
 
 def cache_directory() -> Path:
@@ -134,10 +162,12 @@ def load_hardware(text: str) -> Hardware:
 def read_hardware(found: Any) -> Hardware:
     """Return the hardware of a mapping. Raise InvalidRequestError if it is none."""
     values = record(found, Hardware, "the file")
-    for name in ("read_bytes_per_s", "operations_per_s"):
+    for name in RATES:
         rates = values.get(name, {})
         rates = rates if isinstance(rates, Mapping) else {ALL_OTHERS: rates}
         values[name] = {str(kind): number(f"{name}.{kind}", rate, 1.0, MOST) for kind, rate in rates.items()}
+    if "rows_bytes_per_s" in values:
+        values["rows_bytes_per_s"] = _by_rows(values["rows_bytes_per_s"])
     for name, high in (("memory_bytes", MOST_BYTES), ("sram_bytes", MOST_BYTES), ("devices", MOST_DEVICES)):
         if name in values:
             values[name] = whole(name, values[name], 0 if name == "sram_bytes" else 1, high)
@@ -150,6 +180,19 @@ def read_hardware(found: Any) -> Hardware:
         values["on_chip"] = _on_chip(values["on_chip"])
     _check_spread(values.get("spread", {}))
     return Hardware(**values)
+
+
+def _by_rows(found: Any) -> dict[str, dict[int, float]]:
+    """Return rates by type and number of rows."""
+    if not isinstance(found, Mapping) or not all(isinstance(rates, Mapping) for rates in found.values()):
+        raise check.fail("rows_bytes_per_s", found, "a mapping of types to {rows: rate}")
+    return {
+        str(kind): {
+            whole(f"rows_bytes_per_s.{kind}", rows, 2, MOST_ROWS): number(f"rows_bytes_per_s.{kind}", rate, 1.0, MOST)
+            for rows, rate in rates.items()
+        }
+        for kind, rates in found.items()
+    }
 
 
 def _on_chip(found: Any) -> OnChip:

@@ -223,7 +223,7 @@ def _largest_row(item: dict[str, Any]) -> dict[str, str]:
 
 def _time_row(change: str, item: dict[str, Any]) -> dict[str, str]:
     return {
-        "change": change or item["phase"],
+        ("change" if change else "phase"): change or item["phase"],
         "batch": f"{item['batch']}",
         "tokens": f"{item['prompt_len'] or item['context']}",
         "time": _seconds(item["seconds"]),

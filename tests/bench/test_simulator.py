@@ -18,8 +18,9 @@ from penstock.bench.simulator import workers
 from penstock.bench.simulator.arrivals import Arrival, Drawn, Trace
 from penstock.bench.simulator.costs import LinearCosts, MeasuredStep, Shape, fit_costs, read_costs
 from penstock.bench.simulator.figures import Figures, Histogram, RequestTimes, parse_target
-from penstock.bench.simulator.fleet import Fleet, LeastLoaded, RoundRobin, Users
+from penstock.bench.simulator.fleet import Fleet, Users
 from penstock.bench.simulator.replica import Replica
+from penstock.bench.simulator.routers import LeastLoaded, RoundRobin
 from penstock.bench.simulator.scenario import Scenario, make_engine, smallest_fleet
 from penstock.bench.simulator.workers import divided, simulate
 from penstock.cli.main import main
@@ -43,7 +44,7 @@ def planned() -> PlannedEngine:
 def made(planned: PlannedEngine, arrivals, count: int = 1, users: Users | None = None) -> tuple[Figures, list[Replica]]:
     figures = Figures()
     replicas = [Replica(make_engine(planned), COSTS, figures) for _ in range(count)]
-    Fleet(replicas, LeastLoaded(count), users).run(arrivals)
+    Fleet(replicas, LeastLoaded(), users).run(arrivals)
     return figures, replicas
 
 
@@ -135,9 +136,11 @@ def test_users_wait_for_their_answers_and_think(planned):
 
 def test_the_least_loaded_replica_is_the_least_loaded():
     """Guards against loads that are out of date, at any number of changes."""
-    router, loads, chosen = LeastLoaded(5), [0] * 5, Arrival(0.0, 1, 1)
+    router, loads, chosen = LeastLoaded(), [0] * 5, Arrival(0.0, 1, 1)
+    for index in range(5):
+        router.join(index)
     for turn in range(500):
-        index = router.choose(chosen)
+        index = router.choose(turn, chosen)
         assert loads[index] == min(loads)
         loads[index] += 1
         router.note_load(index, loads[index])
@@ -181,7 +184,7 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(planned, requests, count
     leaping = Scenario(planned, COSTS, arrivals, goals).run(count)
     stepping = Figures(goals)
     replicas = [Replica(make_engine(planned), COSTS, stepping) for _ in range(count)]
-    Fleet(replicas, RoundRobin(count)).run(arrivals)
+    Fleet(replicas, RoundRobin()).run(arrivals)
     for name in (
         "requests",
         "rejected",
@@ -214,7 +217,7 @@ def test_figures_do_not_depend_on_parts_or_processes(planned, monkeypatch):
     scenario = Scenario(planned, COSTS, LOAD, parse_target("ttft_p99=100ms,itl_p90=30ms,e2e_p50=1s"))
     whole = scenario.run(20).summary(20)
     monkeypatch.setattr(workers, "MAX_BLOCKS", 3 * planned.groups[0].num_blocks)
-    assert len(list(divided(20, 1, planned.groups[0].num_blocks))) == 7
+    assert len(list(divided(range(20), 1, planned.groups[0].num_blocks))) == 7
     for processes in (1, 2):
         found = simulate(scenario, 20, processes).summary(20)
         assert {name: value for name, value in found.items() if name not in ("utilization",)} == {
@@ -222,6 +225,19 @@ def test_figures_do_not_depend_on_parts_or_processes(planned, monkeypatch):
         }
         assert found["utilization"] == pytest.approx(whole["utilization"])
     assert whole["requests"] == 120
+
+
+def test_a_sample_stands_for_the_fleet(planned):
+    """Guards against a sample that is counted as the whole fleet's load, or of which every replica gets more."""
+    load = replace(LOAD, load=Load(200.0, seed=3), count=900)
+    scenario = Scenario(planned, COSTS, load, parse_target("ttft_p99=100ms"))
+    whole, sample = (simulate(scenario, 30, sample=size).summary(30) for size in (None, 10))
+    assert sample["requests"] == whole["requests"] == 900
+    for name in ("request_throughput", "output_tokens_per_s", "utilization", "good_fraction"):
+        assert sample[name] == pytest.approx(whole[name], rel=0.05), name
+    assert sample["ttft_ms"]["p50"] == pytest.approx(whole["ttft_ms"]["p50"], rel=0.05)
+    with pytest.raises(InvalidRequestError, match="sample"):
+        simulate(replace(scenario, router="least_loaded"), 30, sample=10)
 
 
 def test_a_wrong_line_ends_the_processes_too(planned, tmp_path):

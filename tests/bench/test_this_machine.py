@@ -4,13 +4,19 @@ from pathlib import Path
 
 import pytest
 
+from penstock.bench import attention_rates, plan_check
 from penstock.bench.this_machine import MAX_ROUNDS, MIN_ROUNDS, take_turns, write_machine
 from penstock.errors import InvalidRequestError
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.tensors import BFLOAT16, FLOAT32
 from penstock.planner.machines import load_hardware, this_file
+from tests.kernels.packed import levels
+from tests.planner.test_plan import LLAMA, written
 
 FIGURES = {
     "name": "this", "source": "measured here", "memory_bytes": 2**30, "read_bytes_per_s": {"other": 1e10},
-    "operations_per_s": {"bfloat16": 7e10}, "step_s": 0.001, "spread": {"read": [9e9, 1.1e10]},
+    "operations_per_s": {"bfloat16": 7e10}, "rows_bytes_per_s": {"bfloat16": {8: 9e9}},
+    "step_s": 0.001, "spread": {"read": [9e9, 1.1e10]},
 }  # fmt: skip
 
 
@@ -39,7 +45,32 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     written = write_machine(FIGURES | {"settled": True}, this_file())
     assert load_hardware("this") == written
     assert written.reading("int8") == 1e10
+    assert written.rows_bytes_per_s == {"bfloat16": {8: 9e9}}
+    with pytest.raises(InvalidRequestError, match="rows_bytes_per_s"):
+        write_machine(FIGURES | {"rows_bytes_per_s": {"bfloat16": 9e9}, "settled": True}, this_file())
     with pytest.raises(InvalidRequestError, match="operations_per_s"):
         write_machine(FIGURES | {"operations_per_s": {"bfloat16": 0.0}, "settled": True}, this_file())
     assert load_hardware("this") == written
     assert [path.name for path in this_file().parent.iterdir()] == ["machine.yaml"]
+
+
+@pytest.mark.skipif(not levels(), reason="no native library")
+def test_predictions_stand_beside_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a check that compares other cases than it predicts, or cannot fail; and rates of attention that
+    are of nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(attention_rates, "PROMPT_LEN", 40)
+    monkeypatch.setattr(attention_rates, "CONTEXT", 40)
+    cases = attention_rates.attention_cases(CpuOps(FLOAT32, threads=1), CpuOps(BFLOAT16, threads=1))
+    assert len(cases) == 6
+    assert all(case() > 0 for case in cases.values())
+    write_machine(FIGURES | {"operations_per_s": {"other": 1e6}, "settled": True}, this_file())
+    words = [written(tmp_path / "m", LLAMA), "--quantization", "none", "--rounds", "1"]
+    assert plan_check.main([*words, "--streams", "1", "3", "--prompt-len", "20"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("predicted")[0].split(maxsplit=1)[1].strip() for line in lines[:-1]] == [
+        "a step of 1 streams", "a step of 3 streams", "first token after 20",
+    ]  # fmt: skip
+    assert lines[-1].startswith("median ")

@@ -198,6 +198,22 @@ def test_a_step_by_hand() -> None:
     assert step_time(WORK, faster, Step(3, 1, 9)).read == pytest.approx(found.read / 2)
 
 
+def test_products_of_few_rows_and_attention_have_rates_of_their_own() -> None:
+    """Guards against measured rates that are not used, an interpolation that jumps, and attention at products' rate."""
+    measured = replace(
+        MACHINE, rows_bytes_per_s={"bfloat16": {8: 50.0, 32: 20.0}},
+        attend_prompt_operations_per_s={"bfloat16": 400.0}, attend_streams_operations_per_s={"bfloat16": 80.0},
+    )  # fmt: skip
+    seconds = [measured.product_seconds("bfloat16", 100, 200.0 * rows, rows) for rows in (1, 8, 20, 32, 256, 512)]
+    assert seconds == pytest.approx([1.0, 2.0, 3.5, 5.0, 51.2, 102.4])
+    assert measured.product_seconds("int8", 100, 800.0, 8) == 0.4  # of which nothing was measured
+    one = step_time(WORK, measured, Step(1, 1, 9))
+    assert one.multiply == pytest.approx(2.5 + 2 * 10 * 8 / 80)
+    assert (one.bound, step_time(WORK, measured, Step(1, 1, 1)).bound) == ("compute", "memory bandwidth")
+    prompt = step_time(WORK, measured, Step(1, 512, 0))
+    assert prompt.multiply == pytest.approx(512 * 0.4 + 0.5 + 2 * 512 * 513 / 2 * 8 / 400)
+
+
 def test_a_window_ends_what_is_read() -> None:
     """Guards against a layer with a window whose cost grows with the context."""
     near = replace(WORK, windows=((2, 16),))

@@ -36,13 +36,13 @@ class HardwareCosts:
         before = (
             shape.pairs / prompt - prompt / 2 if prompt else 0.0
         )  # cached tokens that a prompt's new ones attend to
-        tokens = pairs = 0.0
+        tokens = pairs = prompt_pairs = 0.0
         for layers, window in self.work.windows:
             limit = float("inf") if window is None else window
             tokens += layers * (min(shape.cached_tokens, limit * shape.sequences) + min(max(before, 0.0), limit))
             pairs += layers * min(shape.cached_tokens + shape.sequences, limit * shape.sequences)
-            pairs += layers * min(shape.pairs + prompt / 2, limit * prompt)
-        amounts = Amounts(sequences, shape.sequences + prompt, sequences, tokens, pairs)
+            prompt_pairs += layers * min(shape.pairs + prompt / 2, limit * prompt)
+        amounts = Amounts(sequences, shape.sequences + prompt, sequences, tokens, pairs, prompt_pairs)
         return time_of(self.work, self.hardware, amounts).seconds
 
     def as_json(self) -> dict[str, str | float]:

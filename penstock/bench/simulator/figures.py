@@ -16,6 +16,8 @@ WIDTH = math.log1p(0.005)  # of a bucket, of the logarithm
 SHORTEST = 1e-9  # seconds; what is shorter counts as this
 PERCENTILES = (50, 90, 99)
 METRICS = ("ttft", "itl", "e2e")
+COUNTS = ("requests", "rejected", "failed", "good", "output_tokens", "prompt_tokens", "cached_tokens", "preemptions",
+          "steps", "busy_s")  # fmt: skip
 UNITS = {"ms": 1e-3, "s": 1.0}
 
 
@@ -98,6 +100,22 @@ class RequestTimes:
     late: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class FleetFigures:
+    """What became of the replicas of a fleet.
+
+    Attributes:
+        most: that there were at the same time.
+        mean: over the whole time, with those that start.
+        added, failures: replicas that were added, and times that one died.
+    """
+
+    most: int
+    mean: float
+    added: int
+    failures: int
+
+
 class Figures:
     """Counts of what has happened.
 
@@ -105,6 +123,8 @@ class Figures:
         goals: of the target. A request is good if its own first token and end are in time, and the share of its own
             gaps that each goal names.
         rejected: requests that no replica could ever hold.
+        failed: requests that met the deaths of several engines without a token in between.
+        fleet: what became of the replicas; None: each was there all the time.
     """
 
     def __init__(self, goals: tuple[Goal, ...] = ()) -> None:
@@ -115,9 +135,10 @@ class Figures:
             for name in ("ttft", "e2e")
         }
         self.times = {name: Histogram() for name in METRICS}
-        self.requests = self.rejected = self.good = 0
+        self.requests = self.rejected = self.failed = self.good = 0
         self.output_tokens = self.prompt_tokens = self.cached_tokens = self.preemptions = self.steps = 0
         self.busy_s = 0.0
+        self.fleet: FleetFigures | None = None
         self.began, self.ended = math.inf, 0.0
 
     def first_token(self, request: RequestTimes, now: float) -> None:
@@ -153,36 +174,46 @@ class Figures:
         self.began, self.ended = min(self.began, request.sent_at), max(self.ended, now)
 
     def merge(self, other: "Figures") -> None:
-        """Add the counts of another replica."""
+        """Add the counts of other replicas."""
         for name, histogram in self.times.items():
             histogram.merge(other.times[name])
-        for name in ("requests", "rejected", "good", "output_tokens", "prompt_tokens", "cached_tokens", "preemptions",
-                     "steps", "busy_s"):  # fmt: skip
+        for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.began, self.ended = min(self.began, other.began), max(self.ended, other.ended)
 
+    def stand_for(self, factor: float) -> None:
+        """Count so many times as much of everything, as a sample stands for the whole."""
+        for name in COUNTS:
+            setattr(self, name, type(getattr(self, name))(round(factor * getattr(self, name), 6)))
+
     @property
     def meets_target(self) -> bool:
-        """Return whether the times of all requests together are within every goal, and none was rejected."""
+        """Return whether the times of all requests together are within every goal, and none was rejected or failed."""
         found = [(self.times[goal.metric].percentile(goal.share), goal.seconds) for goal in self.goals]
-        return not self.rejected and all(value is None or value <= limit for value, limit in found)
+        return not self.rejected and not self.failed and all(value is None or value <= limit for value, limit in found)
 
     def summary(self, replicas: int) -> dict[str, Any]:
         """Return the figures as JSON has them; times in milliseconds, goodput in good requests per second."""
         duration = max(self.ended - self.began, SHORTEST) if self.requests else 0.0
         rate = 1 / duration if duration else 0.0
+        num_requests = self.requests + self.rejected + self.failed
+        fleet = self.fleet or FleetFigures(replicas, replicas, 0, 0)
         return {
             "requests": self.requests,
             "rejected": self.rejected,
+            "failed": self.failed,
             "duration_s": duration,
             "request_throughput": self.requests * rate,
             "output_tokens_per_s": self.output_tokens * rate,
             **{f"{name}_ms": _percentiles(histogram) for name, histogram in self.times.items()},
             "goodput": self.good * rate if self.goals else None,
-            "good_fraction": self.good / max(1, self.requests + self.rejected) if self.goals else None,
+            "good_fraction": self.good / max(1, num_requests) if self.goals else None,
             "meets_target": self.meets_target if self.goals else None,
-            "replicas": replicas,
-            "utilization": self.busy_s * rate / replicas,
+            "replicas": fleet.most,
+            "mean_replicas": fleet.mean,
+            "replicas_added": fleet.added,
+            "replica_failures": fleet.failures,
+            "utilization": self.busy_s * rate / fleet.mean,
             "prefix_hit_rate": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
             "preemptions": self.preemptions,
             "steps": self.steps,

@@ -1,6 +1,6 @@
 """Leap: many steps of an engine at once, where none of them has anything to decide.
 
-While nobody waits, nobody ends, and free blocks without content suffice, every step of an engine gives each running
+While nobody waits, nobody ends, and free blocks suffice, every step of an engine gives each running
 stream one token. Such steps are counted, not planned: their times are added up one by one, and the engine's own objects
 are told once what all of them have brought. What the engine decides afterwards is the same, to the block (but for the
 numbers of blocks that are alike), and so are all figures: tests compare them.
@@ -29,7 +29,7 @@ def num_forced_steps(engine: Engine) -> int:
         return 0
     size = group.block_size
     needed = sum(-(-(item.num_tokens - 1 + count) // size) + (item.num_tokens - 1) // -size for item in running)
-    return count if needed <= cache.num_free - cache.num_cached else 0
+    return count if needed <= cache.num_free else 0
 
 
 def leap(engine: Engine, costs: StepCosts, now: float, until: float) -> tuple[float, int, Counter[float]]:

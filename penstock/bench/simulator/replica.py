@@ -3,10 +3,11 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from penstock.bench.simulator.arrivals import Arrival
-from penstock.bench.simulator.executor import CostExecutor, StepCosts, VirtualClock
+from penstock.bench.simulator.executor import TOKEN, CostExecutor, StepCosts, VirtualClock
 from penstock.bench.simulator.figures import Figures, RequestTimes
 from penstock.bench.simulator.leap import leap
 from penstock.client.router import QueuedTokens
@@ -32,6 +33,34 @@ def prefix_id(group: str) -> int:
     return 2 * (1 + int.from_bytes(hashlib.blake2b(group.encode(), digest_size=7).digest()))
 
 
+@dataclass(slots=True, kw_only=True)
+class OpenRequest(RequestTimes):
+    """A request until its answer is complete.
+
+    Attributes:
+        number: of the arrival.
+        num_deaths: engines that died with it since it got its last token; `at_death` of all it had then.
+    """
+
+    number: int
+    arrival: Arrival
+    num_deaths: int = 0
+    at_death: int = -1
+
+    @property
+    def num_outputs(self) -> int:
+        """The tokens that it has got."""
+        return 0 if self.last_at is None else self.gaps + 1
+
+    @property
+    def rest(self) -> Arrival:
+        """What is still to be computed: the tokens that it has got belong to the prompt."""
+        done, arrival = self.num_outputs, self.arrival
+        if not done:
+            return arrival
+        return arrival._replace(prompt_len=arrival.prompt_len + done, output_len=arrival.output_len - done)
+
+
 class Replica:
     """An engine, driven from outside: `add` requests up to the time of its clock, then `step`.
 
@@ -44,8 +73,9 @@ class Replica:
         self.clock = VirtualClock()
         self._costs = costs
         self.figures = figures
+        self._make_engine = make_engine
         self.engine = make_engine(CostExecutor(costs, self.clock), self.clock)
-        self._open: dict[str, RequestTimes] = {}
+        self._open: dict[str, OpenRequest] = {}
         self._noted = [0, 0, 0]  # of the engine's counters, that are in the figures
         self._queued: QueuedTokens | None = None
 
@@ -62,25 +92,42 @@ class Replica:
         self._queued = QueuedTokens()
         return self._queued
 
-    def add(self, number: int, arrival: Arrival, sent_at: float) -> bool:
+    def add(self, request: OpenRequest) -> bool:
         """Send a request to the engine. False if it is too long for the context, or for the cache."""
+        arrival, number = request.arrival, request.number
         shared = min(arrival.prefix_len, arrival.prompt_len - 1)  # no two prompts are equal
         ids = [2 * number + 1] * (arrival.prompt_len - shared)
         if shared:
             ids = [prefix_id(arrival.prefix_group)] * shared + ids
         request_id = str(number)
-        request = EngineRequest(request_id, ids, _params(arrival.output_len), arrived_at=sent_at)
+        source = EngineRequest(request_id, ids, _params(arrival.output_len), arrived_at=request.sent_at)
+        if request.num_outputs:
+            source.output_token_ids.extend([TOKEN] * request.num_outputs)
         try:
             if arrival.prompt_len + arrival.output_len > self.engine.max_model_len:
                 raise InvalidRequestError("too long")
-            self.engine.add_request(request)
+            self.engine.add_request(source)
         except InvalidRequestError:
             self.figures.rejected += 1
             if self._queued is not None:
                 self._queued.remove(request_id)
             return False
-        self._open[request_id] = RequestTimes(sent_at)
+        self._open[request_id] = request
         return True
+
+    def restart(self) -> list[OpenRequest]:
+        """Begin with a new engine, and so with an empty cache. Return the requests that the one before still had."""
+        self._note_counters()
+        self._noted = [0, 0, 0]
+        self.engine = self._make_engine(CostExecutor(self._costs, self.clock), self.clock)
+        requests = list(self._open.values())
+        for request_id, request in self._open.items():
+            has_more = request.num_outputs > request.at_death
+            request.num_deaths, request.at_death = 1 if has_more else request.num_deaths + 1, request.num_outputs
+            if self._queued is not None:
+                self._queued.remove(request_id)
+        self._open.clear()
+        return requests
 
     def run_until(self, at: float) -> None:
         """Take every step that begins before a moment at which something comes, those at once that decide nothing."""

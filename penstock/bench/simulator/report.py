@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ from penstock.planner.page import table as html_table
 FIGURES = {
     "Requests per second, sent": "request_rate",
     "Replicas": "replicas",
+    "Replicas, on average": "mean_replicas",
+    "Replicas added": "replicas_added",
+    "Failures of replicas": "replica_failures",
     "Requests per second, answered": "request_throughput",
     "Requests per second, good": "goodput",
     "Target met": "meets_target",
     "Requests rejected": "rejected",
+    "Requests failed": "failed",
     "Output tokens per second": "output_tokens_per_s",
     "Share of the time that a replica is busy": "utilization",
     "Share of prompt tokens found in the cache": "prefix_hit_rate",
@@ -26,6 +31,8 @@ FIGURES = {
     "Cost per hour": "cost_per_hour",
     "Cost per million output tokens": "cost_per_million_output_tokens",
 }
+ROUND = 1000.0  # from which on figures are shown without decimals
+CHANGES = ("Replicas added", "Failures of replicas", "Requests failed")  # left out where there are none
 LATENCIES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2e": "End-to-end latency"}
 PICTURE = """<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">
 <img alt="{alt}" src="{light}"></picture>"""
@@ -60,6 +67,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
     """Return rows of a label and the figure of each run; figures that no run has are left out."""
     runs = result["runs"]
     found = [(label, [run.get(name) for run in runs]) for label, name in FIGURES.items()]
+    found = [(label, values) for label, values in found if label not in CHANGES or any(values)]
     found += [
         (f"{title}, p{share} (ms)", [run[f"{name}_ms"][f"p{share}"] for run in runs])
         for name, title in LATENCIES.items()
@@ -71,7 +79,9 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 def _shown(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "-"}[value]
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= ROUND and math.isfinite(value) else f"{value:.4g}"
 
 
 def check_plot(path: Path) -> None:

@@ -13,6 +13,7 @@ from penstock.bench.simulator.arrivals import Arrival, Drawn, Trace
 from penstock.bench.simulator.costs import LinearCosts
 from penstock.bench.simulator.executor import StepCosts
 from penstock.bench.simulator.figures import Figures, parse_target
+from penstock.bench.simulator.lifecycle import UNCHANGED, Changes
 from penstock.bench.simulator.recorded import load_costs
 from penstock.bench.simulator.scenario import Progress, Scenario, priced, smallest_fleet
 from penstock.bench.simulator.workers import simulate
@@ -33,7 +34,9 @@ class Options:
         replicas: of the fleet; None: as few as meet the target.
         users: who wait for their answers; None: nobody does.
         price: of a replica for an hour.
+        changes: of the fleet while it runs: autoscaling and failures.
         processes: that compute; None: this one alone.
+        sample: replicas that are simulated and stand for all; None: all are.
     """
 
     dataset: Dataset
@@ -48,16 +51,22 @@ class Options:
     target: str | None = None
     price: float | None = None
     processes: int | None = None
+    sample: int | None = None
     seed: int = 0
+    changes: Changes = UNCHANGED
 
     def __post_init__(self) -> None:
         check.check_int("num_prompts", self.num_prompts, 1, 10**9, optional=True)
         check.check_int("processes", self.processes, 1, 4096, optional=True)
+        check.check_int("sample", self.sample, 1, 10**6, optional=True)
         if self.trace is not None and self.users is not None:
             raise InvalidRequestError("users: send when they have their answers; a trace says when", param="users")
         if self.think_s and self.users is None:
             raise InvalidRequestError("think_time: is between the requests of --users, which needs a number",
                                       param="think_time")  # fmt: skip
+        if self.replicas is None and self.changes.scaling is not None:
+            message = "replicas: auto is a fleet of one size; give the smallest number of those up to --max-replicas"
+            raise InvalidRequestError(message, param="replicas")
         has_rate = list(self.rates) != [float("inf")]
         if has_rate and (self.trace is not None or self.users is not None):
             name = "a trace" if self.trace is not None else "--users"
@@ -106,7 +115,7 @@ def run(
     for rate in options.rates:
         scenario = Scenario(
             planned, costs, options.arrivals(rate, planned.config.model), goals, options.router, options.users,
-            options.think_s, options.seed,
+            options.think_s, options.seed, options.changes,
         )  # fmt: skip
         replicas, figures = _run(scenario, options, progress)
         shown_rate = "trace" if options.trace is not None else "users" if options.users is not None else rate
@@ -126,7 +135,7 @@ def _run(scenario: Scenario, options: Options, progress: Progress) -> tuple[int,
     def run_fleet(num_replicas: int) -> Figures:
         total = options.num_prompts or DEFAULT_PROMPTS
         with progress(f"requests on {num_replicas} replicas", total) as advance:
-            return simulate(scenario, num_replicas, options.processes, advance)
+            return simulate(scenario, num_replicas, options.processes, advance, options.sample)
 
     if options.replicas is None:
         return smallest_fleet(scenario, run_fleet)

@@ -11,8 +11,10 @@ from penstock.assembly import PlannedEngine
 from penstock.bench.simulator.arrivals import Arrival
 from penstock.bench.simulator.executor import StepCosts, VirtualClock
 from penstock.bench.simulator.figures import Figures, Goal
-from penstock.bench.simulator.fleet import ROUTERS, Fleet, Users, check_router
-from penstock.bench.simulator.replica import NUM_IDS, MakeEngine, Replica
+from penstock.bench.simulator.fleet import Fleet, Users
+from penstock.bench.simulator.lifecycle import UNCHANGED, Changes, Lifecycle
+from penstock.bench.simulator.replica import NUM_IDS, MakeEngine, OpenRequest, Replica
+from penstock.bench.simulator.routers import ROUTERS, check_router
 from penstock.engine.engine import Engine
 from penstock.errors import EngineError
 from penstock.interface.step import Executor
@@ -32,6 +34,7 @@ class Scenario:
         goals: of the target.
         users: who send the arrivals, each waiting for the answer, and think_s seconds on average before the next one;
             None: they are sent when they arrive.
+        changes: of the fleet while it runs.
     """
 
     planned: PlannedEngine
@@ -42,6 +45,7 @@ class Scenario:
     users: int | None = None
     think_s: float = 0.0
     seed: int = 0
+    changes: Changes = UNCHANGED
 
     def __post_init__(self) -> None:
         check.check_int("users", self.users, 1, 10**7, optional=True)
@@ -51,7 +55,7 @@ class Scenario:
     @property
     def has_independent_replicas(self) -> bool:
         """Return whether what a replica gets depends on no answer, so that each can be simulated apart."""
-        return self.router == "round_robin" and self.users is None
+        return self.router == "round_robin" and self.users is None and not self.changes.any
 
     def run(self, num_replicas: int, advance: Callable[[int], None] = lambda count: None) -> Figures:
         """Simulate a fleet of so many replicas."""
@@ -61,12 +65,16 @@ class Scenario:
         """Simulate some replicas of a fleet: all of them, or of independent ones these."""
         check.check_int("replicas", num_replicas, 1, MAX_REPLICAS)
         make, figures = make_engine(self.planned), Figures(self.goals)
-        replicas = [Replica(make, self.costs, figures) for _ in part]
+        scaling = self.changes.scaling
+        most = len(part) if scaling is None else scaling.max_replicas
+        check.check_int("max_replicas", most, num_replicas if scaling is not None else 1, MAX_REPLICAS)
+        replicas = [Replica(make, self.costs, figures) for _ in range(most)]
         if self.has_independent_replicas:
             self._run_apart(num_replicas, dict(zip(part, replicas, strict=True)), advance)
         else:
             users = None if self.users is None else Users(self.users, self.think_s, self.seed)
-            Fleet(replicas, ROUTERS[self.router](replicas), users).run(self.arrivals, advance)
+            life = Lifecycle(num_replicas, self.changes, self.planned.config.scheduler.max_num_seqs, self.seed)
+            figures.fleet = Fleet(replicas, ROUTERS[self.router](replicas), users, life).run(self.arrivals, advance)
         for replica in replicas:
             replica.engine.check_integrity()
         return figures
@@ -78,7 +86,7 @@ class Scenario:
                 replica.run_until(arrival.at)
                 if not replica.has_work:
                     replica.clock.now = max(replica.clock.now, arrival.at)
-                replica.add(number, arrival, arrival.at)
+                replica.add(OpenRequest(sent_at=arrival.at, number=number, arrival=arrival))
                 advance(1)
         for replica in part.values():
             replica.run_until(math.inf)
@@ -133,11 +141,11 @@ def _why_not(figures: Figures, num_replicas: int) -> str:
 
 
 def priced(summary: dict[str, Any], price: float | None) -> dict[str, Any]:
-    """Return figures with their cost. price: of a replica for an hour, in any currency."""
+    """Return figures with their cost. price: of a replica for an hour, in any currency, also while it starts."""
     if price is None:
         return summary
     check.check_float("price", price, 0.0, 1e9)
-    per_hour = price * summary["replicas"]
+    per_hour = price * summary["mean_replicas"]
     rate = summary["output_tokens_per_s"] * 3600
     return summary | {
         "cost_per_hour": per_hour,

@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 
+from penstock import validation as check
 from penstock.bench.simulator.figures import Figures
 from penstock.bench.simulator.scenario import Scenario
 from penstock.errors import EngineError
@@ -23,31 +24,45 @@ MIN_REPLICAS = 16  # a fleet of fewer is simulated in this process: others would
 
 def simulate(
     scenario: Scenario, num_replicas: int, processes: int | None = None,
-    advance: Callable[[int], None] = lambda count: None,
+    advance: Callable[[int], None] = lambda count: None, sample: int | None = None,
 ) -> Figures:  # fmt: skip
     """Simulate a fleet and return its figures, which do not depend on the number of processes.
 
     Args:
         processes: most that compute; None: this one alone.
         advance: called with the number of requests sent.
+        sample: replicas that are simulated, evenly spread, and stand for all: their turns are alike. None: all are.
+
+    Raises:
+        InvalidRequestError: there is a sample, but what a replica gets depends on the others.
     """
     processes = processes or 1
-    if not scenario.has_independent_replicas or num_replicas < MIN_REPLICAS:
+    if sample is not None and not scenario.has_independent_replicas:
+        raise check.fail("sample", sample, "left out, but where replicas are independent: with the router round_robin, "
+                         "without --users, autoscaling and failures")  # fmt: skip
+    if not scenario.has_independent_replicas or (num_replicas < MIN_REPLICAS and sample is None):
         return scenario.run(num_replicas, advance)
-    parts = list(divided(num_replicas, processes, sum(group.num_blocks for group in scenario.planned.groups)))
+    simulated = range(num_replicas)
+    if sample is not None and sample < num_replicas:
+        simulated = range(0, num_replicas, num_replicas // sample)[:sample]
+    parts = list(divided(simulated, processes, sum(group.num_blocks for group in scenario.planned.groups)))
+    figures = Figures(scenario.goals)
     if processes == 1:
-        figures = Figures(scenario.goals)
         for part in parts:
             figures.merge(scenario.run_part(num_replicas, part, advance))
-        return figures
-    return _in_processes(scenario, num_replicas, parts, min(processes, len(parts)), advance)
+    else:
+        _in_processes(scenario, num_replicas, parts, min(processes, len(parts)), advance, figures)
+    if len(simulated) < num_replicas:
+        figures.stand_for(num_replicas / len(simulated))
+    return figures
 
 
 def _in_processes(
-    scenario: Scenario, num_replicas: int, parts: list[range], processes: int, advance: Callable[[int], None]
-) -> Figures:
-    """Simulate parts in other processes, which end with this call, whatever ends it, and with this process."""
-    figures = Figures(scenario.goals)
+    scenario: Scenario, num_replicas: int, parts: list[range], processes: int, advance: Callable[[int], None],
+    figures: Figures,
+) -> None:  # fmt: skip
+    """Simulate parts in other processes, which end with this call, whatever ends it, and with this process. What they
+    find is added to `figures`."""
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks, and not the threads
     reader, writer = context.Pipe(duplex=False)
     try:
@@ -64,7 +79,6 @@ def _in_processes(
         raise EngineError(message) from None
     finally:
         reader.close()
-    return figures
 
 
 def _end_with(reader: Connection) -> None:
@@ -78,11 +92,11 @@ def _end_with(reader: Connection) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def divided(num_replicas: int, processes: int, num_blocks: int) -> Iterator[range]:
+def divided(replicas: range, processes: int, num_blocks: int) -> Iterator[range]:
     """Yield parts of a fleet, at least one for each process, none with more than MAX_BLOCKS unless it is one replica.
 
     num_blocks: of a replica.
     """
-    size = max(1, min(-(-num_replicas // processes), MAX_BLOCKS // max(1, num_blocks)))
-    for start in range(0, num_replicas, size):
-        yield range(start, min(start + size, num_replicas))
+    size = max(1, min(-(-len(replicas) // processes), MAX_BLOCKS // max(1, num_blocks)))
+    for start in range(0, len(replicas), size):
+        yield replicas[start : start + size]
