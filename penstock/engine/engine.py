@@ -317,8 +317,7 @@ class Engine:
         if result.mirostat_mu is not None:
             request.mirostat_mu = result.mirostat_mu
         request.num_computed_tokens = min(computed, len(request.token_ids))  # it may have ended within its drafts
-        if request.num_computed_tokens % self.kv_cache.block_size < item.num_new_tokens:  # else no block is full now
-            self.kv_cache.commit(request)
+        self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
         self._num_generated_tokens += len(new_ids)
         self.scheduler.policy.generated(request, len(new_ids))

@@ -54,6 +54,7 @@ class PackedStep:
         sampled: [M] int64, the sequence of each sampled position.
         offsets: [M] int64, how many of the sequence's drafts stand before the token that is sampled.
         drafts: [M] int64, the draft at the place of the token that is sampled; NO_DRAFT after the last one.
+        has_drafts: some are not NO_DRAFT.
         prompt_pieces: the P positions, in order.
     """
 
@@ -68,6 +69,7 @@ class PackedStep:
     sampled: Int64
     offsets: Int64
     drafts: Int64
+    has_drafts: bool
     prompt_pieces: list[PromptPiece]
 
 
@@ -315,6 +317,7 @@ class InputBatch:
             sampled=layout.sampled,
             offsets=layout.offsets,
             drafts=_drafts_at(scheduled) if has_drafts else layout.no_drafts,
+            has_drafts=has_drafts,
             prompt_pieces=pieces,
         )
 

@@ -223,11 +223,7 @@ class ModelRunner:
         return self._ops.plan(meta, self._heads, self._kv_caches[layer])
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
-        """Sample a token from each row of logits [M, V'], and give each sequence those that count.
-
-        These are its tokens up to the first that is not the draft at its place. What comes after, an error too, was
-        computed for a text that is not this one; an error after an accepted draft comes again in the next step.
-        """
+        """Sample a token from each row of logits [M, V'], and give each sequence those that count."""
         logits = self._without_padding(logits)
         sequences = step.sampled.tolist()
         if self._checksum_step is not None:
@@ -238,26 +234,16 @@ class ModelRunner:
             failed[:] = [results[b].error is not None for b in sequences]
         positions = Positions(step.rows[step.sampled], step.offsets)
         sampled, errors = self._choose(logits, positions, failed)
-        token_ids, taken, is_open = sampled.token_ids.tolist(), [], [result.error is None for result in results]
-        for index, (b, draft) in enumerate(zip(sequences, step.drafts.tolist(), strict=True)):
-            if not is_open[b]:
-                continue
-            result = results[b]
-            if index in errors:
-                result.error = None if result.new_token_ids else errors[index]
-                is_open[b] = False
-                continue
-            taken.append(index)
-            result.new_token_ids.append(token_ids[index])
-            if (entry := sampled.logprobs[index]) is not None:
-                result.logprobs = [*(result.logprobs or ()), entry]
-            is_open[b] = token_ids[index] == draft
         for index, mu in sampled.mirostat_mu.items():  # a request with mirostat has no drafts
             self.batch.sampling.mirostat_mu[positions.rows[index]] = results[sequences[index]].mirostat_mu = mu
         chosen_ids = sampled.token_ids
-        if len(taken) < len(sequences):
-            chosen = np.array(taken, dtype=np.int64)
+        if errors or step.has_drafts or np.count_nonzero(failed):
+            chosen = np.array(_accept(sampled, errors, step, results), dtype=np.int64)
             positions, chosen_ids = positions.at(chosen), chosen_ids[chosen]
+        else:  # as in most steps
+            for b, token_id, entry in zip(sequences, chosen_ids.tolist(), sampled.logprobs, strict=True):
+                results[b].new_token_ids = [token_id]
+                results[b].logprobs = None if entry is None else [entry]
         self.batch.append(positions.rows, chosen_ids, positions.offsets)
         self._take_forced(step, results)
 
@@ -385,6 +371,31 @@ class LocalExecutor:
         if self._runner is not None and self._runner.store is not None:
             self._runner.store.close()
         self._runner = None
+
+
+def _accept(
+    sampled: Sampled, errors: Mapping[int, str], step: PackedStep, results: list[RequestStepOutput]
+) -> list[int]:
+    """Give each sequence of a step its tokens up to the first that is not the draft at its place; return their indices.
+
+    What comes after, an error too, was computed for a text that is not this one; an error after an accepted draft comes
+    again in the next step.
+    """
+    token_ids, taken, is_open = sampled.token_ids.tolist(), [], [result.error is None for result in results]
+    for index, (b, draft) in enumerate(zip(step.sampled.tolist(), step.drafts.tolist(), strict=True)):
+        if not is_open[b]:
+            continue
+        result = results[b]
+        if index in errors:
+            result.error = None if result.new_token_ids else errors[index]
+            is_open[b] = False
+            continue
+        taken.append(index)
+        result.new_token_ids.append(token_ids[index])
+        if (entry := sampled.logprobs[index]) is not None:
+            result.logprobs = [*(result.logprobs or ()), entry]
+        is_open[b] = token_ids[index] == draft
+    return taken
 
 
 def _failed(result: RequestStepOutput) -> RequestStepOutput:
