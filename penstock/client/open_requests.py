@@ -21,7 +21,6 @@ from penstock.interface.sampling_params import RequestOutputKind
 from penstock.interface.timeline import IntervalKind
 from penstock.tokenizer.tokenizer import Tokenizer
 
-
 NOBODY = (None, None)  # the request and choice of an engine request that does not run
 
 

@@ -300,7 +300,7 @@ class Engine:
     def _commit(
         self, request: Request, item: ScheduledRequest, result: RequestStepOutput, start: int
     ) -> EngineOutput | None:
-        """Take what a step has computed of a request with `start` outputs. Most have one more token, and nothing else."""
+        """Take what a step has computed of a request with `start` outputs: mostly one more token, and nothing else."""
         if result.error is not None:
             output = self._ended(request, start, result.error)
             self._finish(request)

@@ -5,7 +5,7 @@ so packing takes a few indexed reads, whatever the number of tokens. The schedul
 computed and where they are stored; the batch follows. It handles no model, torch tensor or logits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -262,6 +262,14 @@ class InputBatch:
         if any(self.sampling.adjustments):
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 self.sampling.append(row, token_id)
+
+    def extend(self, token_ids: Mapping[int, Sequence[int]]) -> None:
+        """Append several tokens to rows, by row. Raises EngineError as `append` does."""
+        pairs = [(row, token_id) for row, ids in token_ids.items() for token_id in ids]
+        if pairs:
+            rows, new_ids = np.array(pairs, dtype=np.int64).T
+            offsets = np.concatenate([np.arange(len(ids)) for ids in token_ids.values()])
+            self.append(rows, new_ids, offsets)
 
     def knows(self, request_id: str) -> bool:
         """Return whether a request has a row."""

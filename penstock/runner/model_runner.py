@@ -134,10 +134,7 @@ class ModelRunner:
 
     def note_outputs(self, outputs: Mapping[str, Sequence[int]]) -> None:
         """Append tokens that the last stage has sampled; of requests that are gone they are dropped."""
-        for request_id, token_ids in outputs.items():
-            if self.batch.knows(request_id):
-                rows = np.full(len(token_ids), self.batch.row(request_id), dtype=np.int64)
-                self.batch.append(rows, np.array(token_ids, dtype=np.int64), np.arange(len(token_ids)))
+        self.batch.extend({self.batch.row(name): ids for name, ids in outputs.items() if self.batch.knows(name)})
 
     @property
     def block_bytes(self) -> list[int]:
@@ -254,13 +251,13 @@ class ModelRunner:
         """
         if not self._structured:
             return
+        forced: dict[int, list[int]] = {}
         counts = np.bincount(step.sampled, minlength=len(results)).tolist()
         for row, result, count in zip(step.rows.tolist(), results, counts, strict=True):
             if result.error is None and 0 < count == len(result.new_token_ids):
-                token_ids = self._structured.forced(row)
-                result.new_token_ids += token_ids
-                rows = np.full(len(token_ids), row, dtype=np.int64)
-                self.batch.append(rows, np.array(token_ids, dtype=np.int64), np.arange(len(token_ids)))
+                forced[row] = self._structured.forced(row)
+                result.new_token_ids += forced[row]
+        self.batch.extend(forced)
 
     def _choose(
         self, logits: Tensor, positions: Positions, failed: npt.NDArray[np.bool_]
