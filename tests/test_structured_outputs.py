@@ -16,7 +16,7 @@ from penstock.client.pending_forms import PendingForms
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
-from penstock.runner.job import Job
+from penstock.runner.worker import Worker
 from penstock.tokenizer.grammars import Grammars
 from penstock.weights.hub import resolve_model
 from tests.forms import schemas
@@ -361,11 +361,12 @@ def test_a_form_is_blamed_for_its_work_and_not_for_a_busy_machine() -> None:
             pass
         done.append(item)
 
-    assert Job(["waits", "fine"], work).ends_within(0.05)
-    job = Job(["fine", "spins", "left", "over"], work)
-    assert not job.ends_within(0.05)
-    assert job.give_up() == ("spins", ["left", "over"])
+    worker = Worker("test", work)
+    worker.start(["waits", "fine"])
+    assert worker.wait(0.05) == []
+    assert done == ["waits", "fine"]
+    worker.start(["fine", "spins", "others", "go on"])
+    assert worker.wait(0.05) == ["spins"]
+    assert done[2:] == ["fine", "others", "go on"]
     stop.set()
-    assert Job(["last"], work).ends_within(1.0)
-    assert done[:3] == ["waits", "fine", "fine"]
-    assert not {"left", "over"} & set(done)
+    assert worker.wait(0.05) == []

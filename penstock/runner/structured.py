@@ -20,8 +20,8 @@ from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array, Tensor, as_array
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions
-from penstock.runner.job import Job
 from penstock.runner.masks import Bool, Int64, is_on
+from penstock.runner.worker import Worker
 
 LIMIT_S = 1.0  # of processor time beyond the model's step, for what one row may have next, while which everybody waits
 MAX_FORCED = 64  # tokens at once
@@ -106,7 +106,7 @@ class StructuredRows:
         self._ops = ops
         self._rows: dict[str, _Row] = {}
         self._of_row: dict[int, _Row] = {}
-        self._job: Job[_Row] | None = None
+        self._worker = Worker[_Row]("structured outputs", self._find)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Forget requests, and learn new ones, after the batch has."""
@@ -125,7 +125,7 @@ class StructuredRows:
         """Find what may come next in the rows of a step, in a thread."""
         if not self._of_row:
             return
-        self._wait()  # for a step that failed before it came to this
+        self._worker.wait(LIMIT_S)  # for those of a step that failed before it came to its masks
         asked, counts = [], np.bincount(step.sampled, minlength=len(step.rows))
         for row, count in zip(step.rows.tolist(), counts.tolist(), strict=True):
             known = self._of_row.get(row)
@@ -133,7 +133,8 @@ class StructuredRows:
                 known.answer = self._batch.history(row, count - 1)[known.num_prompt_tokens :].tolist()
                 known.count, known.masks, known.error = count, [], None
                 asked.append(known)
-        self._job = Job(asked, self._find) if asked else None
+        if asked:
+            self._worker.start(asked)
 
     def _find(self, known: _Row) -> None:
         """Find the masks of a row, or why there are none."""
@@ -170,7 +171,9 @@ class StructuredRows:
         asked = [(index, row, offset) for index, (row, offset) in positions if row in self._of_row]
         if not asked:
             return logits, {}
-        self._wait()
+        for known in self._worker.wait(LIMIT_S):
+            known.error = f"what may come next was not found within {LIMIT_S:g} s; the form is too complex"
+            known.matcher = None
         are_kept = np.count_nonzero(self._batch.sampling.num_logprobs[positions.rows] >= 0)
         masked, errors = as_array(logits).copy() if are_kept else as_array(logits), dict[int, str]()
         for index, row, offset in asked:
@@ -181,16 +184,6 @@ class StructuredRows:
             elif mask is not None:
                 mask.apply(masked[index])
         return self._ops.tensor(masked), errors
-
-    def _wait(self) -> None:
-        """Wait for the masks. A row that takes too long ends with an error, and the others after it go on."""
-        while self._job is not None:
-            job, self._job = self._job, None
-            if not job.ends_within(LIMIT_S):
-                known, others = job.give_up()
-                known.error = f"what may come next was not found within {LIMIT_S:g} s; the form is too complex"
-                known.matcher = None
-                self._job = Job(others, self._find)
 
     def __len__(self) -> int:
         return len(self._rows)
