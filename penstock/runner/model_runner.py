@@ -226,15 +226,15 @@ class ModelRunner:
         if self._checksum_step is not None:
             for b, checksum in zip(sequences, logits_checksums(as_array(logits), self._checksum_step), strict=True):
                 results[b].checksum = ((results[b].checksum or 0) + checksum) % 2**64
-        failed = np.zeros(len(sequences), dtype=np.bool_)
+        failed = None
         if step.prompt_pieces:  # nothing else can have failed yet
-            failed[:] = [results[b].error is not None for b in sequences]
-        positions = Positions(step.rows[step.sampled], step.offsets)
+            failed = np.array([results[b].error is not None for b in sequences], dtype=np.bool_)
+        positions = Positions(step.sampled_rows, step.offsets)
         sampled, errors = self._choose(logits, positions, failed)
         for index, mu in sampled.mirostat_mu.items():  # a request with mirostat has no drafts
             self.batch.sampling.mirostat_mu[positions.rows[index]] = results[sequences[index]].mirostat_mu = mu
         chosen_ids = sampled.token_ids
-        if errors or step.has_drafts or np.count_nonzero(failed):
+        if errors or step.has_drafts or failed is not None:
             chosen = np.array(_accept(sampled, errors, step, results), dtype=np.int64)
             positions, chosen_ids = positions.at(chosen), chosen_ids[chosen]
         else:  # as in most steps
@@ -260,18 +260,18 @@ class ModelRunner:
         self.batch.extend(forced)
 
     def _choose(
-        self, logits: Tensor, positions: Positions, failed: npt.NDArray[np.bool_]
+        self, logits: Tensor, positions: Positions, failed: npt.NDArray[np.bool_] | None
     ) -> tuple[Sampled, dict[int, str]]:
         """Sample logits [M, V] at rows without an error, and return why other rows have no token, by index.
 
-        failed: [M], rows whose sequence has an error already.
+        failed: [M], rows whose sequence has an error already; None: none has.
         """
         healthy = as_array(self._ops.finite_rows(logits)).astype(bool)
-        usable = healthy & ~failed
+        usable = healthy if failed is None else healthy & ~failed
         if np.count_nonzero(usable) == len(usable):
             return self._choose_healthy(logits, positions)
         errors, kept = dict.fromkeys(np.flatnonzero(~healthy).tolist(), NOT_FINITE), np.flatnonzero(usable)
-        found = Sampled(np.full(len(failed), NO_TOKEN, dtype=np.int64), [None] * len(failed))
+        found = Sampled(np.full(len(usable), NO_TOKEN, dtype=np.int64), [None] * len(usable))
         if len(kept):
             sampled, wrong = self._choose_healthy(logits[self._ops.tensor(kept)], positions.at(kept))
             found.token_ids[kept] = sampled.token_ids
