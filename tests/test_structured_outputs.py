@@ -4,7 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -16,7 +16,7 @@ from penstock.client.pending_forms import PendingForms
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineRequest
-from penstock.runner import structured
+from penstock.runner.worker import Worker
 from penstock.tokenizer.grammars import Grammars
 from penstock.weights.hub import resolve_model
 from tests.forms import schemas
@@ -348,21 +348,25 @@ def test_requests_wait_while_their_forms_are_compiled() -> None:
     assert not pending.holds(asked[b"fine"], b"fine, again", inbox.put)
 
 
-def test_a_form_is_blamed_for_its_work_and_not_for_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_is_blamed_for_its_work_and_not_for_a_busy_machine() -> None:
     """Guards against a request that fails because others took the processor, and one that never ends."""
-    monkeypatch.setattr(structured, "LIMIT_S", 0.05)
-    rows: Any = structured.StructuredRows(None, cast(Any, None), cast(Any, None))
-    waited, stop = threading.Event(), threading.Event()
+    waited, stop, done = threading.Event(), threading.Event(), list[str]()
     timer = threading.Timer(0.2, waited.set)
     timer.start()
-    assert rows._result(rows._submit(lambda: [None] * waited.wait())) == [None]
 
-    def spin() -> list[None]:
-        while not stop.is_set():
+    def work(item: str) -> None:
+        if item == "waits":
+            waited.wait()
+        while item == "spins" and not stop.is_set():
             pass
-        return []
+        done.append(item)
 
-    with pytest.raises(TimeoutError):
-        rows._result(rows._submit(spin))
+    worker = Worker("test", work)
+    worker.start(["waits", "fine"])
+    assert worker.wait(0.05) == []
+    assert done == ["waits", "fine"]
+    worker.start(["fine", "spins", "others", "go on"])
+    assert worker.wait(0.05) == ["spins"]
+    assert done[2:] == ["fine", "others", "go on"]
     stop.set()
-    rows._abandon()
+    assert worker.wait(0.05) == []

@@ -90,15 +90,11 @@ class Choice:
 
     def make_output(self, kind: RequestOutputKind) -> CompletionOutput:
         """Return the state so far or, in DELTA mode, what is new since the last call."""
-        output = CompletionOutput(
-            index=self.request.choice,
-            text="".join(self._text),
-            token_ids=self.token_ids[self._num_sent :],
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self._logprobs is None else list(self._logprobs),
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-        )
+        output = CompletionOutput(self.request.choice, "".join(self._text), self.token_ids[self._num_sent :])
+        output.cumulative_logprob = self.cumulative_logprob
+        if self._logprobs is not None:
+            output.logprobs = list(self._logprobs)
+        output.finish_reason, output.stop_reason = self.finish_reason, self._stop_reason
         self.changed = False
         self._text = [output.text]
         if kind is RequestOutputKind.DELTA:

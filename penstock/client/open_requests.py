@@ -21,6 +21,8 @@ from penstock.interface.sampling_params import RequestOutputKind
 from penstock.interface.timeline import IntervalKind
 from penstock.tokenizer.tokenizer import Tokenizer
 
+NOBODY = (None, None)  # the request and choice of an engine request that does not run
+
 
 class OpenRequests:
     """Open requests by the user's request id, and their running choices by engine request id.
@@ -92,14 +94,14 @@ class OpenRequests:
 
     def owner(self, engine_request_id: str) -> "OpenRequest | None":
         """Return the request that a running choice belongs to."""
-        request, _ = self._running.get(engine_request_id, (None, None))
+        request, _ = self._running.get(engine_request_id, NOBODY)
         return request
 
     def by_request(self, outputs: Iterable[EngineOutput]) -> "dict[OpenRequest, list[EngineOutput]]":
         """Return the outputs of a step grouped by open request."""
         grouped: dict[OpenRequest, list[EngineOutput]] = {}
         for output in outputs:
-            request = self.owner(output.request_id)
+            request, _ = self._running.get(output.request_id, NOBODY)
             if request is not None:
                 grouped.setdefault(request, []).append(output)
         return grouped
@@ -112,9 +114,9 @@ class OpenRequests:
         """
         abort_ids = []
         for output in outputs:
-            if output.request_id not in self._running:  # an output before it was the choice's last
+            _, choice = self._running.get(output.request_id, NOBODY)
+            if choice is None:  # an output before it was the choice's last
                 continue
-            choice = self._running[output.request_id][1]
             if output.num_cached_tokens and output.start_index == len(choice.request.output_token_ids):
                 self.prefixes.note(choice.request, output.num_cached_tokens)
             if output.intervals:
@@ -176,6 +178,7 @@ class OpenRequest:
         self.prepared = prepared
         self.choices = [Choice(engine_request, prepared, tokenizer) for engine_request in _of_choices(prepared)]
         self._timelines = [choice.timeline for choice in self.choices]
+        self._kind = prepared.params.output_kind
         self.mailbox = Mailbox(prepared.params.output_kind)
         self.paused = False
         self.patience_s: float | None = None  # for the first output; None: any time
@@ -200,7 +203,8 @@ class OpenRequest:
     def add(self, choice: Choice, output: EngineOutput) -> None:
         """Take an engine output. What was received before is skipped; a gap ends the choice with an error."""
         repeated = len(choice.token_ids) - output.start_index
-        if not self._add_prompt_logprobs(output) or (repeated < 0 and output.new_token_ids):
+        is_whole = not output.prompt_logprobs or self._add_prompt_logprobs(output)
+        if not is_whole or (repeated < 0 and output.new_token_ids):
             self._error = "tokens were lost between the engine and the client; this is a bug in Penstock"
             choice.end(FinishReason.ERROR)
             return
@@ -232,40 +236,34 @@ class OpenRequest:
 
     def _add_prompt_logprobs(self, output: EngineOutput) -> bool:
         """Keep the new ones. False if some before them are missing."""
-        if not output.prompt_logprobs:
-            return True
         repeated = len(self._prompt_logprobs) - output.prompt_logprobs_start
         if repeated >= 0:
-            fresh = output.prompt_logprobs[repeated:]
+            fresh = (output.prompt_logprobs or [])[repeated:]
             self._prompt_logprobs += [logprobs_at(entry, self._tokenizer) for entry in fresh]
         return repeated >= 0
 
     def make_output(self) -> RequestOutput | None:
         """Return what the reader gets now; None if there is nothing."""
-        kind = self.prepared.params.output_kind
-        finished = all(choice.finish_reason is not None for choice in self.choices)
-        changed = [choice for choice in self.choices if choice.changed]
+        kind, changed, finished = self._kind, list[Choice](), True
+        for choice in self.choices:
+            if choice.changed:
+                changed.append(choice)
+            finished = finished and choice.finish_reason is not None
         if not changed or (kind is RequestOutputKind.FINAL_ONLY and not finished):
             return None
-        return self._make_output(changed if kind is RequestOutputKind.DELTA else self.choices)
+        return self._make_output(changed if kind is RequestOutputKind.DELTA else self.choices, finished=finished)
 
-    def _make_output(self, shown: "list[Choice]") -> RequestOutput:
-        kind = self.prepared.params.output_kind
-        return RequestOutput(
-            request_id=self.prepared.request_id,
-            prompt=self.prepared.prompt,
-            prompt_token_ids=self.prepared.prompt_token_ids,
-            outputs=[choice.make_output(kind) for choice in shown],
-            finished=all(choice.finish_reason is not None for choice in self.choices),
-            prompt_logprobs=self._take_prompt_logprobs(kind),
-            num_cached_tokens=self._num_cached_tokens or 0,
-            seed=self.prepared.params.seed,
-            error=self._error,
-            num_accepted_tokens=self._num_accepted_tokens,
-            num_rejected_tokens=self._num_rejected_tokens,
-            pooled=self._pooled,
-            timelines=self._timelines,
-        )
+    def _make_output(self, shown: "list[Choice]", *, finished: bool) -> RequestOutput:
+        prepared, kind = self.prepared, self._kind
+        choices = [choice.make_output(kind) for choice in shown]
+        output = RequestOutput(prepared.request_id, prepared.prompt, prepared.prompt_token_ids, choices, finished)
+        if not self._prompt_logprobs_sent:
+            output.prompt_logprobs = self._take_prompt_logprobs(kind)
+        output.num_cached_tokens = self._num_cached_tokens or 0
+        output.seed, output.error, output.pooled = prepared.params.seed, self._error, self._pooled
+        output.num_accepted_tokens, output.num_rejected_tokens = self._num_accepted_tokens, self._num_rejected_tokens
+        output.timelines = self._timelines
+        return output
 
     def failed(self, error: str) -> RequestOutput:
         """End every choice with an error, with the text so far, and return what the reader gets."""
@@ -273,11 +271,11 @@ class OpenRequest:
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.finish_reason, choice.changed = FinishReason.ERROR, True
-        return self._make_output(self.choices)
+        return self._make_output(self.choices, finished=True)
 
     def _take_prompt_logprobs(self, kind: RequestOutputKind) -> list[LogprobsAt | None] | None:
         """Return all of them once they are complete; sent once in DELTA mode."""
-        if self._prompt_logprobs_sent or len(self._prompt_logprobs) < len(self.prepared.prompt_token_ids):
+        if len(self._prompt_logprobs) < len(self.prepared.prompt_token_ids):
             return None
         self._prompt_logprobs_sent = kind is RequestOutputKind.DELTA
         return list(self._prompt_logprobs)

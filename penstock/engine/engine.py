@@ -274,7 +274,7 @@ class Engine:
                 continue
             start = request.num_output_tokens
             try:
-                output = self._commit(request, item, results[item.request_id])
+                output = self._commit(request, item, results[item.request_id], start)
             except Exception as error:
                 is_broken = True
                 self._searches.forget(request)
@@ -297,13 +297,15 @@ class Engine:
             self.scheduler.reset(self._requests.values())
         return outputs
 
-    def _commit(self, request: Request, item: ScheduledRequest, result: RequestStepOutput) -> EngineOutput | None:
-        start = request.num_output_tokens
+    def _commit(
+        self, request: Request, item: ScheduledRequest, result: RequestStepOutput, start: int
+    ) -> EngineOutput | None:
+        """Take what a step has computed of a request with `start` outputs: mostly one more token, and nothing else."""
         if result.error is not None:
             output = self._ended(request, start, result.error)
             self._finish(request)
             return output
-        num_rejected = num_rejected_drafts(item, result)
+        num_rejected = num_rejected_drafts(item, result) if item.draft_token_ids else 0
         computed = request.num_computed_tokens + item.num_new_tokens - num_rejected
         if isinstance(request, Beam):
             request.num_computed_tokens = computed
@@ -314,37 +316,32 @@ class Engine:
             reason = FinishReason.STOP
         if result.mirostat_mu is not None:
             request.mirostat_mu = result.mirostat_mu
-        request.num_computed_tokens = min(computed, request.num_tokens)  # it may have ended within its drafts
+        request.num_computed_tokens = min(computed, len(request.token_ids))  # it may have ended within its drafts
         self.kv_cache.commit(request)
         new_ids = request.token_ids[request.num_prompt_tokens + start :]
         self._num_generated_tokens += len(new_ids)
         self.scheduler.policy.generated(request, len(new_ids))
-        prompt_logprobs_start, prompt_logprobs = request.num_prompt_logprobs + 1, result.prompt_logprobs
-        if prompt_logprobs:
-            prompt_logprobs = request.new_prompt_logprobs(item.num_computed_tokens, prompt_logprobs)
-        if reason is None and not new_ids and not prompt_logprobs:
+        output = EngineOutput(request.request_id, start, new_ids)
+        output.num_cached_tokens = request.num_cached_tokens or 0
+        if result.prompt_logprobs:
+            output.prompt_logprobs_start = request.num_prompt_logprobs + 1
+            fresh = request.new_prompt_logprobs(item.num_computed_tokens, result.prompt_logprobs)
+            output.prompt_logprobs = fresh or None
+        if reason is None and not new_ids and not output.prompt_logprobs:
             return None
-        intervals = self._log.committed(request, has_token=bool(new_ids), has_ended=reason is not None)
+        output.intervals = self._log.committed(request, has_token=bool(new_ids), has_ended=reason is not None)
         if reason is not None:
+            output.finish_reason, output.stop_reason = reason, stop_token
             self._finish(request)
         elif new_ids:
             self.scheduler.acquit(request)
-        return EngineOutput(
-            request_id=request.request_id,
-            start_index=start,
-            new_token_ids=new_ids,
-            logprobs=None if result.logprobs is None else result.logprobs[: len(new_ids)],
-            prompt_logprobs=prompt_logprobs or None,
-            prompt_logprobs_start=prompt_logprobs_start,
-            finish_reason=reason,
-            stop_reason=stop_token,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            mirostat_mu=result.mirostat_mu,
-            num_accepted_tokens=len(item.draft_token_ids) - num_rejected,
-            num_rejected_tokens=num_rejected,
-            pooled=result.pooled,
-            intervals=intervals,
-        )
+        if result.logprobs is not None:
+            output.logprobs = result.logprobs[: len(new_ids)]
+        if item.draft_token_ids:
+            output.num_accepted_tokens = len(item.draft_token_ids) - num_rejected
+            output.num_rejected_tokens = num_rejected
+        output.mirostat_mu, output.pooled = result.mirostat_mu, result.pooled
+        return output
 
     def _append(self, request: Request, token_ids: list[int]) -> tuple[FinishReason | None, int | None]:
         """Append tokens up to the first that ends the request; return why it ends, if so, and the stop token."""

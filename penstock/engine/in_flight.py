@@ -64,7 +64,7 @@ class InFlight:
     def add(self, step: Step, requests: dict[str, Request]) -> None:
         """Note a step of these requests, the youngest."""
         self.steps.append(step)
-        self._requests.update((item.request_id, requests[item.request_id]) for item in step.plan.scheduled)
+        self._requests.update({item.request_id: requests[item.request_id] for item in step.plan.scheduled})
 
     def lose(self, request: Request) -> None:
         """Note that a request, if it is in flight, has lost its blocks, and with them its results."""

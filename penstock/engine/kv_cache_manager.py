@@ -23,6 +23,7 @@ Beyond the pools there may be a store (offload.py), which is asked for what they
 
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -83,7 +84,7 @@ class KVCacheManager:
         self.pins = Pins(self.pools)
         self._tables: dict[str, list[BlockTable]] = {}
         self._settled: dict[str, int] = {}  # up to so many tokens the executor's tables of a request are what it needs
-        self._no_updates: TableUpdates = [[] for _ in groups], [0] * len(groups)
+        self.no_updates: TableUpdates = [[] for _ in groups], [0] * len(groups)
         self._in_progress: dict[bytes, str] = {}  # hash of a block being computed -> the request that computes it
         self._forked: set[str] = set()  # requests that have written nothing since they were forked from another one
         self._copies: list[BlockCopy] = []  # to be made before the next step
@@ -104,7 +105,7 @@ class KVCacheManager:
     def take_updates(self, request: Request) -> TableUpdates:
         """Return, per group, the ids appended since the last call and the number of released leading entries."""
         if request.request_id in self._settled:  # most decodes
-            return self._no_updates
+            return self.no_updates
         tables = self._tables[request.request_id]
         new_ids: list[list[int]] = []
         for table in tables:
@@ -299,9 +300,16 @@ class KVCacheManager:
         found = [pool.lookup(block_hash) for block_hash in hashes[first:count]]
         return [NO_BLOCK] * first + [NO_BLOCK if block_id is None else block_id for block_id in found]
 
-    def has_room(self, request: Request) -> bool:
-        """Return whether all tokens of a running request fit its blocks, which the executor knows: as most decodes."""
-        return request.num_tokens <= self._settled.get(request.request_id, 0)
+    def settled_streams(self, requests: Iterable[Request]) -> tuple[list[Request], list[Request]]:
+        """Return the streams whose next token fits blocks that the executor knows, as of most decodes; and the others.
+
+        The former need nothing of this manager in the next step.
+        """
+        streams, others, settled = list[Request](), list[Request](), self._settled
+        for request in requests:
+            is_settled = request.is_stream and len(request.token_ids) <= settled.get(request.request_id, 0)
+            (streams if is_settled else others).append(request)
+        return streams, others
 
     def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
         """Free the blocks that the window has passed, then allocate for num_new_tokens after the computed ones.

@@ -55,6 +55,7 @@ class _Plan:
     num_stream_tokens: int = 0
     allowance: Allowance | None = None
     tokens: dict[str, int] = field(default_factory=dict)  # request id -> tokens computed in this step
+    streams: dict[str, ScheduledRequest] = field(default_factory=dict)  # of `tokens`, shares that are ready
     new: set[str] = field(default_factory=set)
     preempted: set[str] = field(default_factory=set)
     drafts: dict[str, list[int]] = field(default_factory=dict)  # request id -> those of its tokens that are guesses
@@ -268,6 +269,7 @@ class Scheduler:
                 continue
             if self.kv_cache.allocate_slots(request, 1 + len(ids)):
                 plan.drafts[request.request_id] = ids
+                plan.streams.pop(request.request_id, None)
                 plan.tokens[request.request_id] += len(ids)
                 plan.budget -= len(ids)
                 plan.num_stream_tokens += len(ids)
@@ -280,12 +282,15 @@ class Scheduler:
         ready = self.ready
         if len(ready) > min(plan.budget, plan.max_rows):
             return ready
-        others = []
-        for request in ready:
-            if request.is_stream and self.kv_cache.has_room(request):
-                plan.tokens[request.request_id] = 1
-            else:
-                others.append(request)
+        streams, others = self.kv_cache.settled_streams(ready)
+        new_block_ids, num_released = self.kv_cache.no_updates
+        plan.streams = {
+            request.request_id: ScheduledRequest(
+                request.request_id, request.num_computed_tokens, 1, new_block_ids, num_released, 1
+            )
+            for request in streams
+        }
+        plan.tokens = dict.fromkeys(plan.streams, 1)
         plan.budget -= len(plan.tokens)
         plan.num_stream_tokens += len(plan.tokens)
         return others
@@ -390,11 +395,11 @@ class Scheduler:
         self._take(plan, request, num_new)
 
     def _output(self, plan: _Plan) -> SchedulerOutput:
-        chosen = [request for request in self.running if request.request_id in plan.tokens]
+        chosen, ready = [request for request in self.running if request.request_id in plan.tokens], plan.streams
         new = plan.new | self._forked
-        new_requests = [self._new_request(request) for request in chosen if request.request_id in new]
+        new_requests = [self._new_request(request) for request in chosen if request.request_id in new] if new else []
         self._forked.difference_update(plan.tokens)
-        scheduled = [self._scheduled_request(request, plan) for request in chosen]
+        scheduled = [ready.get(request.request_id) or self._scheduled_request(request, plan) for request in chosen]
         copies, offload = self.kv_cache.take_copies(), self.kv_cache.offload
         saves, loads = ([], []) if offload is None else offload.take()
         return SchedulerOutput(

@@ -117,10 +117,11 @@ class Audit:
         for index, item in enumerate(plan.scheduled):
             row, ids = self._rows[item.request_id], results.token_ids[index]
             self._check_ids(ids)
-            if len(ids) > 1 + len(item.draft_token_ids):
+            may_be_forced = row.request.params.structured_outputs is not None or not self._has_text
+            if len(ids) > 1 + len(item.draft_token_ids) and not (may_be_forced and item.num_samples):
                 raise malformed(f"step {plan.step_id} gave request {item.request_id!r} more tokens than it sampled")
             if index not in results.errors:
-                rejected = len(item.draft_token_ids) + 1 - len(ids) if item.draft_token_ids else 0
+                rejected = max(0, len(item.draft_token_ids) + 1 - len(ids)) if item.draft_token_ids else 0
                 row.token_ids += ids
                 self._note_content(row, item.num_computed_tokens + item.num_new_tokens - rejected)
 

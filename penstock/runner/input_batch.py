@@ -5,7 +5,7 @@ so packing takes a few indexed reads, whatever the number of tokens. The schedul
 computed and where they are stored; the batch follows. It handles no model, torch tensor or logits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,9 +51,10 @@ class PackedStep:
         block_tables: per cache group [B, max_blocks] int32, cut to the longest sequence of the step.
         slot_mappings: per cache group [T] int64; -1 for the tokens of a ring that are not stored.
         logits_indices: [M + P] int64 into the T tokens.
-        sampled: [M] int64, the sequence of each sampled position.
+        sampled, sampled_rows: [M] int64, the sequence of each sampled position, and its row.
         offsets: [M] int64, how many of the sequence's drafts stand before the token that is sampled.
         drafts: [M] int64, the draft at the place of the token that is sampled; NO_DRAFT after the last one.
+        has_drafts: some are not NO_DRAFT.
         prompt_pieces: the P positions, in order.
     """
 
@@ -66,8 +67,10 @@ class PackedStep:
     slot_mappings: tuple[Int64, ...]
     logits_indices: Int64
     sampled: Int64
+    sampled_rows: Int64
     offsets: Int64
     drafts: Int64
+    has_drafts: bool
     prompt_pieces: list[PromptPiece]
 
 
@@ -82,7 +85,7 @@ class Layout:
         catches_up: [B] bool, sequences whose last token must be in the step.
         token_rows: [T] int64, the row of each token.
         indices: [M] int64, logits_indices of the sampled positions.
-        query_start_loc, sampled, offsets: see PackedStep; no_drafts: its drafts, if there are none.
+        query_start_loc, sampled, sampled_rows, offsets: see PackedStep; no_drafts: its drafts, if there are none.
     """
 
     key: list[tuple[int | None, int, int, int]]
@@ -96,6 +99,7 @@ class Layout:
     indices: Int64
     query_start_loc: Int32
     sampled: Int64
+    sampled_rows: Int64
     offsets: Int64
     no_drafts: Int64
 
@@ -127,6 +131,7 @@ class Layout:
             indices=starts[1:][sampled] - num_samples[sampled] + offsets,
             query_start_loc=starts.astype(np.int32),
             sampled=sampled,
+            sampled_rows=rows[sampled],
             offsets=offsets,
             no_drafts=np.full(len(sampled), NO_DRAFT, dtype=np.int64),
         )
@@ -261,6 +266,14 @@ class InputBatch:
             for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
                 self.sampling.append(row, token_id)
 
+    def extend(self, token_ids: Mapping[int, Sequence[int]]) -> None:
+        """Append several tokens to rows, by row. Raises EngineError as `append` does."""
+        pairs = [(row, token_id) for row, ids in token_ids.items() for token_id in ids]
+        if pairs:
+            rows, new_ids = np.array(pairs, dtype=np.int64).T
+            offsets = np.concatenate([np.arange(len(ids)) for ids in token_ids.values()])
+            self.append(rows, new_ids, offsets)
+
     def knows(self, request_id: str) -> bool:
         """Return whether a request has a row."""
         return request_id in self._row_of
@@ -313,8 +326,10 @@ class InputBatch:
             slot_mappings=tuple(table.slots(token_rows, positions, token_ends) for table in self.block_tables),
             logits_indices=np.concatenate([layout.indices, *prompt_indices]) if pieces else layout.indices,
             sampled=layout.sampled,
+            sampled_rows=layout.sampled_rows,
             offsets=layout.offsets,
             drafts=_drafts_at(scheduled) if has_drafts else layout.no_drafts,
+            has_drafts=has_drafts,
             prompt_pieces=pieces,
         )
 

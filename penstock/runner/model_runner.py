@@ -134,10 +134,7 @@ class ModelRunner:
 
     def note_outputs(self, outputs: Mapping[str, Sequence[int]]) -> None:
         """Append tokens that the last stage has sampled; of requests that are gone they are dropped."""
-        for request_id, token_ids in outputs.items():
-            if self.batch.knows(request_id):
-                rows = np.full(len(token_ids), self.batch.row(request_id), dtype=np.int64)
-                self.batch.append(rows, np.array(token_ids, dtype=np.int64), np.arange(len(token_ids)))
+        self.batch.extend({self.batch.row(name): ids for name, ids in outputs.items() if self.batch.knows(name)})
 
     @property
     def block_bytes(self) -> list[int]:
@@ -223,41 +220,27 @@ class ModelRunner:
         return self._ops.plan(meta, self._heads, self._kv_caches[layer])
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
-        """Sample a token from each row of logits [M, V'], and give each sequence those that count.
-
-        These are its tokens up to the first that is not the draft at its place. What comes after, an error too, was
-        computed for a text that is not this one; an error after an accepted draft comes again in the next step.
-        """
+        """Sample a token from each row of logits [M, V'], and give each sequence those that count."""
         logits = self._without_padding(logits)
         sequences = step.sampled.tolist()
         if self._checksum_step is not None:
             for b, checksum in zip(sequences, logits_checksums(as_array(logits), self._checksum_step), strict=True):
                 results[b].checksum = ((results[b].checksum or 0) + checksum) % 2**64
-        failed = np.zeros(len(sequences), dtype=np.bool_)
+        failed = None
         if step.prompt_pieces:  # nothing else can have failed yet
-            failed[:] = [results[b].error is not None for b in sequences]
-        positions = Positions(step.rows[step.sampled], step.offsets)
+            failed = np.array([results[b].error is not None for b in sequences], dtype=np.bool_)
+        positions = Positions(step.sampled_rows, step.offsets)
         sampled, errors = self._choose(logits, positions, failed)
-        token_ids, taken, is_open = sampled.token_ids.tolist(), [], [result.error is None for result in results]
-        for index, (b, draft) in enumerate(zip(sequences, step.drafts.tolist(), strict=True)):
-            if not is_open[b]:
-                continue
-            result = results[b]
-            if index in errors:
-                result.error = None if result.new_token_ids else errors[index]
-                is_open[b] = False
-                continue
-            taken.append(index)
-            result.new_token_ids.append(token_ids[index])
-            if (entry := sampled.logprobs[index]) is not None:
-                result.logprobs = [*(result.logprobs or ()), entry]
-            is_open[b] = token_ids[index] == draft
         for index, mu in sampled.mirostat_mu.items():  # a request with mirostat has no drafts
             self.batch.sampling.mirostat_mu[positions.rows[index]] = results[sequences[index]].mirostat_mu = mu
         chosen_ids = sampled.token_ids
-        if len(taken) < len(sequences):
-            chosen = np.array(taken, dtype=np.int64)
+        if errors or step.has_drafts or failed is not None:
+            chosen = np.array(_accept(sampled, errors, step, results), dtype=np.int64)
             positions, chosen_ids = positions.at(chosen), chosen_ids[chosen]
+        else:  # as in most steps
+            for b, token_id, entry in zip(sequences, chosen_ids.tolist(), sampled.logprobs, strict=True):
+                results[b].new_token_ids = [token_id]
+                results[b].logprobs = None if entry is None else [entry]
         self.batch.append(positions.rows, chosen_ids, positions.offsets)
         self._take_forced(step, results)
 
@@ -268,27 +251,27 @@ class ModelRunner:
         """
         if not self._structured:
             return
+        forced: dict[int, list[int]] = {}
         counts = np.bincount(step.sampled, minlength=len(results)).tolist()
         for row, result, count in zip(step.rows.tolist(), results, counts, strict=True):
             if result.error is None and 0 < count == len(result.new_token_ids):
-                token_ids = self._structured.forced(row)
-                result.new_token_ids += token_ids
-                rows = np.full(len(token_ids), row, dtype=np.int64)
-                self.batch.append(rows, np.array(token_ids, dtype=np.int64), np.arange(len(token_ids)))
+                forced[row] = self._structured.forced(row)
+                result.new_token_ids += forced[row]
+        self.batch.extend(forced)
 
     def _choose(
-        self, logits: Tensor, positions: Positions, failed: npt.NDArray[np.bool_]
+        self, logits: Tensor, positions: Positions, failed: npt.NDArray[np.bool_] | None
     ) -> tuple[Sampled, dict[int, str]]:
         """Sample logits [M, V] at rows without an error, and return why other rows have no token, by index.
 
-        failed: [M], rows whose sequence has an error already.
+        failed: [M], rows whose sequence has an error already; None: none has.
         """
         healthy = as_array(self._ops.finite_rows(logits)).astype(bool)
-        usable = healthy & ~failed
+        usable = healthy if failed is None else healthy & ~failed
         if np.count_nonzero(usable) == len(usable):
             return self._choose_healthy(logits, positions)
         errors, kept = dict.fromkeys(np.flatnonzero(~healthy).tolist(), NOT_FINITE), np.flatnonzero(usable)
-        found = Sampled(np.full(len(failed), NO_TOKEN, dtype=np.int64), [None] * len(failed))
+        found = Sampled(np.full(len(usable), NO_TOKEN, dtype=np.int64), [None] * len(usable))
         if len(kept):
             sampled, wrong = self._choose_healthy(logits[self._ops.tensor(kept)], positions.at(kept))
             found.token_ids[kept] = sampled.token_ids
@@ -385,6 +368,31 @@ class LocalExecutor:
         if self._runner is not None and self._runner.store is not None:
             self._runner.store.close()
         self._runner = None
+
+
+def _accept(
+    sampled: Sampled, errors: Mapping[int, str], step: PackedStep, results: list[RequestStepOutput]
+) -> list[int]:
+    """Give each sequence of a step its tokens up to the first that is not the draft at its place; return their indices.
+
+    What comes after, an error too, was computed for a text that is not this one; an error after an accepted draft comes
+    again in the next step.
+    """
+    token_ids, taken, is_open = sampled.token_ids.tolist(), [], [result.error is None for result in results]
+    for index, (b, draft) in enumerate(zip(step.sampled.tolist(), step.drafts.tolist(), strict=True)):
+        if not is_open[b]:
+            continue
+        result = results[b]
+        if index in errors:
+            result.error = None if result.new_token_ids else errors[index]
+            is_open[b] = False
+            continue
+        taken.append(index)
+        result.new_token_ids.append(token_ids[index])
+        if (entry := sampled.logprobs[index]) is not None:
+            result.logprobs = [*(result.logprobs or ()), entry]
+        is_open[b] = token_ids[index] == draft
+    return taken
 
 
 def _failed(result: RequestStepOutput) -> RequestStepOutput:

@@ -8,12 +8,7 @@ A form that cannot be followed any further ends its own request. Matchers hold n
 history of a row, back and forth (tokenizer/grammars.py has them).
 """
 
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +20,8 @@ from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array, Tensor, as_array
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions
-from penstock.runner.masks import Bool, is_on
+from penstock.runner.masks import Bool, Int64, is_on
+from penstock.runner.worker import Worker
 
 LIMIT_S = 1.0  # of processor time beyond the model's step, for what one row may have next, while which everybody waits
 MAX_FORCED = 64  # tokens at once
@@ -51,22 +47,53 @@ class Forms(Protocol):
     def start(self, form: StructuredOutputsParams) -> Matcher: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class _Mask:
+    """What may come at one position. Most forms allow a few tokens or nearly all, so the few are named.
+
+    Attributes:
+        are_allowed: the token ids may come, and no others; else they may not, and all others may.
+    """
+
+    token_ids: Int64
+    are_allowed: bool
+
+    @classmethod
+    def of(cls, allowed: Bool) -> "_Mask":
+        if 2 * np.count_nonzero(allowed) > len(allowed):
+            return cls(np.flatnonzero(~allowed), False)
+        return cls(np.flatnonzero(allowed), True)
+
+    def apply(self, logits: Array) -> None:
+        """Set logits [V] of what may not come to -inf."""
+        if not self.are_allowed:
+            logits[self.token_ids] = -np.inf
+            return
+        kept = logits[self.token_ids]
+        logits.fill(-np.inf)
+        logits[self.token_ids] = kept
+
+
+@dataclass(slots=True, eq=False)
 class _Row:
     """A request with a form.
 
     Attributes:
+        may_force: tokens of which there is no choice may be taken.
         matcher: None before its first step, and once the form could not be followed.
-        masks: what may come at each position of the step that was asked for; after a draft that may not come, all may:
-            what is sampled there counts as nothing.
+        answer, count: of the step that was asked for: the outputs with its drafts, and how many positions are sampled.
+        masks: what may come at each of these; after a draft that may not come, all may: what is sampled there counts as
+            nothing.
     """
 
     row: int
     params: SamplingParams
+    num_prompt_tokens: int
+    may_force: bool
     matcher: Matcher | None = None
-    work: "Callable[[], list[Bool | None]] | None" = None
-    masks: "Future[list[Bool | None]] | None" = None
-    found: list[Bool | None] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    count: int = 0
+    masks: list[_Mask | None] = field(default_factory=list)
     error: str | None = None
 
 
@@ -79,8 +106,7 @@ class StructuredRows:
         self._ops = ops
         self._rows: dict[str, _Row] = {}
         self._of_row: dict[int, _Row] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        self._clock: int | None = None  # of the pool's thread
+        self._worker = Worker[_Row]("structured outputs", self._find)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Forget requests, and learn new ones, after the batch has."""
@@ -89,66 +115,54 @@ class StructuredRows:
             if known is not None and self._of_row.get(known.row) is known:
                 del self._of_row[known.row]
         for request in scheduler_output.new_requests:
-            if request.params.structured_outputs is not None:
-                known = _Row(self._batch.row(request.request_id), request.params)
-                self._rows[request.request_id] = self._of_row[known.row] = known
+            params = request.params
+            if params.structured_outputs is not None:
+                row = self._batch.row(request.request_id)
+                known = _Row(row, params, request.num_prompt_tokens, _may_force(params))
+                self._rows[request.request_id] = self._of_row[row] = known
 
     def begin(self, step: PackedStep) -> None:
         """Find what may come next in the rows of a step, in a thread."""
         if not self._of_row:
             return
-        counts = np.bincount(step.sampled, minlength=len(step.rows)).tolist()
-        for row, count in zip(step.rows.tolist(), counts, strict=True):
+        self._worker.wait(LIMIT_S)  # for those of a step that failed before it came to its masks
+        asked, counts = [], np.bincount(step.sampled, minlength=len(step.rows))
+        for row, count in zip(step.rows.tolist(), counts.tolist(), strict=True):
             known = self._of_row.get(row)
             if known is not None and count:
-                history = self._batch.history(row, count - 1).tolist()
-                answer = history[int(self._batch.num_prompt_tokens[row]) :]
-                known.found, known.error = [], None
-                known.work = partial(self._masks, known, answer, len(history), count)
-                known.masks = self._submit(known.work)
+                known.answer = self._batch.history(row, count - 1)[known.num_prompt_tokens :].tolist()
+                known.count, known.masks, known.error = count, [], None
+                asked.append(known)
+        if asked:
+            self._worker.start(asked)
 
-    def _submit(self, work: "Callable[[], list[Bool | None]]") -> "Future[list[Bool | None]]":
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "structured outputs", self._note_clock)
-        return self._pool.submit(work)
+    def _find(self, known: _Row) -> None:
+        """Find the masks of a row, or why there are none."""
+        try:
+            known.masks = self._masks(known)
+        except (ValueError, InvalidRequestError) as error:
+            known.error, known.matcher = str(error).removeprefix(f"{FIELD}: "), None
 
-    def _note_clock(self) -> None:
-        """Remember the clock of the thread that calls: a form is not to blame for a thread that gets no processor."""
-        self._clock = time.pthread_getcpuclockid(threading.get_ident())
-
-    def _masks(self, known: _Row, answer: list[int], length: int, count: int) -> "list[Bool | None]":
+    def _masks(self, known: _Row) -> list[_Mask | None]:
         """Return what may come after the answer without its last `count - 1` tokens, which are drafts, and after each.
 
         Raises:
             ValueError: the form cannot be followed.
         """
-        form = known.params.structured_outputs
+        form, answer = known.params.structured_outputs, known.answer
         if known.matcher is None and self._forms is not None and form is not None:
             known.matcher = self._forms.start(form)
         if known.matcher is None:
             raise ValueError("the model has no tokenizer to follow it with")
-        start, found = len(answer) - count + 1, list[Bool | None]()
-        for place in range(start, len(answer) + 1):
+        found = list[_Mask | None]()
+        for place in range(len(answer) - known.count + 1, len(answer) + 1):
             known.matcher.follow(answer[:place])
-            found.append(self._at_length(known, known.matcher.allowed(), place, length - len(answer)))
-            allowed = found[-1]
+            allowed = _at_length(known, known.matcher, known.matcher.allowed(), place)
+            found.append(_Mask.of(allowed))
             draft = answer[place] if place < len(answer) else None
-            if draft is not None and (allowed is None or not allowed[draft] or draft in known.matcher.end_ids):
+            if draft is not None and (not allowed[draft] or draft in known.matcher.end_ids):
                 break
-        return found + [None] * (count - len(found))
-
-    def _at_length(self, known: _Row, allowed: Bool, num_outputs: int, num_prompt: int) -> Bool:
-        """Leave out end tokens that may not come yet, unless nothing else may: then the answer is complete."""
-        params = known.params
-        early = num_outputs < max(params.min_tokens, params.min_new_tokens)
-        early = early or num_prompt + num_outputs < params.min_length
-        ends = known.matcher.end_ids if known.matcher is not None else frozenset()
-        left_out = {*(ends if early or params.ignore_eos else ()), *((params.stop_token_ids or ()) if early else ())}
-        if not left_out:
-            return allowed
-        others = allowed.copy()
-        others[[token_id for token_id in left_out if token_id < len(others)]] = False
-        return others if others.any() else allowed
+        return found + [None] * (known.count - len(found))
 
     def apply(self, logits: Tensor, positions: Positions) -> tuple[Tensor, dict[int, str]]:
         """Mask logits [M, V], in a copy if some are asked for raw; return why rows have no token, too, by index."""
@@ -157,50 +171,19 @@ class StructuredRows:
         asked = [(index, row, offset) for index, (row, offset) in positions if row in self._of_row]
         if not asked:
             return logits, {}
+        for known in self._worker.wait(LIMIT_S):
+            known.error = f"what may come next was not found within {LIMIT_S:g} s; the form is too complex"
+            known.matcher = None
         are_kept = np.count_nonzero(self._batch.sampling.num_logprobs[positions.rows] >= 0)
         masked, errors = as_array(logits).copy() if are_kept else as_array(logits), dict[int, str]()
         for index, row, offset in asked:
             known = self._of_row[row]
-            self._wait(known)
-            allowed = known.found[offset] if offset < len(known.found) else None
+            mask = known.masks[offset] if offset < len(known.masks) else None
             if known.error is not None:
                 errors[index] = f"{FIELD}: {known.error}"
-            elif allowed is not None:
-                _forbid(masked[index], allowed)
+            elif mask is not None:
+                mask.apply(masked[index])
         return self._ops.tensor(masked), errors
-
-    def _wait(self, known: _Row) -> None:
-        """Take the masks of a row from the thread. One that takes too long is given up, with its thread."""
-        if known.masks is None or known.work is None:
-            return
-        masks, known.masks = known.masks, None
-        if masks.cancelled():  # its thread was given up
-            masks = self._submit(known.work)
-        try:
-            known.found = self._result(masks)
-        except (ValueError, InvalidRequestError) as error:
-            known.error = str(error).removeprefix(f"{FIELD}: ")
-        except (TimeoutError, CancelledError):
-            known.error = f"what may come next was not found within {LIMIT_S:g} s; the form is too complex"
-            self._abandon()
-        if known.error is not None:
-            known.matcher = None
-
-    def _result(self, masks: "Future[list[Bool | None]]") -> "list[Bool | None]":
-        """Return what the thread finds. Raise TimeoutError if it has worked for too long."""
-        began_s = time.clock_gettime(self._clock) if self._clock is not None else 0.0
-        while True:
-            try:
-                return masks.result(LIMIT_S)
-            except TimeoutError:
-                if self._clock is not None and time.clock_gettime(self._clock) - began_s > 0.9 * LIMIT_S:
-                    raise
-
-    def _abandon(self) -> None:
-        """Give up the thread: the rows that wait for it are computed by a new one."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool = self._clock = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -211,34 +194,40 @@ class StructuredRows:
         None where the draw itself is asked for, or where something else may forbid the token.
         """
         known = self._of_row.get(row)
-        if known is None or known.matcher is None or not _may_force(known.params):
+        if known is None or known.matcher is None or not known.may_force:
             return []
-        history = self._batch.history(row).tolist()
-        answer, found = history[int(self._batch.num_prompt_tokens[row]) :], list[int]()
+        history, found = self._batch.history(row), list[int]()
+        answer: list[int] = history[known.num_prompt_tokens :].tolist()
         room = min(MAX_FORCED, self._batch.token_ids.shape[1] - len(history))
-        ends = {*known.matcher.end_ids, *(known.params.stop_token_ids or ())}
         try:
-            while len(found) < room and answer[-1] not in ends:
+            while len(found) < room and not _ends(known, known.matcher, answer[-1]):
                 known.matcher.follow(answer)
                 token_id = known.matcher.forced()
                 if token_id is None:
                     break
                 found.append(token_id)
-                answer = [*answer, token_id]
+                answer.append(token_id)
         except ValueError:  # the next step says so
             known.matcher = None
         return found
 
 
-def _forbid(logits: Array, allowed: Bool) -> None:
-    """Set logits [V] of what is not allowed to -inf. Most forms allow a few tokens or nearly all: few are picked."""
-    if 2 * np.count_nonzero(allowed) > len(allowed):
-        logits[np.flatnonzero(~allowed)] = -np.inf
-        return
-    token_ids = np.flatnonzero(allowed)
-    kept = logits[token_ids]
-    logits.fill(-np.inf)
-    logits[token_ids] = kept
+def _at_length(known: _Row, matcher: Matcher, allowed: Bool, num_outputs: int) -> Bool:
+    """Leave out end tokens that may not come yet, unless nothing else may: then the answer is complete."""
+    params = known.params
+    early = num_outputs < max(params.min_tokens, params.min_new_tokens)
+    early = early or known.num_prompt_tokens + num_outputs < params.min_length
+    if not early and not params.ignore_eos:
+        return allowed
+    left_out = {*matcher.end_ids, *((params.stop_token_ids or ()) if early else ())}
+    others = allowed.copy()
+    others[[token_id for token_id in left_out if token_id < len(others)]] = False
+    return others if others.any() else allowed
+
+
+def _ends(known: _Row, matcher: Matcher, token_id: int) -> bool:
+    """Return whether an answer may end with a token."""
+    return token_id in matcher.end_ids or token_id in (known.params.stop_token_ids or ())
 
 
 def _may_force(params: SamplingParams) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock import AsyncLLM, InvalidRequestError, SamplingParams
+from penstock import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
 from penstock.cli.main import main
 from penstock.client import records as keeper
 from penstock.client.records import RecordKeeper, RecordOptions
@@ -31,7 +31,10 @@ async def killed(directory: str) -> tuple[str, bytes]:
     async with AsyncLLM("demo", max_num_seqs=2, record_dir=directory) as llm:
 
         async def read(index: int) -> None:
-            params = SamplingParams(max_tokens=40, ignore_eos=True, seed=index, logprobs=index, output_kind="delta")
+            form = StructuredOutputsParams(regex="[ab]0123456789" * 9) if index == 2 else None  # with forced tokens
+            logprobs = None if index == 2 else index
+            params = SamplingParams(max_tokens=40, ignore_eos=True, seed=index, logprobs=logprobs, output_kind="delta",
+                                    structured_outputs=form)  # fmt: skip
             count = 0
             async for _ in llm.generate("Once upon a time" * (1 + index), params):
                 count += 1
