@@ -57,6 +57,7 @@ class Dispatcher:
         """Let an engine compute the running choices of a request, all of them the same one."""
         ids = self._requests.running_of(request)
         able = [replica for replica in self._replicas if replica.recovery.accepts]
+        able = able or [replica for replica in self._replicas if not replica.given_up and not replica.recovery.leaving]
         able = able or [replica for replica in self._replicas if not replica.given_up]
         if ids and able:
             self._give(request, ids, able)
@@ -101,6 +102,8 @@ class Dispatcher:
         if not self._several:
             return
         for replica in self._replicas:
+            if replica.recovery.leaving and not len(replica.queued):
+                replica.let_go()
             if replica.recovery.accepts or not len(replica.queued):
                 continue
             wanted = self._running_in(replica) if replica.given_up else replica.recovery.waiting()

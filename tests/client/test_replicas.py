@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client import frames, replica
+from penstock.client.child import Launcher
 from penstock.client.engine_client import EngineState
 from penstock.client.liveness import Liveness
 from penstock.client.open_requests import OpenRequests
@@ -26,7 +27,7 @@ INFO = replace(model_info(64, 900), max_num_seqs=ROWS)
 class Supervisor:
     """Starts scripted engines when the test says so."""
 
-    def __init__(self, start, listener, *, standby, name):
+    def __init__(self, start, listener, *, standby, name, launch):
         self.start, self.listener, self.name, self.standby = start, listener, name, standby
         self.model_info = self.failure = self.engine = None
         self.restarts, self.cache_bytes, self.last_death = 0, 77, ""
@@ -73,12 +74,13 @@ def scripted():
 class Fleet:
     """Replicas of scripted engines, and the listener that owns the requests."""
 
-    def __init__(self, num_engines=2, *, starts=True, standby=False):
+    def __init__(self, num_engines=2, *, starts=True, standby=False, num_initial=None):
         self.requests = OpenRequests(None)
         self.blamed, self.errors, self.rows = [], [], 0
         start, none = frames.Start(-1, {}, num_engines=num_engines), RecordOptions(flight_recorder=0)
         outputs_left = lambda at_most, ignore_eos: float(at_most)  # noqa: E731
-        self.replicas = Replicas(start, self.requests, self, outputs_left, none, standby=standby)
+        launcher = Launcher(num_engines=num_engines, num_initial=num_initial)
+        self.replicas = Replicas(start, self.requests, self, outputs_left, none, standby=standby, launcher=launcher)
         if starts:
             self.first.ready()
             for supervisor in self.supervisors[1:]:
