@@ -106,6 +106,7 @@ class Replica:
             making_progress=engine.state is EngineState.READY and engine.liveness.making_progress,
             stats=engine.liveness.stats,
             journal_requests=len(self.queued),
+            queued_tokens=self.queued.total,
             planned_memory={} if engine.model_info is None else engine.model_info.memory,
             peak_memory_bytes=engine.child.peak_memory_bytes(),
             standby=engine.standby_status(),

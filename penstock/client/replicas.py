@@ -164,6 +164,7 @@ class Replicas:
             heartbeat_age_s=min(ages, default=None),
             making_progress=self.failure is None and any(one.making_progress for one in found),
             stats=total_stats([one.stats for one in found]),
+            queued_tokens=sum(one.queued_tokens for one in found),
             planned_memory={name: sum(one.planned_memory.get(name, 0) for one in found) for name in sorted(memory)},
             peak_memory_bytes=sum(peaks) if peaks else None,
             replicas=found,

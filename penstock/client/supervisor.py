@@ -196,9 +196,9 @@ class EngineSupervisor:
         else:
             LOGGER.warning("%s died (%s); its requests go on in another one", self._name, self.last_death)
         explained = self._listener.engine_lost() or self.child.is_remote
-        self._is_leaving = False
         deaths = 0 if explained else self._deaths.count()
-        self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        self._failed_starts = 0 if was_ready or self._is_leaving else self._failed_starts + 1
+        self._is_leaving = False
         if self._failed_starts >= MAX_FAILED_STARTS:
             died = EngineDeadError(f"{self._name} died {self._failed_starts} times before it was ready")
             self._fail(self._start_error or died)
