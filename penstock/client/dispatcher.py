@@ -36,6 +36,9 @@ class Dispatcher:
         replicas: all that there are; its owner adds to them.
         outputs_left: estimates the outputs of a choice.
         several: whether there will be more than one, between which to choose.
+
+    Attributes:
+        router: chooses between them.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Dispatcher:
     def use(self, block_size: int, num_blocks: int) -> None:
         """Expect caches of so many blocks, of so many tokens; before that, no request is expected."""
         self._block_size = block_size
-        self._router: Router[int] = Router(block_size, num_blocks)
+        self.router: Router[int] = Router(block_size, num_blocks)
 
     def submit(self, request: OpenRequest) -> None:
         """Let an engine compute the running choices of a request, all of them the same one."""
@@ -76,7 +79,7 @@ class Dispatcher:
 
     def forget(self, replica: Replica) -> None:
         """Forget what an engine has cached: its process has ended."""
-        self._router.forget(replica.index)
+        self.router.forget(replica.index)
 
     def its_own(self, replica: Replica, outputs: list[EngineOutput]) -> list[EngineOutput]:
         """Return what an engine says of its choices, without those that were given to another."""
@@ -125,9 +128,9 @@ class Dispatcher:
         if self._several:
             hashes = block_hashes(prompt, request.prepared.engine_requests[0].cache_salt, self._block_size)
             queued = {replica.index: replica.queued.total for replica in able}
-            target = self._replicas[self._router.choose(hashes, len(prompt), queued)]
-            cached = self._router.cached_tokens(target.index, hashes, len(prompt))
-            self._router.note(target.index, hashes)
+            target = self._replicas[self.router.choose(hashes, len(prompt), queued)]
+            cached = self.router.cached_tokens(target.index, hashes, len(prompt))
+            self.router.note(target.index, hashes)
         for place, request_id in enumerate(ids):
             at_most = (params.max_tokens or 0) - self._requests.num_tokens_of(request_id)
             prompt_left = 0 if place else len(prompt) - cached  # the others find it in the cache
@@ -146,7 +149,7 @@ class Dispatcher:
                 of_it = (one for one in home.request.choices if one.request.request_id == request_id)
                 tokens = source.prompt_token_ids + next((one.token_ids for one in of_it), [])
                 found = block_hashes(tokens, source.cache_salt, self._block_size, home.hashes)
-                self._router.note(home.replica.index, found)
+                self.router.note(home.replica.index, found)
         return home
 
     def _running_in(self, replica: Replica) -> list[str]:

@@ -1,7 +1,7 @@
 """Both ways to run the server on a Ray cluster.
 
-    penstock serve --on-ray     our server in this process, with all its options; the engines are Serve replicas
-    build(args)                 an application for a Serve config file: our server is a Serve deployment too
+penstock serve --on-ray     our server in this process, with all its options; the engines are Serve replicas
+build(args)                 an application for a Serve config file: our server is a Serve deployment too
 """
 
 import os
@@ -24,6 +24,7 @@ from penstock.ray_app.engines import ByQueuedTokens, EngineReplica
 from penstock.ray_app.remote import EnginePool
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
+from penstock.server.serve import run
 
 SERVER_OPTIONS = (
     "api_key", "served_model_names", "allowed_hosts", "allowed_origins", "tool_call_parser", "reasoning_parser",
@@ -121,10 +122,26 @@ def deployed(options: ReplicaOptions, name: str) -> Iterator[Any]:
         except ConnectionError as error:
             message = f"on_ray: there is no Ray cluster ({error}); start one with `ray start --head`"
             raise InvalidRequestError(message, param="on_ray") from None
+    serve.start(proxy_location="Disabled")  # where Serve does not run yet: HTTP is this process's own business
     try:
         yield serve.run(engines(options), name=name, route_prefix=None)
     finally:
         serve.delete(name)
+
+
+def serve_here(options: ServerOptions, replicas: dict[str, Any], client: dict[str, Any]) -> int:
+    """Run our server in this process until a signal, and return its exit code.
+
+    Args:
+        replicas: of ReplicaOptions.
+        client: of AsyncLLM; its data_parallel_size is how many replicas there are to start with.
+
+    Raises:
+        InvalidRequestError: an option is wrong, or there is no cluster.
+    """
+    counts = ReplicaOptions(num_replicas=client.pop("data_parallel_size", 1), **replicas)
+    with deployed(counts, f"penstock-{options.port or os.getpid()}") as handle:
+        return run(connect(handle, counts, **client), options)
 
 
 # --- for a Serve config file ------------------------------------------------------------------------------------------

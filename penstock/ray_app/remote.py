@@ -1,4 +1,4 @@
-"""The client's end of engines on a Ray cluster: EnginePool leases replicas, RemoteEngine is an engine in one of them."""
+"""The client's end of engines on a Ray cluster: EnginePool leases replicas, RemoteEngine is the engine in one."""
 
 import asyncio
 import logging
@@ -183,15 +183,16 @@ class RemoteEngine(EngineConnection):
     async def _lease(self) -> None:
         """Get a replica and keep it until its engine has ended."""
         try:
-            while not self._hung_up and self._writer is None:
+            while True:
                 try:
                     await self._hold()
                 except Exception as error:  # whatever Ray raises: a replica that dies, or cannot be reached
                     LOGGER.info("%s: the lease ended: %r", self._place, str(error).partition("\n")[0])
-                    if self._writer is not None:
+                    if self._decided.is_set():
                         self.hang_up()  # the machine may be gone without a word
-                if self._writer is None:
-                    await asyncio.sleep(LEASE_AGAIN_S)
+                if self._decided.is_set():
+                    return
+                await asyncio.sleep(LEASE_AGAIN_S)
         except asyncio.CancelledError:
             self.hang_up()
             raise

@@ -13,7 +13,7 @@ refused_nodes: set[str] = set()  # of this process: machines that compute with o
 listeners: list[Callable[[set[str]], None]] = []  # called with the ids of the replicas that stay, in Serve's thread
 
 
-class LeaseRouter(FIFOMixin, RequestRouter):
+class LeaseRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]  # Ray is an extra, without types here
     """Gives each lease a free replica."""
 
     async def choose_replicas(
