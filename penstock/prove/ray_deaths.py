@@ -6,6 +6,7 @@ Then requests that share a prompt tell how much of it the router finds in caches
 """
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,7 +88,8 @@ class ClusterCrowd(Crowd):
         pid = self.trials.random.choice(self._ready_pids())
         node = self._node_of(pid)
         if way == NODE and node is not None:
-            await asyncio.to_thread(self._replace, node)
+            await asyncio.to_thread(self._cluster.remove_node, node, allow_graceful=False)
+            add_node(self._cluster)  # Ray sets a signal handler, so in this thread
         else:
             send_signal(pid if way == ENGINE else parent_of(pid), signal.SIGKILL)
 
@@ -104,10 +106,6 @@ class ClusterCrowd(Crowd):
         raylet = parent_of(parent_of(pid))
         nodes = [node for node in self._cluster.list_all_nodes() if not node.is_head()]
         return next((node for node in nodes if node.all_processes["raylet"][0].process.pid == raylet), None)
-
-    def _replace(self, node: Any) -> None:
-        self._cluster.remove_node(node, allow_graceful=False)
-        add_node(self._cluster)
 
 
 class RoundRobin(Router[int]):
@@ -150,6 +148,7 @@ def cluster_of(num_nodes: int) -> "Iterator[Cluster]":
     from ray import serve
     from ray.cluster_utils import Cluster
 
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # deaths are no news here
     cluster = Cluster()
     try:
         for number in range(num_nodes):
