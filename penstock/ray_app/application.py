@@ -101,6 +101,8 @@ def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> Asyn
     if "flight_recorder" in client_options or "record_dir" in client_options:
         message = "flight_recorder, record_dir: not with engines on other machines, which cannot write our memory"
         raise InvalidRequestError(message, param="flight_recorder")
+    if client_options.get("kv_role") is not None:
+        raise InvalidRequestError("kv_role: not on Ray: its directory of blocks is on one machine", param="kv_role")
     if client_options.get("standby"):
         raise InvalidRequestError("standby: not on Ray; start one more replica instead", param="standby")
     pool = EnginePool(handle, options.most, options.num_replicas)

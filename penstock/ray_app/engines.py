@@ -131,6 +131,9 @@ class _Door:
         self._socket.close()
         for task in self._asking:
             task.cancel()
+        if not self._complete.is_set():  # else they belong to whoever waited for them
+            for connection in self._let_in.values():
+                connection.close()
 
     async def both(self) -> tuple[socket.socket, socket.socket]:
         """Return the connections for frames and for the load."""
@@ -152,9 +155,14 @@ class _Door:
         """Let a connection in if it has the token; close it otherwise."""
         connection.setblocking(False)
         hello = b""
-        with contextlib.suppress(OSError, EOFError, TimeoutError):
+        try:
             async with asyncio.timeout(HELLO_S):
                 hello = await _read_exactly(connection, TOKEN_BYTES + 1)
+        except (OSError, EOFError, TimeoutError):
+            pass
+        except asyncio.CancelledError:
+            connection.close()
+            raise
         kind = hello[TOKEN_BYTES:]
         known = secrets.compare_digest(hello[:TOKEN_BYTES], self._token)
         if not known or kind not in (ENGINE, LOAD) or kind in self._let_in:

@@ -186,7 +186,8 @@ def test_only_the_token_opens_the_door():
             found = await waiting
             for one in (*found, *kept):
                 one.close()
-            silent[1].close()
+        assert await silent[0].read() == b""  # the door is shut, and keeps nobody
+        silent[1].close()
 
     run(story)
 
@@ -220,7 +221,7 @@ def test_wrong_numbers_of_replicas_are_refused(fields, problem):
         ReplicaOptions(**fields)
 
 
-@pytest.mark.parametrize("option", [{"standby": True}, {"flight_recorder": 2**20}])
+@pytest.mark.parametrize("option", [{"standby": True}, {"flight_recorder": 2**20}, {"kv_role": "prefill"}])
 def test_what_needs_this_machine_is_refused(option):
     """Guards against an option that is accepted and ignored."""
     with pytest.raises(InvalidRequestError, match=next(iter(option))):
