@@ -121,7 +121,7 @@ def deployed(options: ReplicaOptions, name: str) -> Iterator[Any]:
     if not ray.is_initialized():
         try:
             ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level="warning")
-        except ConnectionError as error:
+        except (ConnectionError, RuntimeError, TimeoutError) as error:  # none, or one that does not answer
             message = f"on_ray: there is no Ray cluster ({error}); start one with `ray start --head`"
             raise InvalidRequestError(message, param="on_ray") from None
     serve.start(proxy_location="Disabled")  # where Serve does not run yet: HTTP is this process's own business
