@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import IO, Any, cast
 
 from penstock.client import frames
+from penstock.client.child import Launcher
 from penstock.client.engine_client import EngineState
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
@@ -92,7 +93,7 @@ class TimedClient(ProcessClient):
 async def time_deaths(*, standby: bool = False, data_parallel_size: int = 1) -> dict[str, list[float]]:
     """Return the seconds from a kill to each of PARTS, for NUM_KILLS kills of the demo model's engine that has a
     stream."""
-    client = TimedClient({"model": "demo"}, None, standby=standby, data_parallel_size=data_parallel_size)
+    client = TimedClient({"model": "demo"}, None, standby=standby, launcher=Launcher(num_engines=data_parallel_size))
     client.times = {}
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     params = SamplingParams(max_tokens=2 * NUM_TOKENS_BEFORE_KILL, ignore_eos=True, seed=1)

@@ -3,8 +3,13 @@
 import argparse
 import os
 import time
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import UNSET, add_engine_options, add_log_level, add_model, engine_options, parse_size
+from penstock.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from penstock.server.options import ServerOptions
 
 CLIENT_OPTIONS = (  # of AsyncLLM, beside the engine's
     "standby",
@@ -18,6 +23,11 @@ CLIENT_OPTIONS = (  # of AsyncLLM, beside the engine's
     "kv_role",
     "kv_prefill_urls",
 )
+RAY_OPTIONS = {  # flag -> field of ReplicaOptions
+    "max_replicas": "max_replicas",
+    "target_queued_tokens": "target_queued_tokens",
+    "cpus_per_replica": "num_cpus",
+}
 TOOL_PARSER_HELP = "how the model writes tool calls: hermes, llama3_json, mistral, none, or auto: by its chat template"
 REASONING_PARSER_HELP = "which thoughts are told apart from the answer: qwen3, deepseek_r1, none, or auto (as above)"
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -69,6 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_log_level(group, "what is logged to standard error; info has a line for each request")
     _add_transfer_options(parser)
     _add_load_options(parser)
+    _add_ray_options(parser)
     add_engine_options(parser)
 
 
@@ -80,6 +91,18 @@ def _add_transfer_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-prefill-url", action="append", dest="kv_prefill_urls", default=UNSET, metavar="URL", help=help_text
     )
+
+
+def _add_ray_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Ray (needs penstock[ray] and a cluster; see the page on scaling)")
+    help_text = "run the engines, --data-parallel-size of them, as Ray Serve replicas on the cluster of RAY_ADDRESS"
+    group.add_argument("--on-ray", action="store_true", help=help_text)
+    help_text = "engines at most: with --on-ray, as many as the queued tokens need (default: --data-parallel-size)"
+    group.add_argument("--max-replicas", type=int, default=UNSET, metavar="N", help=help_text)
+    help_text = "tokens that one engine should have to compute, which decides how many there are (default: 16384)"
+    group.add_argument("--target-queued-tokens", type=float, default=UNSET, metavar="N", help=help_text)
+    help_text = "cores that Ray reserves for each engine (default: 1)"
+    group.add_argument("--cpus-per-replica", type=float, default=UNSET, metavar="N", help=help_text)
 
 
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +143,27 @@ def run(args: argparse.Namespace) -> int:
     client = {name: getattr(args, name) for name in CLIENT_OPTIONS if hasattr(args, name)}
     if "kv_prefill_urls" in client:
         client["kv_prefill_api_key"] = args.api_key
+    ray_options = {name: getattr(args, flag) for flag, name in RAY_OPTIONS.items() if hasattr(args, flag)}
+    if args.on_ray:
+        return _serve_on_ray(options, ray_options, engine_options(args) | client)
+    if ray_options:
+        raise InvalidRequestError("max_replicas, target_queued_tokens, cpus_per_replica: only with --on-ray")
     llm = AsyncLLM(**engine_options(args), **client)  # the engine loads while the server's own imports run
     from penstock.server import serve
 
     return serve.run(llm, options)
+
+
+def _serve_on_ray(options: "ServerOptions", replicas: dict[str, Any], client: dict[str, Any]) -> int:
+    """Serve in this process, with engines on the Ray cluster.
+
+    Raises:
+        InvalidRequestError: Ray is not installed, or there is no cluster.
+    """
+    try:
+        from penstock.ray_app.application import serve_here
+    except ImportError as error:
+        if error.name is None or error.name.split(".")[0] != "ray":
+            raise
+        raise InvalidRequestError("on_ray: Ray is not installed: pip install 'penstock[ray]'", param="on_ray") from None
+    return serve_here(options, replicas, client)

@@ -1,9 +1,17 @@
-"""EngineChild: one engine process and the connection to it. Knows frames, but no request and no restart."""
+"""EngineChild: one engine process and the connection to it. Knows frames, but no request and no restart.
+
+What of it concerns the connection alone is EngineConnection, which an engine on another machine has too
+(ray_app/remote.py).
+"""
 
 import asyncio
+import signal
 import socket
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from penstock.client import frames
 from penstock.parallel.spawn import spawn
@@ -12,47 +20,50 @@ EXIT_WAIT_S = 5.0  # for the process to end by itself once the connection is clo
 STDERR = 2  # output of the engine process joins our messages on stderr; stdout belongs to the user
 
 
-class EngineChild:
-    """A running engine process and our end of its connection. Raise OSError if no process can be started.
+class EngineConnection(ABC):
+    """Our end of the connection to an engine process.
 
-    start: sent at once, so that the engine loads while its client still starts.
+    Attributes:
+        is_remote: the engine is on a machine that may be taken away at any time, so its end is nothing unusual.
     """
 
-    def __init__(self, start: frames.Start) -> None:
-        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    is_remote = False
+
+    def __init__(self) -> None:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        words = [str(theirs.fileno())]
-        inherited = [theirs.fileno()] if start.ring is None else [theirs.fileno(), start.ring]
-        try:
-            self._process = spawn("penstock.client.engine_process", words, inherited=inherited, stdout=STDERR)
-        except OSError:
-            self._sock.close()
-            raise
-        finally:
-            theirs.close()
-        with suppress(OSError):  # it has died already: the end of the connection will tell
-            self._sock.sendall(frames.pack(start))
 
     @property
+    @abstractmethod
     def pid(self) -> int | None:
-        """Return the process id; None once it has ended."""
-        return self._process.pid if self._process.poll() is None else None
+        """Return the process id; None where there is no process, or once it has ended."""
 
+    @abstractmethod
     def peak_memory_bytes(self) -> int | None:
-        """Return the most physical memory that the process ever had; None once it has ended."""
-        with suppress(OSError), open(f"/proc/{self._process.pid}/status") as status:
-            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
-        return None
+        """Return the most physical memory that the process ever had; None where that is not known."""
 
+    @abstractmethod
     async def connect(self) -> None:
-        """Attach the connection to the running event loop, unless it has been closed."""
-        if self._sock.fileno() < 0:
-            return
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
+        """Attach the connection to the running event loop."""
+
+    @abstractmethod
+    def hang_up(self) -> None:
+        """Close our end. The process then exits, even in the middle of a step. A second call does nothing."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process at once, even if it is stopped."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the process at once, and wait until it has ended; for use without an event loop."""
+
+    @abstractmethod
+    async def wait(self) -> int:
+        """Wait for the process and return its exit code."""
 
     def send(self, frame: frames.ToEngine) -> None:
-        """Send a frame without waiting: frames are small, and the child always reads. Dropped once hung up."""
+        """Send a frame without waiting: frames are small, and the engine always reads. Dropped once hung up."""
         self.send_bytes(frames.pack(frame))
 
     def send_bytes(self, data: bytes) -> None:
@@ -71,23 +82,63 @@ class EngineChild:
         try:
             length = frames.body_length(await self._reader.readexactly(frames.HEADER_BYTES))
             return frames.unpack_from_engine(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, OSError):
             return None
 
+    def reason_of(self, code: int) -> str:
+        """Return why the engine ended, as its exit code tells."""
+        if code == -signal.SIGBUS:
+            return f"signal {-code}: a file that is mapped has become shorter, or its disk fails"
+        return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+class EngineChild(EngineConnection):
+    """A running engine process and our end of its connection. Raise OSError if no process can be started.
+
+    start: sent at once, so that the engine loads while its client still starts.
+    """
+
+    def __init__(self, start: frames.Start) -> None:
+        super().__init__()
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        words = [str(theirs.fileno())]
+        inherited = [theirs.fileno()] if start.ring is None else [theirs.fileno(), start.ring]
+        try:
+            self._process = spawn("penstock.client.engine_process", words, inherited=inherited, stdout=STDERR)
+        except OSError:
+            self._sock.close()
+            raise
+        finally:
+            theirs.close()
+        with suppress(OSError):  # it has died already: the end of the connection will tell
+            self._sock.sendall(frames.pack(start))
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process.poll() is None else None
+
+    def peak_memory_bytes(self) -> int | None:
+        with suppress(OSError), open(f"/proc/{self._process.pid}/status") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
+        return None
+
+    async def connect(self) -> None:
+        """Attach the connection to the running event loop, unless it has been closed."""
+        if self._sock.fileno() < 0:
+            return
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
+
     def hang_up(self) -> None:
-        """Close our end. The process then exits, even in the middle of a step. A second call does nothing."""
         if self._writer is None:
             self._sock.close()
         else:
             self._writer.close()
 
     def kill(self) -> None:
-        """End the process at once, even if it is stopped."""
         if self._process.poll() is None:
             self._process.kill()
 
     def end(self) -> None:
-        """End the process at once, and wait until it has ended; for use without an event loop."""
         self.hang_up()
         self.kill()
         self._process.wait()
@@ -100,3 +151,18 @@ class EngineChild:
                 self.kill()
             await asyncio.sleep(0.005)
         return code
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """How a client comes by its engines.
+
+    Attributes:
+        start: makes the connection to an engine, given its first frame. None: to a child process of ours.
+        num_engines: at most.
+        num_initial: engines that have to be ready before requests are taken; the others come when they can. None: all.
+    """
+
+    start: Callable[[frames.Start], EngineConnection] | None = None
+    num_engines: int = 1
+    num_initial: int | None = None

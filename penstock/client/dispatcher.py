@@ -36,6 +36,9 @@ class Dispatcher:
         replicas: all that there are; its owner adds to them.
         outputs_left: estimates the outputs of a choice.
         several: whether there will be more than one, between which to choose.
+
+    Attributes:
+        router: chooses between them.
     """
 
     def __init__(
@@ -51,12 +54,13 @@ class Dispatcher:
     def use(self, block_size: int, num_blocks: int) -> None:
         """Set the size of the engines' caches, which the first engine that is ready tells; no request comes before."""
         self._block_size = block_size
-        self._router: Router[int] = Router(block_size, num_blocks)
+        self.router: Router[int] = Router(block_size, num_blocks)
 
     def submit(self, request: OpenRequest) -> None:
         """Let an engine compute the running choices of a request, all of them the same one."""
         ids = self._requests.running_of(request)
         able = [replica for replica in self._replicas if replica.recovery.accepts]
+        able = able or [replica for replica in self._replicas if not replica.given_up and not replica.recovery.leaving]
         able = able or [replica for replica in self._replicas if not replica.given_up]
         if ids and able:
             self._give(request, ids, able)
@@ -75,7 +79,7 @@ class Dispatcher:
 
     def forget(self, replica: Replica) -> None:
         """Forget what an engine has cached: its process has ended."""
-        self._router.forget(replica.index)
+        self.router.forget(replica.index)
 
     def its_own(self, replica: Replica, outputs: list[EngineOutput]) -> list[EngineOutput]:
         """Return an engine's outputs without those of choices that have moved to another engine."""
@@ -101,6 +105,8 @@ class Dispatcher:
         if not self._several:
             return
         for replica in self._replicas:
+            if replica.recovery.leaving and not len(replica.queued):
+                replica.let_go()
             if replica.recovery.accepts or not len(replica.queued):
                 continue
             wanted = self._running_in(replica) if replica.given_up else replica.recovery.waiting()
@@ -122,9 +128,9 @@ class Dispatcher:
         if self._several:
             hashes = block_hashes(prompt, request.prepared.engine_requests[0].cache_salt, self._block_size)
             queued = {replica.index: replica.queued.total for replica in able}
-            target = self._replicas[self._router.choose(hashes, len(prompt), queued)]
-            cached = self._router.cached_tokens(target.index, hashes, len(prompt))
-            self._router.note(target.index, hashes)
+            target = self._replicas[self.router.choose(hashes, len(prompt), queued)]
+            cached = self.router.cached_tokens(target.index, hashes, len(prompt))
+            self.router.note(target.index, hashes)
         for place, request_id in enumerate(ids):
             at_most = (params.max_tokens or 0) - self._requests.num_tokens_of(request_id)
             prompt_left = 0 if place else len(prompt) - cached  # the others find it in the cache
@@ -143,7 +149,7 @@ class Dispatcher:
                 of_it = (one for one in home.request.choices if one.request.request_id == request_id)
                 tokens = source.prompt_token_ids + next((one.token_ids for one in of_it), [])
                 found = block_hashes(tokens, source.cache_salt, self._block_size, home.hashes)
-                self._router.note(home.replica.index, found)
+                self.router.note(home.replica.index, found)
         return home
 
     def _running_in(self, replica: Replica) -> list[str]:

@@ -64,6 +64,7 @@ class EngineStatus:
     stats: EngineStats = field(default_factory=EngineStats)
     journal_requests: int = 0  # engine requests that run or wait
     journal_tokens: int = 0  # received for them
+    queued_tokens: float = 0.0  # that are still to be computed for them, as far as can be foreseen
     num_aborted_total: int = 0  # requests that ended because their caller left
     planned_memory: dict[str, int] = field(default_factory=dict)  # bytes by what they are for (planner/ledger.py)
     peak_memory_bytes: int | None = None  # the most physical memory that the engine process ever had

@@ -1,7 +1,7 @@
 """Frames between a client and its engine process: typed msgpack, each preceded by its length. No pickle.
 
     client -> engine    Start, then AddRequest, Abort, Pin and Unpin
-    engine -> client    Ready or Failed, then Outputs, Rejected and Heartbeat
+    engine -> client    Ready or Failed, then Outputs, Rejected, Heartbeat and, from another machine, Leaving
 
 Frames of the engine carry the epoch that it was started with, so that those of an engine that was replaced are
 dropped. Outputs carry the index of their first token (EngineOutput.start_index), so that no token counts twice.
@@ -117,8 +117,14 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     working_s: float = 0.0
 
 
+class Leaving(msgspec.Struct, tag=True, frozen=True):
+    """The engine is to be let go when it has no requests any more."""
+
+    epoch: int
+
+
 ToEngine = Start | AddRequest | Abort | Pin | Unpin
-FromEngine = Ready | Failed | Outputs | Rejected | Heartbeat
+FromEngine = Ready | Failed | Outputs | Rejected | Heartbeat | Leaving
 
 
 def in_parts(outputs: list[EngineOutput]) -> Iterator[list[EngineOutput]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock import validation as check
 from penstock.client import frames
 from penstock.client.admission import Admission, AdmissionLimits
+from penstock.client.child import Launcher
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.input_processor import InputProcessor, PreparedRequest, resumed
 from penstock.client.kv_transfer import KVTransfer, KVTransferOptions
@@ -54,12 +55,11 @@ class ProcessClient:
         standby: keep a second process of each engine ready to take over.
         record: what the flight recorder keeps.
         follows_forms: the tokenizer is the one in the model's directory, by which the engine follows forms of answers.
-        data_parallel_size: engines that share the requests, each with the whole model.
-
+        launcher: starts the engines that share the requests, each with the whole model; by default one child process.
         transfer: whether prompts are computed here for others, or elsewhere for this engine.
 
     Raises:
-        InvalidRequestError: data_parallel_size is out of range.
+        InvalidRequestError: there are too many of them.
     """
 
     def __init__(
@@ -71,19 +71,20 @@ class ProcessClient:
         standby: bool = False,
         record: RecordOptions | None = None,
         follows_forms: bool = True,
-        data_parallel_size: int = 1,
+        launcher: Launcher | None = None,
         transfer: KVTransferOptions | None = None,
     ) -> None:
-        check.check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)
+        launcher = launcher or Launcher()
+        check.check_int("data_parallel_size", launcher.num_engines, 1, MAX_REPLICAS)
         self._follows_forms = follows_forms
         self._tokenizer = tokenizer
         self._seed: int = options.get("seed", 0)
         self._inputs: InputProcessor | None = None  # made when the model is known
         self._requests = OpenRequests(tokenizer)
         self._admission = Admission(limits or AdmissionLimits(), self._requests)
-        start = frames.Start(-1, options, num_engines=data_parallel_size)
+        start = frames.Start(-1, options, num_engines=launcher.num_engines)
         outputs_left, record = self._admission.outputs_left, record or RecordOptions()
-        self._replicas = Replicas(start, self._requests, self, outputs_left, record, standby=standby)
+        self._replicas = Replicas(start, self._requests, self, outputs_left, record, standby=standby, launcher=launcher)
         self._transfer = KVTransfer(transfer or KVTransferOptions())
         self._fingerprint: str | None = None  # of the model that self._inputs was made for
         self._draining = False

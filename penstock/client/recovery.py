@@ -51,6 +51,7 @@ class Recovery:
         self._requests = requests
         self._send = send
         self._ready = False
+        self.leaving = False  # the current engine is to be let go when it has nothing to compute
         self._mine: dict[str, None] = {}  # choices that this engine computes, or the next one; oldest first
         self._sent: set[str] = set()  # to the current engine, by engine request id
         self._deaths: dict[str, Deaths] = {} if deaths is None else deaths
@@ -60,8 +61,8 @@ class Recovery:
 
     @property
     def accepts(self) -> bool:
-        """Return whether new choices reach the engine at once: it is ready, and tries none alone."""
-        return self._ready and not self._trials
+        """Return whether new choices reach the engine at once: it is ready, stays, and tries none alone."""
+        return self._ready and not self.leaving and not self._trials
 
     def submit(self, request_ids: Iterable[str]) -> None:
         """Send new choices to the engine; while it starts, or tries a choice alone, they wait."""
@@ -150,7 +151,7 @@ class Recovery:
             pin.num_deaths += 1
         self._computing.clear()
         self._pins_to_compute.clear()
-        self._ready = False
+        self._ready = self.leaving = False
         self._sent.clear()
         self._trials.clear()
         return to_blame

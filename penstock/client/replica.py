@@ -5,6 +5,7 @@ from typing import Protocol
 from msgspec import structs
 
 from penstock.client import frames
+from penstock.client.child import Launcher
 from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.open_requests import OpenRequests
 from penstock.client.records import RecordKeeper, RecordOptions
@@ -27,6 +28,9 @@ class Owner(Protocol):
     def engine_failed(self, replica: "Replica", error: EngineDeadError) -> None:
         """Handle the end of this replica."""
 
+    def leaving(self, replica: "Replica") -> None:
+        """Handle that the engine takes no new requests."""
+
     def received(self, replica: "Replica", frame: frames.Outputs | frames.Rejected) -> None:
         """Handle what the engine says of its requests."""
 
@@ -38,6 +42,7 @@ class Replica:
         owner: is told what its supervisor tells.
         start: the first frame of its processes.
         deaths: what is known of choices that ended engines.
+        launcher: of the engines of this client.
 
     Attributes:
         index: from 0.
@@ -56,6 +61,7 @@ class Replica:
         record: RecordOptions,
         *,
         standby: bool = False,
+        launcher: Launcher,
     ) -> None:
         self.index = index
         self.queued = QueuedTokens()
@@ -63,9 +69,9 @@ class Replica:
         self.recovery = Recovery(requests, self._send, deaths)
         self.last_outputs_at = 0.0
         self._owner = owner
-        self.name = "the engine process" if start.num_engines == 1 else f"engine process {index}"
+        self.name = "the engine process" if launcher.num_engines == 1 else f"engine process {index}"
         start = structs.replace(start, ring=self.records.descriptor)
-        self.supervisor = EngineSupervisor(start, self, standby=standby, name=self.name)
+        self.supervisor = EngineSupervisor(start, self, standby=standby, name=self.name, launch=launcher.start)
 
     def _send(self, frame: frames.ToEngine) -> None:
         self.supervisor.child.send(frame)
@@ -85,6 +91,10 @@ class Replica:
         info = self.supervisor.model_info
         return 0 if info is None or not self.recovery.accepts else info.max_num_seqs - self.queued.rows
 
+    def let_go(self) -> None:
+        """End the engine; another one comes in its place when it can."""
+        self.supervisor.child.hang_up()
+
     def status(self) -> EngineStatus:
         """Return a snapshot of this engine alone."""
         engine = self.supervisor
@@ -96,6 +106,7 @@ class Replica:
             making_progress=engine.state is EngineState.READY and engine.liveness.making_progress,
             stats=engine.liveness.stats,
             journal_requests=len(self.queued),
+            queued_tokens=self.queued.total,
             planned_memory={} if engine.model_info is None else engine.model_info.memory,
             peak_memory_bytes=engine.child.peak_memory_bytes(),
             standby=engine.standby_status(),
@@ -111,6 +122,10 @@ class Replica:
 
     def engine_failed(self, error: EngineDeadError) -> None:
         self._owner.engine_failed(self, error)
+
+    def leaving(self) -> None:
+        self.recovery.leaving = True
+        self._owner.leaving(self)
 
     def received(self, frame: frames.Outputs | frames.Rejected) -> None:
         self._owner.received(self, frame)

@@ -15,6 +15,7 @@ from typing import Protocol
 from msgspec import structs
 
 from penstock.client import frames
+from penstock.client.child import Launcher
 from penstock.client.dispatcher import Dispatcher, OutputsLeft
 from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.liveness import total_stats
@@ -51,15 +52,16 @@ class Replicas:
     """Keeps the engines running. The constructor starts the first one; `attach` watches it.
 
     Args:
-        start: the first frame of an engine; its num_engines is how many there are.
+        start: the first frame of an engine.
         outputs_left: estimates the outputs of a choice.
         standby: whether each engine has a second process that is kept ready.
+        launcher: starts the engines, and says how many there are.
 
     Attributes:
         dispatcher: gives them the choices of the requests.
         model_info: of the engines; None until one was ready.
         failure: why there will be no engine any more; None while there is hope.
-        settled: set once all engines have been ready, or there is a failure.
+        settled: set once all engines have been ready that the launcher asks for, or there is a failure.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class Replicas:
         record: RecordOptions,
         *,
         standby: bool = False,
+        launcher: Launcher,
     ) -> None:
+        self._launcher = launcher
         self.requests = requests
         self._deaths: dict[str, Deaths] = {}
         self.model_info: ModelInfo | None = None
@@ -83,13 +87,14 @@ class Replicas:
         self._standby = standby
         self._watches: list[asyncio.Task[None]] = []
         self._replicas = [self._make(0, start)]
-        self.dispatcher = Dispatcher(requests, self._replicas, outputs_left, several=start.num_engines > 1)
+        self.dispatcher = Dispatcher(requests, self._replicas, outputs_left, several=len(self) > 1)
 
     def __len__(self) -> int:
-        return self._start.num_engines
+        return self._launcher.num_engines
 
     def _make(self, index: int, start: frames.Start) -> Replica:
-        return Replica(index, self, start, self.requests, self._deaths, self._record, standby=self._standby)
+        shared = self.requests, self._deaths, self._record
+        return Replica(index, self, start, *shared, standby=self._standby, launcher=self._launcher)
 
     # --- the processes ---------------------------------------------------------------------------------------------
 
@@ -161,6 +166,7 @@ class Replicas:
             heartbeat_age_s=min(ages, default=None),
             making_progress=self.failure is None and any(one.making_progress for one in found),
             stats=total_stats([one.stats for one in found]),
+            queued_tokens=sum(one.queued_tokens for one in found),
             planned_memory={name: sum(one.planned_memory.get(name, 0) for one in found) for name in sorted(memory)},
             peak_memory_bytes=sum(peaks) if peaks else None,
             replicas=found,
@@ -192,7 +198,7 @@ class Replicas:
         if known is not None and known.system_fingerprint != info.system_fingerprint:
             change = f"{known.system_fingerprint} became {info.system_fingerprint}"
             if any(other.is_ready for other in self._replicas if other is not replica):
-                message = f"it computes otherwise than the others ({change}): the model's files have changed"
+                message = f"it computes otherwise than the others ({change}): other files, or another processor"
                 replica.supervisor.give_up(EngineDeadError(message))
                 return
             self._listener.engine_failed(EngineDeadError(f"the new engine computes otherwise: {change}"))
@@ -206,7 +212,8 @@ class Replicas:
                 start = taking_over(self._start, info.max_model_len, replica.supervisor.cache_bytes)
                 self._replicas.append(self._make(index, start))
                 self._watch(self._replicas[-1])
-        if all(other.supervisor.model_info is not None for other in self._replicas):
+        num_ready_once = sum(other.supervisor.model_info is not None for other in self._replicas)
+        if num_ready_once >= (self._launcher.num_initial or len(self)):
             self.settled.set()
         self.dispatcher.move()
 
@@ -222,6 +229,11 @@ class Replicas:
         self._listener.engine_lost(replica.index, self._num_rows(), request)
         self.dispatcher.move()
         return request is not None
+
+    def leaving(self, replica: Replica) -> None:
+        """Give nothing more to an engine that is to be let go."""
+        LOGGER.info("%s takes no new requests", replica.name)
+        self.dispatcher.move()
 
     def engine_failed(self, replica: Replica, error: EngineDeadError) -> None:
         """Go on with the other engines, if all have been ready once and one is left."""

@@ -7,13 +7,13 @@ of all this as an EngineListener.
 
 import asyncio
 import logging
-import signal
+from collections.abc import Callable
 from typing import Protocol
 
 from msgspec import structs
 
 from penstock.client import frames
-from penstock.client.child import EngineChild
+from penstock.client.child import EngineConnection
 from penstock.client.engine_client import EngineState, StandbyStatus
 from penstock.client.liveness import Liveness
 from penstock.client.standby import RestartLimit, Running, Standby
@@ -43,6 +43,9 @@ class EngineListener(Protocol):
     def received(self, frame: frames.Outputs | frames.Rejected) -> None:
         """Handle what the engine says of its requests."""
 
+    def leaving(self) -> None:
+        """Handle that the engine takes no new requests, and is to be let go when it has none."""
+
     def recovered(self) -> bool:
         """Return whether every request that the last death interrupted has gone on."""
 
@@ -55,6 +58,7 @@ class EngineSupervisor:
         listener: is told of deaths, new engines and their outputs.
         standby: whether a second process is kept ready.
         name: of the process, in the log.
+        launch: makes the connection to an engine; None: to a child process.
 
     Attributes:
         restarts: processes that took over after the first.
@@ -72,6 +76,7 @@ class EngineSupervisor:
         *,
         standby: bool = False,
         name: str = "the engine process",
+        launch: Callable[[frames.Start], EngineConnection] | None = None,
     ) -> None:
         self.restarts = 0
         self.last_death = ""
@@ -81,6 +86,8 @@ class EngineSupervisor:
         self.cache_bytes = 0
         self._start_frame = start  # of the process started last
         self._name = name
+        self._launch = launch
+        self._is_leaving = False  # the engine at work, by its own word
         self._listener = listener
         self._deaths = RestartLimit(MAX_DEATHS, DEATHS_WINDOW_S)
         self._failed_starts = 0  # in a row
@@ -90,7 +97,7 @@ class EngineSupervisor:
         self._standby = Standby(self._start, RestartLimit(MAX_DEATHS, DEATHS_WINDOW_S)) if standby else None
 
     @property
-    def child(self) -> EngineChild:
+    def child(self) -> EngineConnection:
         """Return the current engine process."""
         return self._engine.child
 
@@ -149,7 +156,7 @@ class EngineSupervisor:
     def _start(self) -> WatchedEngine:
         """Start an engine process under a new epoch."""
         self._start_frame = structs.replace(self._start_frame, epoch=self._start_frame.epoch + 1)
-        return WatchedEngine(self._start_frame, self._take)
+        return WatchedEngine(self._start_frame, self._take, self._launch)
 
     async def _end_of_engine(self) -> tuple[int, bool]:
         """Wait until the engine process has ended, and keep a standby meanwhile, whose start must not slow a recovery
@@ -172,6 +179,9 @@ class EngineSupervisor:
                 self._listener.engine_ready(info)
             case frames.Outputs() | frames.Rejected():
                 self._listener.received(frame)
+            case frames.Leaving():
+                self._is_leaving = True
+                self._listener.leaving()
             case frames.Failed() if self.model_info is None:
                 self._fail(frame.as_error())
             case frames.Failed():  # it could be built before, so memory may be short for the moment
@@ -180,14 +190,15 @@ class EngineSupervisor:
 
     async def _replace(self, code: int, was_ready: bool) -> None:
         """Report a death and put another engine process in its place, unless deaths are too many."""
-        reason = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        if code == -signal.SIGBUS:
-            reason += ": a file that is mapped has become shorter, or its disk fails"
-        LOGGER.warning("%s died (%s); its requests go on in another one", self._name, reason)
-        self.last_death = reason
-        explained = self._listener.engine_lost()
+        self.last_death = self.child.reason_of(code)
+        if self._is_leaving:
+            LOGGER.info("%s was let go", self._name)
+        else:
+            LOGGER.warning("%s died (%s); its requests go on in another one", self._name, self.last_death)
+        explained = self._listener.engine_lost() or self.child.is_remote
         deaths = 0 if explained else self._deaths.count()
-        self._failed_starts = 0 if was_ready else self._failed_starts + 1
+        self._failed_starts = 0 if was_ready or self._is_leaving else self._failed_starts + 1
+        self._is_leaving = False
         if self._failed_starts >= MAX_FAILED_STARTS:
             died = EngineDeadError(f"{self._name} died {self._failed_starts} times before it was ready")
             self._fail(self._start_error or died)
@@ -204,7 +215,7 @@ class EngineSupervisor:
         self.restarts += 1
         reserve = None if self._standby is None else self._standby.hand_over()
         if reserve is None:
-            LOGGER.warning("restarting %s (restart %d of %d)", self._name, deaths, MAX_DEATHS - 1)
+            LOGGER.warning("restarting %s%s", self._name, f" (restart {deaths} of {MAX_DEATHS - 1})" if deaths else "")
             self._engine = self._start()
             self._running = asyncio.create_task(self._engine.run(), name="engine")
         else:

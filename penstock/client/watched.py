@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.client import frames
-from penstock.client.child import EngineChild
+from penstock.client.child import EngineChild, EngineConnection
 from penstock.client.liveness import Liveness
 from penstock.errors import EngineError
 
@@ -23,13 +23,19 @@ class WatchedEngine:
     Args:
         start: its first frame.
         take: called with each frame; may be replaced at any time.
+        launch: makes the connection to it; None: to a child process.
 
     Attributes:
         ready: its Ready frame, while it is ready.
     """
 
-    def __init__(self, start: frames.Start, take: Callable[[frames.FromEngine], None]) -> None:
-        self.child = EngineChild(start)
+    def __init__(
+        self,
+        start: frames.Start,
+        take: Callable[[frames.FromEngine], None],
+        launch: Callable[[frames.Start], EngineConnection] | None = None,
+    ) -> None:
+        self.child: EngineConnection = (launch or EngineChild)(start)
         self.liveness = Liveness()
         self.ready: frames.Ready | None = None
         self.take = take

@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock import validation as check
 from penstock.client.admission import AdmissionLimits
+from penstock.client.child import Launcher
 from penstock.client.engine_client import Prompt
 from penstock.client.isolation import IsolatedTokenizer
 from penstock.client.kv_transfer import KVTransferOptions
@@ -40,6 +41,7 @@ class AsyncLLM(ProcessClient):
         data_parallel_size: engines, each with the whole model and a process of its own, among which requests are
             divided (client/replicas.py). threads, memory and kv_cache_memory_bytes are those of each; left out, they
             share the machine.
+        launcher: how engines elsewhere are reached (ray_app/engines.py); then data_parallel_size is not used.
         options: of EngineConfig.from_options; of AdmissionLimits (client/admission.py), which bound what may wait, and
             beyond which a request is refused with EngineOverloadedError; of RecordOptions (client/records.py); and of
             KVTransferOptions (client/kv_transfer.py), for prefill and decoding on different engines.
@@ -57,6 +59,7 @@ class AsyncLLM(ProcessClient):
         tokenizer: Tokenizer | str | Any = None,
         standby: bool = False,
         data_parallel_size: int = 1,
+        launcher: Launcher | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(model, str):
@@ -80,7 +83,7 @@ class AsyncLLM(ProcessClient):
             record=record,
             standby=standby,
             follows_forms=own,
-            data_parallel_size=data_parallel_size,
+            launcher=launcher or Launcher(num_engines=data_parallel_size),
             transfer=transfer,
         )
         if isinstance(found, IsolatedTokenizer):

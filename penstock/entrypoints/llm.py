@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock import validation as check
 from penstock.assembly import BuiltEngine, build_engine
+from penstock.client.child import Launcher
 from penstock.client.engine_client import Prompt
 from penstock.client.in_process import InProcessClient
 from penstock.client.process import ProcessClient
@@ -110,7 +111,7 @@ class LLM:
         elif isinstance(model, str):
             sent, own = {"model": model, **options}, tokenizer is None
             make = partial(ProcessClient, sent, found, standby=standby, follows_forms=own)
-            self.client = StepClient(partial(make, data_parallel_size=data_parallel_size), found)
+            self.client = StepClient(partial(make, launcher=Launcher(num_engines=data_parallel_size)), found)
         else:
             raise NotSupportedError(
                 "engine_in_process: a model object needs an engine in its own process", param="model"

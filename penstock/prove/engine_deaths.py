@@ -92,7 +92,7 @@ class EngineDeaths:
                     trials.skip("only the native kernels promise the same bits")
                     return
                 if number not in crowds:
-                    crowds[number] = await _undisturbed(llm, trials.random)
+                    crowds[number] = await undisturbed(llm, trials.random, NUM_STREAMS)
                 crowd = Crowd(llm, trials, crowds[number], pauses)
                 await crowd.run()
             num_streams, num_tokens = num_streams + crowd.num_streams, num_tokens + crowd.num_tokens
@@ -130,10 +130,12 @@ class ReplicaDeaths(EngineDeaths):
 class Crowd:
     """Streams that run at once, each again when it has ended, until the client has had its share of deaths."""
 
+    num_kills: ClassVar[int] = KILLS_PER_CLIENT
+
     def __init__(self, llm: AsyncLLM, trials: Trials, cases: list[Case], pauses: Pauses) -> None:
         self.num_streams = self.num_tokens = 0
-        self._llm = llm
-        self._trials = trials
+        self.llm = llm
+        self.trials = trials
         self._cases = cases
         self._pauses = pauses
         self._over = False  # no death comes any more
@@ -144,45 +146,48 @@ class Crowd:
     async def run(self) -> None:
         readers = [asyncio.create_task(self._read_again_and_again(case)) for case in self._cases]
         try:
-            for number in range(KILLS_PER_CLIENT):
-                if number and not self._trials.go_on():
+            for number in range(self.num_kills):
+                if number and not self.trials.go_on():
                     break
                 # Never two in a row: a request that gets no token between three deaths fails, as it should.
-                hurry = number % 2 == 1 and self._trials.random.random() < 2 * SHARE_OF_HURRY
-                await self._end_engine(hurry=hurry)
-                self._trials.tried()
-            await self._until(self._recovered, "streams to go on")
+                hurry = number % 2 == 1 and self.trials.random.random() < 2 * SHARE_OF_HURRY
+                await self.end_engine(hurry=hurry)
+                self.trials.tried()
+            await self.until(self.recovered, "streams to go on")
         finally:
             self._over = True
             await asyncio.wait_for(asyncio.gather(*readers), PATIENCE_S)
 
     # --- deaths ----------------------------------------------------------------------------------------------------
 
-    async def _end_engine(self, *, hurry: bool) -> None:
+    async def end_engine(self, *, hurry: bool) -> None:
         """End the engine at a random moment; in a hurry, the recovery from the last death may still be under way."""
         if not hurry:
-            await self._until(self._recovered, "streams to go on")
-            await self._until(self._is_whole, "every engine and standby")
-            if self._llm.status().standby is not None and self._trials.random.random() < SHARE_OF_STANDBY:
+            await self.until(self.recovered, "streams to go on")
+            await self.until(self.is_whole, "every engine and standby")
+            if self.llm.status().standby is not None and self.trials.random.random() < SHARE_OF_STANDBY:
                 await self._end_standby()
-        await asyncio.sleep(self._trials.random.uniform(0, LONGEST_WAIT_S))
-        await self._until(lambda: self._llm.status().pid is not None, "an engine process")
-        status = self._llm.status()
-        pid = self._trials.random.choice([one.pid for one in status.replicas if one.pid is not None])
-        for case in self._cases:
-            case.is_interrupted = True
-        self._way = self._trials.random.choices([*WAYS], [*WAYS.values()])[0]
-        self._restarts, self._died_at = status.restarts, time.monotonic()
+        await asyncio.sleep(self.trials.random.uniform(0, LONGEST_WAIT_S))
+        await self.until(lambda: self.llm.status().pid is not None, "an engine process")
+        pid = self.trials.random.choice([one.pid for one in self.llm.status().replicas if one.pid is not None])
+        self.expect_death(self.trials.random.choices([*WAYS], [*WAYS.values()])[0])
         if self._way == OUT_OF_MEMORY:
             await self._take_memory(pid)
         else:
             send_signal(pid, signal.Signals[self._way])
 
+    def expect_death(self, way: str) -> None:
+        """Note that an engine is about to die this way: readers tell how long they wait from now on."""
+        for case in self._cases:
+            case.is_interrupted = True
+        self._way = way
+        self._restarts, self._died_at = self.llm.status().restarts, time.monotonic()
+
     async def _end_standby(self) -> None:
-        standby = self._llm.status().standby
+        standby = self.llm.status().standby
         send_signal(None if standby is None else standby.pid, signal.SIGKILL)
-        await self._until(lambda: self._llm.status().standby != standby, "the standby's death to be noticed")
-        await self._until(self._is_whole, "another standby")
+        await self.until(lambda: self.llm.status().standby != standby, "the standby's death to be noticed")
+        await self.until(self.is_whole, "another standby")
 
     async def _take_memory(self, pid: int | None) -> None:
         """Let an engine have no more memory than it has; one that needs none for a while is killed."""
@@ -190,23 +195,23 @@ class Crowd:
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_AS, (0, resource.RLIM_INFINITY))
         deadline = time.monotonic() + MEMORY_GRACE_S
-        while self._llm.status().restarts == self._restarts:
+        while self.llm.status().restarts == self._restarts:
             if time.monotonic() > deadline:
                 self._died_at = time.monotonic()
                 send_signal(pid, signal.SIGKILL)
             await asyncio.sleep(POLL_S)
 
-    def _recovered(self) -> bool:
+    def recovered(self) -> bool:
         return not any(case.is_interrupted for case in self._cases)
 
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Return whether no process is starting: one that is ended again and again before it is ready is given up."""
-        engines = self._llm.status().replicas
+        engines = self.llm.status().replicas
         standbys = [one.standby for one in engines]
         states = [one.state for one in engines] + [one.state for one in standbys if one is not None]
         return all(state is EngineState.READY for state in states)
 
-    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:
@@ -219,7 +224,7 @@ class Crowd:
         stream = case.stream
         while not self._over:
             try:
-                outputs = self._llm.generate({"prompt_token_ids": stream.prompt_token_ids}, stream.params)
+                outputs = self.llm.generate({"prompt_token_ids": stream.prompt_token_ids}, stream.params)
                 answer = await read(outputs, stream, lambda: self._noticed(case))
                 difference = answer.difference(case.expected)
             except (EngineError, ValueError) as error:
@@ -227,26 +232,26 @@ class Crowd:
                 case.is_interrupted = False
             if difference is not None:
                 what = f"{', '.join(stream.features)} after {self._way}: {difference[:2000]}; {stream.params}"
-                self._trials.wrong(what)
+                self.trials.wrong(what)
                 continue
             self.num_streams += 1
             self.num_tokens += answer.num_tokens
 
     def _noticed(self, case: Case) -> None:
         """Note an output: the first one of another engine tells how long its reader has waited."""
-        if case.is_interrupted and self._llm.status().restarts > self._restarts:
+        if case.is_interrupted and self.llm.status().restarts > self._restarts:
             case.is_interrupted = False
             pauses = self._pauses.after_hang if self._way == "SIGSTOP" else self._pauses.after_death
             pauses.append(time.monotonic() - self._died_at)
 
 
-async def _undisturbed(llm: AsyncLLM, random: Random) -> list[Case]:
+async def undisturbed(llm: AsyncLLM, random: Random, number: int) -> list[Case]:
     """Return new streams with the answers that their readers get when nothing dies."""
     try:
         has_text = llm.tokenizer is not None
     except ModelLoadError:
         has_text = False
-    streams = [Stream.at_random(random, llm.model_info, has_text=has_text) for _ in range(NUM_STREAMS)]
+    streams = [Stream.at_random(random, llm.model_info, has_text=has_text) for _ in range(number)]
     outputs = [llm.generate({"prompt_token_ids": stream.prompt_token_ids}, stream.params) for stream in streams]
     reading = (read(its, stream, lambda: None) for its, stream in zip(outputs, streams, strict=True))
     answers = await asyncio.gather(*reading)

@@ -1,5 +1,6 @@
 """Runs the proofs one after the other within the time given. Time that one does not need goes to those after it."""
 
+import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.parallel import ParallelBits
 from penstock.prove.parent_deaths import ParentDeaths
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
+from penstock.prove.ray_deaths import RayDeaths
 from penstock.prove.records import Replays
 from penstock.prove.same_bits import SameBits
 from penstock.prove.server_deaths import ServerDeaths
@@ -28,6 +30,7 @@ PROOFS: tuple[Proof, ...] = (
     EngineDeaths(),
     StandbyDeaths(),
     ReplicaDeaths(),
+    *([RayDeaths()] if importlib.util.find_spec("ray") is not None else []),  # an extra
     ServerDeaths(),
     ParentDeaths(),
     Faults(),

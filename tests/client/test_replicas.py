@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client import frames, replica
+from penstock.client.child import Launcher
 from penstock.client.engine_client import EngineState
 from penstock.client.liveness import Liveness
 from penstock.client.open_requests import OpenRequests
@@ -26,10 +27,10 @@ INFO = replace(model_info(64, 900), max_num_seqs=ROWS)
 class Supervisor:
     """Starts scripted engines when the test says so."""
 
-    def __init__(self, start, listener, *, standby, name):
+    def __init__(self, start, listener, *, standby, name, launch):
         self.start, self.listener, self.name, self.standby = start, listener, name, standby
         self.model_info = self.failure = self.engine = None
-        self.restarts, self.cache_bytes, self.last_death = 0, 77, ""
+        self.restarts, self.cache_bytes, self.last_death, self.was_let_go = 0, 77, "", False
         self.liveness = Liveness()
         self.child = self
 
@@ -55,6 +56,9 @@ class Supervisor:
             self.engine, self.failure = None, error
             self.listener.engine_failed(error)
 
+    def hang_up(self):
+        self.was_let_go = self.engine is not None
+
     def stop(self):
         self.give_up(EngineDeadError("stopped"))
 
@@ -73,12 +77,13 @@ def scripted():
 class Fleet:
     """Replicas of scripted engines, and the listener that owns the requests."""
 
-    def __init__(self, num_engines=2, *, starts=True, standby=False):
+    def __init__(self, num_engines=2, *, starts=True, standby=False, num_initial=None):
         self.requests = OpenRequests(None)
         self.blamed, self.errors, self.rows = [], [], 0
         start, none = frames.Start(-1, {}, num_engines=num_engines), RecordOptions(flight_recorder=0)
         outputs_left = lambda at_most, ignore_eos: float(at_most)  # noqa: E731
-        self.replicas = Replicas(start, self.requests, self, outputs_left, none, standby=standby)
+        launcher = Launcher(num_engines=num_engines, num_initial=num_initial)
+        self.replicas = Replicas(start, self.requests, self, outputs_left, none, standby=standby, launcher=launcher)
         if starts:
             self.first.ready()
             for supervisor in self.supervisors[1:]:
@@ -205,6 +210,42 @@ def test_a_stream_goes_on_at_once_in_an_engine_with_a_free_row():
     fleet.check_nothing_is_kept()
 
 
+def test_an_engine_that_leaves_ends_its_streams_first():
+    """Guards against a replica that is taken away under its streams, gets new ones, or never goes; and against a leave
+    that outlives the engine."""
+    fleet = Fleet()
+    first, replica = fleet.open([1]), fleet.replicas._replicas[0]
+    assert fleet.places()[fleet.requests.running_of(first)[0]] == [0]
+    replica.leaving()
+    others = [fleet.open([number]) for number in (2, 3, 4)]
+    assert {tuple(fleet.places()[fleet.requests.running_of(request)[0]]) for request in others} == {(1,)}
+    for _ in range(NUM_TOKENS - 1):
+        fleet.step(0)
+    assert not fleet.first.was_let_go
+    fleet.step(0)
+    assert fleet.first.was_let_go
+    assert fleet.received_of(first) == [expected_outputs([1], NUM_TOKENS)]
+    fleet.first.die()
+    fleet.first.ready()
+    fleet.open([5])
+    assert sorted(len(supervisor.engine.requests) for supervisor in fleet.supervisors) == [1, 3]
+    fleet.finish()
+    fleet.check_nothing_is_kept()
+
+
+def test_engines_beyond_the_first_ones_come_when_they_can():
+    """Guards against a server that waits for machines which a cluster may never have."""
+    fleet = Fleet(3, starts=False, num_initial=2)
+    fleet.first.ready()
+    assert not fleet.replicas.settled.is_set()
+    fleet.supervisors[2].ready()
+    assert (fleet.replicas.settled.is_set(), fleet.replicas.state) == (True, EngineState.READY)
+    fleet.open([1]), fleet.open([2])
+    fleet.supervisors[1].ready()
+    fleet.open([3])
+    assert [len(supervisor.engine.requests) for supervisor in fleet.supervisors] == [1, 1, 1]
+
+
 def test_choices_of_one_prompt_and_equal_prefixes_stay_together():
     """Guards against a prompt that is computed in two engines."""
     fleet = Fleet()
@@ -213,7 +254,7 @@ def test_choices_of_one_prompt_and_equal_prefixes_stay_together():
     places = fleet.places()
     assert {tuple(places[name]) for name in fleet.requests.running_of(first)} == {(places.popitem()[1][0],)}
     fleet.finish()
-    home = next(index for index in (0, 1) if fleet.replicas.dispatcher._router._known.get(index))
+    home = next(index for index in (0, 1) if fleet.replicas.dispatcher.router._known.get(index))
     second, other = fleet.open([*prefix, 101]), fleet.open([7] * 49)
     assert fleet.places()[fleet.requests.running_of(second)[0]] == [home]
     assert fleet.places()[fleet.requests.running_of(other)[0]] == [1 - home]

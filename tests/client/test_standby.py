@@ -9,6 +9,7 @@ import pytest
 
 from penstock import AsyncLLM, SamplingParams
 from penstock.client import frames, supervisor, watched
+from penstock.client.child import EngineConnection
 from penstock.client.engine_client import EngineState
 from penstock.interface.messages import EngineStats
 from penstock.kernels.cpu.library import load_library
@@ -22,6 +23,9 @@ OPTIONS = {"max_num_seqs": 3, "memory": 2**30}
 
 class Child:
     """An engine process that says what a test puts into it, and dies when told."""
+
+    is_remote = False
+    reason_of = EngineConnection.reason_of
 
     def __init__(self, start):
         self.start = start

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from penstock.client import frames, liveness, supervisor, watched
+from penstock.client.child import EngineConnection
 from penstock.client.engine_client import EngineState
 from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats
@@ -22,6 +23,8 @@ class ScriptedChild:
     """An engine process that says what a script has for its epoch, an exception being a broken frame, and dies."""
 
     pid = 1234
+    is_remote = False
+    reason_of = EngineConnection.reason_of
 
     def __init__(self, script, first):
         self.script = list(script)
@@ -76,6 +79,9 @@ class Watched:
 
     def received(self, frame):
         self.frames.append(frame)
+
+    def leaving(self):
+        raise AssertionError("no child process says so")
 
     def recovered(self):
         return True

@@ -1,0 +1,216 @@
+"""Both ways to run the server on a Ray cluster.
+
+penstock serve --on-ray     our server in this process, with all its options; the engines are Serve replicas
+build(args)                 an application for a Serve config file: our server is a Serve deployment too
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from starlette.types import Receive, Scope, Send
+
+from penstock import validation as check
+from penstock.client.engine_client import EngineState
+from penstock.client.replicas import MAX_REPLICAS
+from penstock.entrypoints.async_llm import AsyncLLM
+from penstock.errors import InvalidRequestError
+from penstock.ray_app.engines import ByQueuedTokens, EngineReplica
+from penstock.ray_app.remote import EnginePool
+from penstock.server.app import create_app
+from penstock.server.options import ServerOptions
+from penstock.server.serve import run
+
+SERVER_OPTIONS = (
+    "api_key", "served_model_names", "allowed_hosts", "allowed_origins", "tool_call_parser", "reasoning_parser",
+    "request_timeout_s", "drain_timeout_s",
+)  # fmt: skip
+STOP_S = 3600.0  # for the streams of a replica that Serve stops to end; afterwards they go on elsewhere
+UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """How many engines there are, and what Ray reserves for each.
+
+    Attributes:
+        num_replicas: to start with, and at least.
+        max_replicas: at most; between the two, as many as the queued tokens need.
+        num_cpus: cores of each.
+        target_queued_tokens: that one engine should have to compute, of prompts and expected outputs.
+        upscale_delay_s, downscale_delay_s: for how long more, or fewer, have to be needed.
+    """
+
+    num_replicas: int = 1
+    max_replicas: int | None = None
+    num_cpus: float = 1.0
+    target_queued_tokens: float = 16384.0
+    upscale_delay_s: float = UPSCALE_DELAY_S
+    downscale_delay_s: float = DOWNSCALE_DELAY_S
+
+    def __post_init__(self) -> None:
+        check.check_int("num_replicas", self.num_replicas, 1, MAX_REPLICAS)
+        if self.max_replicas is not None:
+            check.check_int("max_replicas", self.max_replicas, self.num_replicas, MAX_REPLICAS)
+        check.check_float("num_cpus", self.num_cpus, 0.0, 4096.0, low_open=True)
+        check.check_float("target_queued_tokens", self.target_queued_tokens, 0.0, 1e12, low_open=True)
+        for name in ("upscale_delay_s", "downscale_delay_s"):
+            check.check_float(name, getattr(self, name), 0.0, 1e6)
+
+    @property
+    def most(self) -> int:
+        """Return how many there are at most."""
+        return self.max_replicas or self.num_replicas
+
+
+def engines(options: ReplicaOptions) -> serve.Application:
+    """Return the application of which every replica bears an engine."""
+    scaling: dict[str, Any] = {"num_replicas": options.num_replicas}
+    if options.most > options.num_replicas:
+        policy = AutoscalingPolicy(
+            policy_function=ByQueuedTokens, policy_kwargs={"target_queued_tokens": options.target_queued_tokens}
+        )
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=options.num_replicas,
+                max_replicas=options.most,
+                upscale_delay_s=options.upscale_delay_s,
+                downscale_delay_s=options.downscale_delay_s,
+                look_back_period_s=min(UPSCALE_DELAY_S, max(1.0, options.upscale_delay_s)),
+                policy=policy,
+            )
+        }
+    deployment = serve.deployment(EngineReplica).options(
+        name="PenstockEngine",
+        max_ongoing_requests=1,  # the lease
+        graceful_shutdown_timeout_s=STOP_S,
+        ray_actor_options={"num_cpus": options.num_cpus},
+        request_router_config=RequestRouterConfig(request_router_class="penstock.ray_app.routing:LeaseRouter"),
+        **scaling,
+    )
+    return deployment.bind(options.num_cpus)
+
+
+def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> AsyncLLM:
+    """Return a client of the engines behind a handle. Raises as AsyncLLM."""
+    if "flight_recorder" in client_options or "record_dir" in client_options:
+        message = "flight_recorder, record_dir: not with engines on other machines, which cannot write our memory"
+        raise InvalidRequestError(message, param="flight_recorder")
+    if client_options.get("kv_role") is not None:
+        raise InvalidRequestError("kv_role: not on Ray: its directory of blocks is on one machine", param="kv_role")
+    if client_options.get("standby"):
+        raise InvalidRequestError("standby: not on Ray; start one more replica instead", param="standby")
+    pool = EnginePool(handle, options.most, options.num_replicas)
+    llm = AsyncLLM(launcher=pool.launcher, flight_recorder=0, **client_options)
+    pool.client = llm
+    return llm
+
+
+@contextmanager
+def deployed(options: ReplicaOptions, name: str) -> Iterator[Any]:
+    """Start engines on the cluster that RAY_ADDRESS or this machine's Ray names; yield their handle, and end them.
+
+    Raises:
+        InvalidRequestError: there is no cluster.
+    """
+    if not ray.is_initialized():
+        try:
+            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level="warning")
+        except (ConnectionError, RuntimeError, TimeoutError) as error:  # none, or one that does not answer
+            message = f"on_ray: there is no Ray cluster ({error}); start one with `ray start --head`"
+            raise InvalidRequestError(message, param="on_ray") from None
+    serve.start(proxy_location="Disabled")  # where Serve does not run yet: HTTP is this process's own business
+    try:
+        yield serve.run(engines(options), name=name, route_prefix=None)
+    finally:
+        serve.delete(name)
+
+
+def serve_here(options: ServerOptions, replicas: dict[str, Any], client: dict[str, Any]) -> int:
+    """Run our server in this process until a signal, and return its exit code.
+
+    Args:
+        replicas: of ReplicaOptions.
+        client: of AsyncLLM; its data_parallel_size is how many replicas there are to start with.
+
+    Raises:
+        InvalidRequestError: an option is wrong, or there is no cluster.
+    """
+    counts = ReplicaOptions(num_replicas=client.pop("data_parallel_size", 1), **replicas)
+    with deployed(counts, f"penstock-{options.port or os.getpid()}") as handle:
+        return run(connect(handle, counts, **client), options)
+
+
+# --- for a Serve config file ------------------------------------------------------------------------------------------
+
+
+class _Forward:
+    """The web application of the Serve replica that it is called in."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await serve.get_replica_context().servable_object.web(scope, receive, send)
+
+
+class Server:
+    """Our server as a Serve deployment, of one replica: it has the leases.
+
+    Args:
+        settings: of ReplicaOptions, of the server and of AsyncLLM, by part.
+        handle: of the engines.
+    """
+
+    def __init__(self, replicas: ReplicaOptions, server: dict[str, Any], client: dict[str, Any], handle: Any) -> None:
+        self._client = connect(handle, replicas, **client)
+        self._options = ServerOptions(host="0.0.0.0", **server)
+        self._app = create_app(self._client, self._options)
+        self._is_attached = False
+
+    async def web(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._attach()
+            await self._app(scope, receive, send)
+
+    async def _attach(self) -> None:
+        if not self._is_attached:
+            self._is_attached = True
+            await self._client.attach()
+            self._app.state.context.kept.start()
+
+    async def check_health(self) -> None:
+        """Start the engines without waiting for a request; raise if there will be none any more."""
+        await self._attach()
+        if self._client.status().state is EngineState.FAILED:
+            raise RuntimeError("the engines cannot be restarted; the log says why")
+
+    async def __del__(self) -> None:
+        """End the engines; Serve waits for open requests before."""
+        await self._client.shutdown()
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """Return the application of a Serve config file: `import_path: penstock.ray_app:build`.
+
+    args: of ReplicaOptions, of SERVER_OPTIONS and of AsyncLLM (model, dtype, max_queue_wait, ...).
+
+    Raises:
+        InvalidRequestError: one of them is unknown or wrong.
+    """
+    rest = dict(args)
+    replicas = check.take_options(ReplicaOptions, rest)
+    server = {name: rest.pop(name) for name in SERVER_OPTIONS if name in rest}
+    for name in ("served_model_names", "allowed_hosts", "allowed_origins"):
+        if name in server:
+            server[name] = tuple(server[name])
+    deployment = serve.deployment(serve.ingress(_Forward())(Server)).options(
+        name="PenstockServer",
+        num_replicas=1,
+        max_ongoing_requests=100_000,  # our own limits refuse with 429 and say when to come back
+        graceful_shutdown_timeout_s=float(server.get("drain_timeout_s", 30.0)),
+        ray_actor_options={"num_cpus": 0},
+    )
+    return deployment.bind(replicas, server, rest, engines(replicas))
