@@ -179,11 +179,6 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.pipeline_parallel_size > 1 and self.num_ranks > 1:
-            message = (
-                f"pipeline_parallel_size: stages of several ranks are planned, not built; use 1 with {self.num_ranks}"
-            )
-            raise NotSupportedError(f"{message} ranks", param="pipeline_parallel_size")
         if self.num_ranks > 1:
             self._check_split()
 
@@ -194,7 +189,7 @@ class ParallelConfig:
 
     @property
     def num_ranks(self) -> int:
-        """The number of processes that share the model."""
+        """The number of processes that share each layer."""
         sizes = self.tensor_parallel_size, self.attention_parallel_size or 1, self.mlp_parallel_size or 1
         return max(*sizes, self.expert_parallel_size)
 

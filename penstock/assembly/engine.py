@@ -10,8 +10,8 @@ from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
 from penstock.assembly.model import Weights, make_grammars, make_model, make_ops, read_scales
 from penstock.assembly.offload import check_offload, make_store
-from penstock.assembly.pipeline import open_pipeline
-from penstock.assembly.ranks import RankPlan, StartRanks, check_split, start_ranks
+from penstock.assembly.rank_plan import RankPlan
+from penstock.assembly.ranks import StartRanks, check_split, find_degrees, start_ranks
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -140,7 +140,7 @@ def build_engine(
     )
     plan = memory.cache if memory is not None else _plan_cache(config, model_config, free, groups)
     forms = make_grammars(model_config, weights)
-    plan_of_ranks = RankPlan(config, model_config, weights, tuple(plan.groups))
+    plan_of_ranks = RankPlan(config, model_config, weights, tuple(plan.groups), find_degrees(config, model_config))
     model, executor, cache_bytes = _open(plan_of_ranks, ops, kv_scales, forms, start)
     if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {cache_bytes} bytes where {plan.num_bytes} were planned")
@@ -157,13 +157,11 @@ def _open(
 ) -> tuple[CausalLM, Executor, int]:
     """Load the model, here or in several processes. Return it, what computes with it, and the bytes of its caches."""
     config, model_config, groups = plan.config, plan.model_config, list(plan.groups)
-    if config.parallel.pipeline_parallel_size > 1:
-        pipeline = open_pipeline(config, model_config, plan.weights, groups)
-        model: CausalLM = _NoModel("pipeline_parallel_size", "no process has the whole model; use 1 to look into it")
-        return model, pipeline, pipeline.cache_bytes
-    if config.parallel.num_ranks > 1:
+    has_stages = config.parallel.pipeline_parallel_size > 1
+    if has_stages or config.parallel.num_ranks > 1:
         leader = start(plan, ops, forms)
-        model = _NoModel("tensor_parallel_size", "no process has the whole model; use 1 to look into it")
+        option = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
+        model: CausalLM = _NoModel(option, "no process has the whole model; use 1 to look into it")
         return model, leader.executor, leader.cache_bytes
     model = make_model(config, model_config, plan.weights, ops)
     runner = ModelRunner(model, ops, groups, config, model_config, kv_scales, forms)

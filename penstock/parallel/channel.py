@@ -1,8 +1,8 @@
-"""What crosses between the processes of one engine, over inherited sockets: typed msgpack and arrays. No pickle.
+"""What crosses between the processes of one engine, over inherited sockets: typed msgpack and arrays.
 
-    engine -> every rank     Begin, then a StepOrder for each step
+    engine -> every rank     what it computes (assembly/pipeline.py), then a StepOrder for each step
     rank -> the next rank    Handed: the residual stream and the branch of a step, as they lie in memory
-    rank -> engine           Ready or CannotStart; of the last rank Done or StepFailed for each step
+    rank -> engine           Ready or CannotStart; for each step a Span, of the last stage Done or StepFailed
 
 Each message is preceded by its length. The end of a socket is the end of the process behind it.
 """
@@ -39,10 +39,9 @@ class StepOrder:
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The rank has its layers: bytes of its key/value caches, and of its weights."""
+    """The rank has its layers: bytes of its key/value caches."""
 
     cache_bytes: int
-    weight_bytes: int
 
 
 class CannotStart(msgspec.Struct, tag=True, frozen=True):

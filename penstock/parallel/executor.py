@@ -35,7 +35,7 @@ class Runner(Protocol):
 class Follower(Runner, Protocol):
     """Computes the part of a rank that does not sample."""
 
-    def append(self, sampled: NewTokens) -> None:
+    def note_outputs(self, outputs: NewTokens) -> None:
         """Note what the leader sampled in the last step."""
 
 
@@ -109,5 +109,5 @@ def follow(runner: Follower, leader: Connection) -> None:
             return
         if not isinstance(step, Step):
             raise ExecutorLostError(f"the leader sent {type(step).__name__}")
-        runner.append(step.sampled)
+        runner.note_outputs(step.sampled)
         runner.execute(step.plan)

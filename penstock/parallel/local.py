@@ -55,7 +55,7 @@ class LocalGroup:
         self._inboxes.append(inbox)
         self._following.release()
         while (step := inbox.get()) is not None:
-            runner.append(step.sampled)
+            runner.note_outputs(step.sampled)
             runner.execute(step.plan)
 
     def wait_until_whole(self) -> None:

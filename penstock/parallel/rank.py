@@ -1,6 +1,12 @@
-"""What a rank of a pipeline does: it computes its layers of every step, in order, until its engine hangs up."""
+"""What a rank of a pipeline does: it computes its layers of every step, in order, until its engine hangs up.
 
+A step that a stage of one rank cannot compute costs that step only. Ranks that share a stage are no longer at the same
+place of the model then, so they end, and their engine with them.
+"""
+
+import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -32,12 +38,24 @@ class StagePart(Protocol):
 
 
 class Rank:
-    """One stage and its connections: to the engine, from the stage before and to the next; None at the ends."""
+    """A stage, or a rank's part of it, and its connections: to the engine, from the stage before and to the next; None
+    at the ends."""
 
     def __init__(
-        self, index: int, runner: StagePart, engine: Channel, before: Channel | None, after: Channel | None
+        self,
+        stage: int,
+        runner: StagePart,
+        engine: Channel,
+        before: Channel | None,
+        after: Channel | None,
+        *,
+        rank: int = 0,
+        is_alone: bool = True,
     ) -> None:
-        self._index = index
+        """rank: in its stage. is_alone: whether it has all of the stage."""
+        self._index = stage
+        self._rank = rank
+        self._is_alone = is_alone
         self._runner = runner
         self._engine = engine
         self._before = before
@@ -64,13 +82,20 @@ class Rank:
                 result = self._runner.compute(order.plan, order.outputs, handed)
             else:
                 self._runner.skip(order.plan, order.outputs)
+        except ExecutorLostError:
+            raise
         except Exception as error:  # which belongs to this step; the next ones go on
+            if not self._is_alone:
+                print(f"penstock: rank {self._rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                raise ExecutorLostError("the ranks of a stage are not at the same place any more") from error
             failure = failure or StepFailed(f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
-        scheduled = order.plan.scheduled
-        span = Span(self._index, order.plan.step_id, len(scheduled), order.plan.num_tokens, begin, time.perf_counter())
-        self._engine.send(encode(span))
+        if self._rank == 0:
+            rows, tokens = len(order.plan.scheduled), order.plan.num_tokens
+            span = Span(self._index, order.plan.step_id, rows, tokens, begin, time.perf_counter())
+            self._engine.send(encode(span))
         if self._after is None:
-            self._engine.send(encode(Done(result) if failure is None and result is not None else failure))
+            if self._rank == 0:
+                self._engine.send(encode(Done(result) if failure is None and result is not None else failure))
         elif failure is not None:
             send_failure(self._after, failure)
         else:

@@ -1,10 +1,8 @@
 """Several ranks answer with the bits of one process; and what happens when one of them ends, hangs or fails."""
 
 import asyncio
-import itertools
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +16,7 @@ from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.errors import ExecutorLostError
 from penstock.layers import split
 from penstock.parallel import links
-from penstock.parallel.links import Links, shared_memory
+from penstock.parallel.links import Links, Meeting
 from penstock.prove import tiny_models
 from penstock.prove.parallel import differs
 from tests.kernels.packed import levels
@@ -32,6 +30,16 @@ SPLITS: list[tuple[str, dict[str, Any]]] = [
     ("Gemma 2", {"tensor_parallel_size": 4, "mlp_parallel_size": 2, "dtype": "bfloat16"}),
     ("Mixtral", {"tensor_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8"}),
     ("Qwen3-MoE", {"mlp_parallel_size": 4, "expert_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8-x2"}),
+    ("Llama", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "dtype": "float32"}),
+    ("Falcon", {"pipeline_parallel_size": 2, "tensor_parallel_size": 4, "dtype": "bfloat16", "quantization": "int4"}),
+    (
+        "Gemma 2",
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "mlp_parallel_size": 4, "kv_cache_dtype": "int8"},
+    ),
+    (
+        "Mixtral",
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2, "quantization": "int8"},
+    ),
 ]
 
 
@@ -57,12 +65,9 @@ def test_the_comparison_can_fail(models: dict[str, str], monkeypatch: pytest.Mon
 @contextmanager
 def linked(size: int, place_bytes: int = 4096) -> Iterator[list[Links]]:
     """The links of ranks in this process."""
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-    for one, other in itertools.combinations(range(size), 2):
-        ends[one][other], ends[other][one] = socket.socketpair()
-    memory = shared_memory(size, place_bytes)
-    ranks = [Links(rank, peers, memory, place_bytes) for rank, peers in enumerate(ends)]
-    os.close(memory)
+    meeting = Meeting(size, place_bytes)
+    ranks = [meeting.join(rank) for rank in range(size)]
+    meeting.close()
     yield ranks
     for rank in ranks:
         rank.close()
