@@ -11,7 +11,7 @@ from penstock.assembly.info import describe, with_memory
 from penstock.assembly.model import Weights, make_grammars, make_model, make_ops, read_scales
 from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.rank_plan import RankPlan
-from penstock.assembly.ranks import StartRanks, check_split, find_degrees, start_ranks
+from penstock.assembly.ranks import StartRanks, check_split, find_degrees, read_sharding, start_ranks
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -39,7 +39,6 @@ from penstock.plugins.user_files import import_files
 from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.sharding_map import ShardingMap
 from penstock.tokenizer.grammars import Grammars
 from penstock.validation import fail
 from penstock.weights import packed
@@ -47,7 +46,6 @@ from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance
 from penstock.weights.sizes import model_sizes
-from penstock.weights.sources import read_parameters
 
 UNLIMITED = 2**62  # bytes
 
@@ -308,17 +306,12 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_eng
 
 
 def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
-    """Check that a sharding file fits the model. Return its effect on one device, for EngineConfig.reasons."""
-    file = config.parallel.sharding_config
-    if file is None:
+    """Check that a sharding file fits the model. Return its effect, for EngineConfig.reasons."""
+    sharding, size = read_sharding(config, model), config.parallel.num_ranks
+    if sharding is None:
         return {}
-    try:
-        axes = ShardingMap.from_file(Path(file)).resolve(read_parameters(model))
-    except ModelLoadError as error:
-        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
-    if config.parallel.num_ranks > 1:
-        message = f"sharding_config: {file} fits, but several processes split a model as its table says; leave it out"
-        raise NotSupportedError(message, param="sharding_config")
+    axes, _ = sharding
     split = sum(axis is not None for axis in axes.values())
-    reason = f"{file}: it fits, and splits {split} of {len(axes)} parameters; on one device nothing is split"
+    effect = "on one device nothing is split" if size == 1 else f"over {size} processes"
+    reason = f"{config.parallel.sharding_config}: it fits, and splits {split} of {len(axes)} parameters; {effect}"
     return {"sharding_config": reason}

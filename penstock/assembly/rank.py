@@ -6,7 +6,7 @@ import socket
 
 from penstock.assembly.pipeline import Begin, make_stage_runner
 from penstock.errors import ExecutorLostError, PenstockError
-from penstock.layers.split import Ranks
+from penstock.layers.wires import Ranks
 from penstock.parallel.channel import CannotStart, Channel, Ready, encode
 from penstock.parallel.links import inherit
 from penstock.parallel.rank import Rank

@@ -9,8 +9,9 @@ from penstock.kernels.arena import LOGITS_ROWS
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import as_array
-from penstock.layers.split import Ranks, Split
+from penstock.layers.split import Split
 from penstock.layers.stage import Stage
+from penstock.layers.wires import Ranks
 from penstock.runner.following import FollowingRunner
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.structured import Forms

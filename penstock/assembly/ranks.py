@@ -15,7 +15,7 @@ from penstock.assembly.model import Weights, make_ops
 from penstock.assembly.pipeline import open_pipeline
 from penstock.assembly.rank_plan import RankPlan, make_runner
 from penstock.config import EngineConfig
-from penstock.errors import ExecutorLostError, InvalidRequestError, NotSupportedError, PenstockError
+from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError, NotSupportedError, PenstockError
 from penstock.interface.step import Executor
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import is_torch
@@ -25,9 +25,11 @@ from penstock.plugins.user_files import import_files
 from penstock.runner.following import FollowingRunner
 from penstock.runner.structured import Forms
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.placement import place
+from penstock.spec.sharding_map import ShardingMap
 from penstock.spec.shares import Degrees, heads_are_together
 from penstock.weights import packed
-from penstock.weights.sources import read_parameters
+from penstock.weights.sources import read_parameters, read_table
 
 MODULE = "penstock.assembly.ranks"
 EXIT_CANNOT_BUILD = 2
@@ -46,9 +48,31 @@ StartRanks = Callable[[RankPlan, Ops, Forms | None], Leader]
 
 
 def find_degrees(config: EngineConfig, model: ModelConfig) -> Degrees:
-    """Return how the ranks of a resolved config split a model. Raise InvalidRequestError if they cannot."""
-    together = heads_are_together(read_parameters(model), model)
-    return config.parallel.degrees(model, together=together)
+    """Return how the ranks of a resolved config split a model: as its table says, or a sharding map.
+
+    Raises:
+        InvalidRequestError: they cannot; the message says what can.
+    """
+    parameters = read_parameters(model)
+    degrees = config.parallel.degrees(model, together=heads_are_together(parameters, model))
+    sharding = read_sharding(config, model)
+    return degrees if sharding is None else place(degrees, *sharding, parameters)
+
+
+def read_sharding(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, int | None], dict[str, bool]] | None:
+    """Return the axes and hints of a config's sharding map; None if it names none.
+
+    Raises:
+        InvalidRequestError: the map does not fit the model.
+    """
+    file = config.parallel.sharding_config
+    if file is None:
+        return None
+    try:
+        found, parameters = ShardingMap.from_file(Path(file)).of(read_table(model)), read_parameters(model)
+        return found.resolve(parameters), found.hints(parameters)
+    except ModelLoadError as error:
+        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
 
 
 def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:

@@ -24,6 +24,7 @@ from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
+from penstock.models.config_json import load_model_config
 from penstock.parallel.channel import Channel
 from penstock.parallel.executor import ParallelExecutor
 from penstock.parallel.local import LocalGroup
@@ -32,8 +33,14 @@ from penstock.prove import tiny_models
 from penstock.prove.proof import Trials
 from penstock.runner.following import FollowingRunner
 from penstock.runner.structured import Forms
+from penstock.spec.cuts import is_beginning, module_of
+from penstock.spec.shares import general
+from penstock.weights.sources import read_parameters
 
 PROCESSES_EVERY = 5
+MAPS = 0.4  # of the trials have a sharding map
+HINTS = 0.3  # of the branches have a hint in it
+BY_MAP = ("attention_parallel_size", "mlp_parallel_size")
 BASE: dict[str, Any] = {
     "load_format": "dummy", "max_model_len": 128, "threads": 1, "kernels": "cpu", "kv_cache_memory_bytes": 2**22,
     "max_num_batched_tokens": 48, "max_num_seqs": 8,
@@ -85,20 +92,27 @@ class ParallelBits:
         """Compare one random split of one random model per trial."""
         place = Path(tempfile.mkdtemp(prefix="penstock-prove-"))
         models = tiny_models.write(place)
-        num_processes = 0
+        num_processes = num_maps = 0
+        file = place / "sharding.yaml"
         try:
             while trials.go_on():
                 name = trials.random.choice(sorted(models))
                 options = draw(trials.random)
+                if trials.random.random() < MAPS:
+                    file.write_text(draw_map(Path(models[name]), trials.random))
+                    options |= dict.fromkeys(BY_MAP) | {"expert_parallel_size": 1, "sharding_config": str(file)}
+                    num_maps += 1
                 as_processes = trials.outcome.tried % PROCESSES_EVERY == 0
                 num_processes += as_processes
                 wrong = differs(models[name], options, as_processes=as_processes)
                 trials.tried()
                 if wrong is not None:
-                    trials.wrong(f"{name}, {options}, {'processes' if as_processes else 'threads'}: {wrong}")
+                    text = file.read_text() if "sharding_config" in options else ""
+                    trials.wrong(f"{name}, {options}, {'processes' if as_processes else 'threads'}: {wrong} {text}")
         finally:
             shutil.rmtree(place)
         trials.figure("splits_in_processes", num_processes)
+        trials.figure("sharding_maps", num_maps)
 
 
 def draw(chance: random.Random) -> dict[str, Any]:
@@ -107,6 +121,15 @@ def draw(chance: random.Random) -> dict[str, Any]:
     if all(options[name] in (None, 1) for name in SPLITS):
         options["tensor_parallel_size"] = 2
     return options
+
+
+def draw_map(model: Path, chance: random.Random) -> str:
+    """Return a random sharding map of a model: an axis of each parameter or none, and some hints."""
+    parameters = read_parameters(load_model_config(model)).values()
+    axes = {general(item.name): chance.randrange(-1, len(item.shape)) for item in parameters}
+    modules = sorted({module_of(item) for item in parameters if is_beginning(item)})
+    hints = {module: chance.choice((-1, 1)) for module in modules if chance.random() < HINTS}
+    return "".join(f"{name}: {axis}\n" for name, axis in (axes | hints).items())
 
 
 def differs(model: str, options: dict[str, Any], *, as_processes: bool) -> str | None:

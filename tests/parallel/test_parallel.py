@@ -1,7 +1,9 @@
 """Several ranks answer with the bits of one process; and what happens when one of them ends, hangs or fails."""
 
 import asyncio
+import json
 import os
+import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,8 +20,9 @@ from penstock.layers import split
 from penstock.parallel import links
 from penstock.parallel.links import Links, Meeting
 from penstock.prove import tiny_models
-from penstock.prove.parallel import differs
+from penstock.prove.parallel import differs, draw_map
 from tests.kernels.packed import levels
+from tests.models.test_sharding_map import JETSTREAM
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
 
@@ -54,6 +57,35 @@ def test_every_split_has_the_bits_of_one_process(models: dict[str, str], name: s
     """Guards against a sum in another order, a rounding too early, and ranks that disagree. `penstock prove --only
     parallel` draws from all splits."""
     assert differs(models[name], options, as_processes=False) is None
+
+
+@pytest.mark.covers("J11", "J12")
+@pytest.mark.parametrize(("name", "seed"), [("Llama", 3), ("Gemma 2", 1), ("Mixtral", 2), ("Falcon", 5)])
+def test_any_sharding_map_has_the_bits_of_one_process(
+    models: dict[str, str], name: str, seed: int, tmp_path: Path
+) -> None:
+    """Guards against a map whose weights are put together in another order. `penstock prove --only parallel` draws
+    more; tests/parallel/test_shares.py has what every map must fulfil."""
+    chance, file = random.Random(seed), tmp_path / "map.yaml"
+    file.write_text(draw_map(Path(models[name]), chance))
+    options = {
+        "dtype": "bfloat16", "quantization": chance.choice([None, "int8", "int4"]), "sharding_config": str(file),
+        "tensor_parallel_size": chance.choice([2, 4]), "pipeline_parallel_size": chance.choice([1, 2]),
+    }  # fmt: skip
+    assert differs(models[name], options, as_processes=False) is None
+
+
+@pytest.mark.covers("J9", "J11")
+def test_the_document_s_map_runs_on_four_ranks(tmp_path: Path) -> None:
+    """Guards against JetStream's example, to the letter, that is read but cannot be used: one key/value head for four
+    ranks, an embedding that is split along its columns, and a head that is tied to it."""
+    shape = {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    gemma = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
+    (tmp_path / "config.json").write_text(json.dumps(tiny_models.LLAMA | gemma | shape))
+    file = tmp_path / "gemma.yaml"
+    file.write_text(JETSTREAM)
+    options = {"tensor_parallel_size": 4, "sharding_config": str(file), "dtype": "bfloat16"}
+    assert differs(str(tmp_path), options, as_processes=False) is None
 
 
 def test_the_comparison_can_fail(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
