@@ -6,9 +6,9 @@ import socket
 
 from penstock.assembly.pipeline import Begin, make_stage_runner
 from penstock.errors import ExecutorLostError, PenstockError
-from penstock.layers.wires import Ranks
 from penstock.parallel.channel import CannotStart, Channel, Ready, encode
-from penstock.parallel.links import inherit
+from penstock.parallel.links import Links, inherit
+from penstock.parallel.local import LocalRanks
 from penstock.parallel.rank import Rank
 
 
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     return serve(engine, before, after, inherit(argv[3:]) if argv[3:] else None)
 
 
-def serve(engine: Channel, before: Channel | None, after: Channel | None, ranks: Ranks | None) -> int:
+def serve(engine: Channel, before: Channel | None, after: Channel | None, ranks: Links | LocalRanks | None) -> int:
     """Do so over these connections. Return the exit status."""
     try:
         begin: Begin = pickle.loads(engine.receive())  # from the process that started this one
@@ -38,5 +38,5 @@ def serve(engine: Channel, before: Channel | None, after: Channel | None, ranks:
         message = str(error) or "there is no memory for its layers"
         engine.send(encode(CannotStart(message, getattr(error, "param", None))))
         return 1
-    Rank(begin.stage, runner, engine, before, after, rank=begin.rank, is_alone=ranks is None).run()
+    Rank(begin.stage, runner, engine, before, after, rank=begin.rank, peers=ranks).run()
     return 0

@@ -78,6 +78,11 @@ class Group:
         self._connections.append(Connection(ours.detach()))
 
     @property
+    def bytes_received(self) -> int:
+        """What the other ranks have given the leader so far."""
+        return self.links.bytes_received
+
+    @property
     def pids(self) -> list[int]:
         """The process ids of the ranks after the leader."""
         return [process.pid for process in self._processes]

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from penstock.errors import ExecutorLostError
@@ -37,6 +38,16 @@ class StagePart(Protocol):
     ) -> Any: ...
 
 
+class Peers(Protocol):
+    """How a rank meets the others of its stage.
+
+    Attributes:
+        bytes_received: what they have given it so far.
+    """
+
+    bytes_received: int
+
+
 class Rank:
     """A stage, or a rank's part of it, and its connections: to the engine, from the stage before and to the next; None
     at the ends."""
@@ -50,12 +61,12 @@ class Rank:
         after: Channel | None,
         *,
         rank: int = 0,
-        is_alone: bool = True,
+        peers: Peers | None = None,
     ) -> None:
-        """rank: in its stage. is_alone: whether it has all of the stage."""
+        """rank: in its stage. peers: the others of it; None: it has all of the stage."""
         self._index = stage
         self._rank = rank
-        self._is_alone = is_alone
+        self._peers = peers
         self._runner = runner
         self._engine = engine
         self._before = before
@@ -71,9 +82,11 @@ class Rank:
 
     def _step(self, order: StepOrder) -> None:
         failure: StepFailed | None = None
-        result = None
+        result, handed, received = None, None, 0
+        before = 0 if self._peers is None else self._peers.bytes_received
         try:
-            handed = None if self._before is None else receive_handed(self._before)
+            if self._before is not None:
+                handed, received = receive_handed(self._before)
         except StageFailedError as error:
             failure = error.failure
         begin = time.perf_counter()
@@ -85,18 +98,20 @@ class Rank:
         except ExecutorLostError:
             raise
         except Exception as error:  # which belongs to this step; the next ones go on
-            if not self._is_alone:
+            if self._peers is not None:
                 print(f"penstock: rank {self._rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
                 raise ExecutorLostError("the ranks of a stage are not at the same place any more") from error
             failure = failure or StepFailed(f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
+        received += 0 if self._peers is None else self._peers.bytes_received - before
         if self._rank == 0:
             rows, tokens = len(order.plan.scheduled), order.plan.num_tokens
             span = Span(self._index, order.plan.step_id, rows, tokens, begin, time.perf_counter())
             self._engine.send(encode(span))
         if self._after is None:
             if self._rank == 0:
-                self._engine.send(encode(Done(result) if failure is None and result is not None else failure))
+                done = Done(replace(result, bytes_received=received)) if failure is None and result else failure
+                self._engine.send(encode(done))
         elif failure is not None:
             send_failure(self._after, failure)
         else:
-            send_handed(self._after, result)
+            send_handed(self._after, result, received)
