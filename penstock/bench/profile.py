@@ -163,6 +163,11 @@ class Profile:
                 {"ph": "X", "pid": 1, "tid": FIRST_STAGE + span.stage, **names, **times, "args": arguments}
             )
 
+    @property
+    def events(self) -> Sequence[dict[str, Any]]:
+        """What was drawn, in Chrome's format."""
+        return self._events
+
     def figures(self) -> dict[str, Any]:
         """Return {phase: steps, seconds and operations, each with its share; the longest first, then Python}."""
         return {name: _phase_figures(phase) for name, phase in self._phases.items() if phase.steps}

@@ -80,6 +80,10 @@ class EngineDeaths:
         """Return what the next client is given, beside the subject's options."""
         return {}
 
+    def _crowd(self) -> "type[Crowd]":
+        """Return what reads the streams, and ends processes under them."""
+        return Crowd
+
     async def _run(self, trials: Trials) -> None:
         crowds: dict[int, list[Case]] = {}
         pauses = Pauses()
@@ -93,7 +97,7 @@ class EngineDeaths:
                     return
                 if number not in crowds:
                     crowds[number] = await _undisturbed(llm, trials.random)
-                crowd = Crowd(llm, trials, crowds[number], pauses)
+                crowd = self._crowd()(llm, trials, crowds[number], pauses)
                 await crowd.run()
             num_streams, num_tokens = num_streams + crowd.num_streams, num_tokens + crowd.num_tokens
         pauses.report(trials)
@@ -168,7 +172,7 @@ class Crowd:
         await asyncio.sleep(self._trials.random.uniform(0, LONGEST_WAIT_S))
         await self._until(lambda: self._llm.status().pid is not None, "an engine process")
         status = self._llm.status()
-        pid = self._trials.random.choice([one.pid for one in status.replicas if one.pid is not None])
+        pid = self._victim([one.pid for one in status.replicas if one.pid is not None])
         for case in self._cases:
             case.is_interrupted = True
         self._way = self._trials.random.choices([*WAYS], [*WAYS.values()])[0]
@@ -177,6 +181,10 @@ class Crowd:
             await self._take_memory(pid)
         else:
             send_signal(pid, signal.Signals[self._way])
+
+    def _victim(self, engines: list[int]) -> int:
+        """Return the process that is to end, of these engines or their ranks."""
+        return self._trials.random.choice(engines)
 
     async def _end_standby(self) -> None:
         standby = self._llm.status().standby

@@ -15,6 +15,7 @@ from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.parallel import ParallelBits
 from penstock.prove.parent_deaths import ParentDeaths
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
+from penstock.prove.rank_deaths import RankDeaths
 from penstock.prove.records import Replays
 from penstock.prove.same_bits import SameBits
 from penstock.prove.server_deaths import ServerDeaths
@@ -28,6 +29,7 @@ PROOFS: tuple[Proof, ...] = (
     EngineDeaths(),
     StandbyDeaths(),
     ReplicaDeaths(),
+    RankDeaths(),
     ServerDeaths(),
     ParentDeaths(),
     Faults(),

@@ -15,12 +15,18 @@ import numpy as np
 import pytest
 
 from penstock import LLM, AsyncLLM, SamplingParams
+from penstock.assembly import build_engine
+from penstock.bench.profile import Profile
+from penstock.bench.split_meter import SplitMeter
+from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError
+from penstock.interface.messages import EngineRequest
 from penstock.layers import split
 from penstock.parallel import links
 from penstock.parallel.links import Links, Meeting
 from penstock.prove import tiny_models
-from penstock.prove.parallel import differs, draw_map
+from penstock.prove.parallel import BASE, differs, draw_map, start_threads
+from penstock.weights.table_template import table_text
 from tests.kernels.packed import levels
 from tests.models.test_sharding_map import JETSTREAM
 
@@ -86,6 +92,42 @@ def test_the_document_s_map_runs_on_four_ranks(tmp_path: Path) -> None:
     file.write_text(JETSTREAM)
     options = {"tensor_parallel_size": 4, "sharding_config": str(file), "dtype": "bfloat16"}
     assert differs(str(tmp_path), options, as_processes=False) is None
+
+
+def received(model: str, **options: Any) -> tuple[list[int], dict[str, Any], list[dict[str, Any]]]:
+    """What a split model answers, the bytes that it takes, and the trace of it."""
+    config = EngineConfig.from_options(model=model, **BASE, dtype="bfloat16", **options)
+    built = build_engine(config, start=start_threads)
+    meter, profile, token_ids = SplitMeter(built), Profile(), []
+    meter.begin_run(profile)
+    for index in range(2):
+        params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+        built.engine.add_request(EngineRequest(str(index), [5 + index, 6, 7], params))
+    while built.engine.has_work:
+        outputs, _ = meter.step(built.engine.step)
+        token_ids += [token_id for output in outputs for token_id in output.new_token_ids]
+    meter.end_run()
+    meter.shutdown()
+    return token_ids, meter.between_processes(), profile.events
+
+
+@pytest.mark.covers("J13")
+def test_hints_change_bytes_and_nothing_else(models: dict[str, str], tmp_path: Path) -> None:
+    """Guards against a hint that is accepted and ignored or changes an answer, and against bytes that are counted or
+    predicted wrongly, over ranks and stages; and against a timeline without its stages."""
+    file, found = tmp_path / "map.yaml", []
+    axes = table_text(Path(models["Llama"]), sharding=True).replace("down_proj.weight : 1", "down_proj.weight : 0")
+    for hint in ("", "model.layers.*.mlp : 1\n", "layers.*.mlp : -1\nmodel.layers.*.self_attn : -1\n"):
+        file.write_text(axes + hint)
+        stages = 2 if hint.startswith("layers") else 1
+        split = {"tensor_parallel_size": 2, "pipeline_parallel_size": stages, "sharding_config": str(file)}
+        token_ids, between, events = received(models["Llama"], **split)
+        assert between["bytes_received"] == between["predicted_bytes_received"] > 0
+        assert {event["tid"] for event in events if event["cat"] == "stage"} == (set() if stages == 1 else {2, 3})
+        found.append((sorted(token_ids), between["bytes_received"]))
+    (plain, bytes_plain), (split_too, bytes_split), (whole, bytes_whole) = found
+    assert plain == split_too == whole
+    assert bytes_plain == bytes_split != bytes_whole
 
 
 def test_the_comparison_can_fail(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
