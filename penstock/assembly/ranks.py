@@ -56,7 +56,7 @@ def find_degrees(config: EngineConfig, model: ModelConfig) -> Degrees:
     parameters = read_parameters(model)
     degrees = config.parallel.degrees(model, together=heads_are_together(parameters, model))
     sharding = read_sharding(config, model)
-    return degrees if sharding is None else place(degrees, *sharding, parameters)
+    return degrees if sharding is None or degrees.size == 1 else place(degrees, *sharding, parameters)
 
 
 def read_sharding(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, int | None], dict[str, bool]] | None:
