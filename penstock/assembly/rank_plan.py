@@ -16,7 +16,8 @@ from penstock.runner.following import FollowingRunner
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.structured import Forms
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Degrees, Share
+from penstock.spec.shares import IN_A_LAYER, Degrees, Share
+from penstock.weights.sources import read_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class RankPlan:
         model, rows = self.model_config, max(self.config.scheduler.max_num_batched_tokens or 1, LOGITS_ROWS)
         branches = max(1, model.num_experts_per_tok)
         columns = max(model.hidden_size * branches, -(-model.vocab_size // self.degrees.vocab) + 1)
+        if self.degrees.forms is not None:  # then inputs and results of products are gathered, too
+            products = (item for item in read_parameters(model).values() if IN_A_LAYER.search(item.name))
+            columns = max(columns, *(max(item.shape) for item in products))
         return 4 * max(rows * columns, model.num_experts * model.hidden_size)
 
 

@@ -56,7 +56,12 @@ def find_degrees(config: EngineConfig, model: ModelConfig) -> Degrees:
     parameters = read_parameters(model)
     degrees = config.parallel.degrees(model, together=heads_are_together(parameters, model))
     sharding = read_sharding(config, model)
-    return degrees if sharding is None or degrees.size == 1 else place(degrees, *sharding, parameters)
+    if sharding is None or degrees.size == 1:
+        return degrees
+    try:
+        return place(degrees, *sharding, parameters)
+    except ValueError as error:
+        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
 
 
 def read_sharding(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, int | None], dict[str, bool]] | None:

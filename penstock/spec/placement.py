@@ -28,6 +28,9 @@ def place(
         degrees: how they would after its table; the attention's is the most that its heads allow.
         axes: of each parameter (ShardingMap.resolve).
         hints: where a branch is to be computed split, or whole, rather than as its first weight lies.
+
+    Raises:
+        ValueError: a hint asks for a split of heads that the model does not allow.
     """
     forms: dict[str, Form] = {}
     attention, mlp, inner = 1, 1, 1
@@ -40,7 +43,10 @@ def place(
         if EXPERT.search(parameter.name):
             inner = max(inner, 1 if form == "whole" else degrees.inner)
         elif is_beginning(parameter):
-            is_split = hints.get(module_of(parameter), form == "rows")
+            module = module_of(parameter)
+            if hints.get(module) and parameter.unit is not None and degrees.attention == 1:
+                raise ValueError(f"{module}: 1 is not allowed; the heads of this model are not split: it must be -1")
+            is_split = hints.get(module, form == "rows")
             attention = degrees.attention if is_split and parameter.unit is not None else attention
             mlp = degrees.mlp if is_split and parameter.unit is None else mlp
     return replace(degrees, attention=attention, mlp=mlp, inner=inner, forms=forms)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.assembly import build_engine
+from penstock.assembly.ranks import Leader
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models.config_json import load_model_config
@@ -149,6 +150,27 @@ def test_a_printed_map_fits(parameters: dict[str, Parameter], tmp_path: Path) ->
         text = table_text(directory, sharding=True)
         assert resolve(text, own) == {name: item.shard for name, item in own.items()}
     assert resolve(text.replace("lm_head.weight", "# "), own)["lm_head.weight"] is None
+
+
+def test_a_hint_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
+    """Guards against a hint that is accepted and ignored: tokens, which are not split, and heads that cannot be; and
+    against parts that are asked for beside a map, which says them."""
+    _, directory = make_llama(tmp_path, num_key_value_heads=1)
+    file, map_text = tmp_path / "map.yaml", table_text(directory, sharding=True)
+    options = {"model": str(directory), "tensor_parallel_size": 2, "sharding_config": str(file)}
+    for line, more, said in (
+        ("layers.*.mlp : 0", {}, "tokens are not split"),
+        ("model.layers.*.self_attn : 1", {}, "the heads of this model are not split"),
+        ("", {"attention_parallel_size": 1}, "left out: sharding_config"),
+        ("", {"expert_parallel_size": 2}, "1: sharding_config"),
+    ):
+        file.write_text(f"{map_text}{line}\n")
+        with pytest.raises(InvalidRequestError, match=said):
+            build_engine(EngineConfig.from_options(**options, **more), start=never)
+
+
+def never(*_: object) -> Leader:
+    raise AssertionError("it began to load")
 
 
 MIXED = """
