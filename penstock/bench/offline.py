@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import validation as check
-from penstock.assembly import build_engine
+from penstock.assembly import BuiltEngine, build_engine
 from penstock.bench.machine import Progress
 from penstock.bench.meter import MeteredExecutor
 from penstock.bench.phases import NO_LIMITS, OTHER_PROCESSES, Run
@@ -76,11 +76,7 @@ def measure_offline(
         raise InvalidRequestError(message, param="input_len")
     if profile is not None and not isinstance(built.ops, CpuOps):
         raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
-    parallel = built.config.parallel
-    is_split = parallel.num_ranks * parallel.pipeline_parallel_size > 1 and built.config.numerics.load_format != "mock"
-    if is_split and profile is not None and profile.shows_operations:
-        message = f"profile: {OTHER_PROCESSES}; leave it out, and --trace draws the stages of a pipeline"
-        raise InvalidRequestError(message, param="profile")
+    is_split = _is_split(built, profile)
     announce(info)
     meter = SplitMeter(built) if is_split else MeteredExecutor(built)
     client = InProcessClient(built.engine, info, None, forms=built.forms)
@@ -107,6 +103,16 @@ def measure_offline(
         "peak_rss_bytes": meter.peak_rss_bytes(),
         **({} if profile is None or is_split else {"profile": profile.figures()}),
     }
+
+
+def _is_split(built: BuiltEngine, profile: Profile | None) -> bool:
+    """Return whether several processes compute the model. Raise InvalidRequestError if their operations are asked for."""
+    parallel = built.config.parallel
+    is_split = parallel.num_ranks * parallel.pipeline_parallel_size > 1 and built.config.numerics.load_format != "mock"
+    if is_split and profile is not None and profile.shows_operations:
+        message = f"profile: {OTHER_PROCESSES}; leave it out, and --trace draws the stages of a pipeline"
+        raise InvalidRequestError(message, param="profile")
+    return is_split
 
 
 def _check_length(output: RequestOutput, workload: Workload) -> None:
