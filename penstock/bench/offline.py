@@ -74,8 +74,6 @@ def measure_offline(
     if workload.prompt_len + workload.output_len > info.max_model_len:
         message = f"input_len: prefix_len + input_len + output_len exceed max_model_len = {info.max_model_len}"
         raise InvalidRequestError(message, param="input_len")
-    if profile is not None and not isinstance(built.ops, CpuOps):
-        raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
     is_split = _is_split(built, profile)
     announce(info)
     meter = SplitMeter(built) if is_split else MeteredExecutor(built)
@@ -106,7 +104,9 @@ def measure_offline(
 
 
 def _is_split(built: BuiltEngine, profile: Profile | None) -> bool:
-    """Return whether several processes compute the model. Raise InvalidRequestError if their operations are asked for."""
+    """Return whether several processes compute the model, of which no operations can be shown."""
+    if profile is not None and not isinstance(built.ops, CpuOps):
+        raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
     parallel = built.config.parallel
     is_split = parallel.num_ranks * parallel.pipeline_parallel_size > 1 and built.config.numerics.load_format != "mock"
     if is_split and profile is not None and profile.shows_operations:
