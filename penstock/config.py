@@ -158,7 +158,7 @@ class ParallelConfig:
     """How the model is split over processes (ranks); none of it changes a bit of an answer.
 
     A degree is a number of parts (spec/shares.py); attention and feed-forward have tensor_parallel_size of them unless
-    they have one of their own. sharding_config (spec/sharding_map.py) is checked against the model. The tokens that
+    they have one of their own, or a sharding_config (spec/sharding_map.py) says what is split. The tokens that
     pad_vocab_multiple adds are never sampled.
     """
 
@@ -179,11 +179,6 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.pipeline_parallel_size > 1 and self.num_ranks > 1:
-            message = (
-                f"pipeline_parallel_size: stages of several ranks are planned, not built; use 1 with {self.num_ranks}"
-            )
-            raise NotSupportedError(f"{message} ranks", param="pipeline_parallel_size")
         if self.num_ranks > 1:
             self._check_split()
 
@@ -191,10 +186,17 @@ class ParallelConfig:
         for name in ("lm_head_pieces", "pad_vocab_multiple"):
             if getattr(self, name) > 1:
                 raise fail(name, getattr(self, name), "1 where several processes share the model and its head")
+        if self.sharding_config is None:
+            return
+        for name in ("attention_parallel_size", "mlp_parallel_size"):
+            if getattr(self, name) is not None:
+                raise fail(name, getattr(self, name), "left out: sharding_config says what is split")
+        if self.expert_parallel_size > 1:
+            raise fail("expert_parallel_size", self.expert_parallel_size, "1: sharding_config says what is split")
 
     @property
     def num_ranks(self) -> int:
-        """The number of processes that share the model."""
+        """The number of processes that share each layer."""
         sizes = self.tensor_parallel_size, self.attention_parallel_size or 1, self.mlp_parallel_size or 1
         return max(*sizes, self.expert_parallel_size)
 

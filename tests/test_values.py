@@ -201,10 +201,9 @@ def test_unknown_options_are_refused():
 
 
 def test_what_is_planned_says_so():
-    for options in ({"kernels": "triton"}, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}):
-        with pytest.raises(NotSupportedError) as caught:
-            EngineConfig.from_options(**options)
-        assert caught.value.code == "not_implemented"
+    with pytest.raises(NotSupportedError) as caught:
+        EngineConfig.from_options(kernels="triton")
+    assert caught.value.code == "not_implemented"
 
 
 def test_group_sizes_belong_to_int4():

@@ -10,8 +10,8 @@ from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
 from penstock.assembly.model import Weights, make_grammars, make_model, make_ops, read_scales
 from penstock.assembly.offload import check_offload, make_store
-from penstock.assembly.pipeline import open_pipeline
-from penstock.assembly.ranks import RankPlan, StartRanks, check_split, start_ranks
+from penstock.assembly.rank_plan import RankPlan
+from penstock.assembly.ranks import StartRanks, check_split, find_degrees, read_sharding, start_ranks
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -39,7 +39,6 @@ from penstock.plugins.user_files import import_files
 from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.sharding_map import ShardingMap
 from penstock.tokenizer.grammars import Grammars
 from penstock.validation import fail
 from penstock.weights import packed
@@ -47,7 +46,6 @@ from penstock.weights.checksums import verify
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance
 from penstock.weights.sizes import model_sizes
-from penstock.weights.sources import read_parameters
 
 UNLIMITED = 2**62  # bytes
 
@@ -140,7 +138,7 @@ def build_engine(
     )
     plan = memory.cache if memory is not None else _plan_cache(config, model_config, free, groups)
     forms = make_grammars(model_config, weights)
-    plan_of_ranks = RankPlan(config, model_config, weights, tuple(plan.groups))
+    plan_of_ranks = RankPlan(config, model_config, weights, tuple(plan.groups), find_degrees(config, model_config))
     model, executor, cache_bytes = _open(plan_of_ranks, ops, kv_scales, forms, start)
     if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {cache_bytes} bytes where {plan.num_bytes} were planned")
@@ -157,13 +155,11 @@ def _open(
 ) -> tuple[CausalLM, Executor, int]:
     """Load the model, here or in several processes. Return it, what computes with it, and the bytes of its caches."""
     config, model_config, groups = plan.config, plan.model_config, list(plan.groups)
-    if config.parallel.pipeline_parallel_size > 1:
-        pipeline = open_pipeline(config, model_config, plan.weights, groups)
-        model: CausalLM = _NoModel("pipeline_parallel_size", "no process has the whole model; use 1 to look into it")
-        return model, pipeline, pipeline.cache_bytes
-    if config.parallel.num_ranks > 1:
+    has_stages = config.parallel.pipeline_parallel_size > 1
+    if has_stages or config.parallel.num_ranks > 1:
         leader = start(plan, ops, forms)
-        model = _NoModel("tensor_parallel_size", "no process has the whole model; use 1 to look into it")
+        option = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
+        model: CausalLM = _NoModel(option, "no process has the whole model; use 1 to look into it")
         return model, leader.executor, leader.cache_bytes
     model = make_model(config, model_config, plan.weights, ops)
     runner = ModelRunner(model, ops, groups, config, model_config, kv_scales, forms)
@@ -310,17 +306,12 @@ def _resolve(config: EngineConfig, model: ModelConfig, weights: Weights, num_eng
 
 
 def _check_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
-    """Check that a sharding file fits the model. Return its effect on one device, for EngineConfig.reasons."""
-    file = config.parallel.sharding_config
-    if file is None:
+    """Check that a sharding file fits the model. Return its effect, for EngineConfig.reasons."""
+    sharding, size = read_sharding(config, model), config.parallel.num_ranks
+    if sharding is None:
         return {}
-    try:
-        axes = ShardingMap.from_file(Path(file)).resolve(read_parameters(model))
-    except ModelLoadError as error:
-        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
-    if config.parallel.num_ranks > 1:
-        message = f"sharding_config: {file} fits, but several processes split a model as its table says; leave it out"
-        raise NotSupportedError(message, param="sharding_config")
+    axes, _ = sharding
     split = sum(axis is not None for axis in axes.values())
-    reason = f"{file}: it fits, and splits {split} of {len(axes)} parameters; on one device nothing is split"
+    effect = "on one device nothing is split" if size == 1 else f"over {size} processes"
+    reason = f"{config.parallel.sharding_config}: it fits, and splits {split} of {len(axes)} parameters; {effect}"
     return {"sharding_config": reason}

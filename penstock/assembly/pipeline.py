@@ -1,45 +1,62 @@
 """Starts the processes of a pipeline: which stage has which layers, and what each process is told."""
 
+import pickle
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
-from penstock.assembly.model import Weights
-from penstock.config import EngineConfig
+from penstock.assembly.model import make_grammars, make_ops
+from penstock.assembly.rank_plan import RankPlan, make_runner
 from penstock.errors import NotSupportedError
-from penstock.interface.step import CacheGroup
-from penstock.layers.stage import split_layers
-from penstock.parallel.channel import encode
-from penstock.parallel.pipeline import PipelineExecutor
-from penstock.spec.model_config import ModelConfig
+from penstock.layers.stage import Stage, split_layers
+from penstock.layers.wires import Ranks
+from penstock.parallel.pipeline import PipelineExecutor, StartRank, start_process
+from penstock.plugins.user_files import import_files
+from penstock.runner.stage_runner import StageRunner
 
 
-class Begin(msgspec.Struct, frozen=True):
-    """What a rank needs to know. config is resolved; start, stop: its layers."""
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The first message to a rank.
 
-    index: int
-    config: EngineConfig
-    directory: str
-    groups: list[CacheGroup]
-    start: int
-    stop: int
+    Attributes:
+        stage, rank: its place.
+        layers: those of its stage.
+    """
+
+    stage: int
+    rank: int
+    plan: RankPlan
+    layers: range
 
 
-def open_pipeline(
-    config: EngineConfig, model_config: ModelConfig, weights: Weights, groups: list[CacheGroup]
-) -> PipelineExecutor:
-    """Start a process for each stage of a resolved config.
+def open_pipeline(plan: RankPlan, start: StartRank = start_process) -> PipelineExecutor:
+    """Start the ranks of each stage of a resolved config.
 
     Raises:
         ModelLoadError: a stage cannot be loaded.
         NotSupportedError: the weights are in this process's memory only.
     """
-    if not isinstance(weights, Path):
+    if not isinstance(plan.weights, Path):
         message = "pipeline_parallel_size: a model object is in this process; save it, and name the directory"
         raise NotSupportedError(message, param="pipeline_parallel_size")
-    stages = split_layers(model_config.num_hidden_layers, config.parallel.pipeline_parallel_size)
+    plan = replace(plan, weights=plan.weights.absolute())
+    stages = split_layers(plan.model_config.num_hidden_layers, plan.config.parallel.pipeline_parallel_size)
     begins = [
-        Begin(index, config, str(weights.absolute()), groups, layers.start, layers.stop)
+        [pickle.dumps(Begin(index, rank, plan, layers)) for rank in range(plan.degrees.size)]
         for index, layers in enumerate(stages)
     ]
-    return PipelineExecutor([encode(begin) for begin in begins])
+    return PipelineExecutor(begins, plan.largest_meeting, start)
+
+
+def make_stage_runner(begin: Begin, ranks: Ranks | None) -> StageRunner:
+    """Load what a rank computes. ranks: how it meets the others of its stage; None: it is alone.
+
+    Raises:
+        ModelLoadError, InvalidRequestError: it cannot be loaded.
+    """
+    plan = begin.plan
+    import_files(plan.config.imports)
+    ops = make_ops(plan.config, plan.model_config)
+    stage = Stage(begin.layers, plan.model_config.num_hidden_layers)
+    forms = make_grammars(plan.model_config, plan.weights) if stage.is_last and begin.rank == 0 else None
+    return StageRunner(make_runner(plan, ops, begin.rank, ranks, forms, stage), stage)

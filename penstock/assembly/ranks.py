@@ -11,52 +11,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.assembly.model import Weights, make_model, make_ops, read_scales
+from penstock.assembly.model import Weights, make_ops
+from penstock.assembly.pipeline import open_pipeline
+from penstock.assembly.rank_plan import RankPlan, make_runner
 from penstock.config import EngineConfig
-from penstock.errors import ExecutorLostError, InvalidRequestError, NotSupportedError, PenstockError
-from penstock.interface.step import CacheGroup, Executor
-from penstock.kernels.arena import LOGITS_ROWS
-from penstock.kernels.metadata import KVScales
+from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError, NotSupportedError, PenstockError
+from penstock.interface.step import Executor
 from penstock.kernels.ops import Ops
-from penstock.kernels.tensors import as_array, is_torch
-from penstock.layers.split import Ranks, Split
+from penstock.kernels.tensors import is_torch
 from penstock.parallel.executor import ParallelExecutor, follow
 from penstock.parallel.group import Built, CannotBuild, Group, bytes_read, inherit
 from penstock.plugins.user_files import import_files
 from penstock.runner.following import FollowingRunner
-from penstock.runner.model_runner import ModelRunner
 from penstock.runner.structured import Forms
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import Degrees, Share, heads_are_together
+from penstock.spec.placement import place
+from penstock.spec.sharding_map import ShardingMap
+from penstock.spec.shares import Degrees, heads_are_together
 from penstock.weights import packed
-from penstock.weights.sources import read_parameters
+from penstock.weights.sources import read_parameters, read_table
 
 MODULE = "penstock.assembly.ranks"
 EXIT_CANNOT_BUILD = 2
 EXIT_FAILED = 1
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """What every rank builds its part from: a resolved config, the whole model's numbers, its files, the cache."""
-
-    config: EngineConfig
-    model_config: ModelConfig
-    weights: Weights
-    groups: tuple[CacheGroup, ...]
-
-    @property
-    def degrees(self) -> Degrees:
-        together = heads_are_together(read_parameters(self.model_config), self.model_config)
-        return self.config.parallel.degrees(self.model_config, together=together)
-
-    @property
-    def largest_meeting(self) -> int:
-        """The most bytes that a rank gives the others at once."""
-        model, rows = self.model_config, max(self.config.scheduler.max_num_batched_tokens or 1, LOGITS_ROWS)
-        branches = max(1, model.num_experts_per_tok)
-        columns = max(model.hidden_size * branches, -(-model.vocab_size // self.degrees.vocab) + 1)
-        return 4 * max(rows * columns, model.num_experts * model.hidden_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +47,39 @@ class Leader:
 StartRanks = Callable[[RankPlan, Ops, Forms | None], Leader]
 
 
+def find_degrees(config: EngineConfig, model: ModelConfig) -> Degrees:
+    """Return how the ranks of a resolved config split a model: as its table says, or a sharding map.
+
+    Raises:
+        InvalidRequestError: they cannot; the message says what can.
+    """
+    parameters = read_parameters(model)
+    degrees = config.parallel.degrees(model, together=heads_are_together(parameters, model))
+    sharding = read_sharding(config, model)
+    if sharding is None or degrees.size == 1:
+        return degrees
+    try:
+        return place(degrees, *sharding, parameters)
+    except ValueError as error:
+        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+
+
+def read_sharding(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, int | None], dict[str, bool]] | None:
+    """Return the axes and hints of a config's sharding map; None if it names none.
+
+    Raises:
+        InvalidRequestError: the map does not fit the model.
+    """
+    file = config.parallel.sharding_config
+    if file is None:
+        return None
+    try:
+        found, parameters = ShardingMap.from_file(Path(file)).of(read_table(model)), read_parameters(model)
+        return found.resolve(parameters), found.hints(parameters)
+    except ModelLoadError as error:
+        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+
+
 def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:
     """Check that a model can be split as a resolved config asks, before anything of it is read.
 
@@ -78,8 +88,7 @@ def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> N
     """
     if config.parallel.num_ranks == 1:
         return
-    together = heads_are_together(read_parameters(model), model)
-    config.parallel.degrees(model, together=together)
+    find_degrees(config, model)
     name, size = "tensor_parallel_size", config.parallel.num_ranks
     if config.numerics.kernels != "cpu" or is_torch(make_ops(replace_threads(config), model).dtype):
         raise NotSupportedError(f"{name}: {size} processes share only models of the native kernels; use 1", param=name)
@@ -98,15 +107,18 @@ def replace_threads(config: EngineConfig) -> EngineConfig:
 
 
 def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None) -> Leader:
-    """Start every other rank, build the leader's part meanwhile, and wait until all are ready.
+    """Start the ranks, and wait until all are ready. Without stages, this process is the first of them.
 
     Raises:
         ModelLoadError, InvalidRequestError: a part cannot be built.
         EngineError: a rank ended.
     """
+    if plan.config.parallel.pipeline_parallel_size > 1:
+        pipeline = open_pipeline(plan)
+        return Leader(pipeline, pipeline.cache_bytes)
     group = Group(plan.degrees.size, plan.largest_meeting, MODULE, plan)
     try:
-        runner = make_runner(plan, ops, Share(0, plan.degrees), group.links, forms)
+        runner = make_runner(plan, ops, 0, group.links, forms)
         group.wait_until_built()
     except ExecutorLostError as error:
         group.wait_until_built()  # the rank that ended may have said why
@@ -115,23 +127,6 @@ def start_ranks(plan: RankPlan, ops: Ops, forms: Forms | None) -> Leader:
         group.close()
         raise
     return Leader(ParallelExecutor(runner, group), runner.cache_bytes + sum(item.cache_bytes for item in group.built))
-
-
-def make_runner(plan: RankPlan, ops: Ops, share: Share, ranks: Ranks, forms: Forms | None = None) -> ModelRunner:
-    """Load a rank's part of the model and allocate its part of the cache."""
-    config, whole = plan.config, plan.model_config
-    model = make_model(config, whole, plan.weights, ops, Split(share, ranks))
-    scales = read_scales(config, whole)
-    own_scales = None if scales is None else [_own_scales(item, share, whole) for item in scales]
-    kind = ModelRunner if share.rank == 0 else FollowingRunner
-    return kind(model, ops, plan.groups, config, share.config(whole), own_scales, forms)
-
-
-def _own_scales(scales: KVScales, share: Share, whole: ModelConfig) -> KVScales:
-    """Return the scales of the key/value heads that a rank has."""
-    first, last = share.attention.bounds(whole.num_key_value_heads)
-    parts = (scales.key_scales, scales.key_offsets, scales.value_scales, scales.value_offsets)
-    return KVScales(*(as_array(item)[first:last].copy() for item in parts))
 
 
 def main(words: list[str]) -> int:
@@ -144,7 +139,7 @@ def main(words: list[str]) -> int:
         try:
             import_files(plan.config.imports)
             ops, before = make_ops(plan.config, plan.model_config), bytes_read()
-            runner = make_runner(plan, ops, Share(links.rank, plan.degrees), links)
+            runner = make_runner(plan, ops, links.rank, links)
         except PenstockError as error:
             leader.send(CannotBuild(str(error), getattr(error, "param", None)))
             return EXIT_CANNOT_BUILD

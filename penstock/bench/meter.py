@@ -19,6 +19,7 @@ from torch import nn
 from penstock.assembly import BuiltEngine
 from penstock.bench.costs import Cost, ModelCosts
 from penstock.bench.machine import MachineLimits
+from penstock.bench.phases import PromptTokens
 from penstock.bench.profile import DECODE, PREFILL, Profile, Span, Step, Stretch
 from penstock.bench.samples import Rates, Sample, Work
 from penstock.interface.step import SchedulerOutput, StepOutput
@@ -128,9 +129,7 @@ class MeteredExecutor:
     def __init__(self, built: BuiltEngine) -> None:
         if built.config.numerics.load_format == "mock":
             raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to measure")
-        if built.engine.executor.depth > 1:
-            raise fail("pipeline_parallel_size", built.engine.executor.depth, "1: one step at a time is measured")
-        self._prompt_lengths: dict[str, int] = {}  # of the requests that the executor knows
+        self._prompts, self._prompt_tokens = PromptTokens(), 0  # of the last step
         self._inner, built.engine.executor = built.engine.executor, self
         self.depth = 1
         self._ops = built.ops if isinstance(built.ops, CpuOps) else None
@@ -181,7 +180,7 @@ class MeteredExecutor:
         ended, end = self.watch.now(), time.perf_counter()
         step = Step(
             phase=self._phase(),
-            input_tokens=self._prompt_tokens(),
+            input_tokens=self._prompt_tokens,
             tokens=self._last.num_tokens,
             edges=(begin, self._submitted[0], self._collected[0], end),
             seconds=ended - begun,
@@ -196,9 +195,7 @@ class MeteredExecutor:
     def submit(self, scheduler_output: SchedulerOutput) -> Any:
         self._submitted = time.perf_counter(), self.watch.now()
         self._last = scheduler_output
-        for request_id in scheduler_output.removed_request_ids:
-            self._prompt_lengths.pop(request_id, None)
-        self._prompt_lengths |= {new.request_id: new.num_prompt_tokens for new in scheduler_output.new_requests}
+        self._prompt_tokens = self._prompts.note(scheduler_output)
         if self._meter is not None:
             self._meter.begin_step(self._phase(), scheduler_output)
         return self._inner.submit(scheduler_output)
@@ -221,14 +218,8 @@ class MeteredExecutor:
         counts = {} if self._ops is None else self._ops.plan_counts
         return {describe_key(key): count for key, count in counts.items()}
 
-    def _prompt_tokens(self) -> int:
-        """Return how many prompt tokens the last step computes."""
-        lengths = self._prompt_lengths
-        pairs = ((item, lengths[item.request_id] - item.num_computed_tokens) for item in self._last.scheduled)
-        return sum(max(0, min(item.num_new_tokens, left)) for item, left in pairs)
-
     def _phase(self) -> str:
-        return PREFILL if self._prompt_tokens() else DECODE
+        return PREFILL if self._prompt_tokens else DECODE
 
     def _kernel_seconds(self) -> float:
         """Return the seconds in native calls so far, without those of probes."""

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock import validation as check
-from penstock.assembly import build_engine
+from penstock.assembly import BuiltEngine, build_engine
 from penstock.bench.machine import Progress
 from penstock.bench.meter import MeteredExecutor
-from penstock.bench.phases import NO_LIMITS, Run
+from penstock.bench.phases import NO_LIMITS, OTHER_PROCESSES, Run
 from penstock.bench.profile import Profile
+from penstock.bench.split_meter import SplitMeter
 from penstock.client.in_process import InProcessClient
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, InvalidRequestError
@@ -22,6 +23,8 @@ from penstock.interface.outputs import FinishReason, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.kernels.cpu.ops import CpuOps
+
+Meter = MeteredExecutor | SplitMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,9 @@ def measure_offline(
     if workload.prompt_len + workload.output_len > info.max_model_len:
         message = f"input_len: prefix_len + input_len + output_len exceed max_model_len = {info.max_model_len}"
         raise InvalidRequestError(message, param="input_len")
-    if profile is not None and not isinstance(built.ops, CpuOps):
-        raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
+    is_split = _is_split(built, profile)
     announce(info)
-    meter = MeteredExecutor(built)
+    meter = SplitMeter(built) if is_split else MeteredExecutor(built)
     client = InProcessClient(built.engine, info, None, forms=built.forms)
     with progress("tokens", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
         for index in range(workload.warmup + 1):
@@ -93,11 +95,24 @@ def measure_offline(
         "seconds": run.seconds,
         "output_tokens_per_s": output_tokens / run.seconds,
         "total_tokens_per_s": (output_tokens + workload.num_prompts * workload.prompt_len) / run.seconds,
-        **run.figures(meter.limits),
+        **run.figures(meter.limits, OTHER_PROCESSES if is_split else NO_LIMITS),
+        **({"between_processes": meter.between_processes()} if isinstance(meter, SplitMeter) else {}),
         "attention": meter.attention(),
         "peak_rss_bytes": meter.peak_rss_bytes(),
-        **({} if profile is None else {"profile": profile.figures()}),
+        **({} if profile is None or is_split else {"profile": profile.figures()}),
     }
+
+
+def _is_split(built: BuiltEngine, profile: Profile | None) -> bool:
+    """Return whether several processes compute the model, of which no operations can be shown."""
+    if profile is not None and not isinstance(built.ops, CpuOps):
+        raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
+    parallel = built.config.parallel
+    is_split = parallel.num_ranks * parallel.pipeline_parallel_size > 1 and built.config.numerics.load_format != "mock"
+    if is_split and profile is not None and profile.shows_operations:
+        message = f"profile: {OTHER_PROCESSES}; leave it out, and --trace draws the stages of a pipeline"
+        raise InvalidRequestError(message, param="profile")
+    return is_split
 
 
 def _check_length(output: RequestOutput, workload: Workload) -> None:
@@ -107,9 +122,7 @@ def _check_length(output: RequestOutput, workload: Workload) -> None:
         raise InvalidRequestError(message, param="json_schema_file")
 
 
-def _run(
-    client: InProcessClient, meter: MeteredExecutor, workload: Workload, index: int, advance: Callable[[int], None]
-) -> Run:
+def _run(client: InProcessClient, meter: Meter, workload: Workload, index: int, advance: Callable[[int], None]) -> Run:
     """Run the workload once, with prompts that depend on `index`, so that no run has prefix hits of another."""
     rng = random.Random(index)
     params = SamplingParams(

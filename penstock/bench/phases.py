@@ -18,9 +18,26 @@ from typing import Any
 from penstock.bench.machine import MachineLimits
 from penstock.bench.profile import DECODE, PREFILL, Step
 from penstock.bench.samples import Sample, settled, spread, summary
+from penstock.interface.step import SchedulerOutput
 
 FRACTIONS = ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction")
+OTHER_PROCESSES = "the kernels of other processes are not timed"
 NO_LIMITS = "only native kernels (--kernels cpu) are timed and compared with the machine's limits"
+
+
+class PromptTokens:
+    """Counts the prompt tokens of steps."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}  # of the prompts of the requests that the executor knows
+
+    def note(self, plan: SchedulerOutput) -> int:
+        """Return how many prompt tokens a step computes, when it is submitted."""
+        for request_id in plan.removed_request_ids:
+            self._lengths.pop(request_id, None)
+        self._lengths |= {new.request_id: new.num_prompt_tokens for new in plan.new_requests}
+        pairs = ((item, self._lengths[item.request_id] - item.num_computed_tokens) for item in plan.scheduled)
+        return sum(max(0, min(item.num_new_tokens, left)) for item, left in pairs)
 
 
 @dataclass(slots=True)
@@ -95,7 +112,7 @@ class Run:
             self.first_token[request_id] = at
         self.last_token[request_id] = at
 
-    def figures(self, limits: MachineLimits | None) -> dict[str, Any]:
+    def figures(self, limits: MachineLimits | None, reason: str = NO_LIMITS) -> dict[str, Any]:
         """Return the latencies and fractions of the whole run, and the figures of each phase."""
         whole = Phase(self.seconds, sum(phase.kernel_seconds for phase in self.phases.values()))
         whole.samples = [sample for phase in self.phases.values() for sample in phase.samples]
@@ -103,7 +120,7 @@ class Run:
             "ttft_ms": _percentiles(list(self.first_token.values())),
             "itl_ms": _percentiles(self.gaps),
             **whole.fractions(limits),
-            "reason": dict.fromkeys(FRACTIONS, NO_LIMITS) if limits is None else {},
+            "reason": dict.fromkeys(FRACTIONS, reason) if limits is None else {},
             "machine": None if limits is None else limits.figures(),
             **{name: phase.figures(limits) for name, phase in self.phases.items()},
         }

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Protocol
 
 from penstock.engine.engine import Engine
 from penstock.engine.policies import Scheduling
@@ -34,6 +35,23 @@ ROUNDS = 5  # of one pass; the median counts
 GROUPS = [CacheGroup((0,), None, 256, 16)]
 
 
+class StageTime(Protocol):
+    """What a stage did: one step, from `begin` to `end` in seconds of time.perf_counter."""
+
+    @property
+    def stage(self) -> int: ...
+    @property
+    def step_id(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def begin(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StageSpan:
     """What a stage did: one step, from `begin` to `end` in seconds."""
@@ -41,6 +59,7 @@ class StageSpan:
     stage: int
     step_id: int
     num_rows: int
+    num_tokens: int
     begin: float
     end: float
 
@@ -66,7 +85,8 @@ class SleepingStages:
         while (step := self._queues[stage].get()) is not None:
             begin = time.perf_counter()
             time.sleep(self._stage_s)
-            self.spans.append(StageSpan(stage, step.step_id, len(step.scheduled), begin, time.perf_counter()))
+            size = len(step.scheduled), step.num_tokens
+            self.spans.append(StageSpan(stage, step.step_id, *size, begin, time.perf_counter()))
             self._queues[stage + 1].put(step)
         self._queues[stage + 1].put(None)
 
@@ -110,7 +130,7 @@ def compute_batch(executor: Executor, num_rows: int, num_tokens: int) -> None:
         engine.step()
 
 
-def bubble(spans: Sequence[StageSpan], num_stages: int) -> float:
+def bubble(spans: Sequence[StageTime], num_stages: int) -> float:
     """Return the share of the stages' time, from the first span's begin to the last one's end, in which they idle."""
     wall = max(span.end for span in spans) - min(span.begin for span in spans)
     return 1 - sum(span.end - span.begin for span in spans) / (num_stages * wall)

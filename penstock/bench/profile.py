@@ -6,17 +6,19 @@ left of a step's time is Python and torch: in the runner between submitting and 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.bench.costs import Cost
+from penstock.bench.pipeline import StageTime
 from penstock.bench.samples import READ, Rates, Sample, Work
 from penstock.errors import EngineError
 
 PREFILL, DECODE = "prefill", "decode"
 ENGINE, RUNNER = "engine (Python)", "runner (Python)"
+FIRST_STAGE = 2  # the row of a pipeline's first stage; row 1 is the engine
 EXPERTS = "experts"  # operation whose work is known only after the call
 
 
@@ -107,17 +109,26 @@ class _Phase:
 class Profile:
     """Collects the stretches and steps of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_operations: bool = True) -> None:
+        """shows_operations: whether its figures are wanted, beside its trace."""
+        self.shows_operations = shows_operations
         self._phases: dict[str, _Phase] = {}
         self._events: list[dict[str, Any]] = []
+        self._rows = {1: "engine"}
 
     def add_step(self, step: Step) -> None:
         self._phases.setdefault(step.phase, _Phase()).steps.append(step)
-        begin, submit, collect, end = step.edges
-        self._event(f"{step.phase} step", "step", begin, end, {"tokens": step.tokens})
+        _, submit, collect, end = step.edges
+        begin = self.add_outline(step)
         self._event("schedule", "engine", begin, submit, {})
         self._event("execute", "engine", submit, collect, {})
         self._event("commit", "engine", collect, end, {})
+
+    def add_outline(self, step: Step) -> float:
+        """Draw a step without its parts. Return when it began."""
+        begin, *_, end = step.edges
+        self._event(f"{step.phase} step", "step", begin, end, {"tokens": step.tokens})
+        return begin
 
     def add_stretch(self, stretch: Stretch, spans: Sequence[Span]) -> None:
         """Add what ran between two probes. spans: of all native calls since the last stretch, probes included.
@@ -141,16 +152,31 @@ class Profile:
         if spans:
             self._counters(spans[-1].end / 1e9, stretch.sample.after)
 
+    def add_stages(self, spans: Iterable[StageTime]) -> None:
+        """Add a row for each stage of a pipeline, and a block for each micro-batch in it."""
+        for span in spans:
+            self._rows[FIRST_STAGE + span.stage] = f"stage {span.stage}"
+            arguments = {"rows": span.num_rows, "tokens": span.num_tokens}
+            times = {"ts": span.begin * 1e6, "dur": (span.end - span.begin) * 1e6}
+            names = {"name": f"step {span.step_id}", "cat": "stage"}
+            self._events.append(
+                {"ph": "X", "pid": 1, "tid": FIRST_STAGE + span.stage, **names, **times, "args": arguments}
+            )
+
+    @property
+    def events(self) -> Sequence[dict[str, Any]]:
+        """What was drawn, in Chrome's format."""
+        return self._events
+
     def figures(self) -> dict[str, Any]:
         """Return {phase: steps, seconds and operations, each with its share; the longest first, then Python}."""
         return {name: _phase_figures(phase) for name, phase in self._phases.items() if phase.steps}
 
     def write_trace(self, path: Path) -> None:
         names = {"ph": "M", "pid": 1, "tid": 1}
-        named = [
-            {**names, "name": "process_name", "args": {"name": "penstock bench offline"}},
-            {**names, "name": "thread_name", "args": {"name": "engine"}},
-        ]
+        named = [{**names, "name": "process_name", "args": {"name": "penstock bench offline"}}]
+        for row, name in sorted(self._rows.items()):
+            named.append({**names, "tid": row, "name": "thread_name", "args": {"name": name}})
         events = sorted(self._events, key=lambda event: (event["ts"], -event.get("dur", 0)))
         text = json.dumps({"traceEvents": [*named, *events], "displayTimeUnit": "ms"})
         path.write_text(text + "\n", encoding="utf-8")

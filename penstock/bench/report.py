@@ -70,10 +70,22 @@ def print_offline(result: dict[str, Any]) -> None:
     for plan, count in result["attention"].items():
         console.print(f"attention, {count} times: {plan}", style="dim", soft_wrap=True)
     console.print(f"peak memory: {result['peak_rss_bytes'] / 2**20:.0f} MiB, threads: {result['threads']}")
+    if "between_processes" in result:
+        _print_between(console, result["between_processes"])
     for name, reason in result["reason"].items():
         console.print(f"{name} is unknown: {reason}", style="dim")
     if "profile" in result:
         print_profile(result["profile"])
+
+
+def _print_between(console: Console, found: dict[str, Any]) -> None:
+    """Print what processes gave each other, and how long the stages of a pipeline stood still."""
+    each, whole, predicted = (
+        found[name] for name in ("bytes_received_per_step", "bytes_received", "predicted_bytes_received")
+    )
+    console.print(f"rank 0 of each stage got {each:,.0f} bytes a step, {whole:,} in all; predicted: {predicted:,}")
+    if found["bubble"] is not None:
+        console.print(f"bubble: the stages stood still for {found['bubble']:.1%} of the time")
 
 
 def print_speculation(result: dict[str, Any]) -> None:

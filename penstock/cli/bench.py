@@ -134,7 +134,7 @@ def _prepare_offline(args: argparse.Namespace) -> Bench:
 
     lengths = (args.input_len, args.output_len, args.warmup, args.prefix_len)
     workload = Workload(args.num_prompts, *lengths, args.json_schema_file)
-    profile = Profile() if args.profile or args.trace else None
+    profile = Profile(shows_operations=args.profile) if args.profile or args.trace else None
 
     def measure() -> Result:
         result = measure_offline(options, workload, announce=show_choices, progress=progress, profile=profile)

@@ -62,6 +62,7 @@ class Engine:
         self._num_arrived = 0
         self._num_steps = self._num_failed_steps = self._failed_in_a_row = 0
         self._num_generated_tokens = 0
+        self._num_bytes_received = 0
 
     def speculate(self, speculation: Speculation | None) -> None:
         """Ask for drafts from now on; None: no more."""
@@ -230,7 +231,9 @@ class Engine:
         """Return the results of a step, or raise what it raised."""
         if step.error is not None:
             raise step.error
-        return self.executor.collect(step.handle).results
+        output = self.executor.collect(step.handle)
+        self._num_bytes_received += output.bytes_received
+        return output.results
 
     def _give_up(self, plan: SchedulerOutput, live: dict[str, Request]) -> None:
         """Note that nobody knows why a step failed. If nobody wanted its results, nobody has to be blamed."""
@@ -400,6 +403,7 @@ class Engine:
             num_generated_tokens_total=self._num_generated_tokens,
             num_preemptions_total=self.scheduler.num_preemptions,
             num_failed_steps_total=self._num_failed_steps,
+            num_bytes_received_total=self._num_bytes_received,
             num_loaded_blocks_total=0 if offload is None else offload.num_loaded,
             **({} if offload is None else offload.store.counters()),
             **({} if self.speculation is None else self.speculation.counters()),

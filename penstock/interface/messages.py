@@ -121,6 +121,7 @@ class EngineStats:
     num_generated_tokens_total: int = 0
     num_preemptions_total: int = 0
     num_failed_steps_total: int = 0
+    num_bytes_received_total: int = 0  # by the first process of each part of the model, from the others that compute it
     num_invalid_frames_total: int = 0  # received and dropped
     num_drafts_total: int = 0  # times that a request had drafts in a step
     num_draft_tokens_total: int = 0

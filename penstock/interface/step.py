@@ -190,10 +190,15 @@ def num_rejected_drafts(item: ScheduledRequest, result: RequestStepOutput) -> in
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The results of one step, keyed by request id: one for every scheduled request."""
+    """The results of one step, keyed by request id: one for every scheduled request.
+
+    Attributes:
+        bytes_received: from other processes, by the first one of each part of the model, to compute it.
+    """
 
     step_id: int
     results: dict[str, RequestStepOutput]
+    bytes_received: int = 0
 
 
 class Executor(Protocol):

@@ -6,8 +6,10 @@ of a model over ranks. It is an argument, so that two models cannot share one by
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from penstock.errors import ModelLoadError
 from penstock.kernels.arena import Arena, Slot
@@ -16,13 +18,23 @@ from penstock.kernels.ops import Ops, Packing
 from penstock.kernels.tensors import Array, array_type
 from penstock.layers.lm_head import PLAIN_HEAD, HeadLayout, LMHead
 from penstock.layers.rotary import Rotary
-from penstock.layers.split import Split, SplitEmbedding, SplitHead, SplitMixture, SummedLinear
+from penstock.layers.split import (
+    ColumnsEmbedding,
+    Split,
+    SplitEmbedding,
+    SplitHead,
+    SplitMixture,
+    SummedLinear,
+)
 from penstock.layers.weights import ActivatedLinear, Embedding, GatedLinear, LayerNorm, Linear, LinearSpec, RMSNorm
+from penstock.layers.wires import WiredActivatedLinear, WiredGatedLinear, WiredLinear, Wires
 from penstock.quant.scheme import Scheme, scheme_of
+from penstock.spec.cuts import DIRECT, Cut
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.spec.rope_config import RopeConfig
-from penstock.spec.shares import Cut
+
+Made = TypeVar("Made", bound=Linear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +83,21 @@ class LayerFactory:
         out = self.slot(name, spec.shape[:1], "float32")
         cut = self._cut(name)
         if self.split is None or cut is None or not cut.is_summed:
-            return Linear(self.ops, spec, out)
+            return self._wired(name, Linear, WiredLinear)(self.ops, spec, out)
         part = self.slot(f"{name}.part", spec.shape[:1], "float32")
-        return SummedLinear(self.ops, spec, out, part, self.split, cut.part.degree)
+        return SummedLinear(self.ops, spec, out, part, self.split, cut)
 
     def activated_linear(self, name: str, activation: str) -> Linear:
         """Make a product with an activation in the same call."""
         spec = self._linear_spec(name)
-        return ActivatedLinear(self.ops, spec, self.slot(name, spec.shape[:1]), activation)
+        out = self.slot(name, spec.shape[:1])
+        return self._wired(name, ActivatedLinear, WiredActivatedLinear)(self.ops, spec, out, activation)
 
     def gated_linear(self, name: str, activation: str) -> Linear:
         """Make a gated product; its weight holds gate's rows, then up's."""
         spec = self._linear_spec(name, gated=True)
-        return GatedLinear(self.ops, spec, self.slot(name, (spec.shape[0] // 2,)), activation)
+        out = self.slot(name, (spec.shape[0] // 2,))
+        return self._wired(name, GatedLinear, WiredGatedLinear)(self.ops, spec, out, activation)
 
     def lm_head(self, name: str, *, softcap: float | None = None) -> LMHead:
         """Make the LM head. Its buffer has columns for the padding, too."""
@@ -116,7 +130,8 @@ class LayerFactory:
         out, cut = self.slot(name, shape[1:], "float32"), self._cut(name)
         if self.split is None or cut is None or not cut.ranges:
             return Embedding(self.ops, shape, out, scale)
-        return SplitEmbedding(self.ops, shape, out, scale, self.split, cut.borders())
+        kind = SplitEmbedding if cut.axis == 0 else ColumnsEmbedding
+        return kind(self.ops, shape, out, scale, self.split, cut)
 
     def heads(self, cfg: ModelConfig) -> Heads:
         """Return the heads that this rank has."""
@@ -157,6 +172,13 @@ class LayerFactory:
         weight = self._find(name)
         packing = Packing(weight.leaf_ends, scheme_of(weight.quant, self.scheme), gated)
         return LinearSpec(weight.shape, f"{self.prefix}{name}.bias" in self.parameters, packing)
+
+    def _wired(self, name: str, plain: Callable[..., Made], wired: Callable[..., Made]) -> Callable[..., Made]:
+        """Return what makes a product: `wired` where its columns are not those that come or go."""
+        cut = self._cut(name)
+        if self.split is None or cut is None or cut.wiring == DIRECT:
+            return plain
+        return partial(wired, wires=Wires(cut.wiring, self.split.ranks))
 
     def _cut(self, name: str) -> Cut | None:
         return None if self.split is None else self.split.cuts[f"{self.prefix}{name}.weight"]

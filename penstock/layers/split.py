@@ -10,7 +10,8 @@ Everything else is computed by every rank alike. Model files do not know of this
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,22 +20,11 @@ from penstock.kernels.ops import Ops, RowSource, SplittingOps
 from penstock.kernels.tensors import FLOAT32, Array, Tensor, as_array
 from penstock.layers.lm_head import LMHead
 from penstock.layers.weights import Embedding, Linear, LinearSpec, whole
-from penstock.spec.shares import Cut, Share
+from penstock.layers.wires import Ranks, Wires
+from penstock.spec.cuts import Cut, Wiring
+from penstock.spec.shares import Share
 
 MAGNITUDE_ROWS = 4096  # rows of a weight that are read at once to find their largest values
-
-
-class Ranks(Protocol):
-    """How a rank meets the others. All ranks of a block call the same method at the same place."""
-
-    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
-        """Return what each rank of this rank's block of `degree` gave, in the order of ranks; not to be written to.
-
-        The arrays are valid until the next call. shapes: of each, where they differ from x.
-
-        Raises:
-            ExecutorLostError: a rank of the group ended, or does not answer.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +59,13 @@ class SummedLinear(Linear):
     scales: Array | None
     bias: Array | None
 
-    def __init__(self, ops: Ops, spec: LinearSpec, out: Slot, part: Slot, split: Split, degree: int) -> None:
+    def __init__(self, ops: Ops, spec: LinearSpec, out: Slot, part: Slot, split: Split, cut: Cut) -> None:
         """out: for the result. part: for this rank's part of the sum."""
         super().__init__(ops, spec, part)
         self.sum = out
         self.ranks = split.ranks
-        self.degree = degree
+        self.degree = cut.part.degree
+        self.wires = Wires(cut.wiring, split.ranks)
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         source = cast(RowSource, values["weight"])
@@ -89,7 +80,7 @@ class SummedLinear(Linear):
             self.bias = whole(values["bias"]).astype(self.ops.dtype).astype(FLOAT32)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.ranks.gather(as_array(super().forward(x)), self.degree)
+        parts = self.ranks.gather(as_array(super().forward(self.wires.input(x))), self.degree)
         total = tree_sum(parts, self.sum(x.shape[0]))
         if self.scales is not None:
             total *= self.scales
@@ -110,14 +101,11 @@ def _magnitudes(source: RowSource) -> Array:
 class SplitEmbedding(Embedding):
     """ids [T] int64 -> scale * weight[ids], where each rank has some rows of the table."""
 
-    def __init__(
-        self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float, split: Split, rows: Sequence[int]
-    ) -> None:
-        """rows: the first row of each rank's part, and past the last."""
+    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float, split: Split, cut: Cut) -> None:
         super().__init__(ops, shape, out, scale)
         self.ranks = split.ranks
-        self.rows = np.asarray(rows)
-        self.index = split.share.vocab.index
+        self.rows = np.asarray(cut.borders())
+        self.index = cut.part.index
 
     def forward(self, ids: Tensor) -> Tensor:
         ids = as_array(ids)
@@ -130,6 +118,17 @@ class SplitEmbedding(Embedding):
                 mine = owner == index
                 rows[mine] = part[mine]
         return self.ops.tensor(rows)
+
+
+class ColumnsEmbedding(Embedding):
+    """ids [T] int64 -> scale * weight[ids], where each rank has some columns of the table."""
+
+    def __init__(self, ops: Ops, shape: tuple[int, ...], out: Slot, scale: float, split: Split, cut: Cut) -> None:
+        super().__init__(ops, shape, out, scale)
+        self.wires = Wires(Wiring(gathers_result=tuple(cut.borders())), split.ranks)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.ops.tensor(as_array(self.wires.result(super().forward(ids))))
 
 
 class SplitHead(LMHead):
@@ -145,7 +144,7 @@ class SplitHead(LMHead):
         *,
         softcap: float | None,
     ) -> None:
-        """out: for this rank's logits, and for those of all. columns: as SplitEmbedding's rows."""
+        """out: for this rank's logits, and for those of all. columns: where each rank's begin, and the end."""
         super().__init__(ops, spec, out[0], softcap=softcap)
         self.all = out[1]
         self.ranks = split.ranks
@@ -153,7 +152,7 @@ class SplitHead(LMHead):
 
     def forward(self, x: Tensor) -> Tensor:
         own = as_array(super().forward(x))
-        bounds = list(zip(self.columns[:-1], self.columns[1:], strict=True))
+        bounds = list(pairwise(self.columns))
         parts = self.ranks.gather(own, len(bounds), [(len(own), end - begin) for begin, end in bounds])
         return self.ops.tensor(np.concatenate(parts, axis=1, out=self.all(x.shape[0])))
 

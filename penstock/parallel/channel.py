@@ -1,8 +1,8 @@
-"""What crosses between the processes of one engine, over inherited sockets: typed msgpack and arrays. No pickle.
+"""What crosses between the processes of one engine, over inherited sockets: typed msgpack and arrays.
 
-    engine -> every rank     Begin, then a StepOrder for each step
+    engine -> every rank     what it computes (assembly/pipeline.py), then a StepOrder for each step
     rank -> the next rank    Handed: the residual stream and the branch of a step, as they lie in memory
-    rank -> engine           Ready or CannotStart; of the last rank Done or StepFailed for each step
+    rank -> engine           Ready or CannotStart; for each step a Span, of the last stage Done or StepFailed
 
 Each message is preceded by its length. The end of a socket is the end of the process behind it.
 """
@@ -22,7 +22,7 @@ from penstock.kernels.tensors import Array, as_array
 T = TypeVar("T")
 BUFFER_BYTES = 4 * 2**20  # of a link, so that a stage seldom waits for the next one to read
 _LENGTH = struct.Struct("<Q")
-_HANDED = struct.Struct("<BII")  # what follows, rows, columns
+_HANDED = struct.Struct("<BQII")  # what follows, bytes received for the step so far, rows, columns
 _NOTHING, _STREAM, _BOTH, _FAILED = range(4)
 
 
@@ -39,10 +39,9 @@ class StepOrder:
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The rank has its layers: bytes of its key/value caches, and of its weights."""
+    """The rank has its layers: bytes of its key/value caches."""
 
     cache_bytes: int
-    weight_bytes: int
 
 
 class CannotStart(msgspec.Struct, tag=True, frozen=True):
@@ -123,30 +122,38 @@ class StageFailedError(Exception):
         self.failure = failure
 
 
-def send_handed(channel: Channel, handed: Any) -> None:
-    """Hand x and h on, [T, hidden] float32 each; h may be None, and so may both."""
+def send_handed(channel: Channel, handed: Any, received: int) -> None:
+    """Hand x and h on, [T, hidden] float32 each; h may be None, and so may both.
+
+    received: bytes that this stage, and those before it, have got from others to compute the step.
+    """
     if handed is None:
-        channel.send(_HANDED.pack(_NOTHING, 0, 0))
+        channel.send(_HANDED.pack(_NOTHING, received, 0, 0))
         return
     x, h = (None if part is None else np.ascontiguousarray(as_array(part)) for part in handed)
     if x is None:
         raise ValueError("a stage hands on a branch without a stream")
-    channel.send(_HANDED.pack(_STREAM if h is None else _BOTH, *x.shape), x, *([] if h is None else [h]))
+    kind = _STREAM if h is None else _BOTH
+    channel.send(_HANDED.pack(kind, received, *x.shape), x, *([] if h is None else [h]))
 
 
 def send_failure(channel: Channel, failure: StepFailed) -> None:
     """Hand on that a step has failed."""
-    channel.send(_HANDED.pack(_FAILED, 0, 0), encode(failure))
+    channel.send(_HANDED.pack(_FAILED, 0, 0, 0), encode(failure))
 
 
-def receive_handed(channel: Channel) -> tuple[Array, Array | None] | None:
-    """Wait for what the stage before hands on. Raise StageFailedError if it could not compute the step."""
+def receive_handed(channel: Channel) -> tuple[tuple[Array, Array | None] | None, int]:
+    """Wait for what the stage before hands on. Return it with the bytes received for the step, these included.
+
+    Raises:
+        StageFailedError: it could not compute the step.
+    """
     data = channel.receive()
-    kind, rows, columns = _HANDED.unpack_from(data)
+    kind, received, rows, columns = _HANDED.unpack_from(data)
     if kind == _FAILED:
         failure = decode_from_rank(memoryview(data)[_HANDED.size :])
         raise StageFailedError(failure if isinstance(failure, StepFailed) else StepFailed("unknown", no_memory=False))
     if kind == _NOTHING:
-        return None
+        return None, received
     values = np.frombuffer(data, np.float32, offset=_HANDED.size).reshape(-1, rows, columns)
-    return values[0], values[1] if kind == _BOTH else None
+    return (values[0], values[1] if kind == _BOTH else None), received + values.nbytes

@@ -8,7 +8,7 @@ goes to the engine's owner. Where that is a process with a supervisor, a new gro
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -35,12 +35,19 @@ class Runner(Protocol):
 class Follower(Runner, Protocol):
     """Computes the part of a rank that does not sample."""
 
-    def append(self, sampled: NewTokens) -> None:
+    def note_outputs(self, outputs: NewTokens) -> None:
         """Note what the leader sampled in the last step."""
 
 
 class Ranks(Protocol):
-    """The other ranks: a group.Group."""
+    """The other ranks: a group.Group.
+
+    Attributes:
+        bytes_received: what they have given the leader so far.
+    """
+
+    @property
+    def bytes_received(self) -> int: ...
 
     def send(self, message: Step) -> None: ...
 
@@ -79,6 +86,7 @@ class ParallelExecutor:
         if self._runner is None or not self._submitted or self._submitted[0] is not handle:
             raise EngineError("steps are collected once each, in the order in which they were submitted")
         self._submitted.popleft()
+        before = self.group.bytes_received
         try:
             output = self._runner.execute(handle)
         except MemoryError:
@@ -86,7 +94,7 @@ class ParallelExecutor:
         except Exception as error:
             raise self.group.lost(error) from error
         self._sampled = {name: item.new_token_ids for name, item in output.results.items() if item.new_token_ids}
-        return output
+        return replace(output, bytes_received=self.group.bytes_received - before)
 
     def shutdown(self) -> None:
         """End the ranks and free the model. A second call does nothing."""
@@ -109,5 +117,5 @@ def follow(runner: Follower, leader: Connection) -> None:
             return
         if not isinstance(step, Step):
             raise ExecutorLostError(f"the leader sent {type(step).__name__}")
-        runner.append(step.sampled)
+        runner.note_outputs(step.sampled)
         runner.execute(step.plan)

@@ -5,8 +5,6 @@ says what to build; from then on, steps (executor.py). A rank whose leader is go
 the system kills it even where it hangs (child_main.py).
 """
 
-import itertools
-import os
 import pickle
 import socket
 import subprocess
@@ -16,7 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
-from penstock.parallel.links import Links, rounded_to_pages, shared_memory
+from penstock.parallel.links import Links, Meeting
+from penstock.parallel.links import inherit as inherit_links
 from penstock.parallel.spawn import spawn
 
 STDERR = 2
@@ -53,37 +52,35 @@ class Group:
         Raises:
             EngineError: they cannot be started.
         """
-        place_bytes = rounded_to_pages(place_bytes)
-        memory = shared_memory(size, place_bytes)
-        ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-        for one, other in itertools.combinations(range(size), 2):
-            ends[one][other], ends[other][one] = socket.socketpair()
-        self.links = Links(0, ends[0], memory, place_bytes)
+        meeting = Meeting(size, place_bytes)
+        self.links = meeting.join(0)
         self.built: list[Built] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         try:
             for rank in range(1, size):
-                self._start(rank, ends[rank], memory, place_bytes, module)
+                self._start(rank, meeting, module)
         except OSError as error:
             self.close()
             raise EngineError(f"the processes of {size} ranks cannot be started: {error}") from error
         finally:
-            os.close(memory)
-            for sock in itertools.chain.from_iterable(item.values() for item in ends[1:]):
-                sock.close()
+            meeting.close()
         self.send(plan)
 
-    def _start(self, rank: int, peers: dict[int, socket.socket], memory: int, place_bytes: int, module: str) -> None:
+    def _start(self, rank: int, meeting: Meeting, module: str) -> None:
         ours, theirs = socket.socketpair()
-        sockets = [f"{peer}:{sock.fileno()}" for peer, sock in peers.items()]
-        words = [str(rank), str(theirs.fileno()), str(memory), str(place_bytes), *sockets]
-        inherited = [theirs.fileno(), memory, *(sock.fileno() for sock in peers.values())]
+        words = [str(theirs.fileno()), *meeting.words(rank)]
+        inherited = [theirs.fileno(), *meeting.files(rank)]
         try:
             self._processes.append(spawn(module, words, inherited=inherited, stdout=STDERR))
         finally:
             theirs.close()
         self._connections.append(Connection(ours.detach()))
+
+    @property
+    def bytes_received(self) -> int:
+        """What the other ranks have given the leader so far."""
+        return self.links.bytes_received
 
     @property
     def pids(self) -> list[int]:
@@ -148,8 +145,4 @@ def bytes_read() -> int:
 
 def inherit(words: list[str]) -> tuple[Links, Connection]:
     """Return a rank's links, and its connection to the leader, from the words that it was started with."""
-    rank, connection, memory, place_bytes = map(int, words[:4])
-    peers = {int(peer): socket.socket(fileno=int(file)) for peer, file in (word.split(":") for word in words[4:])}
-    links = Links(rank, peers, memory, place_bytes)
-    os.close(memory)
-    return links, Connection(connection)
+    return inherit_links(words[1:]), Connection(int(words[0]))

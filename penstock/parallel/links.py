@@ -9,6 +9,7 @@ with it. A socket ends with its process, so the death of a rank reaches all othe
 no name in the system, and is gone with its processes.
 """
 
+import itertools
 import mmap
 import os
 import socket
@@ -98,11 +99,46 @@ class Links:
             raise ExecutorLostError(f"rank {rank} is at another place of the model than rank {self.rank}", rank=rank)
 
 
-def shared_memory(ranks: int, place_bytes: int) -> int:
-    """Return the descriptor of memory for the places of all ranks. A page is provided when it is written to."""
-    memory = os.memfd_create("penstock-ranks")
-    os.ftruncate(memory, ranks * len(DEGREES) * 2 * place_bytes)
-    return memory
+class Meeting:
+    """What the ranks of one model, or of one stage, meet over, before each of them has its own end of it."""
+
+    def __init__(self, size: int, place_bytes: int) -> None:
+        """place_bytes: the most that a rank gives the others at once. Raise OSError if the system has no more."""
+        self._place_bytes = rounded_to_pages(place_bytes)
+        self._ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+        for one, other in itertools.combinations(range(size), 2):
+            self._ends[one][other], self._ends[other][one] = socket.socketpair()
+        self._memory = os.memfd_create("penstock-ranks")  # a page is provided when it is written to
+        os.ftruncate(self._memory, size * len(DEGREES) * 2 * self._place_bytes)
+
+    def join(self, rank: int) -> Links:
+        """Return the end of a rank that is in this process."""
+        peers, self._ends[rank] = self._ends[rank], {}
+        return Links(rank, peers, self._memory, self._place_bytes)
+
+    def words(self, rank: int) -> list[str]:
+        """Return what the process of a rank is started with; `inherit` takes it there."""
+        peers = [f"{peer}:{sock.fileno()}" for peer, sock in self._ends[rank].items()]
+        return [str(rank), str(self._memory), str(self._place_bytes), *peers]
+
+    def files(self, rank: int) -> list[int]:
+        """Return the descriptors that the process of a rank shares."""
+        return [self._memory, *(sock.fileno() for sock in self._ends[rank].values())]
+
+    def close(self) -> None:
+        """Close what the ranks have inherited by now."""
+        os.close(self._memory)
+        for sock in itertools.chain.from_iterable(item.values() for item in self._ends):
+            sock.close()
+
+
+def inherit(words: Sequence[str]) -> Links:
+    """Return the end of the rank that this process is, from the words that it was started with."""
+    rank, memory, place_bytes = map(int, words[:3])
+    peers = {int(peer): socket.socket(fileno=int(file)) for peer, file in (word.split(":") for word in words[3:])}
+    links = Links(rank, peers, memory, place_bytes)
+    os.close(memory)
+    return links
 
 
 def rounded_to_pages(num_bytes: int) -> int:

@@ -19,6 +19,7 @@ class LocalRanks:
 
     def __init__(self, rank: int, group: "LocalGroup") -> None:
         self.rank = rank
+        self.bytes_received = 0
         self._group = group
 
     def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
@@ -34,6 +35,7 @@ class LocalRanks:
             raise ExecutorLostError("a rank has ended") from error
         if shapes is not None and [item.shape for item in found] != list(shapes):
             raise ExecutorLostError(f"ranks gave {[item.shape for item in found]} where {list(shapes)} were expected")
+        self.bytes_received += sum(item.nbytes for item in found) - found[self.rank - first].nbytes
         return found
 
 
@@ -49,13 +51,18 @@ class LocalGroup:
         self._inboxes: list[queue.SimpleQueue[Step | None]] = []
         self._following = threading.Semaphore(0)
 
+    @property
+    def bytes_received(self) -> int:
+        """What the other ranks have given the leader so far."""
+        return self.ranks[0].bytes_received
+
     def follow(self, runner: Follower) -> None:
         """Compute every step of one rank in the calling thread, until the group is closed."""
         inbox: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._inboxes.append(inbox)
         self._following.release()
         while (step := inbox.get()) is not None:
-            runner.append(step.sampled)
+            runner.note_outputs(step.sampled)
             runner.execute(step.plan)
 
     def wait_until_whole(self) -> None:

@@ -1,10 +1,14 @@
-"""PipelineExecutor: layers in groups, each in a process of its own, and as many steps in flight as there are groups.
+"""PipelineExecutor: layers in groups, the stages, and as many steps in flight as there are stages. A stage is one
+process, or several ranks that share its layers.
 
-    engine --- order of step k ---> rank 0, rank 1, ... rank P-1
-               rank 0 --- x, h ---> rank 1 --- x, h ---> ... rank P-1 --- results of step k ---> engine
+    engine --- order of step k ---> every rank of every stage
+               stage 0 --- x, h ---> stage 1 --- x, h ---> ... stage P-1 --- results of step k ---> engine
+
+Ranks of a stage compute the same x and h, so each hands them to the rank of its number in the next stage; they meet
+over links of their own (links.py). The last stage's rank 0 alone samples.
 
 Every rank has the whole block tables and the tokens of every request; each has keys and values, and weights, of its own
-layers only. Orders are sent without waiting, so while rank 1 computes step k, rank 0 computes step k + 1.
+part only. Orders are sent without waiting, so while stage 1 computes step k, stage 0 computes step k + 1.
 
 A rank that ends, ends its engine: whoever waits for a step gets ExecutorLostError, and the other ranks end with it.
 """
@@ -12,9 +16,11 @@ A rank that ends, ends its engine: whoever waits for a step gets ExecutorLostErr
 import socket
 import subprocess
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
@@ -31,6 +37,7 @@ from penstock.parallel.channel import (
     decode_from_rank,
     encode,
 )
+from penstock.parallel.links import Meeting
 from penstock.parallel.spawn import spawn
 
 RANK_MODULE = "penstock.assembly.rank"
@@ -39,17 +46,50 @@ MAX_SPANS = 100_000  # the oldest are forgotten
 STDERR = 2  # output of a rank joins our messages; stdout belongs to the user
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What a rank is started with: sockets to the engine, from the stage before and to the next one, None at the ends
+    of the pipeline; and what the ranks of its stage meet over, None where it is alone. The executor closes them."""
+
+    stage: int
+    rank: int
+    engine: socket.socket
+    before: socket.socket | None
+    after: socket.socket | None
+    meeting: Meeting | None
+
+
+StartRank = Callable[[Ends], "subprocess.Popen[bytes] | None"]
+
+
+def start_process(ends: Ends) -> "subprocess.Popen[bytes]":
+    """Start the process of a rank. Raise OSError if it cannot be started."""
+    sockets = (ends.engine, ends.before, ends.after)
+    inherited = [end.fileno() for end in sockets if end is not None]
+    words = [str(-1 if end is None else end.fileno()) for end in sockets]
+    if ends.meeting is not None:
+        inherited += ends.meeting.files(ends.rank)
+        words += ends.meeting.words(ends.rank)
+    return spawn(RANK_MODULE, words, inherited=inherited, stdout=STDERR)
+
+
 class PipelineExecutor:
     """A `step.Executor` over the processes of one pipeline.
 
     Attributes:
         depth: as many steps as there are stages.
-        ready: what each rank has loaded.
-        spans: what the ranks did last, step by step.
+        ready: what each rank has loaded, stage by stage.
+        spans: what the stages did last, step by step.
     """
 
-    def __init__(self, begins: Sequence[bytes]) -> None:
-        """Start a rank with each of these messages, and wait until all have their layers.
+    def __init__(
+        self, begins: Sequence[Sequence[bytes]], place_bytes: int = 0, start: StartRank = start_process
+    ) -> None:
+        """Start the ranks, and wait until all have their layers.
+
+        Args:
+            begins: the first message to each rank of each stage.
+            place_bytes: the most that a rank gives the others of its stage at once.
 
         Raises:
             ModelLoadError, InvalidRequestError: a rank cannot load its part.
@@ -63,10 +103,10 @@ class PipelineExecutor:
         self._channels: list[Channel] = []
         self._is_dead = False
         try:
-            self._spawn(len(begins))
-            for channel, begin in zip(self._channels, begins, strict=True):
+            self._start(len(begins), len(begins[0]), place_bytes, start)
+            for channel, begin in zip(self._channels, (begin for stage in begins for begin in stage), strict=True):
                 channel.send(begin)
-            self.ready = [self._wait_ready(channel) for channel in self._channels]
+            self.ready = self._wait_ready()
         except BaseException:
             self.shutdown()
             raise
@@ -79,26 +119,44 @@ class PipelineExecutor:
         """Return the bytes of all ranks' caches."""
         return sum(item.cache_bytes for item in self.ready)
 
-    def _spawn(self, count: int) -> None:
-        links = [socket.socketpair() for _ in range(count - 1)]
-        befores, afters = [None, *(link[1] for link in links)], [*(link[0] for link in links), None]
-        for before, after in zip(befores, afters, strict=True):
-            ours, theirs = socket.socketpair()
-            self._channels.append(Channel(ours))
-            inherited = [end.fileno() for end in (theirs, before, after) if end is not None]
-            words = [str(-1 if end is None else end.fileno()) for end in (theirs, before, after)]
-            self._processes.append(spawn(RANK_MODULE, words, inherited=inherited, stdout=STDERR))
-            theirs.close()
-        for end in (end for link in links for end in link):
-            end.close()
+    def _start(self, num_stages: int, size: int, place_bytes: int, start: StartRank) -> None:
+        """Start `size` ranks for each stage."""
+        between = [[socket.socketpair() for _ in range(size)] for _ in range(num_stages - 1)]
+        try:
+            for stage in range(num_stages):
+                befores = [link[1] for link in between[stage - 1]] if stage > 0 else [None] * size
+                afters = [link[0] for link in between[stage]] if stage < num_stages - 1 else [None] * size
+                meeting = Meeting(size, place_bytes) if size > 1 else None
+                for rank in range(size):
+                    ours, theirs = socket.socketpair()
+                    self._channels.append(Channel(ours))
+                    process = start(Ends(stage, rank, theirs, befores[rank], afters[rank], meeting))
+                    self._processes += [] if process is None else [process]
+                    theirs.close()
+                if meeting is not None:
+                    meeting.close()
+        finally:
+            for end in (end for links in between for link in links for end in link):
+                end.close()
 
-    def _wait_ready(self, channel: Channel) -> Ready:
-        message = decode_from_rank(channel.receive())
-        if isinstance(message, Ready):
-            return message
-        if isinstance(message, CannotStart) and message.param is not None:
-            raise InvalidRequestError(message.message, param=message.param)
-        raise ModelLoadError(message.message if isinstance(message, CannotStart) else "a rank is not ready")
+    def _wait_ready(self) -> list[Ready]:
+        """Wait for all ranks. One that cannot load its part ends the others of its stage, which then say nothing."""
+        ready: list[Ready] = []
+        lost: ExecutorLostError | None = None
+        for channel in self._channels:
+            try:
+                message = decode_from_rank(channel.receive())
+            except ExecutorLostError as error:
+                lost = error
+                continue
+            if isinstance(message, CannotStart) and message.param is not None:
+                raise InvalidRequestError(message.message, param=message.param)
+            if not isinstance(message, Ready):
+                raise ModelLoadError(message.message if isinstance(message, CannotStart) else "a rank is not ready")
+            ready.append(message)
+        if lost is not None:
+            raise lost
+        return ready
 
     def _read(self, channel: Channel) -> None:
         """Read what a rank says until it ends; then nobody has to wait for it."""
@@ -149,9 +207,10 @@ class PipelineExecutor:
             with suppress(OSError):
                 channel.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
             channel.close()
+        deadline = time.monotonic() + EXIT_WAIT_S  # for all of them together
         for process in self._processes:
             try:
-                process.wait(EXIT_WAIT_S)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

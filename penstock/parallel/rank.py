@@ -1,7 +1,14 @@
-"""What a rank of a pipeline does: it computes its layers of every step, in order, until its engine hangs up."""
+"""What a rank of a pipeline does: it computes its layers of every step, in order, until its engine hangs up.
 
+A step that a stage of one rank cannot compute costs that step only. Ranks that share a stage are no longer at the same
+place of the model then, so they end, and their engine with them.
+"""
+
+import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from penstock.errors import ExecutorLostError
@@ -31,13 +38,35 @@ class StagePart(Protocol):
     ) -> Any: ...
 
 
+class Peers(Protocol):
+    """How a rank meets the others of its stage.
+
+    Attributes:
+        bytes_received: what they have given it so far.
+    """
+
+    bytes_received: int
+
+
 class Rank:
-    """One stage and its connections: to the engine, from the stage before and to the next; None at the ends."""
+    """A stage, or a rank's part of it, and its connections: to the engine, from the stage before and to the next; None
+    at the ends."""
 
     def __init__(
-        self, index: int, runner: StagePart, engine: Channel, before: Channel | None, after: Channel | None
+        self,
+        stage: int,
+        runner: StagePart,
+        engine: Channel,
+        before: Channel | None,
+        after: Channel | None,
+        *,
+        rank: int = 0,
+        peers: Peers | None = None,
     ) -> None:
-        self._index = index
+        """rank: in its stage. peers: the others of it; None: it has all of the stage."""
+        self._index = stage
+        self._rank = rank
+        self._peers = peers
         self._runner = runner
         self._engine = engine
         self._before = before
@@ -53,9 +82,11 @@ class Rank:
 
     def _step(self, order: StepOrder) -> None:
         failure: StepFailed | None = None
-        result = None
+        result, handed, received = None, None, 0
+        before = 0 if self._peers is None else self._peers.bytes_received
         try:
-            handed = None if self._before is None else receive_handed(self._before)
+            if self._before is not None:
+                handed, received = receive_handed(self._before)
         except StageFailedError as error:
             failure = error.failure
         begin = time.perf_counter()
@@ -64,14 +95,23 @@ class Rank:
                 result = self._runner.compute(order.plan, order.outputs, handed)
             else:
                 self._runner.skip(order.plan, order.outputs)
+        except ExecutorLostError:
+            raise
         except Exception as error:  # which belongs to this step; the next ones go on
+            if self._peers is not None:
+                print(f"penstock: rank {self._rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                raise ExecutorLostError("the ranks of a stage are not at the same place any more") from error
             failure = failure or StepFailed(f"{type(error).__name__}: {error}", isinstance(error, MemoryError))
-        scheduled = order.plan.scheduled
-        span = Span(self._index, order.plan.step_id, len(scheduled), order.plan.num_tokens, begin, time.perf_counter())
-        self._engine.send(encode(span))
+        received += 0 if self._peers is None else self._peers.bytes_received - before
+        if self._rank == 0:
+            rows, tokens = len(order.plan.scheduled), order.plan.num_tokens
+            span = Span(self._index, order.plan.step_id, rows, tokens, begin, time.perf_counter())
+            self._engine.send(encode(span))
         if self._after is None:
-            self._engine.send(encode(Done(result) if failure is None and result is not None else failure))
+            if self._rank == 0:
+                done = Done(replace(result, bytes_received=received)) if failure is None and result else failure
+                self._engine.send(encode(done))
         elif failure is not None:
             send_failure(self._after, failure)
         else:
-            send_handed(self._after, result)
+            send_handed(self._after, result, received)

@@ -80,6 +80,10 @@ class EngineDeaths:
         """Return what the next client is given, beside the subject's options."""
         return {}
 
+    def _crowd(self) -> "type[Crowd]":
+        """Return what reads the streams, and ends processes under them."""
+        return Crowd
+
     async def _run(self, trials: Trials) -> None:
         crowds: dict[int, list[Case]] = {}
         pauses = Pauses()
@@ -93,7 +97,7 @@ class EngineDeaths:
                     return
                 if number not in crowds:
                     crowds[number] = await undisturbed(llm, trials.random, NUM_STREAMS)
-                crowd = Crowd(llm, trials, crowds[number], pauses)
+                crowd = self._crowd()(llm, trials, crowds[number], pauses)
                 await crowd.run()
             num_streams, num_tokens = num_streams + crowd.num_streams, num_tokens + crowd.num_tokens
         pauses.report(trials)
@@ -169,7 +173,7 @@ class Crowd:
                 await self._end_standby()
         await asyncio.sleep(self.trials.random.uniform(0, LONGEST_WAIT_S))
         await self.until(lambda: self.llm.status().pid is not None, "an engine process")
-        pid = self.trials.random.choice([one.pid for one in self.llm.status().replicas if one.pid is not None])
+        pid = self._victim([one.pid for one in self.llm.status().replicas if one.pid is not None])
         self.expect_death(self.trials.random.choices([*WAYS], [*WAYS.values()])[0])
         if self._way == OUT_OF_MEMORY:
             await self._take_memory(pid)
@@ -182,6 +186,10 @@ class Crowd:
             case.is_interrupted = True
         self._way = way
         self._restarts, self._died_at = self.llm.status().restarts, time.monotonic()
+
+    def _victim(self, engines: list[int]) -> int:
+        """Return the process that is to end, of these engines or their ranks."""
+        return self.trials.random.choice(engines)
 
     async def _end_standby(self) -> None:
         standby = self.llm.status().standby

@@ -14,22 +14,33 @@ from typing import Any, ClassVar
 
 from penstock.assembly import build_engine
 from penstock.assembly.model import make_ops
-from penstock.assembly.ranks import Leader, RankPlan, StartRanks, make_runner, start_ranks
+from penstock.assembly.pipeline import open_pipeline
+from penstock.assembly.rank import serve
+from penstock.assembly.rank_plan import RankPlan, make_runner
+from penstock.assembly.ranks import Leader, StartRanks, start_ranks
 from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError, InvalidRequestError
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
+from penstock.models.config_json import load_model_config
+from penstock.parallel.channel import Channel
 from penstock.parallel.executor import ParallelExecutor
 from penstock.parallel.local import LocalGroup
+from penstock.parallel.pipeline import Ends
 from penstock.prove import tiny_models
 from penstock.prove.proof import Trials
 from penstock.runner.following import FollowingRunner
 from penstock.runner.structured import Forms
-from penstock.spec.shares import Share
+from penstock.spec.cuts import is_beginning, module_of
+from penstock.spec.shares import general
+from penstock.weights.sources import read_parameters
 
 PROCESSES_EVERY = 5
+MAPS = 0.4  # of the trials have a sharding map
+HINTS = 0.3  # of the branches have a hint in it
+BY_MAP = ("attention_parallel_size", "mlp_parallel_size")
 BASE: dict[str, Any] = {
     "load_format": "dummy", "max_model_len": 128, "threads": 1, "kernels": "cpu", "kv_cache_memory_bytes": 2**22,
     "max_num_batched_tokens": 48, "max_num_seqs": 8,
@@ -42,9 +53,13 @@ AXES: dict[str, tuple[Any, ...]] = {
     "attention_parallel_size": (None, 1, 2),
     "mlp_parallel_size": (None, 1, 2, 4, 8),
     "expert_parallel_size": (1, 1, 2, 4),
+    "pipeline_parallel_size": (1, 1, 2),
     "speculative_config": (None, {"method": "ngram"}),
 }
-SPLITS = ("tensor_parallel_size", "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size")
+SPLITS = (
+    "tensor_parallel_size", "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size",
+    "pipeline_parallel_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +92,27 @@ class ParallelBits:
         """Compare one random split of one random model per trial."""
         place = Path(tempfile.mkdtemp(prefix="penstock-prove-"))
         models = tiny_models.write(place)
-        num_processes = 0
+        num_processes = num_maps = 0
+        file = place / "sharding.yaml"
         try:
             while trials.go_on():
                 name = trials.random.choice(sorted(models))
                 options = draw(trials.random)
+                if trials.random.random() < MAPS:
+                    file.write_text(draw_map(Path(models[name]), trials.random))
+                    options |= dict.fromkeys(BY_MAP) | {"expert_parallel_size": 1, "sharding_config": str(file)}
+                    num_maps += 1
                 as_processes = trials.outcome.tried % PROCESSES_EVERY == 0
                 num_processes += as_processes
                 wrong = differs(models[name], options, as_processes=as_processes)
                 trials.tried()
                 if wrong is not None:
-                    trials.wrong(f"{name}, {options}, {'processes' if as_processes else 'threads'}: {wrong}")
+                    text = file.read_text() if "sharding_config" in options else ""
+                    trials.wrong(f"{name}, {options}, {'processes' if as_processes else 'threads'}: {wrong} {text}")
         finally:
             shutil.rmtree(place)
         trials.figure("splits_in_processes", num_processes)
+        trials.figure("sharding_maps", num_maps)
 
 
 def draw(chance: random.Random) -> dict[str, Any]:
@@ -99,6 +121,15 @@ def draw(chance: random.Random) -> dict[str, Any]:
     if all(options[name] in (None, 1) for name in SPLITS):
         options["tensor_parallel_size"] = 2
     return options
+
+
+def draw_map(model: Path, chance: random.Random) -> str:
+    """Return a random sharding map of a model: an axis of each parameter or none, and some hints."""
+    parameters = read_parameters(load_model_config(model)).values()
+    axes = {general(item.name): chance.randrange(-1, len(item.shape)) for item in parameters}
+    modules = sorted({module_of(item) for item in parameters if is_beginning(item)})
+    hints = {module: chance.choice((-1, 1)) for module in modules if chance.random() < HINTS}
+    return "".join(f"{name}: {axis}\n" for name, axis in (axes | hints).items())
 
 
 def differs(model: str, options: dict[str, Any], *, as_processes: bool) -> str | None:
@@ -141,11 +172,14 @@ def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None) -> Leader:
     Raises:
         PenstockError: the leader's part cannot be built.
     """
+    if plan.config.parallel.pipeline_parallel_size > 1:
+        pipeline = open_pipeline(plan, _StageThreads(plan.degrees.size))
+        return Leader(pipeline, pipeline.cache_bytes)
     degrees = plan.degrees
     group = LocalGroup(degrees.size)
     for rank in range(1, degrees.size):
         threading.Thread(target=_be_rank, args=(plan, rank, group), daemon=True).start()
-    runner = make_runner(plan, ops, Share(0, degrees), group.ranks[0], forms)
+    runner = make_runner(plan, ops, 0, group.ranks[0], forms)
     group.wait_until_whole()
     return Leader(ParallelExecutor(runner, group), runner.cache_bytes)
 
@@ -153,7 +187,7 @@ def start_threads(plan: RankPlan, ops: Ops, forms: Forms | None) -> Leader:
 def _be_rank(plan: RankPlan, rank: int, group: LocalGroup) -> None:
     try:
         ops = make_ops(plan.config, plan.model_config)
-        runner = make_runner(plan, ops, Share(rank, plan.degrees), group.ranks[rank])
+        runner = make_runner(plan, ops, rank, group.ranks[rank])
         if isinstance(runner, FollowingRunner):
             group.follow(runner)
     except ExecutorLostError:
@@ -161,3 +195,28 @@ def _be_rank(plan: RankPlan, rank: int, group: LocalGroup) -> None:
     except Exception as error:
         group.lost(error)
         raise
+
+
+class _StageThreads:
+    """Makes the ranks of a pipeline threads of this process (pipeline.StartRank)."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._groups: dict[int, LocalGroup] = {}  # by stage
+
+    def __call__(self, ends: Ends) -> None:
+        engine, before, after = (
+            None if end is None else Channel(end.dup()) for end in (ends.engine, ends.before, ends.after)
+        )
+        group = self._groups.setdefault(ends.stage, LocalGroup(self._size))
+        ranks = group.ranks[ends.rank] if self._size > 1 else None
+
+        def work() -> None:
+            if engine is not None:
+                serve(engine, before, after, ranks)
+                group.lost(ExecutorLostError("the rank has ended"))
+            for channel in (engine, before, after):
+                if channel is not None:
+                    channel.close()
+
+        threading.Thread(target=work, daemon=True).start()

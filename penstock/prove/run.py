@@ -16,6 +16,7 @@ from penstock.prove.memory import MemoryPlanProof
 from penstock.prove.parallel import ParallelBits
 from penstock.prove.parent_deaths import ParentDeaths
 from penstock.prove.proof import Outcome, Proof, Subject, Trials
+from penstock.prove.rank_deaths import RankDeaths
 from penstock.prove.ray_deaths import RayDeaths
 from penstock.prove.records import Replays
 from penstock.prove.same_bits import SameBits
@@ -30,6 +31,7 @@ PROOFS: tuple[Proof, ...] = (
     EngineDeaths(),
     StandbyDeaths(),
     ReplicaDeaths(),
+    RankDeaths(),
     *([RayDeaths()] if importlib.util.find_spec("ray") is not None else []),  # an extra
     ServerDeaths(),
     ParentDeaths(),

@@ -1,7 +1,5 @@
 """FollowingRunner: the ModelRunner of a rank that does not sample: it computes its part, and another rank chooses."""
 
-import numpy as np
-
 from penstock.interface.step import RequestStepOutput
 from penstock.kernels.arena import LOGITS_ROWS
 from penstock.kernels.tensors import Tensor
@@ -11,12 +9,6 @@ from penstock.runner.model_runner import ModelRunner
 
 class FollowingRunner(ModelRunner):
     """Computes the same hidden states and its part of the same logits, in the same order, as the rank that samples."""
-
-    def append(self, sampled: dict[str, list[int]]) -> None:
-        """Append the tokens that the leader sampled in the last step, by request id."""
-        for request_id, token_ids in sampled.items():
-            row = np.full(len(token_ids), self.batch.row(request_id), dtype=np.int64)
-            self.batch.append(row, np.array(token_ids, dtype=np.int64), np.arange(len(token_ids)))
 
     def _sample(self, logits: Tensor, step: PackedStep, results: list[RequestStepOutput]) -> None:
         """Choose nothing: these are some columns of the logits."""

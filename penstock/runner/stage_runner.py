@@ -1,6 +1,6 @@
 """StageRunner: a ModelRunner for the layers of one stage. Every rank gets every step, in the same order.
 
-    a step        the plan, and what has been sampled since the last one, which only the last stage knows by itself
+    a step        the plan, and what has been sampled since the last one, which only one rank knows by itself
     handed        x and h of the stage before, or the failure that it hands on instead
 
 A step that fails in one stage is a step without tokens in those behind it: they forget who has left, and compute
@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.interface.step import SchedulerOutput, StepOutput
+from penstock.interface.step import SchedulerOutput
 from penstock.layers.stage import Stage
+from penstock.runner.following import FollowingRunner
 from penstock.runner.model_runner import ModelRunner
 
 
@@ -22,6 +23,12 @@ class StageRunner:
     def __init__(self, runner: ModelRunner, stage: Stage) -> None:
         self._runner = runner
         self._stage = stage
+        self._samples = stage.is_last and not isinstance(runner, FollowingRunner)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The memory of its caches."""
+        return self._runner.cache_bytes
 
     def skip(self, plan: SchedulerOutput, outputs: Mapping[str, Sequence[int]]) -> None:
         """Note a step that an earlier stage could not compute."""
@@ -37,8 +44,6 @@ class StageRunner:
         return self._compute(plan, outputs)
 
     def _compute(self, plan: SchedulerOutput, outputs: Mapping[str, Sequence[int]]) -> Any:
-        if self._stage.is_last:
-            result: StepOutput = self._runner.execute(plan)
-            return result
-        self._runner.note_outputs(outputs)
-        return self._runner.compute_stage(plan)
+        if not self._samples:
+            self._runner.note_outputs(outputs)
+        return self._runner.execute(plan) if self._stage.is_last else self._runner.compute_stage(plan)

@@ -192,6 +192,7 @@ async def status(request: Request) -> Response:
             "accepted_tokens_per_pos_total": stats.num_accepted_tokens_per_pos_total,
         },
         "preemptions_total": stats.num_preemptions_total,
+        "bytes_received_total": stats.num_bytes_received_total,
         "aborted_total": now.num_aborted_total,
     }
     if now.remote_prefill is not None:

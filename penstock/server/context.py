@@ -49,6 +49,7 @@ GAUGES = (
 COUNTERS = (
     ("penstock_steps", "Steps of the engine", "num_steps_total"),
     ("penstock_failed_steps", "Steps that failed", "num_failed_steps_total"),
+    ("penstock_rank_bytes_received", "Bytes that rank 0 of each stage got from others", "num_bytes_received_total"),
     ("penstock_prompt_tokens", "Prompt tokens received", "num_prompt_tokens_total"),
     ("penstock_cached_tokens", "Prompt tokens found in the cache", "num_cached_tokens_total"),
     ("penstock_prefix_cache_queries", "Prompt tokens that were looked up in the cache", "num_prefix_queries_total"),

@@ -3,17 +3,24 @@
     layers.*.self_attn.wo.weight : 1 # -1, 1] #  torch.float32 (2048, 2048)
 
 This is the format of JetStream's sharding files: a name, with * for every number, and an axis of that tensor, -1 for
-none; # begins a comment. Names are those of the parameter table or of the checkpoint's tensors. A map must fit the
-model: every parameter is named once, as itself or by all of its pieces.
+none; # begins a comment. Names are those of the parameter table or of the checkpoint's tensors, with or without the
+table's prefix. A map must fit the model: every parameter is named, as itself or by all of its pieces, and not twice
+with different axes. What may be named without being there: the bias of a weight, and what the table ignores.
+
+The name of a module that computes a branch is a hint: how the features in it lie, [tokens, features].
+
+    layers.*.mlp : 1         each rank computes some of the neurons; -1: every rank all of them
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import ModelLoadError
-from penstock.spec.param_table import Layout, Parameter
+from penstock.spec.cuts import is_beginning, module_of
+from penstock.spec.param_table import Layout, Parameter, ParamTable
+from penstock.spec.shares import general
 from penstock.spec.table_rows import read_text, read_yaml
 from penstock.spec.unsupported import hint, listed
 from penstock.validation import shown
@@ -23,10 +30,17 @@ REPLICATED = -1
 
 @dataclass(frozen=True, slots=True)
 class ShardingMap:
-    """The axes in a sharding file, which errors call `where`: name, with * for numbers -> axis."""
+    """The axes in a sharding file, which errors call `where`: name, with * for numbers -> axis.
+
+    Attributes:
+        prefix: that names may lack.
+        ignored: names that may be there without being parameters.
+    """
 
     where: str
     axes: dict[str, int]
+    prefix: str = ""
+    ignored: frozenset[str] = frozenset()
 
     @classmethod
     def from_text(cls, text: str, where: str) -> "ShardingMap":
@@ -46,6 +60,28 @@ class ShardingMap:
         """Read a file. Raise ModelLoadError if it cannot be read, or is not a map."""
         return cls.from_text(read_text(file), file.name)
 
+    def of(self, table: ParamTable) -> "ShardingMap":
+        """Return the map with the prefix of a table, and the names that it ignores."""
+        return replace(self, prefix=table.prefix, ignored=frozenset(name for name in self.axes if table.ignores(name)))
+
+    def hints(self, parameters: Mapping[str, Parameter]) -> dict[str, bool]:
+        """Return whether the features in a branch are to be split, by the name of its module.
+
+        Raises:
+            ModelLoadError: the axis is not that of the features.
+        """
+        modules = {module_of(item) for item in parameters.values() if is_beginning(item)}
+        full = self._full(modules)
+        wrong = next((name for name, axis in full.items() if name in modules and axis == 0), None)
+        if wrong is not None:
+            raise ModelLoadError(f"{self.where}: {wrong}: 0 is not allowed; tokens are not split: it must be 1 or -1")
+        return {name: axis == 1 for name, axis in full.items() if name in modules}
+
+    def _full(self, known: Collection[str]) -> dict[str, int]:
+        """Return the axes with the prefix at those names that only that makes known ones."""
+        full = {name: name if name in known else self.prefix + name for name in self.axes}
+        return {full[name] if full[name] in known else name: axis for name, axis in self.axes.items()}
+
     def resolve(self, parameters: Mapping[str, Parameter]) -> dict[str, int | None]:
         """Return the axis of every parameter of a model, None if it is not split. A tied one may be left out.
 
@@ -53,6 +89,14 @@ class ShardingMap:
             ModelLoadError: a name matches no parameter, or an axis is out of range; or a parameter is named twice, not
                 at all, or with pieces that are split differently.
         """
+        known = {general(name) for item in parameters.values() for layout in item.layouts for name in layout.sources}
+        biases = {re.sub(r"\.weight$", ".bias", name) for name in known}
+        modules = {module_of(item) for item in parameters.values()}
+        full = replace(self, axes=self._full(known | biases | modules), ignored=self.ignored | (biases - known))
+        return full._resolve(parameters, known)
+
+    def _resolve(self, parameters: Mapping[str, Parameter], known: Collection[str]) -> dict[str, int | None]:
+        """Do so with full names. known: the names of all tensors that a checkpoint may hold."""
         axes: dict[str, int | None] = {}
         used: set[str] = set()
         problems: dict[str, None] = {}  # as an ordered set: all layers have the same
@@ -63,7 +107,7 @@ class ShardingMap:
                 axes[parameter.name] = self._axis(parameter, found)
             except ValueError as error:
                 problems[str(error)] = None
-        known = {general(name) for item in parameters.values() for layout in item.layouts for name in layout.sources}
+        used |= self.hints(parameters).keys() | self.ignored
         unknown = [f"{name} is not a parameter{hint(name, known)}" for name in self.axes if name not in used]
         if problems or unknown:
             raise ModelLoadError(f"{self.where}: {listed([*unknown, *problems], '; ')}")
@@ -80,17 +124,25 @@ class ShardingMap:
             if parameter.tied_to is not None:
                 return None
             raise ValueError(f"{name} is not named")
-        spellings = {tuple(self._names(layout)) for layout in found}
-        if len(spellings) > 1:
+        found = sorted(found, key=lambda layout: -len(self._names(layout)))
+        spellings: dict[tuple[str, ...], int | None] = {}
+        for layout in found:
+            names = tuple(self._names(layout))
+            if not any(set(names) <= set(others) for others in spellings):
+                spellings[names] = self._layout_axis(name, layout)
+        if len(set(spellings.values())) > 1:
             both = " and ".join(sorted(", ".join(names) for names in spellings))
-            raise ValueError(f"{name} is named twice, as {both}")
-        layout = max(found, key=lambda layout: len(self._names(layout)) == len(layout.sources))
+            raise ValueError(f"{name} is named twice, and split differently, as {both}")
+        return next(iter(spellings.values()))
+
+    def _layout_axis(self, name: str, layout: Layout) -> int | None:
+        """Return the axis of a parameter that is named in a layout. Raise ValueError unless it is one."""
         missing = [source for source in map(general, layout.sources) if source not in self.axes]
         if missing:
             raise ValueError(f"{missing[0]} is not named, another piece of {name}")
         split = {self._own_axis(general(source), shape, layout) for source, shape in layout.sources.items()}
         if len(split) > 1:
-            raise ValueError(f"{', '.join(spellings.pop())} are one parameter and must be split alike")
+            raise ValueError(f"{', '.join(self._names(layout))} are one parameter and must be split alike")
         return split.pop()
 
     def _own_axis(self, source: str, shape: tuple[int, ...], layout: Layout) -> int | None:
@@ -104,8 +156,3 @@ class ShardingMap:
             raise ValueError(f"{source}: axis {axis} is out of range; it must be {allowed}, or -1 for none")
         axis -= first
         return 1 - axis if layout.transposed else axis
-
-
-def general(name: str) -> str:
-    """Return a name with * for every number."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

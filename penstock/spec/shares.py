@@ -13,14 +13,19 @@ same modulo a degree hold the same part, so each block of `degree` neighbouring 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, leaf_bounds
 
+# Of a weight: every rank has it; parts of its rows, of its depth (the last axis, between leaves) or, of a table that is
+# looked up, of its columns.
+Form = Literal["whole", "rows", "depth", "columns"]
 LEAVES = 8
 DEGREES = (1, 2, 4, 8)  # the divisors of the number of leaves
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 IN_A_LAYER = re.compile(r"\.\d+\.")
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class Degrees:
     Attributes:
         size: number of ranks.
         inner: parts of each expert; `experts` times `inner` is at most `size`.
+        forms: how each weight lies, by its name with * for numbers, where a sharding map says so (placement.py); None:
+            as the table says.
     """
 
     size: int = 1
@@ -59,6 +66,7 @@ class Degrees:
     vocab: int = 1
     experts: int = 1
     inner: int = 1
+    forms: Mapping[str, Form] | None = None
 
     @property
     def mixture(self) -> int:
@@ -110,33 +118,9 @@ class Share:
         return replace(whole, num_attention_heads=(last - first) * group, num_key_value_heads=last - first)
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A rank's part of a parameter.
-
-    Attributes:
-        own: the part, as a parameter of the rank's model: its name counts the rank's experts only.
-        ranges: [first, past-the-last) along the axis that is split, joined in this order; () is everything.
-    """
-
-    own: Parameter
-    whole: Parameter
-    part: Part
-    ranges: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def axis(self) -> int:
-        return self.whole.shard or 0
-
-    @property
-    def is_summed(self) -> bool:
-        """Whether a product with it gives a part of a sum over ranks."""
-        return bool(self.ranges) and self.axis == len(self.own.shape) - 1 == 1
-
-    def borders(self) -> list[int]:
-        """Return where the parts of all ranks begin on an axis that has one piece, and where the last one ends."""
-        size = self.whole.shape[self.axis]
-        return [Part(index, self.part.degree).bounds(size)[0] for index in range(self.part.degree)] + [size]
+def general(name: str) -> str:
+    """Return a parameter's name with * for every number."""
+    return NUMBER.sub("*", name)
 
 
 def divisible_heads(model: ModelConfig, *, together: bool = False) -> list[int]:
@@ -155,48 +139,3 @@ def heads_are_together(parameters: Mapping[str, Parameter], model: ModelConfig) 
     """Return whether a norm of queries or keys is over all heads."""
     norms = [item for item in parameters.values() if item.name.endswith((".q_norm.weight", ".k_norm.weight"))]
     return any(norm.shape != (model.head_dim,) for norm in norms)
-
-
-def cut_all(parameters: Mapping[str, Parameter], share: Share, config: ModelConfig) -> dict[str, Cut]:
-    """Return the rank's part of each parameter that it has any of, by the name in the rank's model."""
-    first, last = share.experts.even_bounds(config.num_experts)
-    cuts: dict[str, Cut] = {}
-    for whole in parameters.values():
-        found = EXPERT.search(whole.name)
-        if found is not None and not first <= int(found[1]) < last:
-            continue
-        cut = _cut(whole, share.part_of(whole))
-        if found is not None:
-            name = EXPERT.sub(f".experts.{int(found[1]) - first}.", whole.name)
-            cut = replace(cut, own=replace(cut.own, name=name))
-        cuts[cut.own.name] = cut
-    return cuts
-
-
-def _cut(whole: Parameter, part: Part) -> Cut:
-    if part.degree == 1 or whole.shard is None:
-        return Cut(whole, whole, WHOLE)
-    axis = whole.shard
-    pieces = whole.layouts[-1].pieces if whole.layouts[-1].join_axis == axis else ()
-    sizes = pieces or (whole.shape[axis],)
-    units = _units(whole, sizes)
-    first, last = part.bounds(units)
-    ranges, start = [], 0
-    for size in sizes:
-        ranges.append((start + first * (size // units), start + last * (size // units)))
-        start += size
-    length = sum(end - begin for begin, end in ranges)
-    shape = (*whole.shape[:axis], length, *whole.shape[axis + 1 :])
-    own = replace(whole, shape=shape, ends=_leaf_ends(whole, part) if axis else None)
-    return Cut(own, whole, part, tuple(ranges))
-
-
-def _units(whole: Parameter, sizes: tuple[int, ...]) -> int:
-    """Return how many units the split axis has: kv groups of attention, else single elements of the smallest piece."""
-    return whole.num_units if whole.unit is not None else min(sizes)
-
-
-def _leaf_ends(whole: Parameter, part: Part) -> tuple[int, ...]:
-    each = LEAVES // part.degree
-    bounds = leaf_bounds(whole.shape[-1], LEAVES, whole.unit_size)[part.index * each : (part.index + 1) * each]
-    return tuple(end - bounds[0][0] for _, end in bounds)

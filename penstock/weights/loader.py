@@ -22,8 +22,8 @@ from penstock.layers.stage import Stage
 from penstock.layers.weights import Embedding, WeightLayer
 from penstock.models.registry import find_model
 from penstock.quant.scheme import Scheme, scheme_of
+from penstock.spec.cuts import cut_all
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.shares import cut_all
 from penstock.spec.unsupported import listed
 from penstock.validation import check_choice
 from penstock.weights.memory import check_memory, rotary_bytes
@@ -210,7 +210,8 @@ def tied_embeddings(model: object, make: LayerFactory) -> dict[str, tuple[Embedd
     for prefix, head in layers.items():
         if isinstance(head, LMHead) and head.holds_rows:
             name = (make.parameters[f"{prefix}.weight"].tied_to or "").removesuffix(".weight")
-            if isinstance(embedding := layers.get(name), Embedding):
+            embedding = layers.get(name)  # another shape is another part of it
+            if isinstance(embedding, Embedding) and embedding.shapes["weight"] == head.shapes["weight"]:
                 found[name] = embedding, head
     return found
 

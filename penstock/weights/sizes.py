@@ -17,9 +17,10 @@ from penstock.layers.weights import Embedding, Linear, WeightLayer
 from penstock.planner.costs import Products
 from penstock.planner.ledger import ModelSizes
 from penstock.quant.scheme import Scheme
+from penstock.spec.cuts import cut_all
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
-from penstock.spec.shares import Share, cut_all
+from penstock.spec.shares import Share
 from penstock.weights.loader import empty_model, kept_layers, plain_bytes
 from penstock.weights.sources import read_parameters
 

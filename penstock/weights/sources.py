@@ -13,9 +13,9 @@ from penstock.errors import ModelLoadError
 from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import FLOAT32, Array, empty
 from penstock.models.registry import find_model
+from penstock.spec.cuts import Cut
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter, ParamTable
-from penstock.spec.shares import Cut
 from penstock.weights.matching import match
 from penstock.weights.rows import CutRows, JoinedRows, parameter_rows, read_rows
 from penstock.weights.safetensors import Checkpoint

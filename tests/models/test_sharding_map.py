@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from penstock.assembly import build_engine
+from penstock.assembly.ranks import Leader
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.models.config_json import load_model_config
-from penstock.models.registry import ARCHITECTURES, find_model
+from penstock.models.registry import find_model
 from penstock.spec.param_table import Parameter, ParamTable
 from penstock.spec.sharding_map import ShardingMap
 from penstock.weights.table_template import table_text
@@ -74,18 +75,23 @@ def test_the_document_s_example_is_read() -> None:
 
 
 @pytest.mark.covers("J9")
-def test_the_example_is_of_another_gemma(tmp_path: Path) -> None:
-    """Guards against names of the reference code that are taken for ours: each is reported, the nearest beside it."""
-    architecture = "GemmaForCausalLM" if "GemmaForCausalLM" in ARCHITECTURES else "LlamaForCausalLM"
-    _, directory = make_llama(tmp_path)
-    gemma = find_model(architecture).read_table().parameters(load_model_config(directory))
+def test_the_example_fits_gemma_as_it_is_printed(tmp_path: Path) -> None:
+    """Guards against names of the reference code that are not known: a weight in two spellings, biases that the model
+    does not have, a table of rotations, names without the prefix. Of another family, what is not known is reported."""
+    _, directory = make_llama(tmp_path, tie_word_embeddings=True)
+    config = load_model_config(directory)
+    gemma, llama = (find_model(name).read_table() for name in ("GemmaForCausalLM", "LlamaForCausalLM"))
+    wanted = ShardingMap.from_text(JETSTREAM, "gemma.yaml")
+    axes = wanted.of(gemma).resolve(gemma.parameters(config))
+    assert axes["model.embed_tokens.weight"] == axes["model.layers.1.self_attn.o_proj.weight"] == 1
+    assert axes["model.layers.0.self_attn.qkv_proj.weight"] == axes["model.layers.0.mlp.gate_up_proj.weight"] == 0
+    assert axes["model.norm.weight"] is axes["lm_head.weight"] is None
     with pytest.raises(ModelLoadError) as caught:
-        resolve(JETSTREAM, gemma)
+        wanted.of(llama).resolve(llama.parameters(config))
     said = str(caught.value)
-    assert "freqs_cis is not a parameter;" in said
-    nearest = "model.layers.*.self_attn.qkv_proj.weight"
-    assert f"; layers.*.self_attn.qkv_proj.weight is not a parameter (is {nearest} meant?)" in said
-    assert "more" in said
+    assert "layers.*.self_attn.wo.weight is not a parameter (is layers.*.attention.wo.weight meant?)" in said
+    assert "model.embed_tokens.weight is not named" in said
+    assert "freqs_cis" not in said
 
 
 @pytest.mark.covers("J9")
@@ -118,7 +124,11 @@ def test_every_parameter_has_its_axis(parameters: dict[str, Parameter]) -> None:
             "",
             r"v_proj.weight is not named, another piece of .*qkv_proj.weight",
         ),
-        ("lm_head", f"{LAYER}.self_attn.qkv_proj.weight: 0\nlm_head", r"qkv_proj.weight is named twice, as .*q_proj"),
+        (
+            "lm_head",
+            f"{LAYER}.self_attn.qkv_proj.weight: 1\nlm_head",
+            r"qkv_proj.weight is named twice, and .*, as .*q_proj",
+        ),
         ("lm_head.weight: 0", "lm_head.weight: -2", r"lm_head.weight'?: -2 is not allowed; it must be an axis from 0"),
         ("lm_head.weight: 0", "lm_head.weight: true", "True is not allowed"),
         ("lm_head.weight: 0", "lm_head.weight: 0\nmodel.norm.weight: 0", "duplicate key"),
@@ -140,6 +150,27 @@ def test_a_printed_map_fits(parameters: dict[str, Parameter], tmp_path: Path) ->
         text = table_text(directory, sharding=True)
         assert resolve(text, own) == {name: item.shard for name, item in own.items()}
     assert resolve(text.replace("lm_head.weight", "# "), own)["lm_head.weight"] is None
+
+
+def test_a_hint_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
+    """Guards against a hint that is accepted and ignored: tokens, which are not split, and heads that cannot be; and
+    against parts that are asked for beside a map, which says them."""
+    _, directory = make_llama(tmp_path, num_key_value_heads=1)
+    file, map_text = tmp_path / "map.yaml", table_text(directory, sharding=True)
+    options = {"model": str(directory), "tensor_parallel_size": 2, "sharding_config": str(file)}
+    for line, more, said in (
+        ("layers.*.mlp : 0", {}, "tokens are not split"),
+        ("model.layers.*.self_attn : 1", {}, "the heads of this model are not split"),
+        ("", {"attention_parallel_size": 1}, "left out: sharding_config"),
+        ("", {"expert_parallel_size": 2}, "1: sharding_config"),
+    ):
+        file.write_text(f"{map_text}{line}\n")
+        with pytest.raises(InvalidRequestError, match=said):
+            build_engine(EngineConfig.from_options(**options, **more), start=never)
+
+
+def never(*_: object) -> Leader:
+    raise AssertionError("it began to load")
 
 
 MIXED = """
@@ -173,7 +204,7 @@ def test_the_engine_takes_a_map(tmp_path: Path) -> None:
     assert "splits 10 of 15 parameters; on one device nothing is split" in built.config.reasons["sharding_config"]
     assert built.info.choices_made["sharding_config"] == built.config.reasons["sharding_config"]
     file.write_text(JETSTREAM)
-    for name, said in ((str(file), "freqs_cis is not a parameter"), (str(tmp_path), "is no file"), ("\0", "")):
+    for name, said in ((str(file), "embedder.weight is not a parameter"), (str(tmp_path), "is no file"), ("\0", "")):
         with pytest.raises(InvalidRequestError, match=f"sharding_config: .*{said}") as caught:
             build_engine(EngineConfig.from_options(sharding_config=name, **options))
         assert caught.value.param == "sharding_config"

@@ -1,10 +1,10 @@
 """Several ranks answer with the bits of one process; and what happens when one of them ends, hangs or fails."""
 
 import asyncio
-import itertools
+import json
 import os
+import random
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,13 +15,20 @@ import numpy as np
 import pytest
 
 from penstock import LLM, AsyncLLM, SamplingParams
+from penstock.assembly import build_engine
+from penstock.bench.profile import Profile
+from penstock.bench.split_meter import SplitMeter
+from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError
+from penstock.interface.messages import EngineRequest
 from penstock.layers import split
 from penstock.parallel import links
-from penstock.parallel.links import Links, shared_memory
+from penstock.parallel.links import Links, Meeting
 from penstock.prove import tiny_models
-from penstock.prove.parallel import differs
+from penstock.prove.parallel import BASE, differs, draw_map, start_threads
+from penstock.weights.table_template import table_text
 from tests.kernels.packed import levels
+from tests.models.test_sharding_map import JETSTREAM
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
 
@@ -32,6 +39,16 @@ SPLITS: list[tuple[str, dict[str, Any]]] = [
     ("Gemma 2", {"tensor_parallel_size": 4, "mlp_parallel_size": 2, "dtype": "bfloat16"}),
     ("Mixtral", {"tensor_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8"}),
     ("Qwen3-MoE", {"mlp_parallel_size": 4, "expert_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8-x2"}),
+    ("Llama", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "dtype": "float32"}),
+    ("Falcon", {"pipeline_parallel_size": 2, "tensor_parallel_size": 4, "dtype": "bfloat16", "quantization": "int4"}),
+    (
+        "Gemma 2",
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "mlp_parallel_size": 4, "kv_cache_dtype": "int8"},
+    ),
+    (
+        "Mixtral",
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2, "quantization": "int8"},
+    ),
 ]
 
 
@@ -48,6 +65,71 @@ def test_every_split_has_the_bits_of_one_process(models: dict[str, str], name: s
     assert differs(models[name], options, as_processes=False) is None
 
 
+@pytest.mark.covers("J11", "J12")
+@pytest.mark.parametrize(("name", "seed"), [("Llama", 3), ("Gemma 2", 1), ("Mixtral", 2), ("Falcon", 5)])
+def test_any_sharding_map_has_the_bits_of_one_process(
+    models: dict[str, str], name: str, seed: int, tmp_path: Path
+) -> None:
+    """Guards against a map whose weights are put together in another order. `penstock prove --only parallel` draws
+    more; tests/parallel/test_shares.py has what every map must fulfil."""
+    chance, file = random.Random(seed), tmp_path / "map.yaml"
+    file.write_text(draw_map(Path(models[name]), chance))
+    options = {
+        "dtype": "bfloat16", "quantization": chance.choice([None, "int8", "int4"]), "sharding_config": str(file),
+        "tensor_parallel_size": chance.choice([2, 4]), "pipeline_parallel_size": chance.choice([1, 2]),
+    }  # fmt: skip
+    assert differs(models[name], options, as_processes=False) is None
+
+
+@pytest.mark.covers("J9", "J11")
+def test_the_document_s_map_runs_on_four_ranks(tmp_path: Path) -> None:
+    """Guards against JetStream's example, to the letter, that is read but cannot be used: one key/value head for four
+    ranks, an embedding that is split along its columns, and a head that is tied to it."""
+    shape = {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    gemma = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
+    (tmp_path / "config.json").write_text(json.dumps(tiny_models.LLAMA | gemma | shape))
+    file = tmp_path / "gemma.yaml"
+    file.write_text(JETSTREAM)
+    options = {"tensor_parallel_size": 4, "sharding_config": str(file), "dtype": "bfloat16"}
+    assert differs(str(tmp_path), options, as_processes=False) is None
+
+
+def received(model: str, **options: Any) -> tuple[list[int], dict[str, Any], list[dict[str, Any]]]:
+    """What a split model answers, the bytes that it takes, and the trace of it."""
+    config = EngineConfig.from_options(model=model, **BASE, dtype="bfloat16", **options)
+    built = build_engine(config, start=start_threads)
+    meter, profile, token_ids = SplitMeter(built), Profile(), []
+    meter.begin_run(profile)
+    for index in range(2):
+        params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+        built.engine.add_request(EngineRequest(str(index), [5 + index, 6, 7], params))
+    while built.engine.has_work:
+        outputs, _ = meter.step(built.engine.step)
+        token_ids += [token_id for output in outputs for token_id in output.new_token_ids]
+    meter.end_run()
+    meter.shutdown()
+    return token_ids, meter.between_processes(), profile.events
+
+
+@pytest.mark.covers("J13")
+def test_hints_change_bytes_and_nothing_else(models: dict[str, str], tmp_path: Path) -> None:
+    """Guards against a hint that is accepted and ignored or changes an answer, and against bytes that are counted or
+    predicted wrongly, over ranks and stages; and against a timeline without its stages."""
+    file, found = tmp_path / "map.yaml", []
+    axes = table_text(Path(models["Llama"]), sharding=True).replace("down_proj.weight : 1", "down_proj.weight : 0")
+    for hint in ("", "model.layers.*.mlp : 1\n", "layers.*.mlp : -1\nmodel.layers.*.self_attn : -1\n"):
+        file.write_text(axes + hint)
+        stages = 2 if hint.startswith("layers") else 1
+        split = {"tensor_parallel_size": 2, "pipeline_parallel_size": stages, "sharding_config": str(file)}
+        token_ids, between, events = received(models["Llama"], **split)
+        assert between["bytes_received"] == between["predicted_bytes_received"] > 0
+        assert {event["tid"] for event in events if event["cat"] == "stage"} == (set() if stages == 1 else {2, 3})
+        found.append((sorted(token_ids), between["bytes_received"]))
+    (plain, bytes_plain), (split_too, bytes_split), (whole, bytes_whole) = found
+    assert plain == split_too == whole
+    assert bytes_plain == bytes_split != bytes_whole
+
+
 def test_the_comparison_can_fail(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a comparison that sees nothing: here the ranks' parts are added from left to right."""
     monkeypatch.setattr(split, "tree_sum", lambda parts, out: np.copyto(out, sum(parts)) or out)
@@ -57,12 +139,9 @@ def test_the_comparison_can_fail(models: dict[str, str], monkeypatch: pytest.Mon
 @contextmanager
 def linked(size: int, place_bytes: int = 4096) -> Iterator[list[Links]]:
     """The links of ranks in this process."""
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-    for one, other in itertools.combinations(range(size), 2):
-        ends[one][other], ends[other][one] = socket.socketpair()
-    memory = shared_memory(size, place_bytes)
-    ranks = [Links(rank, peers, memory, place_bytes) for rank, peers in enumerate(ends)]
-    os.close(memory)
+    meeting = Meeting(size, place_bytes)
+    ranks = [meeting.join(rank) for rank in range(size)]
+    meeting.close()
     yield ranks
     for rank in ranks:
         rank.close()

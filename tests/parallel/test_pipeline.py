@@ -190,8 +190,10 @@ def test_a_stage_that_fails_costs_nobody_a_token(where: int, directories: dict[s
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[BuiltEngine]:
-    """The demo model in two processes."""
-    options = OPTIONS | {"model": "demo", "pipeline_parallel_size": 2, "max_num_batched_tokens": 40}
+    """The demo model in four processes: two stages of two ranks."""
+    options = OPTIONS | {
+        "model": "demo", "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_num_batched_tokens": 40,
+    }  # fmt: skip
     built = build_engine(EngineConfig.from_options(**options))
     yield built
     built.engine.shutdown()
@@ -204,7 +206,7 @@ def test_processes_compute_what_one_does(demo: BuiltEngine) -> None:
     alone = ask_alone(whole.engine)
     check(ask(demo.engine, map(request, range(len(PROMPTS)))), alone)
     assert isinstance(demo.engine.executor, PipelineExecutor)
-    assert [item.cache_bytes * 5 // demo.cache_bytes for item in demo.engine.executor.ready] == [3, 2]
+    assert [item.cache_bytes * 10 / demo.cache_bytes for item in demo.engine.executor.ready] == [3, 3, 2, 2]
     assert {span.stage for span in demo.engine.executor.spans} == {0, 1}
     others = [
         replace(request(0), params=params)
@@ -250,7 +252,7 @@ def test_the_death_of_a_rank_ends_its_engine(demo: BuiltEngine) -> None:
     processes = list(engine.executor._processes)
     engine.add_request(request(0))
     engine.step()
-    processes[0].send_signal(signal.SIGKILL)
+    processes[1].send_signal(signal.SIGKILL)  # which is not the one that hands on, or answers
     began = time.monotonic()
     with pytest.raises(ExecutorLostError):
         ask(engine, [])

@@ -1,6 +1,7 @@
 """What each rank holds of a model: everything once, whole leaves, and no more than its share."""
 
 import itertools
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,12 @@ from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import TensorRows
 from penstock.models.config_json import load_model_config
 from penstock.prove import tiny_models
-from penstock.spec.shares import DEGREES, Degrees, Part, Share, cut_all
+from penstock.prove.parallel import draw_map
+from penstock.spec.cuts import Cut, cut_all, is_beginning
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.placement import place
+from penstock.spec.sharding_map import ShardingMap
+from penstock.spec.shares import DEGREES, Degrees, Part, Share, divisible_heads
 from penstock.weights.sources import CutSource, read_parameters
 
 BASE = {"load_format": "dummy", "threads": 1}
@@ -52,6 +58,56 @@ def test_every_element_is_held_where_it_belongs(models: dict[str, str], name: st
                     assert len(cut.own.leaf_ends) == 8 // cut.part.degree
         for parameter, count in counts.items():
             assert count.min() == count.max() >= 1, parameter
+
+
+def columns(cut: Cut) -> int:
+    """How many features come after a product."""
+    if cut.wiring.gathers_result:
+        return cut.wiring.gathers_result[-1]
+    taken = sum(end - begin for begin, end in cut.wiring.takes_result)
+    return taken or cut.own.shape[0] // (2 if "gate_up" in cut.own.name else 1)
+
+
+def check_branch(first: Cut, last: Cut, own: ModelConfig) -> None:
+    """Check that the product which ends a branch gets the features that come out of the one which begins it."""
+    features, wiring = columns(first), last.wiring
+    if first.whole.unit is not None:  # queries, keys and values; attention makes one feature of each query's
+        heads = own.num_attention_heads, own.num_key_value_heads
+        assert features == (heads[0] + 2 * heads[1]) * own.head_dim
+        features = heads[0] * own.head_dim
+    taken = sum(end - begin for begin, end in wiring.takes_input) or features
+    assert last.own.shape[1] == (wiring.gathers_input[-1] if wiring.gathers_input else taken)
+    assert columns(last) == own.hidden_size
+
+
+@pytest.mark.covers("J9", "J12", "J13")
+@pytest.mark.parametrize("name", ["Llama", "Falcon", "Gemma 2", "Qwen3-MoE"])
+def test_every_map_can_be_computed(models: dict[str, str], name: str) -> None:
+    """Guards against a weight that nobody holds, features that a product gets too few or too many of, parts of a sum
+    that are no leaves, and parameters that every rank holds whole although the map splits them."""
+    config, chance = load_model_config(Path(models[name])), random.Random(7)
+    parameters = read_parameters(config)
+    for _ in range(8):
+        size, sharding = chance.choice((2, 4, 8)), ShardingMap.from_text(draw_map(Path(models[name]), chance), "map")
+        axes, most = sharding.resolve(parameters), max(item for item in divisible_heads(config) if item <= size)
+        degrees = Degrees(size, most, size, size, 1, size if config.num_experts else 1)
+        degrees = place(degrees, axes, sharding.hints(parameters), parameters)
+        held = {item: np.zeros(parameter.num_elements, np.int64) for item, parameter in parameters.items()}
+        for rank in range(size):
+            share = Share(rank, degrees)
+            cuts = cut_all(parameters, share, config)
+            for cut in cuts.values():
+                rows = CutSource(CountingSource(), cuts).rows(cut.own)
+                assert tuple(rows.shape) == cut.own.shape
+                held[cut.whole.name][rows.read(0, rows.shape[0]).ravel()] += 1
+            for first in (cut for cut in cuts.values() if is_beginning(cut.whole)):
+                module = first.whole.name.rsplit(".", 2)[0]
+                last = next(cut for key, cut in cuts.items() if key.startswith(module) and cut.whole.leaves > 1)
+                check_branch(first, last, share.config(config))
+        for item, parameter in parameters.items():
+            assert held[item].min() >= 1
+            if axes[item] is not None and len(parameter.shape) == 2 and min(parameter.shape) >= 16:
+                assert held[item].max() < size, item
 
 
 def test_parts_of_a_sum_are_whole_leaves() -> None:

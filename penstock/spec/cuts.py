@@ -1,0 +1,190 @@
+"""Cuts: a rank's part of every parameter, and what the ranks have to tell each other because of it. No torch.
+
+A branch of a block is a product that begins it (the table splits its rows), something in between that each rank can do
+for a part of the features, heads or neurons, and a product that ends it (the table splits its depth). Whether the
+features in between are split is a matter of its own (Degrees.attention, Degrees.mlp), so every form of both weights
+fits:
+
+                    features in between split             features in between whole
+    begins: rows    -                                     gather its results
+            whole   take our part of its results          -
+    ends:   depth   sum the parts                         take our part of its input; sum the parts
+            rows    gather its input; gather its results  gather its results
+            whole   gather its input                      -
+
+Whatever is gathered is put together in the order of the features, and sums are trees of whole leaves: so no form
+changes a bit. A weight whose depth one process sums in one piece has no leaves; along its depth it cannot be cut.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.param_table import Parameter, leaf_bounds
+from penstock.spec.shares import EXPERT, IN_A_LAYER, LEAVES, WHOLE, Form, Part, Share, general
+
+Ranges = tuple[tuple[int, int], ...]  # [first, past-the-last) each
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What is done with the columns of a product's input and result, beside the product; () is nothing.
+
+    Attributes:
+        gathers_input: where the parts of all ranks begin, and where the last one ends.
+        takes_input: the part of a whole input that the product needs.
+        gathers_result: as gathers_input.
+        takes_result: the parts of a whole result that are wanted, joined in this order.
+    """
+
+    gathers_input: tuple[int, ...] = ()
+    takes_input: Ranges = ()
+    gathers_result: tuple[int, ...] = ()
+    takes_result: Ranges = ()
+
+
+DIRECT = Wiring()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A rank's part of a parameter.
+
+    Attributes:
+        own: the part, as a parameter of the rank's model: its name counts the rank's experts only.
+        ranges: [first, past-the-last) along `axis`, joined in this order; () is everything.
+    """
+
+    own: Parameter
+    whole: Parameter
+    part: Part
+    ranges: Ranges = ()
+    axis: int = 0
+    wiring: Wiring = DIRECT
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether a product with it gives a part of a sum over ranks."""
+        return bool(self.ranges) and self.whole.leaves > 1 and self.axis == len(self.own.shape) - 1 == 1
+
+    def borders(self) -> list[int]:
+        """Return where the parts of all ranks begin on an axis that has one piece, and where the last one ends."""
+        return list(_borders(self.whole.shape[self.axis], self.part.degree))
+
+
+def cut_all(parameters: Mapping[str, Parameter], share: Share, config: ModelConfig) -> dict[str, Cut]:
+    """Return the rank's part of each parameter that it has any of, by the name in the rank's model."""
+    first, last = share.experts.even_bounds(config.num_experts)
+    cuts: dict[str, Cut] = {}
+    for whole in parameters.values():
+        found = EXPERT.search(whole.name)
+        if found is not None and not first <= int(found[1]) < last:
+            continue
+        cut = _by_table(whole, share.part_of(whole))
+        if share.degrees.forms is not None and found is None:
+            weight = parameters.get(whole.name.removesuffix(".bias") + ".weight", whole)
+            cut = _by_form(whole, weight, share, share.degrees.forms[general(weight.name)])
+        if found is not None:
+            name = EXPERT.sub(f".experts.{int(found[1]) - first}.", whole.name)
+            cut = replace(cut, own=replace(cut.own, name=name))
+        cuts[cut.own.name] = cut
+    return cuts
+
+
+def is_looked_up(parameter: Parameter) -> bool:
+    """Return whether a parameter is a table whose rows are looked up: of tokens or positions."""
+    return len(parameter.shape) == 2 and not parameter.quant and not IN_A_LAYER.search(parameter.name)
+
+
+def is_beginning(parameter: Parameter) -> bool:
+    """Return whether a parameter is the weight of the product that begins a branch, not an expert's."""
+    in_a_layer = IN_A_LAYER.search(parameter.name) and not EXPERT.search(parameter.name)
+    return bool(in_a_layer) and len(parameter.shape) == 2 and parameter.shard is not None and parameter.leaves == 1
+
+
+def module_of(parameter: Parameter) -> str:
+    """Return the name of the module that a weight is in, with * for numbers."""
+    return general(parameter.name).rpartition(".")[0].rpartition(".")[0]
+
+
+def depth_degree(parameter: Parameter, size: int) -> int:
+    """Return into how many of at most `size` parts the depth of a weight with leaves is cut, so that none is empty."""
+    units = parameter.num_units if parameter.unit is not None else parameter.shape[-1]
+    return max(degree for degree in (1, 2, 4, 8) if degree <= min(size, units))
+
+
+def _by_form(whole: Parameter, weight: Parameter, share: Share, form: Form) -> Cut:
+    """Return the part of a parameter of which `weight`, itself or the weight that it is the bias of, has a form."""
+    every, inside = Part(share.rank % share.degrees.size, share.degrees.size), share.part_of(weight)
+    if form == "columns":
+        return _cut(whole, every, 1, (whole.shape[1],), whole.shape[1])
+    if weight.shard is None or not IN_A_LAYER.search(weight.name):  # of no branch
+        return _rows(whole, every) if form == "rows" else Cut(whole, whole, WHOLE)
+    if weight.leaves > 1:
+        return _ending(whole, weight, form, every, inside)
+    if form == "rows":
+        return _by_table(whole, inside) if inside.degree > 1 else _rows(whole, every)
+    if inside.degree == 1:
+        return Cut(whole, whole, WHOLE)
+    results = _by_table(weight, inside).ranges
+    return Cut(whole, whole, WHOLE, wiring=Wiring(takes_result=results if weight.unit else results[:1]))
+
+
+def _ending(whole: Parameter, weight: Parameter, form: Form, every: Part, inside: Part) -> Cut:
+    """Return the part of the product that ends a branch, or of its bias."""
+    depth = weight.shape[-1]
+    if form == "depth" and len(whole.shape) == 1:
+        return Cut(whole, whole, WHOLE)
+    if form == "depth":
+        if inside.degree > 1:
+            return _by_table(whole, inside)
+        degree = depth_degree(weight, every.degree)
+        cut = _by_table(whole, Part(every.index % degree, degree))
+        return replace(cut, wiring=Wiring(takes_input=cut.ranges))
+    cut = _rows(whole, every) if form == "rows" else Cut(whole, whole, WHOLE)
+    if inside.degree > 1:
+        borders = _borders(depth // weight.unit_size, inside.degree, weight.unit_size)
+        cut = replace(cut, wiring=replace(cut.wiring, gathers_input=borders))
+    return cut
+
+
+def _rows(whole: Parameter, every: Part) -> Cut:
+    """Return a part of the rows of a weight or bias whose results are gathered. A gated one has rows of both its
+    pieces, which become one column each."""
+    pieces = whole.layouts[-1].pieces if whole.layouts[-1].join_axis == 0 and whole.unit is None else ()
+    sizes = pieces or (whole.shape[0],)
+    return replace(
+        _cut(whole, every, 0, sizes, sizes[0]), wiring=Wiring(gathers_result=_borders(sizes[0], every.degree))
+    )
+
+
+def _by_table(whole: Parameter, part: Part) -> Cut:
+    """Return the part of a parameter that is split as its table says."""
+    if part.degree == 1 or whole.shard is None:
+        return Cut(whole, whole, WHOLE)
+    pieces = whole.layouts[-1].pieces if whole.layouts[-1].join_axis == whole.shard else ()
+    sizes = pieces or (whole.shape[whole.shard],)
+    return _cut(whole, part, whole.shard, sizes, whole.num_units if whole.unit is not None else min(sizes))
+
+
+def _cut(whole: Parameter, part: Part, axis: int, sizes: tuple[int, ...], units: int) -> Cut:
+    """Cut each of the pieces of an axis alike, between some of its units."""
+    first, last = part.bounds(units)
+    ranges, start = [], 0
+    for size in sizes:
+        ranges.append((start + first * (size // units), start + last * (size // units)))
+        start += size
+    length = sum(end - begin for begin, end in ranges)
+    shape = (*whole.shape[:axis], length, *whole.shape[axis + 1 :])
+    own = replace(whole, shape=shape, ends=_leaf_ends(whole, part) if axis and whole.leaves > 1 else None)
+    return Cut(own, whole, part, tuple(ranges), axis)
+
+
+def _leaf_ends(whole: Parameter, part: Part) -> tuple[int, ...]:
+    each = LEAVES // part.degree
+    bounds = leaf_bounds(whole.shape[-1], LEAVES, whole.unit_size)[part.index * each : (part.index + 1) * each]
+    return tuple(end - bounds[0][0] for _, end in bounds)
+
+
+def _borders(units: int, degree: int, unit: int = 1) -> tuple[int, ...]:
+    return (*(Part(index, degree).bounds(units)[0] * unit for index in range(degree)), units * unit)
