@@ -234,10 +234,11 @@ class TimedStages:
 
     def submit(self, scheduler_output: SchedulerOutput) -> tuple[SchedulerOutput, float]:
         ready = self._now
+        size = len(scheduler_output.scheduled), scheduler_output.num_tokens
         for stage, free_at in enumerate(self._free_at):
             begin = max(ready, free_at)
             self._free_at[stage] = ready = begin + 1
-            self.spans.append(StageSpan(stage, scheduler_output.step_id, len(scheduler_output.scheduled), begin, ready))
+            self.spans.append(StageSpan(stage, scheduler_output.step_id, *size, begin, ready))
         return self._inner.submit(scheduler_output), ready
 
     def collect(self, handle: tuple[SchedulerOutput, float]) -> StepOutput:

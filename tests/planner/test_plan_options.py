@@ -17,7 +17,7 @@ from penstock.planner.machines import load_hardware, read_hardware
 from penstock.planner.placement_file import load_placement, read_placement
 from penstock.planner.yaml_file import names_in, whole
 from tests.planner.test_placement import CHIP
-from tests.planner.test_plan import GIB, LLAMA, SEVEN_BILLION, asked, needs_library, written
+from tests.planner.test_plan import GIB, LLAMA, PLENTY, SEVEN_BILLION, asked, needs_library, written
 
 MIB = 2**20
 RIGHT: dict[str, Any] = {
@@ -181,16 +181,16 @@ def test_advice_that_is_followed_fits(size: int, count: int, options: dict[str, 
 def test_processes_of_one_machine_share_its_memory(tmp_path: Path) -> None:
     """Guards against two processes that each count on all of the machine, and a cache unlike the engine's."""
     options = {"model": written(tmp_path, LLAMA), "tensor_parallel_size": 2, "max_num_seqs": 3, "threads": 1}
-    for given in ({"memory": GIB}, {"memory": GIB, "kv_cache_memory_bytes": 3 * MIB}):
+    for given in ({"memory": PLENTY}, {"memory": PLENTY, "kv_cache_memory_bytes": 3 * MIB}):
         planned = plan_engine(EngineConfig.from_options(**options, **given))
         words = {name: value for name, value in (options | given).items() if name not in ("model", "memory")}
-        result = asked(options["model"], Budget(GIB, 0, shared=True), **words)
+        result = asked(options["model"], Budget(PLENTY, 0, shared=True), **words)
         (group,) = planned.groups
         token_bytes = 2 * result["cache_bytes_per_token"]
         caches = [device["cache_bytes"] for device in result["devices"]]
         assert sum(caches) == group.num_blocks * group.block_size * token_bytes
-        assert {device["budget_bytes"] for device in result["devices"]} == {GIB // 2}
-    elsewhere = asked(options["model"], Budget(GIB, 0, None, 2), **words)
+        assert {device["budget_bytes"] for device in result["devices"]} == {PLENTY // 2}
+    elsewhere = asked(options["model"], Budget(PLENTY, 0, None, 2), **words)
     assert [device["cache_bytes"] for device in elsewhere["devices"]] == caches
 
 

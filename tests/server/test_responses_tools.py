@@ -10,9 +10,9 @@ import pytest
 from pydantic import BaseModel
 
 from penstock.server.options import ServerOptions
+from tests.official import official_client
 from tests.server.fakes import Behaviour
 from tests.server.harness import RunningServer, running, send
-from tests.server.test_responses import connect
 from tests.server.test_tools import ADD, CALLED, THINKING, TWICE, WEATHER, fake
 
 pytestmark = pytest.mark.covers("C21")
@@ -45,7 +45,7 @@ def server() -> Iterator[RunningServer]:
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     server.client.behaviour = Behaviour(text=THOUGHTS)
-    with connect(server) as client:
+    with official_client(server.url) as client:
         yield client
 
 
@@ -178,7 +178,7 @@ def test_a_stream_with_calls_goes_on(tmp_path: Any) -> None:
     A copy of the journal, taken in the middle of the second call, is what a kill would leave.
     """
     options = ServerOptions(port=0, access_log=False, journal=str(tmp_path / "j"))
-    with running(fake(THOUGHTS, THINKING), options) as server, connect(server) as client:
+    with running(fake(THOUGHTS, THINKING), options) as server, official_client(server.url) as client:
         whole = list(client.responses.create(**ASKED, stream=True))
         server.client.behaviour = Behaviour(text=THOUGHTS, hang_at=len(THOUGHTS) - 15)  # behind its first bracket
         begun = client.responses.create(**ASKED, background=True)
@@ -192,7 +192,7 @@ def test_a_stream_with_calls_goes_on(tmp_path: Any) -> None:
         client.responses.delete(gone.id)  # what came before is on the disk with it
         shutil.copy(tmp_path / "j", tmp_path / "copy")
     options = replace(options, journal=str(tmp_path / "copy"))
-    with running(fake(THOUGHTS, THINKING), options) as server, connect(server) as client:
+    with running(fake(THOUGHTS, THINKING), options) as server, official_client(server.url) as client:
         for cut in (0, len(shown) // 2, len(shown) - 1):
             rest: list[Any] = list(
                 client.responses.retrieve(begun.id, stream=True, starting_after=shown[cut].sequence_number)
