@@ -57,9 +57,7 @@ def budget_of(config: EngineConfig, hardware: Hardware | None, devices: Devices 
 
     count, size = devices or (hardware.devices if hardware is not None else 1, None)
     shared = devices is None and hardware is None
-    runtime = (
-        max(resident_bytes(), ENGINE_RUNTIME) if shared else ENGINE_RUNTIME
-    )
+    runtime = max(resident_bytes(), ENGINE_RUNTIME) if shared else ENGINE_RUNTIME
     given = config.cache.memory or size or (hardware.memory_bytes if hardware is not None else None)
     if given is not None:
         return Budget(given, runtime, None, count, shared)
