@@ -51,7 +51,7 @@ def test_the_oracle_notices_what_stays(server: Server, oracle: Oracle) -> None:
     target.judge("a leak", 200, f"the key is {KEY}".encode(), (200,))
     assert len(target.complaints) == 3
     before = oracle._level()
-    body = {"prompt": "a", "n": 8, "max_tokens": 400, "ignore_eos": True, "stream": True}  # longer than a look at it
+    body = {"prompt": "a", "n": 32, "max_tokens": 900, "ignore_eos": True, "stream": True}  # longer than a look
     with target.client() as http, http.stream("POST", "/v1/completions", json=body) as answer:
         next(answer.iter_lines())
         assert oracle._level().problem(before) is not None
