@@ -22,7 +22,7 @@ from penstock.weights.sources import read_parameters
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What every rank builds its part from: a resolved config, the whole model's numbers, its files, the cache.
+    """Holds what every rank builds its part from: a resolved config, the whole model's numbers, its files, the cache.
 
     Attributes:
         degrees: how the ranks, of each stage where there are several, split its layers.

@@ -36,7 +36,7 @@ GROUPS = [CacheGroup((0,), None, 256, 16)]
 
 
 class StageTime(Protocol):
-    """What a stage did: one step, from `begin` to `end` in seconds of time.perf_counter."""
+    """Describes one step of one stage, as sleeping and real stages report it; times as of time.perf_counter."""
 
     @property
     def stage(self) -> int: ...
@@ -54,7 +54,7 @@ class StageTime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """What a stage did: one step, from `begin` to `end` in seconds."""
+    """Records one step of a sleeping stage. Implements StageTime."""
 
     stage: int
     step_id: int

@@ -180,7 +180,7 @@ def _refuse(config: EngineConfig, model: ModelConfig) -> None:
 
 @dataclass(slots=True)
 class Answer:
-    """What a user got."""
+    """Holds the tokens of one row, and their log-probabilities."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

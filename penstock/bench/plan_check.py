@@ -1,4 +1,4 @@
-"""What `penstock plan` predicts of this machine beside what it does: `python -m penstock.bench.plan_check MODEL`.
+"""Compare what `penstock plan` predicts of this machine with measurements: `python -m penstock.bench.plan_check MODEL`.
 
 MODEL's weights are random where its directory has only a config.json. After `penstock bench machine`, each form of the
 weights is predicted and then measured: the step of some streams, and the time to the first token of one prompt. All

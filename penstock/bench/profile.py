@@ -165,7 +165,7 @@ class Profile:
 
     @property
     def events(self) -> Sequence[dict[str, Any]]:
-        """What was drawn, in Chrome's format."""
+        """Return the events in Chrome's trace format."""
         return self._events
 
     def figures(self) -> dict[str, Any]:

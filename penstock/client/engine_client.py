@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.client.kv_transfer import RemotePrefillStatus
 from penstock.client.records import SavedRecord
+from penstock.interface.kv_transfer import RemotePrefillStatus
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams

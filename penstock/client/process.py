@@ -18,7 +18,7 @@ from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.child import Launcher
 from penstock.client.engine_client import EngineState, EngineStatus, Prompt
 from penstock.client.input_processor import InputProcessor, PreparedRequest, resumed
-from penstock.client.kv_transfer import KVTransfer, KVTransferOptions
+from penstock.client.kv_transfer import KVTransfer
 from penstock.client.open_requests import OpenRequest, OpenRequests, token_by_token
 from penstock.client.records import RecordOptions, SavedRecord
 from penstock.client.recovery import DEATHS_BEFORE_TRIAL
@@ -31,6 +31,7 @@ from penstock.errors import (
     PenstockError,
     RequestFailedError,
 )
+from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.messages import EngineOutput, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams

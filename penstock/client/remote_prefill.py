@@ -23,9 +23,9 @@ import httpx
 import msgspec
 
 from penstock.client.kv_blocks import KVBlocks
-from penstock.client.kv_transfer import MAX_BATCH, KVTransferOptions, Progress, RemotePrefillStatus
 from penstock.client.router import Router
 from penstock.errors import PenstockError
+from penstock.interface.kv_transfer import MAX_BATCH, KVTransferOptions, Progress, RemotePrefillStatus
 from penstock.interface.messages import EngineRequest
 
 LOGGER = logging.getLogger("penstock")

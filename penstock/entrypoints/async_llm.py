@@ -9,7 +9,6 @@ from penstock.client.admission import AdmissionLimits
 from penstock.client.child import Launcher
 from penstock.client.engine_client import Prompt
 from penstock.client.isolation import IsolatedTokenizer
-from penstock.client.kv_transfer import KVTransferOptions
 from penstock.client.process import ProcessClient
 from penstock.client.records import RecordOptions
 from penstock.client.replicas import MAX_REPLICAS
@@ -19,6 +18,7 @@ from penstock.entrypoints.beam_search import search_output, search_params
 from penstock.entrypoints.pooling import embedding_output, embedding_request, pooling_output, pooling_request
 from penstock.errors import NotSupportedError
 from penstock.interface.beam_search import BeamSearchOutput, BeamSearchParams
+from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.pooling import EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput
 from penstock.interface.sampling_params import SamplingParams
@@ -73,7 +73,7 @@ class AsyncLLM(ProcessClient):
         limits, record = check.take_options(AdmissionLimits, options), check.take_options(RecordOptions, options)
         transfer = check.take_options(KVTransferOptions, options)
         config = EngineConfig.from_options(model=model, **options)
-        transfer.check_cache(config.cache)
+        transfer.check_directory(config.cache.kv_offload_dir)
         found = choose_tokenizer(tokenizer, model, isolated=True)
         own = tokenizer is None
         super().__init__(

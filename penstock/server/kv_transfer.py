@@ -14,8 +14,8 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock import validation as check
 from penstock.client.input_processor import check_salt
-from penstock.client.kv_transfer import MAX_BATCH, Progress
 from penstock.errors import PenstockError
+from penstock.interface.kv_transfer import MAX_BATCH, Progress
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, not_found
 from penstock.server.context import RequestLog, ServerContext, check_administrator, context_of, log_of, read_body

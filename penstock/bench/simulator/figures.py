@@ -102,7 +102,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class FleetFigures:
-    """What became of the replicas of a fleet.
+    """Counts what happened to the replicas of a fleet.
 
     Attributes:
         most: that there were at the same time.

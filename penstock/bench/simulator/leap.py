@@ -1,6 +1,6 @@
 """Leap: many steps of an engine at once, where none of them has anything to decide.
 
-While nobody waits, nobody ends, and free blocks suffice, every step of an engine gives each running
+As long as no request waits or ends and free blocks suffice, every step of an engine gives each running
 stream one token. Such steps are counted, not planned: their times are added up one by one, and the engine's own objects
 are told once what all of them have brought. What the engine decides afterwards is the same, to the block (but for the
 numbers of blocks that are alike), and so are all figures: tests compare them.
