@@ -133,8 +133,9 @@ class Runner:
         }
         cap = self._cap(peer, precision, work)
         try:
-            for _ in range(1 + REPEATS):
-                measured = self._measure(peer, precision, work, turn, cap)
+            for attempt in range(1 + REPEATS):
+                prompts = work.prompts(self._workshop.config["vocab_size"], turn, attempt)
+                measured = self._measure(peer, precision, work, prompts, cap)
                 if DISTURBED not in measured["marks"]:
                     break
             return sample | measured
@@ -153,12 +154,10 @@ class Runner:
             return LOAD_CAP
         return max(LEAST_CAP, self._plan.patience * statistics.median(ours))
 
-    def _measure(self, peer: Peer, precision: str, work: Workload, turn: int, cap: float) -> dict[str, Any]:
-        request = {
-            "prompts": work.prompts(self._workshop.config["vocab_size"], turn),
-            "output": work.output,
-            "shared": work.shared,
-        }
+    def _measure(
+        self, peer: Peer, precision: str, work: Workload, prompts: list[list[int]], cap: float
+    ) -> dict[str, Any]:
+        request = {"prompts": prompts, "output": work.output, "shared": work.shared}
         cold = work.name == COLD_START
         if cold:
             self._make_room()

@@ -38,9 +38,10 @@ class Workload:
         shared = f"{self.shared}+" if self.shared else ""
         return f"{self.streams}x{shared}{self.prompt}+{self.output}"
 
-    def prompts(self, vocab_size: int, turn: int) -> list[list[int]]:
-        """Return the token ids of one round. They differ from round to round, so that no cache helps an engine."""
-        rng = random.Random(f"{self.name} {self.size} {turn}")
+    def prompts(self, vocab_size: int, turn: int, attempt: int = 0) -> list[list[int]]:
+        """Return the token ids of one round. They differ from round to round, and where a disturbed sample is taken
+        again, so that no cache helps an engine."""
+        rng = random.Random(f"{self.name} {self.size} {turn} {attempt}")
         shared = rng.choices(range(vocab_size), k=self.shared)
         return [shared + rng.choices(range(vocab_size), k=self.prompt) for _ in range(self.streams)]
 

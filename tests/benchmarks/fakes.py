@@ -55,8 +55,8 @@ class FakeMachine:
 class FakeWorker:
     """Takes `seconds` for every request, or fails with it."""
 
-    def __init__(self, name: str, seconds: float | Exception, log: list[str]) -> None:
-        self.name, self._seconds, self._log = name, seconds, log
+    def __init__(self, name: str, seconds: float | Exception, shop: "FakeWorkshop") -> None:
+        self.name, self._seconds, self._log, self._prompts = name, seconds, shop.log, shop.prompts
 
     def send(self, request: Mapping[str, Any]) -> None:
         pass
@@ -70,6 +70,7 @@ class FakeWorker:
         if request.get("warm_up"):
             return {"warm": True}
         self._log.append(self.name)
+        self._prompts.append(request["prompts"])
         if isinstance(self._seconds, Exception):
             raise self._seconds
         if self._seconds > cap:
@@ -95,12 +96,13 @@ class FakeWorkshop:
     Attributes:
         seconds: by engine, what its workers take, or how they fail.
         log: the samples taken and the workers ended, in order.
+        prompts: of the samples, in order.
         starts: how often each engine was started.
     """
 
     def __init__(self, seconds: dict[str, float | Exception]) -> None:
         self.config = {"vocab_size": 100}
-        self.seconds, self.log = seconds, list[str]()
+        self.seconds, self.log, self.prompts = seconds, list[str](), list[list[list[int]]]()
         self.starts = dict.fromkeys(seconds, 0)
         self.broken: set[str] = set()
 
@@ -119,4 +121,4 @@ class FakeWorkshop:
 
     def start(self, peer: Peer, precision: str, sizes: Mapping[str, int]) -> FakeWorker:
         self.starts[peer.name] += 1
-        return FakeWorker(peer.name, self.seconds[peer.name], self.log)
+        return FakeWorker(peer.name, self.seconds[peer.name], self)

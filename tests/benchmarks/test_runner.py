@@ -53,10 +53,13 @@ def test_samples_of_another_build_are_not_mixed(tmp_path):
 
 
 def test_a_disturbed_sample_is_repeated_and_marked_if_it_stays_so(tmp_path):
-    """Guards against figures that a neighbour made: the first sample is disturbed once, the second twice."""
+    """Guards against figures that a neighbour made: the first sample is disturbed once, the second twice. And against a
+    repeated prompt, which an engine that caches prefixes would not compute."""
     machine = FakeMachine(others_to_come=[1.0, 0.0, 1.0, 1.0])
-    store = run(tmp_path, FakeWorkshop({"penstock": 1.0}), machine)
+    shop = FakeWorkshop({"penstock": 1.0})
+    store = run(tmp_path, shop, machine)
     assert [sample["marks"] for sample in store.samples] == ["", "*"]
+    assert len({str(prompts) for prompts in shop.prompts}) == 4
 
 
 def test_a_sample_beside_moving_limits_is_marked(tmp_path):
