@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.client import frames
+from penstock.parallel.effort import Effort
 from penstock.parallel.spawn import spawn
 
 EXIT_WAIT_S = 5.0  # for the process to end by itself once the connection is closed
@@ -41,6 +42,10 @@ class EngineConnection(ABC):
     @abstractmethod
     def peak_memory_bytes(self) -> int | None:
         """Return the most physical memory that the process ever had; None where that is not known."""
+
+    @abstractmethod
+    def effort(self) -> Effort | None:
+        """Return what the process has done so far; None where that is not known."""
 
     @abstractmethod
     async def connect(self) -> None:
@@ -121,6 +126,9 @@ class EngineChild(EngineConnection):
         with suppress(OSError), open(f"/proc/{self._process.pid}/status") as status:
             return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
         return None
+
+    def effort(self) -> Effort:
+        return Effort.of([self._process.pid])
 
     async def connect(self) -> None:
         """Attach the connection to the running event loop, unless it has been closed."""

@@ -8,11 +8,12 @@ from typing import Any
 
 from penstock.client import frames
 from penstock.interface.messages import EngineStats
+from penstock.parallel.effort import Effort
 
 SILENCE_S = 5.0  # an engine sends a heartbeat every half second, idle or computing
 MAX_STEP_S = 600.0  # a step that computes for longer is in an endless loop
-START_SILENCE_S = 30.0  # a process that starts sends heartbeats too, while it computes or reads; its disk may be slow
-FIRST_FRAME_SILENCE_S = 60.0  # Python and the first imports, on a busy machine
+START_SILENCE_S = 10.0  # a process that starts sends heartbeats too; code of the user's may wait for a network
+REMOTE_START_SILENCE_S = 60.0  # before its first frame, of a process whose effort cannot be seen from here
 COUNTERS = [item.name for item in fields(EngineStats) if item.name.startswith("num_") and item.name.endswith("_total")]
 
 
@@ -20,7 +21,9 @@ class Liveness:
     """When an engine was last heard from, whether it makes progress, and the newest of its statistics.
 
     Attributes:
-        last_heard: time.monotonic() of its last frame, of its start before the first one; None once it has ended.
+        last_heard: time.monotonic() of its last frame, before the first one that of its last effort or its start; None
+            once it has ended.
+        heard: whether there was a frame.
     """
 
     def __init__(self) -> None:
@@ -28,7 +31,8 @@ class Liveness:
         self._stats = EngineStats()
         self._before = EngineStats()  # counted by the engines before it
         self._working_s = 0.0  # of the step under way, as far as is known
-        self._heard = self._ready = False
+        self.heard = self._ready = False
+        self._effort: Effort | None = None  # before the first frame
 
     @property
     def stats(self) -> EngineStats:
@@ -43,11 +47,16 @@ class Liveness:
         self._before = previous.stats
 
     def note(self, frame: frames.FromEngine) -> None:
-        self.last_heard, self._heard = time.monotonic(), True
+        self.last_heard, self.heard = time.monotonic(), True
         self._ready = self._ready or isinstance(frame, frames.Ready)
         self._working_s = frame.working_s if isinstance(frame, frames.Heartbeat) else 0.0
         if isinstance(frame, frames.Ready | frames.Outputs | frames.Heartbeat):
             self._stats = frame.stats
+
+    def watch_start(self, effort: Effort | None) -> None:
+        """Note what the process has done that starts Python and has not sent a frame yet; None: that is not known."""
+        if effort is not None and (self._effort is None or effort.exceeds(self._effort)):
+            self._effort, self.last_heard = effort, time.monotonic()
 
     def engine_ended(self) -> None:
         """Keep what the engine counted, and no gauges."""
@@ -80,7 +89,9 @@ class Liveness:
         age = self.age_s
         if age is None:
             return None
-        patience = SILENCE_S if self._ready else START_SILENCE_S if self._heard else FIRST_FRAME_SILENCE_S
+        patience = SILENCE_S if self._ready else START_SILENCE_S
+        if not self.heard:
+            patience = SILENCE_S if self._effort is not None else REMOTE_START_SILENCE_S
         if age >= patience:
             return f"silent for {age:.1f} s, and neither computing nor reading"
         if self._ready and self._working_s >= MAX_STEP_S:

@@ -7,35 +7,18 @@ computes for minutes.
 """
 
 import contextlib
-import resource
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from penstock.client import frames
 from penstock.interface.messages import EngineStats
-from penstock.parallel.spawn import children_cpu_s
+from penstock.parallel.effort import Effort
+from penstock.parallel.spawn import children
 
 HEARTBEAT_S = 0.5
-MIN_EFFORT_S = 0.005  # of processor time between two heartbeats; a deadlock takes none
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """What this process and its children have done so far: seconds of processor time, and reads from files."""
-
-    cpu_s: float
-    reads: int
-
-    @classmethod
-    def so_far(cls) -> "Effort":
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(time.process_time() + children_cpu_s(), usage.ru_inblock + usage.ru_majflt)
-
-    def exceeds(self, other: "Effort") -> bool:
-        return self.cpu_s - other.cpu_s > MIN_EFFORT_S or self.reads > other.reads
 
 
 class Outbox:
@@ -72,13 +55,18 @@ class Outbox:
             self._begun.clear()
 
     def _beat(self) -> None:
-        seen = Effort.so_far()
+        seen = _effort()
         while True:
             self._begun.wait()
             time.sleep(HEARTBEAT_S)
-            since, now = self._working_since, Effort.so_far()
+            since, now = self._working_since, _effort()
             if since is None or not now.exceeds(seen):
                 continue
             seen = now
             with contextlib.suppress(OSError):  # the client is gone, and the reader thread ends this process
                 self.send(frames.Heartbeat(self.epoch, self._stats, working_s=time.monotonic() - since))
+
+
+def _effort() -> Effort:
+    """Return what this process and those that it has started, its ranks, have done so far."""
+    return Effort.of([os.getpid(), *children()])

@@ -70,6 +70,8 @@ class WatchedEngine:
         while True:
             before = time.monotonic()
             await asyncio.sleep(CHECK_S)
+            if not self.liveness.heard:
+                self.liveness.watch_start(self.child.effort())
             if time.monotonic() - before > 4 * CHECK_S:
                 self.liveness.excuse()  # this process stood still too, so nobody can tell
             elif self.liveness.stuck:

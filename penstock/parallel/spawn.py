@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _started: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
@@ -33,16 +32,9 @@ def spawn(module: str, words: Sequence[str], *, inherited: Sequence[int], stdout
     return process
 
 
-def children_cpu_s() -> float:
-    """Return the seconds of processor time that the processes started here, and still running, have taken."""
-    ticks = 0
-    for process in list(_started):
-        try:
-            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        ticks += int(fields[11]) + int(fields[12])  # in user mode and in the kernel
-    return ticks / os.sysconf("SC_CLK_TCK")
+def children() -> list[int]:
+    """Return the process ids of the processes that were started here, and have not been seen to end."""
+    return [process.pid for process in list(_started) if process.returncode is None]
 
 
 def _starter() -> ThreadPoolExecutor:

@@ -110,6 +110,9 @@ class RemoteEngine(EngineConnection):
     def peak_memory_bytes(self) -> int | None:
         return None
 
+    def effort(self) -> None:
+        return None
+
     def reason_of(self, code: int) -> str:
         return f"{self._place}: " + ("the connection ended" if code == UNKNOWN_CODE else super().reason_of(code))
 

@@ -1,5 +1,7 @@
 """The engine process's own parts, without a process."""
 
+import os
+import signal
 import socket
 import subprocess
 import threading
@@ -8,9 +10,10 @@ import time
 import pytest
 
 from penstock.client import frames, outbox
-from penstock.client.outbox import Effort, Outbox
+from penstock.client.outbox import Outbox
 from penstock.interface.messages import EngineStats
-from penstock.parallel.spawn import spawn
+from penstock.parallel.effort import Effort
+from penstock.parallel.spawn import children, spawn
 
 
 def test_heartbeats_come_only_while_work_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,15 +22,15 @@ def test_heartbeats_come_only_while_work_gets_on(monkeypatch: pytest.MonkeyPatch
     looked = iter(efforts)
     all_seen = threading.Event()
 
-    def so_far() -> Effort:
-        effort = next(looked, None)
-        if effort is None:
+    def effort() -> Effort:
+        seen = next(looked, None)
+        if seen is None:
             all_seen.set()
-            effort = efforts[-1]
-        return Effort(*effort)
+            seen = efforts[-1]
+        return Effort(*seen)
 
     monkeypatch.setattr(outbox, "HEARTBEAT_S", 0.001)
-    monkeypatch.setattr(Effort, "so_far", so_far)
+    monkeypatch.setattr(outbox, "_effort", effort)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         box = Outbox(theirs, 3)
@@ -41,21 +44,30 @@ def test_heartbeats_come_only_while_work_gets_on(monkeypatch: pytest.MonkeyPatch
     assert all(beat.epoch == 3 and beat.stats.num_running == 5 and beat.working_s > 0 for beat in beats)
 
 
-def test_effort_is_measured() -> None:
-    """Guards against a start or a step that is taken for a deadlock while it computes."""
-    before = Effort.so_far()
-    while not Effort.so_far().exceeds(before):
-        sum(range(10_000))
-
-
-def test_effort_of_a_child_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against an engine that is killed while it waits for the ranks that compute its step."""
-    monkeypatch.setattr(time, "process_time", lambda: 0.0)
-    before = Effort.so_far()
+def test_effort_tells_work_from_a_stop() -> None:
+    """Guards against a start, or a step of ranks, that is taken for a deadlock while it computes or waits for a core,
+    and against a stop that is not seen from outside."""
     child = spawn("timeit", ["-n", "1000000000", "pass"], inherited=[], stdout=subprocess.DEVNULL)
     try:
-        while Effort.so_far().cpu_s <= before.cpu_s:
+        assert child.pid in children()
+        before = Effort.of([os.getpid(), *children()])
+        while Effort.of([child.pid]).cpu_s < 0.05:
             time.sleep(0.01)
+        assert Effort.of([os.getpid(), *children()]).exceeds(before)
+        assert Effort.of([child.pid]).is_waiting
+        child.send_signal(signal.SIGSTOP)
+        while Effort.of([child.pid]).is_waiting:
+            time.sleep(0.01)
+        stopped = Effort.of([child.pid])
+        assert not Effort.of([child.pid]).exceeds(stopped)
     finally:
         child.kill()
         child.wait()
+    assert child.pid not in children()
+
+
+def test_reads_are_effort() -> None:
+    """Guards against a load from a slow disk that is taken for a deadlock."""
+    assert Effort(1.0, 4096).exceeds(Effort(1.0, 0))
+    assert not Effort(1.0, 4096).exceeds(Effort(1.0, 4096))
+    assert Effort.of([2**22 + 1]) == Effort(0.0, 0)  # there is no such process

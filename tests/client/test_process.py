@@ -512,7 +512,7 @@ def test_an_engine_that_stands_still_while_it_starts_is_given_up(tmp_path, monke
 
 def test_an_engine_that_is_stopped_before_its_first_word_is_replaced(monkeypatch):
     """Guards against a process that nobody watches until it has been heard from once."""
-    monkeypatch.setattr(liveness, "FIRST_FRAME_SILENCE_S", 0.5)
+    monkeypatch.setattr(liveness, "SILENCE_S", 0.5)
 
     async def scenario():
         llm = AsyncLLM(model="demo")
@@ -520,7 +520,7 @@ def test_an_engine_that_is_stopped_before_its_first_word_is_replaced(monkeypatch
         try:
             await llm.attach()
             await until(lambda: llm.status().restarts > 0)
-            monkeypatch.setattr(liveness, "FIRST_FRAME_SILENCE_S", 60.0)
+            monkeypatch.setattr(liveness, "SILENCE_S", 60.0)
             await llm.start()
         finally:
             await llm.shutdown()

@@ -32,6 +32,9 @@ class Child:
         self.pid = 1000 + start.epoch
         self._frames = asyncio.Queue()
 
+    def effort(self):
+        return None
+
     def say_ready(self):
         self._frames.put_nowait(frames.Ready(self.start.epoch, INFO, EngineStats(), CACHE_BYTES))
 

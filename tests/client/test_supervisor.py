@@ -10,6 +10,7 @@ from penstock.client.child import EngineConnection
 from penstock.client.engine_client import EngineState
 from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats
+from penstock.parallel.effort import Effort
 from tests.fakes_engine import model_info
 
 INFO = model_info(64, 100)
@@ -29,6 +30,9 @@ class ScriptedChild:
     def __init__(self, script, first):
         self.script = list(script)
         self.sent = [first]
+
+    def effort(self):
+        return None
 
     async def connect(self):
         pass
@@ -185,7 +189,7 @@ def test_how_long_an_engine_may_be_silent(monkeypatch, frames_seen, patience):
     clock = Clock()
     monkeypatch.setattr(liveness, "time", clock)
     engine = liveness.Liveness()
-    clock.now += liveness.FIRST_FRAME_SILENCE_S - 0.1  # nothing was heard yet: importing may take long
+    clock.now += liveness.REMOTE_START_SILENCE_S - 0.1  # nothing was heard yet: importing may take long
     assert not engine.stuck
     clock.now += 0.2
     assert engine.stuck
@@ -201,6 +205,23 @@ def test_how_long_an_engine_may_be_silent(monkeypatch, frames_seen, patience):
     assert not engine.making_progress
     engine.engine_ended()
     assert not engine.stuck
+
+
+def test_a_start_may_take_minutes_while_it_gets_on(monkeypatch):
+    """Guards against an engine that is stopped before its first frame and replaced a minute later, and against a start
+    on a slow disk or a busy machine that is taken for a stopped one."""
+    clock = Clock()
+    monkeypatch.setattr(liveness, "time", clock)
+    engine = liveness.Liveness()
+    engine.watch_start(None)  # elsewhere, so nobody knows
+    efforts = [Effort(0.0, 0), Effort(0.1, 0), Effort(0.1, 1), Effort(0.1, 1, is_waiting=True), Effort(0.1, 1)]
+    for effort in efforts:
+        clock.now += liveness.SILENCE_S - 0.1
+        engine.watch_start(effort)
+        assert not engine.stuck
+    clock.now += 0.2
+    engine.watch_start(efforts[-1])
+    assert engine.stuck
 
 
 def test_a_step_may_take_minutes_while_it_computes(monkeypatch):
