@@ -103,6 +103,21 @@ def print_speculation(result: dict[str, Any]) -> None:
     console.print(f"drafts: {result['draft_tokens']}, accepted: {result['accepted_tokens']}, warm-up included")
 
 
+def print_forms(result: dict[str, Any]) -> None:
+    """Print the figures of bench.forms."""
+    console = Console()
+    workload = f"{result['num_prompts']} x {result['input_len']} in, {result['output_len']} out"
+    table = Table("answers", "tokens/s", "steps", "ms per step", title=f"{result['model']}: {workload}")
+    for name, shown in (("plain", "without the form"), ("formed", "with the form")):
+        speed, steps, step_ms = (result[f"{name}_{unit}"] for unit in ("tokens_per_s", "steps", "step_ms"))
+        table.add_row(shown, _number(speed), str(steps), _number(step_ms))
+    console.print(table)
+    low, high = result["throughput_low"], result["throughput_high"]
+    console.print(f"throughput with the form: {result['throughput']:.1%} ({low:.1%} to {high:.1%} over the rounds)")
+    first, extra = result["first_token_ms"], result["extra_first_token_ms"]
+    console.print(f"first token of one request: {first:.1f} ms, with the form {extra:+.1f} ms")
+
+
 def _print_shares(console: Console, result: dict[str, Any]) -> None:
     """Print how the shares of the stretches between probes spread, and their medians by the machine's state."""
     parts = {name: part["stretches"] for name, part in _parts(result).items() if part["stretches"] is not None}

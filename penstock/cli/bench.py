@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     offline.add_argument("--dataset", default=argparse.SUPPRESS, metavar="NAME", help=help_text)
     help_text = "with --speculative-config: drafts that are right with this probability, in place of the method's"
     offline.add_argument("--acceptance", type=float, default=argparse.SUPPRESS, metavar="P", help=help_text)
-    help_text = "with --speculative-config: runs without drafts and with them (default: 5)"
+    help_text = "runs without drafts and with them (default: 5), or without --json-schema-file and with it, in turns"
     offline.add_argument("--rounds", type=parse_size, default=argparse.SUPPRESS, metavar="N", help=help_text)
     help_text = "every answer is JSON of the schema in FILE; the model's directory needs a tokenizer.json"
     offline.add_argument("--json-schema-file", type=read_schema, metavar="FILE", help=help_text)
@@ -123,6 +123,8 @@ def _prepare_offline(args: argparse.Namespace) -> Bench:
             message = "json_schema_file: not with speculative_config, whose runs are compared"
             raise InvalidRequestError(message, param="json_schema_file")
         return _prepare_speculation(args, options, given)
+    if args.json_schema_file is not None and set(given) == {"rounds"}:
+        return _prepare_forms(args, options)
     if given:
         name = next(iter(given))
         raise InvalidRequestError(f"{name}: only a run with --speculative-config has it", param=name)
@@ -143,6 +145,17 @@ def _prepare_offline(args: argparse.Namespace) -> Bench:
         return result
 
     return measure, print_offline
+
+
+def _prepare_forms(args: argparse.Namespace, options: dict[str, Any]) -> Bench:
+    if args.profile or args.trace:
+        name = "trace" if args.trace else "profile"
+        raise InvalidRequestError(f"{name}: not with rounds, whose runs are compared", param=name)
+    from penstock.bench.forms import FormContest, measure_forms
+    from penstock.bench.report import print_forms
+
+    contest = FormContest(args.num_prompts, args.input_len, args.output_len, args.json_schema_file, args.rounds)
+    return lambda: measure_forms(options, contest, announce=show_choices, progress=progress), print_forms
 
 
 def _prepare_speculation(args: argparse.Namespace, options: dict[str, Any], given: dict[str, Any]) -> Bench:
