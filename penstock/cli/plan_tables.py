@@ -8,6 +8,7 @@ from rich.table import Table
 from penstock.planner.memory import size_text
 
 MIB = 2**20
+TIME_UNITS = ((1, "s"), (1e3, "ms"), (1e6, "µs"))
 UNITS = ((2**30, "GiB"), (MIB, "MiB"), (2**10, "KiB"))
 
 
@@ -54,19 +55,26 @@ def _print_largest(console: Console, largest: list[dict[str, Any]]) -> None:
 
 
 def _print_times(console: Console, result: dict[str, Any]) -> None:
-    table = Table("phase", "batch", "tokens", "seconds", "tokens/s", "bound by")
+    table = Table("phase", "batch", "tokens", "time", "tokens/s", "bound by")
     for item in result["predictions"]:
         table.add_row(item["phase"], f"{item['batch']}", f"{item['prompt_len'] or item['context']}", *_times(item))
     console.print(table)
-    changed = Table("decode, if", "batch", "tokens", "seconds", "tokens/s", "bound by")
+    changed = Table("decode, if", "batch", "time", "tokens/s", "bound by")
     for name, found in result["what_if"].items():
         for item in found:
-            changed.add_row(name, f"{item['batch']}", f"{item['context']}", *_times(item))
+            changed.add_row(name, f"{item['batch']}", *_times(item))
     console.print(changed)
 
 
 def _times(item: dict[str, Any]) -> tuple[str, str, str]:
-    return f"{item['seconds']:.4g}", f"{item['tokens_per_s']:.1f}", item["bound"]
+    speed = item["tokens_per_s"]
+    return _time_text(item["seconds"]), f"{speed:,.0f}" if speed >= 1000 else f"{speed:.4g}", item["bound"]
+
+
+def _time_text(seconds: float) -> str:
+    """Return a time with four significant digits in the unit that suits it."""
+    factor, unit = next((found for found in TIME_UNITS if seconds * found[0] >= 1), TIME_UNITS[-1])
+    return f"{seconds * factor:.4g} {unit}"
 
 
 def _print_placement(console: Console, found: dict[str, Any]) -> None:
