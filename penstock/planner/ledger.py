@@ -141,7 +141,7 @@ class Ledger:
             "weights": sizes.weights,
             "positions": sum(ROTARY_BYTES * length * rope.rotary_dim(model.head_dim) for rope in ropes),
             "results": sizes.row_bytes * (FEW_ROWS + (tokens if tokens > FEW_ROWS else 0)),
-            "operands": self._operands(tokens, sizes.deepest) + self._workspace(config, tokens, seqs, length),
+            "operands": self._operands(config, tokens, sizes.deepest) + self._workspace(config, tokens, seqs, length),
             "logits": LOGIT_BYTES * max(seqs, LOGITS_ROWS) * sizes.vocab_columns,
             "requests": seqs * length * TOKEN_OBJECT_BYTES,
             **({"drafts": self.draft_bytes} if self.draft_bytes else {}),
@@ -160,9 +160,11 @@ class Ledger:
         """Return the change to a config that makes it fit and costs a user least; None if none of them is enough."""
         return next((text for text, changed in self._changes(config) if self._fits(changed)), None)
 
-    def _operands(self, tokens: int, deepest: int) -> int:
-        """Return the bytes that products copy their operands to, which some levels widen; all experts do so at once."""
-        model, element = self.model, ELEMENT_BYTES["float32"]
+    def _operands(self, config: EngineConfig, tokens: int, deepest: int) -> int:
+        """Return the bytes that products copy their operands to: int8 slices of quantised ones, and of others what some
+        levels widen to float32; all experts do so at once."""
+        model, scheme = self.model, config.numerics.scheme
+        element = scheme.slices if scheme is not None and scheme.slices else ELEMENT_BYTES["float32"]
         pairs = tokens * model.num_experts_per_tok
         return max(min(tokens * deepest * element, PASS_BYTES), pairs * max(model.hidden_size, _inner(model)) * element)
 
