@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from penstock.bench.senders import Request, Senders
 from penstock.bench.startup import python_process
 from penstock.config import available_threads
+from penstock.errors import EngineError
 
 INPUT_LEN, OUTPUT_LEN = 32, 64
 NUM_ROWS = 32
@@ -143,9 +144,15 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def measure(load: Load) -> list[Phase]:
-    """Measure the peak, and then the loads that follow from it."""
+    """Measure the peak, and then the loads that follow from it.
+
+    Raises:
+        EngineError: there was no peak to go by.
+    """
     phases = [load.closed_loop("peak", NUM_CLIENTS)]
     rate = phases[0].finished_tokens_per_s / OUTPUT_LEN
+    if rate == 0.0:
+        raise EngineError("no answer was finished at the peak: the phases are too short for it; take longer --seconds")
     phases.append(load.open_loop("1x", rate))
     phases.append(load.open_loop(f"{FACTOR}x", FACTOR * rate))
     phases.append(load.closed_loop(f"{FACTOR}x, polite", FACTOR * NUM_CLIENTS))
@@ -170,7 +177,11 @@ def main() -> int:
             print(f"the server did not start; the first line it printed was {first!r}", file=sys.stderr)
             return 1
         host, _, port = url.removeprefix("http://").partition(":")
-        phases = measure(Load((host, int(port)), first.split()[3], args.seconds, args.max_queue_wait))
+        try:
+            phases = measure(Load((host, int(port)), first.split()[3], args.seconds, args.max_queue_wait))
+        except EngineError as error:
+            print(error, file=sys.stderr)
+            return 1
     shares = {phase.load: phase.finished_tokens_per_s / phases[0].finished_tokens_per_s for phase in phases[2:]}
     told = ", ".join(f"{load}: {share:.1%}" for load, share in shares.items())
     print(f"of the peak, {told}; the bound of the first token is {args.max_queue_wait:g} s")

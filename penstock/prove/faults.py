@@ -1,7 +1,9 @@
 """The proof that no single fault costs more than the request that it concerns: each call at a seam fails in turn.
 
-A trial asks crowds of requests until the N-th call of one kind has failed. Every answer must then be what it is alone,
-but for at most one that ends with the fault as its error; every block must be accounted for, and nothing may hang.
+A trial asks a crowd of requests in which the N-th call of one kind fails, where N goes from the first such call to the
+last, and from the first again. Every answer must then be what it is alone, but for at most one that ends with the fault
+as its error; every block must be accounted for, and nothing may hang. N is not counted over crowds: the engine is idle
+between them, and to come to the 500th call of all would take a hundred crowds in which nothing happens.
 Calls are made to fail from outside, by a wrapper around the method, so that the engine has no code for it.
 """
 
@@ -26,9 +28,9 @@ from penstock.prove.proof import Trials
 from penstock.runner.block_files import BlockFiles
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 
-NUM_CALLS = 500  # the first of each kind; each fails in one trial
+NUM_CALLS = 500  # of each kind; each fails in one trial
 ANY_MEMORY = 2**50
-MAX_CROWDS = 200  # of a trial, by when the call must have come
+MAX_CROWDS = 200  # one after the other without a call of a kind: then there is none, and nothing would be proved
 CAUSE = "InjectedFault: injected by the proof"
 
 
@@ -118,26 +120,32 @@ class Faults:
             EngineConfig.from_options(**busy).resolve(undisturbed.model_config), undisturbed.model_config, ANY_MEMORY
         )
         busy |= {"max_num_seqs": 6, "kv_cache_memory_bytes": plan.num_bytes}  # so that requests are preempted too
-        last = dict.fromkeys(FAULTS, 0)
+        calls = dict.fromkeys(FAULTS, 0)
+        last = dict.fromkeys(FAULTS, 0)  # place in its crowd of the call that failed last
+        deepest = dict.fromkeys(FAULTS, 0)
         with ExitStack() as stack:
             askers: dict[str, Asker] = {}
             files = {"kv_offload_dir": stack.enter_context(TemporaryDirectory())}  # of the blocks that are evicted
             ways = {OFFLINE: busy | files, STREAMING: busy}
-            for number in range(1, NUM_CALLS + 1):
+            for _ in range(NUM_CALLS):
                 for name, fault in FAULTS.items():
                     if not trials.go_on():
                         break
                     if fault.via not in askers:
                         askers[fault.via] = OPEN[fault.via](stack, ways[fault.via], queries, expected)
                     with _many_restarts():
-                        wrong = try_fault(fault, number, askers[fault.via], queries, expected, trials.random)
+                        number, wrong = try_fault(
+                            fault, last[name] + 1, askers[fault.via], queries, expected, trials.random
+                        )
                     last[name] = number
+                    deepest[name] = max(deepest[name], number)
+                    calls[name] += 1
                     trials.tried()
                     if wrong is not None:
-                        trials.wrong(f"{name}, number {number}: {wrong}")
+                        trials.wrong(f"{name}, number {number} of a crowd: {wrong}")
                         del askers[fault.via]  # the next trial begins with a new one
-        trials.detail("calls that failed in turn", {name: f"1 to {number}" for name, number in last.items()})
-        trials.figure("calls_of_each_kind", min(last.values()))
+        trials.detail("calls that failed", {name: f"{calls[name]}, up to number {deepest[name]}" for name in calls})
+        trials.figure("calls_of_each_kind", min(calls.values()))
 
 
 @contextmanager
@@ -170,23 +178,32 @@ def _member(query: int, random: Random) -> Member:
 
 def try_fault(
     fault: Fault, number: int, asker: Asker, queries: list[Query], expected: dict[Key, Answer], random: Random
-) -> str | None:
-    """Ask crowds until the call of this number has failed. Return what went wrong; None if nothing did."""
-    failed = 0
-    with fault.at(number) as has_failed:
-        for _ in range(MAX_CROWDS):
-            crowd = [_member(index, random) for index in range(len(queries))]
+) -> tuple[int, str | None]:
+    """Let the call of this number fail in a crowd, or the first one of the next, if a crowd had fewer.
+
+    Returns:
+        The number of the call that failed, and what went wrong; None if nothing did.
+    """
+    for _ in range(MAX_CROWDS):
+        crowd = [_member(index, random) for index in range(len(queries))]
+        with fault.at(number) as has_failed:
             try:
                 found = asker.ask(crowd, random, disturbed=False)
             except Exception as error:
-                return f"{type(error).__name__}: {error}"
-            for (index, choice), answer in found.items():
-                if answer.error == CAUSE:
-                    failed += 1
-                elif (wrong := answer.difference(expected[crowd[index].query, choice])) is not None:
-                    return f"query {index}, choice {choice}: {wrong}"
-            if failed > 1:
-                return f"{failed} answers failed"
-            if has_failed():
-                return None
-    return f"there were fewer than {number} such calls in {MAX_CROWDS} crowds"
+                return number, f"{type(error).__name__}: {error}"
+        wrong = _wrong(found, crowd, expected)
+        if wrong is not None or has_failed():
+            return number, wrong
+        number = 1
+    return number, f"there was no such call in {MAX_CROWDS} crowds"
+
+
+def _wrong(found: dict[Key, Answer], crowd: list[Member], expected: dict[Key, Answer]) -> str | None:
+    """Return what is wrong with the answers of a crowd in which one call has failed; None if nothing is."""
+    failed = 0
+    for (index, choice), answer in found.items():
+        if answer.error == CAUSE:
+            failed += 1
+        elif (wrong := answer.difference(expected[crowd[index].query, choice])) is not None:
+            return f"query {index}, choice {choice}: {wrong}"
+    return f"{failed} answers failed" if failed > 1 else None

@@ -26,6 +26,7 @@ MAX_CALLS = 40  # of a trial, by when the disk must have been full
 MAX_ROOM = 4096  # bytes that the journal may still grow by
 REWRITE_RATE = 0.2  # of the trials in which not even a journal written anew has room
 PATIENCE_S = 60.0
+POLL_S = 0.005  # between two looks at a call, which would take the time that it is computed in
 
 
 @dataclass(slots=True)
@@ -138,6 +139,7 @@ def _check(trials: Trials, http: httpx.Client, calls: list[_Call], when: str) ->
         while found.get("status") in (None, "queued", "in_progress") and time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
                 found = http.get(f"{PATH}/{call.call_id}").json()
+            time.sleep(POLL_S)
         if found.get("status") not in ("completed", "incomplete") or _text(found) != call.expected:
             trials.wrong(f"{when}: {call.call_id} gave {str(found)[:600]}; undisturbed {call.expected!r}")
 

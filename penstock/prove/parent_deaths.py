@@ -13,17 +13,19 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock.errors import EngineError
 from penstock.prove.processes import send_signal
-from penstock.prove.proof import Trials
-from penstock.prove.servers import stream
+from penstock.prove.proof import Subject, Trials
+from penstock.prove.servers import command_line, stream
 
 MARK = "PENSTOCK_PROOF"  # environment variable
 ALLOWED_S = 1.0
 START_S = 1.5  # in which a server that starts is killed
+RUN_S = 0.2  # in which one is killed that has started
 SHARE_WITH_STANDBY = 0.3
 FIRST_LINES_S = 0.2  # from the import of ctypes to the call that ties a child to its parent, on a busy machine
 PATIENCE_S = 120.0  # for what is left to end after all, so that the proof leaves nothing behind
@@ -43,34 +45,54 @@ class ParentDeaths:
         if sys.platform != "linux":
             trials.skip("only Linux kills a process that is stopped with its parent")
             return
-        slowest = 0.0
-        moments: dict[str, Callable[[Owner, Trials], None]] = {
-            "starting": _starting, "starting and stopped": _starting_and_stopped,
-            "idle": _idle, "busy": _busy, "stopped": _stopped, "busy and stopped": _busy_and_stopped,
-        }  # fmt: skip
-        while trials.go_on():
-            moment = trials.random.choice([*moments])
-            flags = ["--standby"] if trials.random.random() < SHARE_WITH_STANDBY else []
-            with Owner(trials, flags) as owner:
-                moments[moment](owner, trials)
-                seconds = owner.kill()
-            slowest = max(slowest, seconds)
-            trials.tried()
-            if seconds > ALLOWED_S:
-                trials.wrong(f"{moment} {' '.join(flags)}: an engine was left for {seconds:.1f} s")
-        trials.figure("slowest_s", slowest)
+        took = [0.0]
+
+        def draw() -> _Choices:
+            random = trials.random
+            moment = random.choice([*MOMENTS])
+            flags = ["--standby"] if random.random() < SHARE_WITH_STANDBY else []
+            return _Choices(moment, flags, random.uniform(0, START_S), random.uniform(0, RUN_S))
+
+        def trial(chosen: _Choices) -> str | None:
+            with Owner(trials.subject, chosen.flags) as owner:
+                MOMENTS[chosen.moment](owner, chosen)
+                took.append(seconds := owner.kill())
+            if seconds <= ALLOWED_S:
+                return None
+            return f"{chosen.moment} {' '.join(chosen.flags)}: an engine was left for {seconds:.1f} s"
+
+        trials.side_by_side(draw, trial, trials.subject.num_servers)
+        trials.figure("slowest_s", max(took))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What is random in a trial.
+
+    Attributes:
+        moment: at which the server is killed, one of MOMENTS.
+        start_s: after which one that starts is killed.
+        run_s: after which one that is ready, or has begun a stream, is killed.
+    """
+
+    moment: str
+    flags: list[str]
+    start_s: float
+    run_s: float
 
 
 class Owner:
     """A server with its engine processes."""
 
-    def __init__(self, trials: Trials, flags: list[str]) -> None:
-        options = (f"--{name.replace('_', '-')}={value}" for name, value in trials.subject.options.items())
-        command = [sys.executable, "-m", "penstock", "serve", trials.subject.model, "--port=0", *options, *flags]
+    def __init__(self, subject: Subject, flags: list[str]) -> None:
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         name, value = self._mark.split("=")
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, name: value}, text=True
+            command_line(subject, *flags),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, name: value},
+            text=True,
         )
         self._stream: Any = None
 
@@ -129,30 +151,36 @@ def _is_past_first_lines(pid: int) -> bool:
     return False
 
 
-def _starting(owner: Owner, trials: Trials) -> None:
-    time.sleep(trials.random.uniform(0, START_S))
+def _starting(owner: Owner, chosen: _Choices) -> None:
+    time.sleep(chosen.start_s)
 
 
-def _starting_and_stopped(owner: Owner, trials: Trials) -> None:
-    _starting(owner, trials)
+def _starting_and_stopped(owner: Owner, chosen: _Choices) -> None:
+    _starting(owner, chosen)
     owner.stop_engines()
 
 
-def _idle(owner: Owner, trials: Trials) -> None:
+def _idle(owner: Owner, chosen: _Choices) -> None:
     owner.url()
-    time.sleep(trials.random.uniform(0, 0.2))
+    time.sleep(chosen.run_s)
 
 
-def _busy(owner: Owner, trials: Trials) -> None:
+def _busy(owner: Owner, chosen: _Choices) -> None:
     owner.begin_stream()
-    time.sleep(trials.random.uniform(0, 0.2))
+    time.sleep(chosen.run_s)
 
 
-def _stopped(owner: Owner, trials: Trials) -> None:
-    _idle(owner, trials)
+def _stopped(owner: Owner, chosen: _Choices) -> None:
+    _idle(owner, chosen)
     owner.stop_engines()
 
 
-def _busy_and_stopped(owner: Owner, trials: Trials) -> None:
-    _busy(owner, trials)
+def _busy_and_stopped(owner: Owner, chosen: _Choices) -> None:
+    _busy(owner, chosen)
     owner.stop_engines()
+
+
+MOMENTS: dict[str, Callable[[Owner, _Choices], None]] = {
+    "starting": _starting, "starting and stopped": _starting_and_stopped,
+    "idle": _idle, "busy": _busy, "stopped": _stopped, "busy and stopped": _busy_and_stopped,
+}  # fmt: skip

@@ -3,9 +3,14 @@
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from penstock.config import available_threads
+
+MAX_SERVERS = 8  # that trials start at the same time
+T = TypeVar("T")
 MAX_SHOWN = 20  # descriptions of what went wrong that are kept; the rest are only counted
 
 
@@ -20,6 +25,11 @@ class Subject:
 
     model: str = "demo"
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_servers(self) -> int:
+        """Return how many servers may run at the same time: one for each core, but one of a model that may be large."""
+        return min(MAX_SERVERS, available_threads()) if self.model == "demo" else 1
 
 
 @dataclass(slots=True)
@@ -87,6 +97,26 @@ class Trials:
     def seconds_left(self) -> float:
         """Return the time that is left of that given."""
         return max(0.0, self._deadline - time.monotonic())
+
+    def side_by_side(self, draw: Callable[[], T], trial: Callable[[T], str | None], number: int) -> None:
+        """Make trials in threads, as many at the same time as `number`, as long as more should be made.
+
+        Args:
+            draw: takes the random choices of a trial, one trial after the other, so that the seed repeats them.
+            trial: makes one; returns what went wrong, None if nothing did.
+        """
+        running: set[Future[str | None]] = set()
+        with ThreadPoolExecutor(number) as threads:
+            while True:
+                while len(running) < number and self.outcome.tried + len(running) < self.goal and self.go_on():
+                    running.add(threads.submit(trial, draw()))
+                if not running:
+                    return
+                ended, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    self.tried()
+                    if (what := future.result()) is not None:
+                        self.wrong(what)
 
     def tried(self, number: int = 1) -> None:
         """Count trials, broken ones included."""

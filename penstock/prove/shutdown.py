@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import httpx
 
 from penstock.errors import EngineError
-from penstock.prove.proof import Trials
+from penstock.prove.proof import Subject, Trials
 from penstock.prove.servers import Server, post, serve, stream, wait_until
 
 STREAMS = 6  # of each trial
@@ -81,48 +81,68 @@ class Drains:
         if broken:
             raise EngineError(f"an undisturbed stream failed: {broken[0]}")
         expected = [reader.answer for reader in whole]
-        counts = {"finished": 0, "refused": 0}
-        seconds = []
-        while trials.go_on():
-            chosen = trials.random.sample(range(len(bodies)), STREAMS)
-            delay_s = trials.random.uniform(0.0, usual_s)
-            stop_s = self._trial(trials, [bodies[i] for i in chosen], [expected[i] for i in chosen], delay_s, counts)
-            seconds.append(stop_s)
-            trials.tried()
-        trials.figure("streams_finished", counts["finished"])
-        trials.figure("streams_refused", counts["refused"])
-        trials.figure("max_drain_s", max(seconds))
+        drains: list[_Drain] = []
 
-    def _trial(
-        self, trials: Trials, bodies: list[dict[str, Any]], expected: list[Answer], delay_s: float,
-        counts: dict[str, int],
-    ) -> float:  # fmt: skip
-        """Stop one server; return the seconds until it had ended."""
-        problems = []
-        with serve(trials.subject) as server:
+        def draw() -> _Drain:
+            chosen = trials.random.sample(range(len(bodies)), STREAMS)
+            return _Drain([bodies[i] for i in chosen], [expected[i] for i in chosen], trials.random.uniform(0, usual_s))
+
+        def trial(drain: _Drain) -> str | None:
+            drain.make(trials.subject)
+            drains.append(drain)
+            return f"SIGTERM after {drain.delay_s:.3f} s: {'; '.join(drain.problems)}" if drain.problems else None
+
+        trials.side_by_side(draw, trial, trials.subject.num_servers)
+        trials.figure("streams_finished", sum(drain.finished for drain in drains))
+        trials.figure("streams_refused", sum(drain.refused for drain in drains))
+        trials.figure("max_drain_s", max(drain.stop_s for drain in drains))
+
+
+@dataclass(slots=True)
+class _Drain:
+    """One server that is stopped.
+
+    Attributes:
+        bodies, expected: of its streams, and their answers.
+        delay_s: from the start of the streams to SIGTERM.
+        problems: what went wrong.
+        finished, refused: numbers of streams.
+        stop_s: seconds from SIGTERM until it had ended.
+    """
+
+    bodies: list[dict[str, Any]]
+    expected: list[Answer]
+    delay_s: float
+    problems: list[str] = field(default_factory=list)
+    finished: int = 0
+    refused: int = 0
+    stop_s: float = 0.0
+
+    def make(self, subject: Subject) -> None:
+        """Start the server, stop it, and look at what its streams got."""
+        with serve(subject) as server:
             engine_pid = server.engine_pid
-            readers = [_Reader(server.url, body) for body in bodies]
+            readers = [_Reader(server.url, body) for body in self.bodies]
             threads = _start(readers)
-            time.sleep(delay_s)
+            time.sleep(self.delay_s)
             told_at = time.monotonic()
             os.kill(server.process.pid, signal.SIGTERM)
-            problems += _new_request_problem(server)
+            self.problems += _new_request_problem(server)
             for thread in threads:
                 thread.join(STOP_TIMEOUT_S)
             code = server.process.wait(STOP_TIMEOUT_S)
-            stop_s = time.monotonic() - told_at
+            self.stop_s = time.monotonic() - told_at
             if code != 0:
-                problems.append(f"exit code {code}: {server.log()[-500:]}")
-        for reader, answer in zip(readers, expected, strict=True):
+                self.problems.append(f"exit code {code}: {server.log()[-500:]}")
+        for reader, answer in zip(readers, self.expected, strict=True):
             refused = reader.refused(told_at)
-            counts["refused" if refused else "finished"] += 1
+            self.refused += refused
+            self.finished += not refused
             if not refused and (reader.problem is not None or reader.answer != answer):
-                problems.append(f"{reader.body} gave {reader.answer}, then {reader.problem!r}; undisturbed {answer}")
+                told = f"{reader.body} gave {reader.answer}, then {reader.problem!r}; undisturbed {answer}"
+                self.problems.append(told)
         if engine_pid is not None and not _ended(engine_pid):
-            problems.append(f"the engine process {engine_pid} has outlived its server")
-        if problems:
-            trials.wrong(f"SIGTERM after {delay_s:.3f} s: {'; '.join(problems)}")
-        return stop_s
+            self.problems.append(f"the engine process {engine_pid} has outlived its server")
 
 
 def _body(index: int) -> dict[str, Any]:

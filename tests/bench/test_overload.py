@@ -6,7 +6,7 @@ import pytest
 
 from penstock.bench import overload
 from penstock.bench.overload import Load
-from penstock.errors import EngineOverloadedError
+from penstock.errors import EngineError, EngineOverloadedError
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import QUIET, RunningServer
 
@@ -36,3 +36,10 @@ def test_what_became_of_each_request_is_known(server: RunningServer, monkeypatch
         assert phase.refused
         assert (phase.admitted, phase.given_up, phase.broken) == (0, 0, 0)
         assert phase.p50_refusal_ms > 0
+
+
+def test_a_peak_of_nothing_is_said(server: RunningServer) -> None:
+    """Guards against a division by zero where the phases are too short for one answer."""
+    server.client.overload = EngineOverloadedError("full", retry_after_s=0.01)
+    with pytest.raises(EngineError, match="longer --seconds"):
+        overload.measure(Load(("127.0.0.1", server.port), "fake", 0.1, 0.1))
