@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _started: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
+_elsewhere: "list[weakref.WeakMethod[Callable[[], float]]]" = []
 _starters: dict[int, ThreadPoolExecutor] = {}  # by process id: a process that was forked needs a thread of its own
 
 
@@ -33,6 +34,11 @@ def spawn(module: str, words: Sequence[str], *, inherited: Sequence[int], stdout
     return process
 
 
+def count_effort(effort_s: Callable[[], float]) -> None:
+    """Have children_cpu_s add what processes on other machines have taken, as long as the method's object lives."""
+    _elsewhere.append(weakref.WeakMethod(effort_s))
+
+
 def children_cpu_s() -> float:
     """Return the seconds of processor time that the processes started here, and still running, have taken."""
     ticks = 0
@@ -42,7 +48,8 @@ def children_cpu_s() -> float:
         except OSError:
             continue
         ticks += int(fields[11]) + int(fields[12])  # in user mode and in the kernel
-    return ticks / os.sysconf("SC_CLK_TCK")
+    elsewhere = [effort_s() for item in _elsewhere if (effort_s := item()) is not None]
+    return ticks / os.sysconf("SC_CLK_TCK") + sum(elsewhere)
 
 
 def _starter() -> ThreadPoolExecutor:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from starlette.types import Receive, Scope, Send
@@ -20,6 +19,7 @@ from penstock.client.engine_client import EngineState
 from penstock.client.replicas import MAX_REPLICAS
 from penstock.entrypoints.async_llm import AsyncLLM
 from penstock.errors import InvalidRequestError
+from penstock.parallel.ray_cluster import join_cluster
 from penstock.ray_app.engines import ByQueuedTokens, EngineReplica
 from penstock.ray_app.remote import EnginePool
 from penstock.server.app import create_app
@@ -118,12 +118,7 @@ def deployed(options: ReplicaOptions, name: str) -> Iterator[Any]:
     Raises:
         InvalidRequestError: there is no cluster.
     """
-    if not ray.is_initialized():
-        try:
-            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level="warning")
-        except (ConnectionError, RuntimeError, TimeoutError) as error:  # none, or one that does not answer
-            message = f"on_ray: there is no Ray cluster ({error}); start one with `ray start --head`"
-            raise InvalidRequestError(message, param="on_ray") from None
+    join_cluster("on_ray")
     serve.start(proxy_location="Disabled")  # where Serve does not run yet: HTTP is this process's own business
     try:
         yield serve.run(engines(options), name=name, route_prefix=None)

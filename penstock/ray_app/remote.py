@@ -13,8 +13,9 @@ from penstock.client import frames
 from penstock.client.child import EngineConnection, Launcher
 from penstock.client.engine_client import EngineClient
 from penstock.interface.messages import EngineStats
+from penstock.parallel.door import tune
 from penstock.ray_app import routing
-from penstock.ray_app.engines import ENGINE, LOAD, LOAD_FORMAT, tune
+from penstock.ray_app.engines import ENGINE, LOAD, LOAD_FORMAT
 
 LOGGER = logging.getLogger("penstock")
 HEARTBEAT_S = 0.5  # while a lease is waited for
