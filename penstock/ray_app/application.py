@@ -31,6 +31,7 @@ SERVER_OPTIONS = (
     "request_timeout_s", "drain_timeout_s",
 )  # fmt: skip
 STOP_S = 3600.0  # for the streams of a replica that Serve stops to end; afterwards they go on elsewhere
+METRICS_S = 1.0  # between two reports of a replica to the autoscaler
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 120.0
 
 
@@ -81,7 +82,8 @@ def engines(options: ReplicaOptions) -> serve.Application:
                 max_replicas=options.most,
                 upscale_delay_s=options.upscale_delay_s,
                 downscale_delay_s=options.downscale_delay_s,
-                look_back_period_s=min(UPSCALE_DELAY_S, max(1.0, options.upscale_delay_s)),
+                metrics_interval_s=METRICS_S,
+                look_back_period_s=max(2 * METRICS_S, min(UPSCALE_DELAY_S, options.upscale_delay_s)),
                 policy=policy,
             )
         }
@@ -148,7 +150,8 @@ class _Forward:
     """The web application of the Serve replica that it is called in."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await serve.get_replica_context().servable_object.web(scope, receive, send)
+        if scope["type"] == "http":  # its lifespan begins before there is a servable object, which has one of its own
+            await serve.get_replica_context().servable_object.web(scope, receive, send)
 
 
 class Server:
@@ -166,9 +169,8 @@ class Server:
         self._is_attached = False
 
     async def web(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._attach()
-            await self._app(scope, receive, send)
+        await self._attach()
+        await self._app(scope, receive, send)
 
     async def _attach(self) -> None:
         if not self._is_attached:
