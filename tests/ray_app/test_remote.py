@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import socket
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("ray", reason="an extra")
 from penstock.client import frames
 from penstock.errors import InvalidRequestError
 from penstock.interface.messages import EngineStats
+from penstock.parallel import ray_cluster
 from penstock.parallel.door import TOKEN_BYTES, Door, read_exactly
 from penstock.ray_app import remote
 from penstock.ray_app.application import ReplicaOptions, connect
@@ -226,3 +228,18 @@ def test_what_needs_this_machine_is_refused(option):
     """Guards against an option that is accepted and ignored."""
     with pytest.raises(InvalidRequestError, match=next(iter(option))):
         connect(None, ReplicaOptions(), model="demo", **option)
+
+
+def test_a_cluster_that_does_not_answer_is_said_at_once(monkeypatch):
+    """Guards against minutes in which Ray tries an address that is stale."""
+    monkeypatch.setattr(ray_cluster, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        for address, problem in (
+            (f"127.0.0.1:{port}", "does not answer as Ray does"),
+            ("127.0.0.1:1", "cannot be reached"),
+            ("nonsense", "no address"),
+        ):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            with pytest.raises(InvalidRequestError, match=problem):
+                ray_cluster.join_cluster("on_ray")
