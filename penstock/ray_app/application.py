@@ -107,6 +107,11 @@ def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> Asyn
         raise InvalidRequestError(message, param="flight_recorder")
     if client_options.get("kv_role") is not None:
         raise InvalidRequestError("kv_role: not on Ray: its directory of blocks is on one machine", param="kv_role")
+    if client_options.get("distributed_executor_backend") == "ray":
+        option = "distributed_executor_backend"
+        raise InvalidRequestError(
+            f"{option}: not with engines on Ray, whose ranks share their machine; use mp", param=option
+        )
     if client_options.get("standby"):
         raise InvalidRequestError("standby: not on Ray; start one more replica instead", param="standby")
     pool = EnginePool(handle, options.most, options.num_replicas)

@@ -223,7 +223,10 @@ def test_wrong_numbers_of_replicas_are_refused(fields, problem):
         ReplicaOptions(**fields)
 
 
-@pytest.mark.parametrize("option", [{"standby": True}, {"flight_recorder": 2**20}, {"kv_role": "prefill"}])
+@pytest.mark.parametrize(
+    "option",
+    [{"standby": True}, {"distributed_executor_backend": "ray"}, {"flight_recorder": 2**20}, {"kv_role": "prefill"}],
+)
 def test_what_needs_this_machine_is_refused(option):
     """Guards against an option that is accepted and ignored."""
     with pytest.raises(InvalidRequestError, match=next(iter(option))):
